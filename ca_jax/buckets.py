@@ -1,0 +1,43 @@
+"""The lengths that functions are compiled for: every length is padded up to one of these, so that compiles are bounded.
+
+Steps are fine where a step costs most: TTFT of a short turn over stored history is proportional to its padded tokens.
+
+Not here: what is compiled (steps), who pads (runner).
+"""
+
+from __future__ import annotations
+
+
+def new_token_buckets(chunk_tokens: int) -> tuple[int, ...]:
+    """Padded numbers of new tokens of one pass: steps of 8 to 128, of 32 to 256, of 64 beyond, and the chunk itself."""
+    ladder = [*range(8, 128, 8), *range(128, 256, 32), *range(256, chunk_tokens, 64)]
+    return (*(size for size in ladder if size < chunk_tokens), chunk_tokens)
+
+
+def history_buckets(window_tokens: int) -> tuple[int, ...]:
+    """Padded numbers of history tokens: none, steps of 256 to 2,048, of 512 to 4,096, of 1,024 beyond."""
+    ladder = [0]
+    while ladder[-1] < window_tokens:
+        last = ladder[-1]
+        ladder.append(last + (256 if last < 2048 else 512 if last < 4096 else 1024))
+    return tuple(ladder)
+
+
+def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
+    """Padded numbers of decode slots in use: powers of two, and the maximum."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch_size:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes) if sizes[-1] == max_batch_size else (*sizes, max_batch_size)
+
+
+def pad_to(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest bucket that holds `size`.
+
+    Raises:
+      ValueError: `size` is above the largest bucket.
+    """
+    for bucket in buckets:
+        if size <= bucket:
+            return bucket
+    raise ValueError(f"wanted a size of at most {buckets[-1]}, found {size}")

@@ -1,0 +1,422 @@
+"""The engine: sessions and jobs in, tokens out. Composes scheduler, runner and stored KV; computes nothing itself.
+
+One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, decodes one token for every running job and
+prefills one waiting job over its stored history; `_finish` hands the last KV to be saved. Whoever iterates an answer runs
+the engine, one thread at a time.
+
+Not here: jitted code (steps), device state (runner), loading and saving (session_kv), text to tokens (prompts).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from ca_jax.buckets import pad_to
+from ca_jax.config import EngineConfig
+from ca_jax.errors import ContextWindowError, InvalidRequestError, SessionBusyError, SessionClosedError
+from ca_jax.metrics import EngineMetrics
+from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.prompts import prompt_ids, text_of, turn_ids
+from ca_jax.runner import Prefill, Runner
+from ca_jax.sampler import Sampler
+from ca_jax.scheduler import Scheduler
+from ca_jax.session import Completion, FinishReason, Job, SamplingParams, Session
+from ca_jax.session_kv import SessionKV, TurnSaver
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import StoreStats
+from ca_jax.text_output import TextOutput
+
+DEFAULT_WINDOW_TOKENS = 4096
+"""Largest context window taken unless a larger one is asked for."""
+
+
+class Engine:
+    """Serves conversations of one model.
+
+    Public methods may be called from any thread; one at a time runs the engine.
+
+    Args:
+      model: what to serve.
+      config: how.
+
+    Raises:
+      ValueError: the context window is above what the model was trained for, or a size does not fit the machine.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.model = model
+        self.metrics = EngineMetrics(model_load_s=model.load_s)
+        limit = model.config.max_positions
+        self.window = self.config.context_window or min(limit, DEFAULT_WINDOW_TOKENS)
+        if self.window > limit:
+            raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
+        self._lock = threading.RLock()
+        self._closed = False
+        self._sessions: dict[str, Session] = {}
+        self._savers: dict[Job, TurnSaver] = {}
+        self._prefilled: tuple[Job, Prefill] | None = None
+        self._scheduler = Scheduler(self.config.max_batch_size)
+        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
+        self._runner = Runner(
+            model.config,
+            model.params,
+            window=self.window,
+            max_batch_size=self.config.max_batch_size,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+        )
+        layout = KVLayout(
+            num_layers=model.config.num_layers,
+            num_kv_heads=model.config.num_kv_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.dtype,
+            block_tokens=self.config.store.block_tokens,
+        )
+        self._kv = SessionKV(
+            layout,
+            self.config.store,
+            fingerprint=model.fingerprint,
+            max_tokens=self._runner.history_buckets[-1],
+            group_tokens=self.config.save_group_tokens,
+            metrics=self.metrics,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str, config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> Engine:
+        """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised."""
+        config = config or EngineConfig()
+        enable_compile_cache(config.compile_cache_dir)
+        return cls(load_model(model, dtype=config.dtype, progress=progress), config)
+
+    # Conversations.
+
+    def session(self, *, system: str | None = None, session_id: str | None = None) -> Session:
+        """Begins a conversation, or returns the one of that id.
+
+        Args:
+          system: its system message; for a conversation that exists already it must not be given.
+          session_id: its name; made up if not given.
+
+        Raises:
+          SessionClosedError: the engine is closed.
+          InvalidRequestError: a system message for a conversation that exists.
+        """
+        with self._lock:
+            self._check_open()
+            if session_id is not None and session_id in self._sessions:
+                if system is not None:
+                    raise InvalidRequestError(f"session {session_id!r} has begun: wanted no system message")
+                return self._sessions[session_id]
+            session = Session(self, session_id or uuid.uuid4().hex, system)
+            self._sessions[session.session_id] = session
+            return session
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        """Conversations that are open, oldest first."""
+        return tuple(self._sessions.values())
+
+    def submit_turn(self, session: Session, message: str | Sequence[int], params: SamplingParams) -> Job:
+        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
+        with self._lock:
+            self._check_open()
+            if isinstance(message, str):
+                ids = turn_ids(self.model, session.token_ids, session.messages, message)
+            else:
+                new_ids = prompt_ids(self.model, message)
+                ids, message = session.token_ids + new_ids, text_of(self.model, new_ids)
+            job = self._make_job(ids, params, session, message)
+            self._scheduler.submit(job)
+            return job
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Answers prompts, each on its own, in one continuous batch. Nothing of them is stored.
+
+        Args:
+          prompts: texts, or token ids.
+          params: for all, or one for each; greedy if not given.
+
+        Returns:
+          A completion per prompt, in order.
+
+        Raises:
+          InvalidRequestError: a prompt that is no text and has a wrong id, or not one `params` for each prompt.
+          EmptyMessageError: a prompt without tokens.
+          ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
+          SessionClosedError: the engine is closed.
+        """
+        each = (
+            [params or SamplingParams()] * len(prompts)
+            if params is None or isinstance(params, SamplingParams)
+            else list(params)
+        )
+        if len(each) != len(prompts):
+            raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
+        with self._lock:
+            self._check_open()
+            jobs = [self._make_job(prompt_ids(self.model, p), q) for p, q in zip(prompts, each, strict=True)]
+            for job in jobs:
+                self._scheduler.submit(job)
+        try:
+            for job in jobs:
+                for _ in self.stream(job):
+                    pass
+        finally:
+            for job in jobs:
+                self.cancel(job)
+        return [job.completion() for job in jobs]
+
+    def stream(self, job: Job) -> Iterator[str]:
+        """Runs the engine until `job` ends and yields its text as it comes.
+
+        Raises:
+          Exception: whatever broke the job; the engine and all other jobs go on.
+        """
+        while True:
+            while job.pieces:
+                yield job.pieces.popleft()
+            if job.error is not None:
+                raise job.error
+            if job.done:
+                return
+            self.step()
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
+        with self._lock:
+            if not job.done:
+                self.metrics.cancelled += 1
+                self._finish(job, FinishReason.CANCELLED)
+
+    def forget(self, session: Session) -> None:
+        """Drops a conversation and its KV; for `Session.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._sessions.pop(session.session_id, None)
+            self._kv.drop(session.session_id)
+
+    # Running.
+
+    def step(self) -> bool:
+        """Decodes one token for every running job and prefills at most one waiting one.
+
+        Returns:
+          Whether there was anything to do.
+        """
+        with self._lock:
+            self._check_open()
+            self._kv.collect()
+            self._insert_prefilled()
+            plan = self._scheduler.schedule()
+            if plan.decode:
+                self._decode(list(plan.decode))
+            for job in plan.prefill:  # Last, so that a first token goes out at once.
+                try:
+                    self._prefill(job)
+                except Exception as error:  # One broken job must not end the others; its caller gets the error.
+                    self._fail(job, error)
+            return bool(plan.prefill or plan.decode)
+
+    def warmup(
+        self,
+        *,
+        max_history_tokens: int | None = None,
+        max_new_tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> float:
+        """Compiles what turns up to these sizes need, so that none of them waits for it. The engine must be idle.
+
+        Args:
+          max_history_tokens: largest history; None means the context window.
+          max_new_tokens: largest number of new tokens in one pass; None means `prefill_chunk_tokens`.
+          progress: told how far it is.
+
+        Returns:
+          Seconds it took.
+
+        Raises:
+          SessionBusyError: jobs are running or waiting.
+        """
+        with self._lock:
+            self._check_open()
+            if not self._scheduler.idle:
+                raise SessionBusyError("wanted an idle engine to warm up, found jobs running or waiting")
+            self._insert_prefilled()
+            started_s = time.perf_counter()
+            self._runner.warmup(
+                self.window if max_history_tokens is None else max_history_tokens,
+                self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens,
+                progress,
+            )
+            self._sampler.warmup(self._runner.batch_buckets)
+            return time.perf_counter() - started_s
+
+    def wait_for_saves(self) -> None:
+        """Returns when the KV of all turns that have ended is in the store, or has been given up."""
+        with self._lock:
+            self._check_open()
+            self._kv.collect(wait=True)
+
+    def store_stats(self) -> StoreStats:
+        """What the store holds and has done."""
+        with self._lock:
+            self._check_open()
+            return self._kv.stats()
+
+    def drop_stored(self, session: Session) -> None:
+        """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
+        with self._lock:
+            self._check_open()
+            self._kv.drop(session.session_id)
+
+    def close(self) -> None:
+        """Ends all jobs, finishes saves and lets go of memory. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            for job in (*self._scheduler.waiting, *self._scheduler.running):
+                self.cancel(job)
+            self._kv.close()
+            self._closed = True
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A turn, in order.
+
+    def _make_job(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        session: Session | None = None,
+        message: str = "",
+    ) -> Job:
+        if len(ids) >= self.window:
+            raise ContextWindowError(
+                f"wanted a prompt under the context window of {self.window} tokens, found {len(ids)}"
+            )
+        tokenizer = self.model.tokenizer
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.stop_token_ids))
+        return Job(
+            prompt_ids=ids,
+            params=params,
+            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop),
+            stop_ids=frozenset(stops),
+            session=session,
+            message=message,
+        )
+
+    def _prefill(self, job: Job) -> None:
+        job.started_s = time.perf_counter()
+        if job.slot is None:
+            raise RuntimeError(f"job {job.job_id} was planned without a slot")
+        self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
+        if job.session is None:
+            prefill = self._runner.prefill(job.prompt_ids, 0, None)
+        else:
+            prefill, job.cached_tokens, job.load_s, job.load_stall_s = self._kv.prefill(
+                self._runner, job.session.session_id, job.prompt_ids
+            )
+        token = self._sampler.draw(prefill.logits, np.array([len(job.prompt_ids)]), job.slot)[0]
+        self.metrics.prefill_steps += 1
+        self.metrics.prompt_tokens += len(job.prompt_ids)
+        self.metrics.cached_tokens += job.cached_tokens
+        if job.session is not None:
+            saver = self._savers[job] = self._kv.begin_saving(job.session.session_id, job.cached_tokens)
+            saver.add_prefill(job.prompt_ids[job.cached_tokens :], prefill.chunks)
+        self._prefilled = (job, prefill)
+        self._accept(job, int(token))
+
+    def _insert_prefilled(self) -> None:
+        """Moves the last prefill into its decode slot. Put off until now so that the first token did not wait for it."""
+        if self._prefilled is None:
+            return
+        (job, prefill), self._prefilled = self._prefilled, None
+        if not job.done and job.slot is not None:
+            self._runner.insert(job.slot, prefill)
+        self._runner.wait()
+        self._kv.release_staging()
+
+    def _decode(self, jobs: list[Job]) -> None:
+        slots = [job.slot for job in jobs if job.slot is not None]
+        num_rows = pad_to(self._runner.batch_buckets, 1 + max(slots))
+        tokens, lengths = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        for slot, job in zip(slots, jobs, strict=True):
+            tokens[slot], lengths[slot] = job.output_ids[-1], job.num_tokens - 1
+        logits, kv = self._runner.decode(tokens, lengths)
+        drawn = self._sampler.draw(logits, lengths + 1)
+        self.metrics.decode_steps += 1
+        for slot, job in zip(slots, jobs, strict=True):
+            if job in self._savers:
+                self._savers[job].add_decoded(int(tokens[slot]), kv, slot)
+            self._accept(job, int(drawn[slot]))
+
+    def _accept(self, job: Job, token: int) -> None:
+        """Takes a drawn token and ends the job if it is the last."""
+        if not job.output_ids:
+            job.first_token_s = time.perf_counter()
+        job.output_ids.append(token)
+        if job.slot is not None:
+            self._sampler.mark(job.slot, token)
+        if token in job.stop_ids:
+            self._finish(job, FinishReason.STOP)
+            return
+        if piece := job.output.push(token):
+            job.pieces.append(piece)
+        if job.output.stopped:
+            self._finish(job, FinishReason.STOP)
+        elif len(job.output_ids) >= job.params.max_tokens or job.num_tokens >= self.window:
+            self._finish(job, FinishReason.LENGTH)
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        job.finished_s = time.perf_counter()
+        if piece := job.output.finish():
+            job.pieces.append(piece)
+        self._release(job)
+        job.finish_reason = reason
+        self.metrics.completion_tokens += len(job.output_ids)
+        if reason is not FinishReason.CANCELLED:
+            self.metrics.turns += 1
+        if job.session is not None and job.output_ids:
+            job.session.adopt(job)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._release(job)
+        job.error = error
+
+    def _release(self, job: Job) -> None:
+        """Gives back a job's slot and submits what is left to save."""
+        if job.slot is not None:
+            self._sampler.free_slot(job.slot)
+        self._scheduler.remove(job)
+        saver = self._savers.pop(job, None)
+        if saver is not None:
+            self._kv.end_saving(saver)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError("the engine is closed")
+
+
+def enable_compile_cache(directory: str | None) -> None:
+    """Keeps compiled functions in `directory` between runs, unless jax has been given one already."""
+    if directory is None or jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,47 @@
+"""Every exception the public API raises on purpose.
+
+Each message says what was wanted and what was found. `CaJaxError` is the common base, so that a caller may catch all
+of them at once; classes that report a bad argument are `ValueError` too.
+
+Not here: failures of the store. Those never reach a caller: they are counted misses and a recompute.
+"""
+
+
+class CaJaxError(Exception):
+    """Base of every error ca_jax raises on purpose."""
+
+
+class UnknownModelError(CaJaxError, ValueError):
+    """A model name that is neither a preset, a file, a directory nor a hub name that can be had."""
+
+
+class CheckpointError(CaJaxError, ValueError):
+    """A checkpoint that cannot be read: truncated, missing a tensor, or a tensor of another shape."""
+
+
+class UnsupportedArchitectureError(CaJaxError, ValueError):
+    """A model this engine cannot serve; the message names the architecture and the reason."""
+
+
+class UnsupportedQuantizationError(CaJaxError, ValueError):
+    """A GGUF tensor type that cannot be dequantised; the message names it."""
+
+
+class ContextWindowError(CaJaxError, ValueError):
+    """A prompt longer than the context window."""
+
+
+class EmptyMessageError(CaJaxError, ValueError):
+    """A message or prompt without any token."""
+
+
+class InvalidRequestError(CaJaxError, ValueError):
+    """A sampling parameter or prompt outside its range."""
+
+
+class SessionClosedError(CaJaxError):
+    """A call on a session, or an engine, that has been closed."""
+
+
+class SessionBusyError(CaJaxError):
+    """A second turn sent to a session whose last turn still runs."""

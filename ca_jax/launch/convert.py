@@ -1,0 +1,63 @@
+"""Converts any model that can be loaded into an orbax checkpoint, which loads without dequantising.
+
+    python -m ca_jax.launch.convert --model=smollm2-135m-instruct --output_dir=smollm2_orbax --dtype=bfloat16
+
+Not here: the formats themselves (`ca_jax.models`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import rich.console
+import rich.progress
+from absl import app, flags
+
+from ca_jax.errors import CaJaxError
+from ca_jax.models import orbax
+from ca_jax.models.checkpoint import load_checkpoint
+
+_MODEL = flags.DEFINE_string(
+    "model", None, "Preset, .gguf file, Hugging Face directory or hub name (org/name) to convert.", required=True
+)
+_OUTPUT_DIR = flags.DEFINE_string("output_dir", None, "Where to write; must be new or empty.", required=True)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Of the weights written.")
+
+
+def convert(model: str, output_dir: Path, dtype: str) -> None:
+    """Loads `model` and writes it under `output_dir`, with a progress bar.
+
+    Raises:
+      CheckpointError: `output_dir` is not empty, or the model is damaged.
+      CaJaxError: whatever else `load_checkpoint` refuses.
+    """
+    orbax.require_empty(output_dir)
+    console = rich.console.Console(stderr=True)
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn())
+    with rich.progress.Progress(*columns, console=console) as bar:
+        task = bar.add_task("opening", total=None)
+        checkpoint = load_checkpoint(
+            model,
+            dtype=dtype,
+            progress=lambda label, done, total: bar.update(task, description=label, completed=done, total=total),
+        )
+        writing = bar.add_task("writing", total=None)
+        orbax.save_checkpoint(checkpoint, output_dir)
+        bar.update(writing, total=1, completed=1, visible=False)
+    console.print(f"{checkpoint.name} ({dtype}) -> {output_dir}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
+    try:
+        convert(_MODEL.value, Path(_OUTPUT_DIR.value).expanduser(), _DTYPE.value)
+    except CaJaxError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,65 @@
+"""Counts that say what the engine and the compiler did, named once.
+
+Not here: counts of the store (`storage.records.StoreStats`), latencies of one turn (`session.Usage`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass
+class EngineMetrics:
+    """Totals since the engine was made. Written by the engine's thread."""
+
+    turns: int = 0
+    """Jobs that ended well."""
+    cancelled: int = 0
+    """Jobs their caller gave up."""
+    prompt_tokens: int = 0
+    """Tokens of history and new ones, of all turns."""
+    cached_tokens: int = 0
+    """Of those, tokens whose KV was loaded."""
+    completion_tokens: int = 0
+    """Tokens generated."""
+    prefill_steps: int = 0
+    """Jobs prefilled."""
+    decode_steps: int = 0
+    """Decode steps run."""
+    failed_loads: int = 0
+    """Loads that broke and were recomputed."""
+    failed_saves: int = 0
+    """Saves that broke and were given up."""
+    first_touch_s: float = 0.0
+    """Seconds of making host memory resident, in the background."""
+    model_load_s: float = 0.0
+    """Seconds of reading the model."""
+
+
+class CompileCounter:
+    """Counts functions that XLA compiled, or took from the compile cache, within a `with` block, in all threads."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Functions compiled so far."""
+        self.seconds = 0.0
+        """Seconds that took."""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> CompileCounter:
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            with self._lock:
+                self.count += 1
+                self.seconds += duration_secs

@@ -1,0 +1,151 @@
+"""Chat templates: conversations as the text a model was trained on.
+
+A template is a Jinja program that came with a checkpoint, so it runs in Jinja's sandbox.
+
+Not here: token ids. History is kept as ids and never rendered again; `next_turn` gives only the text that goes on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from ca_jax.errors import CheckpointError, InvalidRequestError
+
+Message = Mapping[str, Any]
+"""One message: `role` ("system", "user", "assistant") and `content`."""
+
+_PLAIN = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ message['content'] + '\n\n' }}
+{%- elif message['role'] == 'assistant' -%}{{ 'Assistant: ' + message['content'] + '\n' }}
+{%- else -%}{{ 'User: ' + message['content'] + '\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}
+"""
+
+
+class ChatTemplate:
+    """A Jinja chat template, rendered the way Hugging Face `transformers` renders it. Safe to share between threads.
+
+    Args:
+      source: the Jinja source.
+      bos_token: text of the token that begins a sequence, for templates that write it themselves.
+      eos_token: text of the token that ends a reply.
+
+    Raises:
+      CheckpointError: `source` is not a Jinja template.
+    """
+
+    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"chat template is not valid Jinja: {error} (line {error.lineno})") from error
+
+    @classmethod
+    def plain(cls) -> ChatTemplate:
+        """The fallback for models that come without a template.
+
+        A system message is a paragraph of its own, then "User: ..." and "Assistant: ..." lines, then "Assistant:".
+        """
+        return cls(_PLAIN)
+
+    def first_turn(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The text of a conversation up to where the assistant's next reply begins.
+
+        Args:
+          messages: oldest first.
+          **variables: further variables for the template, `tools` for instance.
+
+        Returns:
+          Text whose special tokens are spelled out, the beginning-of-sequence token included where the template writes
+          it: encode it with `add_bos=False`.
+
+        Raises:
+          InvalidRequestError: the template refuses the messages (their roles do not alternate, say).
+        """
+        variables = {"tools": None, "documents": None, **variables}
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+                **variables,
+            )
+        except Exception as error:  # A template is a program of others: it may raise anything.
+            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}") from error
+
+    def next_turn(self, earlier: Sequence[Message], new: Sequence[Message], **variables: Any) -> str:
+        """The text that continues a conversation whose messages so far, the last reply included, are held as token ids.
+
+        It begins right after the content of the last reply, so with whatever the template writes to end a turn. A
+        caller whose ids already end with that (the stop token) takes it off, or does not keep the stop token.
+
+        Args:
+          earlier: the messages so far, ending with the assistant's reply. Its content is not looked at.
+          new: the messages that follow.
+          **variables: as for `first_turn`.
+
+        Returns:
+          For instance "<|im_end|>\\n<|im_start|>user\\n...<|im_end|>\\n<|im_start|>assistant\\n".
+
+        Raises:
+          InvalidRequestError: `earlier` does not end with a reply, or the template refuses the messages.
+          CheckpointError: the template does not write the reply exactly once, so it cannot be continued.
+        """
+        if not earlier or earlier[-1].get("role") != "assistant":
+            found = repr(earlier[-1].get("role")) if earlier else "no message"
+            raise InvalidRequestError(f"wanted earlier messages that end with the assistant's, found {found}")
+        sentinel = f"reply{secrets.token_hex(16)}"
+        before = [*earlier[:-1], {**earlier[-1], "content": sentinel}]
+        parts = self.first_turn([*before, *new], **variables).split(sentinel)
+        if len(parts) != 2:
+            raise CheckpointError(
+                "this chat template cannot be continued from a reply: wanted the last reply to be written once, "
+                f"found it {len(parts) - 1} times"
+            )
+        return parts[1]
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the reply for training; here it is only what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares a set)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON as it is, without Jinja's escaping for HTML."""
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

@@ -1,0 +1,312 @@
+"""Hugging Face checkpoints: a directory of config.json, safetensors and tokenizer.json, local or from the hub.
+
+Not here: pickled weights (`pytorch_model.bin`), which are never read; the parameter tree (`weights`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import tokenizers
+
+from ca_jax.errors import (
+    CheckpointError,
+    UnknownModelError,
+    UnsupportedArchitectureError,
+    UnsupportedQuantizationError,
+)
+from ca_jax.models import weights
+from ca_jax.models.architectures import require_served
+from ca_jax.models.chat_template import ChatTemplate
+from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.tokenizer import Tokenizer
+
+_NAMES = {
+    "embed.embedding": "model.embed_tokens.weight",
+    "attn_norm.scale": "model.layers.{layer}.input_layernorm.weight",
+    "attn.wq": "model.layers.{layer}.self_attn.q_proj.weight",
+    "attn.wk": "model.layers.{layer}.self_attn.k_proj.weight",
+    "attn.wv": "model.layers.{layer}.self_attn.v_proj.weight",
+    "attn.wo": "model.layers.{layer}.self_attn.o_proj.weight",
+    "mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
+    "mlp.w_gate": "model.layers.{layer}.mlp.gate_proj.weight",
+    "mlp.w_up": "model.layers.{layer}.mlp.up_proj.weight",
+    "mlp.w_down": "model.layers.{layer}.mlp.down_proj.weight",
+    "final_norm.scale": "model.norm.weight",
+    "head.kernel": "lm_head.weight",
+}
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+_HUB_METADATA = ("*.json", "*.jinja")
+_HUB_WEIGHTS = ("*.safetensors",)
+_HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in another format.
+
+
+def load_directory(
+    directory: Path, *, name: str, dtype: np.dtype, progress: weights.ProgressFn | None = None
+) -> weights.Checkpoint:
+    """Loads a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json. Blocks.
+
+    Args:
+      directory: where the files are.
+      name: what to call the model.
+      dtype: of the weights in memory.
+      progress: told of bytes written.
+
+    Raises:
+      CheckpointError: a file is missing or cut off, or a tensor missing, misshaped or unexpected.
+      UnsupportedArchitectureError: the model is not one of those served.
+      UnsupportedQuantizationError: the weights are quantised.
+    """
+    described = _read_json(directory / "config.json")
+    try:
+        config = config_from_hf(described)
+    except (UnsupportedArchitectureError, UnsupportedQuantizationError, CheckpointError) as error:
+        raise type(error)(f"{directory}: {error}") from error
+    files = weight_files(directory)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        content = pool.submit(weights.hash_files, directory, files)
+        tokenizer = _load_tokenizer(directory, described)
+        params = weights.build_params(
+            config, _stored_tensors(files, config), _NAMES, dtype=dtype, source=str(directory), progress=progress
+        )
+        content_sha256 = content.result()
+    return weights.Checkpoint(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        name=name,
+        fingerprint=weights.fingerprint(content_sha256, config, dtype),
+        stop_token_ids=_stop_token_ids(directory, described, tokenizer),
+    )
+
+
+def load_from_hub(repo_id: str, *, dtype: np.dtype, progress: weights.ProgressFn | None = None) -> weights.Checkpoint:
+    """Loads a model by its hub name, from the local cache if it is there, else over the network. Blocks.
+
+    Raises:
+      UnknownModelError: it is neither in the cache nor to be had.
+      CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError: as for `load_directory`.
+    """
+    return load_directory(_snapshot(repo_id), name=repo_id, dtype=dtype, progress=progress)
+
+
+def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
+    """The architecture that the contents of a config.json describe. Pure.
+
+    Raises:
+      CheckpointError: an entry is missing or describes no model.
+      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
+      UnsupportedQuantizationError: its weights are quantised.
+    """
+    model_type = described.get("model_type")
+    if model_type is None:
+        raise CheckpointError("config.json: model_type is missing")
+    require_served(model_type, "config.json")
+    architectures = described.get("architectures") or ["LlamaForCausalLM"]
+    if architectures != ["LlamaForCausalLM"]:
+        raise UnsupportedArchitectureError(f"config.json: wanted architecture LlamaForCausalLM, found {architectures}")
+    for key, served in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if described.get(key, served) != served:
+            raise UnsupportedArchitectureError(
+                f"config.json: {key}={described[key]!r} is not served, wanted {served!r}"
+            )
+    if quantization := described.get("quantization_config"):
+        method = quantization.get("quant_method", "unnamed")
+        raise UnsupportedQuantizationError(f"config.json: quantization {method!r} is not served; wanted plain weights")
+    try:
+        embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
+        return ModelConfig(
+            vocab_size=described["vocab_size"],
+            embed_dim=embed_dim,
+            mlp_dim=described["intermediate_size"],
+            num_layers=described["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=described.get("num_key_value_heads") or num_heads,
+            head_dim=described.get("head_dim") or embed_dim // num_heads,
+            max_positions=described.get("max_position_embeddings", 2048),
+            norm_eps=described.get("rms_norm_eps", 1e-6),
+            tie_embeddings=described.get("tie_word_embeddings", False),
+            rope=_rope_from_hf(described),
+        )
+    except UnsupportedArchitectureError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json describes no model: {error}") from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: the shards its index names, or the single file.
+
+    Raises:
+      CheckpointError: there are none, or a shard is missing.
+    """
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if index.exists():
+        files = sorted({directory / shard for shard in _read_json(index).get("weight_map", {}).values()})
+    else:
+        files = [single]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing or not files:
+        raise CheckpointError(
+            f"{directory}: wanted weights as safetensors, not found: {', '.join(missing) or index.name}"
+        )
+    return files
+
+
+def _rope_from_hf(described: Mapping[str, Any]) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    parameters = {"rope_theta": described.get("rope_theta", 10000.0)}
+    parameters |= described.get("rope_scaling") or {}
+    parameters |= described.get("rope_parameters") or {}
+    partial = parameters.get("partial_rotary_factor", described.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UnsupportedArchitectureError(f"config.json: partial_rotary_factor={partial} is not served, wanted 1.0")
+    theta = float(parameters["rope_theta"])
+    scaling = parameters.get("rope_type", parameters.get("type", "default"))
+    if scaling == "default":
+        return RopeConfig(theta=theta)
+    if scaling == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=float(parameters["factor"]))
+    if scaling == "llama3":
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_positions=parameters["original_max_position_embeddings"],
+        )
+    raise UnsupportedArchitectureError(
+        f"config.json: rope scaling {scaling!r} is not served; wanted one of default, linear, llama3"
+    )
+
+
+def _stored_tensors(files: list[Path], config: ModelConfig) -> dict[str, weights.StoredTensor]:
+    tensors = {}
+    for path in files:
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
+            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+                continue  # Derived from the config; a second name for the embedding.
+            rows = file.get_slice(name)
+            if rows.get_dtype() not in _DTYPES:
+                raise UnsupportedQuantizationError(
+                    f"{path}: tensor {name}: type {rows.get_dtype()} is not served; wanted one of {', '.join(_DTYPES)}"
+                )
+            tensors[name] = weights.StoredTensor(
+                shape=tuple(rows.get_shape()), read_rows=functools.partial(_read_rows, rows)
+            )
+    return tensors
+
+
+def _read_rows(rows: Any, start: int, stop: int) -> np.ndarray:
+    return rows[start:stop]
+
+
+def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing narrower.
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
+    options = _read_json(directory / "tokenizer_config.json", optional=True)
+    texts = {role: _special_token(backend, options, described, role) for role in ("bos", "eos")}
+    bos_id, eos_id = (None if text is None else backend.token_to_id(text) for text in texts.values())
+    adds_bos = options.get("add_bos_token")
+    if adds_bos is None:  # Then what it adds by itself is the truth.
+        adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
+    source = _chat_template_source(directory, options)
+    return Tokenizer(
+        backend,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        add_bos=bool(adds_bos) and bos_id is not None,
+        chat_template=None
+        if source is None
+        else ChatTemplate(source, bos_token=texts["bos"] or "", eos_token=texts["eos"] or ""),
+    )
+
+
+def _special_token(
+    backend: tokenizers.Tokenizer, options: Mapping[str, Any], described: Mapping[str, Any], role: str
+) -> str | None:
+    """The text of the bos or eos token, from tokenizer_config.json or else config.json."""
+    token = options.get(f"{role}_token")
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    if token is None:
+        token_id = described.get(f"{role}_token_id")
+        token = backend.id_to_token(token_id) if isinstance(token_id, int) else None
+    return token
+
+
+def _chat_template_source(directory: Path, options: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = options.get("chat_template")
+    if isinstance(template, list):  # Several by name; "default" is for plain chat.
+        return {each["name"]: each["template"] for each in template}.get("default")
+    return template
+
+
+def _stop_token_ids(directory: Path, described: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    ids: list[int | None] = []
+    for options in (_read_json(directory / "generation_config.json", optional=True), described):
+        found = options.get("eos_token_id")
+        ids += found if isinstance(found, list) else [found]
+    if tokenizer is not None:
+        ids += [tokenizer.eos_id, *tokenizer.usual_stop_ids()]
+    return tuple(sorted({i for i in ids if i is not None}))
+
+
+def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
+    if optional and not path.exists():
+        return {}
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object, found {type(contents).__name__}")
+    return contents
+
+
+def _snapshot(repo_id: str) -> Path:
+    """A local directory with everything that is needed of a hub repository."""
+    import huggingface_hub  # Only here: most models are local.
+
+    download = functools.partial(huggingface_hub.snapshot_download, repo_id, ignore_patterns=_HUB_IGNORED)
+    everything = [*_HUB_METADATA, *_HUB_WEIGHTS]
+    try:
+        cached = Path(download(allow_patterns=everything, local_files_only=True))
+        weight_files(cached)
+        return cached
+    except (OSError, ValueError):
+        pass  # Not in the cache, or not all of it.
+    try:
+        # Metadata first: a model that is not served is refused before its weights are fetched.
+        config_from_hf(_read_json(Path(download(allow_patterns=_HUB_METADATA)) / "config.json"))
+        return Path(download(allow_patterns=everything))
+    except (CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError) as error:
+        raise type(error)(f"{repo_id}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UnknownModelError(
+            f"model {repo_id!r} cannot be had from the Hugging Face hub: it is not in the local cache, and fetching it "
+            f"failed with {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,164 @@
+"""Text to token ids and back, and back piece by piece while a reply is being generated.
+
+Not here: how a checkpoint describes its tokenizer (`gguf_tokenizer`, `huggingface`), what a conversation looks like
+(`chat_template`).
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+
+import tokenizers
+from tokenizers import decoders
+
+from ca_jax.models.chat_template import ChatTemplate
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_STOP_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end_of_text|>")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with what the engine needs to know about its special tokens. Threads may share it.
+
+    Args:
+      backend: does the work; its own truncation and padding are switched off.
+      bos_id: the token that begins a sequence, or None.
+      eos_id: the token that ends one, or None.
+      add_bos: whether the model wants `bos_id` before plain text.
+      chat_template: how the model wants conversations, or None where unknown.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        add_bos: bool = False,
+        chat_template: ChatTemplate | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+        self.add_bos = add_bos
+        self.chat_template = chat_template
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, special ones included; a model may have room for more."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its exact spelling in the vocabulary, or None."""
+        return self.backend.token_to_id(token)
+
+    def usual_stop_ids(self) -> set[int]:
+        """Ids of the well-known tokens that end a reply, where they are special tokens: files forget to say so."""
+        ids = {self.token_id(token) for token in _STOP_TOKENS}
+        return {i for i in ids if i is not None and i in self.special_ids}
+
+    def encode(self, text: str, add_bos: bool | None = None) -> list[int]:
+        """Token ids of `text`. Special tokens spelled out in it become those tokens.
+
+        Args:
+          text: any text.
+          add_bos: whether to begin with `bos_id`; None does as the model wants for plain text. Text rendered by a chat
+            template holds its own: pass False.
+
+        Returns:
+          Ids, possibly none.
+
+        Raises:
+          ValueError: `add_bos` is asked for and there is no such token.
+        """
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        if not (self.add_bos if add_bos is None else add_bos):
+            return ids
+        if self.bos_id is None:
+            raise ValueError("add_bos wants a beginning-of-sequence token, found a tokenizer without one")
+        return [self.bos_id, *ids]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> TokenStream:
+        """A detokeniser for one reply."""
+        return TokenStream(self)
+
+
+class TokenStream:
+    """Token ids to text as they come: the pieces of `push` and `flush` together are `decode` of all ids.
+
+    A piece never holds part of a character. Vocabularies of bytes (byte-level BPE) give each character as soon as its
+    last byte is there. Those that fall back to bytes (SentencePiece's `<0x0A>`) decode a run of byte tokens as a whole,
+    all or nothing, so such a run is held until the token after it. One stream belongs to one reply and one thread.
+
+    Args:
+      tokenizer: whose ids are pushed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = None
+        if isinstance(tokenizer.backend.decoder, decoders.ByteLevel):
+            self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._context: list[int] = []  # The last token given out: decoders treat the first token of a text differently.
+        self._context_chars = 0
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token id and returns the text that is now certain, possibly none."""
+        token = self._tokenizer.backend.id_to_token(token_id)
+        if token is None or token_id in self._tokenizer.special_ids:
+            return ""
+        if self._utf8 is not None:
+            return self._utf8.decode(_byte_level_bytes(token))
+        self._held.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        piece = self._decode_held()
+        if piece.endswith(_REPLACEMENT):
+            return ""
+        self._context = [token_id]
+        self._context_chars = len(self._tokenizer.decode(self._context))
+        self._held.clear()
+        return piece
+
+    def flush(self) -> str:
+        """Returns what was held back; an unfinished character is U+FFFD. The stream is then at its end."""
+        if self._utf8 is not None:
+            return self._utf8.decode(b"", final=True)
+        piece = self._decode_held() if self._held else ""
+        self._held.clear()
+        return piece
+
+    def _decode_held(self) -> str:
+        return self._tokenizer.decode(self._context + self._held)[self._context_chars :]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies spell the 256 bytes (GPT-2).
+
+    Printable bytes stand for themselves; the others, in order, are U+0100, U+0101, ...
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """The bytes a byte-level vocabulary's token stands for; one not in its alphabet is an added token, plain text."""
+    try:
+        return bytes([_BYTE_ALPHABET[char] for char in token])
+    except KeyError:
+        return token.encode()

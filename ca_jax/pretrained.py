@@ -1,0 +1,111 @@
+"""A model ready for research code: pure `apply`, its parameters on the device, its tokenizer.
+
+Not here: serving (engine), reading files (models.checkpoint).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax.errors import InvalidRequestError
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.llama import Llama
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.steps import Params
+from ca_jax.transfer import params_to_device, to_device, to_host
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done and how much there is."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on the device. `model.apply(params, tokens, positions, history)` is the pure form."""
+
+    name: str
+    """What was asked for."""
+    config: ModelConfig
+    """Its architecture."""
+    model: nn.Module
+    """The linen module."""
+    params: Params
+    """Its variables, on the device."""
+    tokenizer: Tokenizer | None
+    """None where the checkpoint has none."""
+    fingerprint: str
+    """SHA-256 of weights and config: part of the key of stored KV."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a reply."""
+    load_s: float = 0.0
+    """Seconds it took to load."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(self.params["params"]["embed"]["embedding"].dtype)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits of every token without any cache, f32 `[T, V]`. Compiles once per length.
+
+        Raises:
+          InvalidRequestError: no tokens, more than the model has positions for, or an id outside the vocabulary.
+        """
+        check_token_ids(token_ids, self.config.vocab_size)
+        if len(token_ids) > self.config.max_positions:
+            raise InvalidRequestError(f"wanted at most {self.config.max_positions} tokens, found {len(token_ids)}")
+        return to_host(_logits(self.model, self.params, to_device([list(token_ids)], np.int32)))[0]
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError for an empty list or an id outside the vocabulary."""
+    if not len(token_ids):
+        raise InvalidRequestError("wanted at least one token, found none")
+    wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"wanted token ids in [0, {vocab_size}), found {wrong}")
+
+
+@partial(jax.jit, static_argnames=("model",))
+def _logits(model: nn.Module, params: Params, tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1])[None]
+    return model.apply(params, tokens, positions)[0]
+
+
+def load_model(model: str, *, dtype: str | None = None, progress: Progress | None = None) -> LoadedModel:
+    """Loads a model by preset name, GGUF file, Hugging Face directory or hub name, or converted checkpoint.
+
+    Args:
+      model: which.
+      dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
+      progress: told how far it is.
+
+    Raises:
+      UnknownModelError: nothing of that name can be had.
+      CheckpointError: its files are damaged or do not fit together.
+      UnsupportedArchitectureError: it cannot be served; the message says why.
+      UnsupportedQuantizationError: a tensor's type cannot be read.
+    """
+    started_s = time.perf_counter()
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    checkpoint = load_checkpoint(model, dtype=dtype, progress=progress)
+    params = params_to_device(checkpoint.params)
+    return LoadedModel(
+        name=checkpoint.name,
+        config=checkpoint.config,
+        model=Llama(checkpoint.config),
+        params=params,
+        tokenizer=checkpoint.tokenizer,
+        fingerprint=checkpoint.fingerprint,
+        stop_token_ids=checkpoint.stop_token_ids,
+        load_s=time.perf_counter() - started_s,
+    )

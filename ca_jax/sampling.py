@@ -1,0 +1,95 @@
+"""Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, repetition penalty, seeds.
+
+Randomness is counter-based: a row's draw depends on its seed and the token's position alone, so that an answer does not
+depend on what else is in the batch, nor on whether its history was reused.
+
+Not here: stop conditions (session), which rows are running (scheduler).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+FILTERED = -1e30
+"""Logit of a token that may not be drawn."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerRows:
+    """Sampling parameters of B rows, as arrays."""
+
+    temperature: jax.Array
+    """f32 `[B]`; 0 means greedy."""
+    top_k: jax.Array
+    """i32 `[B]`; 0 means all."""
+    top_p: jax.Array
+    """f32 `[B]` in (0, 1]; 1 means all."""
+    min_p: jax.Array
+    """f32 `[B]` in [0, 1): smallest probability kept, as a share of the largest."""
+    repetition_penalty: jax.Array
+    """f32 `[B]`; 1 means none (Keskar et al., 2019)."""
+    seed: jax.Array
+    """u32 `[B]`."""
+
+
+@jax.jit
+def greedy(logits: jax.Array) -> jax.Array:
+    """The likeliest token of each row: f32 `[B, V]` to i32 `[B]`."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def sample(
+    logits: jax.Array, rows: SamplerRows, seen: jax.Array, first_slot: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+      logits: f32 `[B, V]`.
+      rows: parameters of the B rows.
+      seen: bool `[slots, V]`, tokens the repetition penalty applies to.
+      first_slot: i32 scalar, the slot that row 0 is.
+      positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
+
+    Returns:
+      i32 `[B]`.
+    """
+    seen = jax.lax.dynamic_slice_in_dim(seen, first_slot, logits.shape[0], 0)
+    penalty = rows.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    best = jnp.argmax(logits, axis=-1)
+
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    order = jnp.argsort(-scaled, axis=-1)
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    rank = jnp.arange(logits.shape[-1])[None, :]
+    top_k = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1])[:, None]
+    ranked = jnp.where(rank < top_k, ranked, FILTERED)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of the likelier tokens
+    ranked = jnp.where((before < rows.top_p[:, None]) | (rank == 0), ranked, FILTERED)
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    ranked = jnp.where(probabilities >= rows.min_p[:, None] * probabilities[:, :1], ranked, FILTERED)
+
+    def draw(seed: jax.Array, position: jax.Array, row: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jnp.argmax(row + jax.random.gumbel(key, row.shape))
+
+    drawn = jnp.take_along_axis(order, jax.vmap(draw)(rows.seed, positions, ranked)[:, None], axis=-1)[:, 0]
+    return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+
+
+@jax.jit
+def mark_seen(seen: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+    """Adds one token to one row: bool `[slots, V]`, i32 scalars."""
+    return seen.at[row, token].set(True)
+
+
+@jax.jit
+def set_seen(seen: jax.Array, row: jax.Array, present: jax.Array) -> jax.Array:
+    """Replaces one row: bool `[slots, V]`, i32 scalar, bool `[V]`."""
+    return seen.at[row].set(present)

@@ -1,0 +1,328 @@
+"""Conversations and their turns, as host data.
+
+A session owns its token ids: history is never tokenised again, so that what is reused is exactly what was computed.
+
+Not here: jax, KV, scheduling (scheduler), running (engine).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
+from ca_jax.text_output import TextOutput
+
+if TYPE_CHECKING:
+    from ca_jax.engine import Engine
+
+_job_ids = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one answer is drawn and when it ends.
+
+    Raises:
+      InvalidRequestError: a value outside its range.
+    """
+
+    max_tokens: int = 256
+    """Most tokens to generate, at least 1."""
+    temperature: float = 0.0
+    """0 is greedy, so that the same conversation gives the same answer; above, logits are divided by it."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest, in [0, 1)."""
+    repetition_penalty: float = 1.0
+    """Divides (or multiplies, if negative) the logits of tokens seen so far; 1 is none."""
+    seed: int = 0
+    """Of the draws; the same seed gives the same answer whatever else is in the batch."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before any of these strings."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The answer ends with any of these tokens, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's own stop tokens."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or above"),
+            ("top_k", self.top_k >= 0, "0 or above"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
+            ("stop", all(self.stop), "no empty string"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise InvalidRequestError(f"{name} wanted {wanted}, found {getattr(self, name)!r}")
+
+
+class FinishReason(enum.Enum):
+    """Why a job ended."""
+
+    STOP = "stop"
+    """A stop token or stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or the end of the context window."""
+    CANCELLED = "cancelled"
+    """The caller stopped listening."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one turn took."""
+
+    prompt_tokens: int
+    """Tokens the answer was conditioned on: history and new."""
+    cached_tokens: dict[str, int]
+    """Of those, how many had their KV loaded, by tier."""
+    completion_tokens: int
+    """Tokens generated."""
+    ttft_s: float
+    """Seconds from submission to the first token, waiting included."""
+    queued_s: float
+    """Seconds of those spent waiting for a slot."""
+    load_s: float
+    """Seconds in which KV was being copied from the store; they overlap compute."""
+    load_stall_s: float
+    """Seconds in which compute waited for such a copy."""
+    decode_s: float
+    """Seconds from the first token to the last."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Cached tokens of all tiers."""
+        return sum(self.cached_tokens.values())
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were prefilled."""
+        return self.prompt_tokens - self.num_cached_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """An answer of `Engine.generate`."""
+
+    token_ids: list[int]
+    """Generated tokens, a stop token included."""
+    text: str
+    """Their text, without stop token or stop string."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    usage: Usage
+    """What it took."""
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One turn, from submission to its last token. Only the engine writes to it."""
+
+    prompt_ids: list[int]
+    """History and new tokens."""
+    params: SamplingParams
+    output: TextOutput
+    """Turns tokens into text."""
+    stop_ids: frozenset[int]
+    """Tokens that end it."""
+    session: Session | None = None
+    """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
+    message: str = ""
+    """What the user said."""
+    job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))
+    """Order of submission."""
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    """Generated so far."""
+    pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
+    """Text not yet taken by the caller."""
+    slot: int | None = None
+    """Decode slot while running."""
+    finish_reason: FinishReason | None = None
+    """Set when it has ended."""
+    error: Exception | None = None
+    """What broke it, if something did."""
+    cached_tokens: int = 0
+    """History tokens whose KV was loaded."""
+    submitted_s: float = dataclasses.field(default_factory=time.perf_counter)
+    """When it was submitted."""
+    started_s: float = 0.0
+    """When its prefill began."""
+    first_token_s: float = 0.0
+    """When its first token was there."""
+    finished_s: float = 0.0
+    """When it ended."""
+    load_s: float = 0.0
+    """See `Usage`."""
+    load_stall_s: float = 0.0
+    """See `Usage`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and generated tokens."""
+        return self.prompt_ids + self.output_ids
+
+    def usage(self) -> Usage:
+        """What it took so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt_ids),
+            cached_tokens={"dram": self.cached_tokens},
+            completion_tokens=len(self.output_ids),
+            ttft_s=max(self.first_token_s - self.submitted_s, 0.0),
+            queued_s=max(self.started_s - self.submitted_s, 0.0),
+            load_s=self.load_s,
+            load_stall_s=self.load_stall_s,
+            decode_s=max(self.finished_s - self.first_token_s, 0.0),
+        )
+
+    def completion(self) -> Completion:
+        """The answer of a job that has ended well."""
+        if self.finish_reason is None:
+            raise ValueError(f"wanted a finished job, found job {self.job_id} with {len(self.output_ids)} tokens")
+        return Completion(
+            token_ids=list(self.output_ids),
+            text=self.output.text,
+            finish_reason=self.finish_reason,
+            usage=self.usage(),
+        )
+
+
+class Session:
+    """A conversation. Made by `Engine.session`; used by one caller at a time."""
+
+    def __init__(self, engine: Engine, session_id: str, system: str | None = None) -> None:
+        self._engine = engine
+        self._job: Job | None = None
+        self._closed = False
+        self._turn_starts: list[tuple[int, int]] = []  # tokens and messages there were before each turn
+        self.session_id = session_id
+        """Names the conversation in the store."""
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        """The conversation as text, oldest first."""
+        self.token_ids: list[int] = []
+        """The conversation as the model saw it: templates, answers and stop tokens included."""
+        self.usage: Usage | None = None
+        """Of the last turn that has ended."""
+        self.finish_reason: FinishReason | None = None
+        """Of the last turn that has ended."""
+
+    def send(
+        self, message: str, *, max_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Queues a turn and returns its answer, piece by piece.
+
+        The turn is queued by this call; iterating runs the engine. A caller that stops iterating early, or closes the
+        iterator, ends the turn: what was generated so far stays part of the conversation.
+
+        Args:
+          message: of the user.
+          max_tokens: in place of the one in `sampling`.
+          sampling: how to draw; greedy if not given.
+
+        Raises:
+          SessionClosedError: the session or its engine is closed.
+          SessionBusyError: the last turn still runs.
+          EmptyMessageError: the message is blank.
+          InvalidRequestError: `max_tokens` below 1.
+          ContextWindowError: history and message leave no room for an answer. The session stays as it was.
+        """
+        self._check_ready()
+        if not message.strip():
+            raise EmptyMessageError("wanted a message with text in it, found a blank one")
+        return self._submit(message, max_tokens, sampling)
+
+    def send_ids(
+        self, token_ids: Sequence[int], *, max_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
+
+        Raises:
+          EmptyMessageError: no tokens.
+          InvalidRequestError: an id outside the vocabulary, `max_tokens` below 1.
+          SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
+        """
+        self._check_ready()
+        return self._submit(token_ids, max_tokens, sampling)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forgets the conversation behind its first `num_tokens` tokens. KV of what remains is used as it stands.
+
+        Turns that began behind that point leave `messages`.
+
+        Raises:
+          InvalidRequestError: `num_tokens` is negative or above what there is.
+          SessionClosedError: the session is closed.
+          SessionBusyError: a turn still runs.
+        """
+        self._check_ready()
+        if not 0 <= num_tokens <= len(self.token_ids):
+            raise InvalidRequestError(f"wanted to keep 0..{len(self.token_ids)} tokens, found {num_tokens}")
+        self.token_ids = self.token_ids[:num_tokens]
+        while self._turn_starts and self._turn_starts[-1][0] >= num_tokens:
+            _, num_messages = self._turn_starts.pop()
+            self.messages = self.messages[:num_messages]
+
+    def _check_ready(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"session {self.session_id!r} is closed")
+        if self._job is not None and not self._job.done:
+            raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
+
+    def _submit(
+        self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None
+    ) -> Iterator[str]:
+        params = sampling or SamplingParams()
+        if max_tokens is not None:
+            params = dataclasses.replace(params, max_tokens=max_tokens)
+        self._job = self._engine.submit_turn(self, message, params)
+        return self._listen(self._job)
+
+    def _listen(self, job: Job) -> Iterator[str]:
+        try:
+            yield from self._engine.stream(job)
+        finally:
+            if not job.done:
+                self._engine.cancel(job)
+
+    def adopt(self, job: Job) -> None:
+        """Makes an ended turn part of the conversation; for the engine."""
+        self._turn_starts.append((len(self.token_ids), len(self.messages)))
+        self.token_ids = job.token_ids
+        self.messages += [
+            {"role": "user", "content": job.message},
+            {"role": "assistant", "content": job.output.text},
+        ]
+        self.usage = job.usage()
+        self.finish_reason = job.finish_reason
+
+    def close(self) -> None:
+        """Ends the conversation and lets the store forget its KV. May be called again."""
+        if not self._closed:
+            self._closed = True
+            if self._job is not None and not self._job.done:
+                self._engine.cancel(self._job)
+            self._engine.forget(self)

@@ -1,0 +1,190 @@
+"""Every jitted function of the engine. Each is pure: it takes and returns all it touches, and says what it donates.
+
+Prefill walks the layers one by one, so that a layer's history may still be on its way while earlier layers compute.
+It reads history unrotated. Decode is one function over all layers and reads the decode slots, which hold keys rotated
+at their positions: a working copy, never saved. New tokens' KV leaves both unrotated.
+
+Shapes: n rows decoded, T new tokens (padded), S history places (padded), C slot capacity, L K G H F V as in models.
+
+Not here: buffers and their owners (runner), host transfers (transfer), sampling (sampling).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ca_jax.models import rope
+from ca_jax.models.attention import attend, attend_slots
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import LayerKV
+from ca_jax.models.llama import Layer, Llama
+
+Params = Any
+"""A tree of linen variables."""
+
+
+class Slots(NamedTuple):
+    """The decode slots: a rotated working copy of the running jobs' KV, per layer `[slots, K, C, H]`."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def _apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
+    return module.apply(variables, *args, method=method)
+
+
+def _slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> rope.Rotation:
+    return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
+
+
+@partial(jax.jit, static_argnames=("config", "num_positions"))
+def rotation_table(config: ModelConfig, num_positions: int) -> rope.Rotation:
+    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, H/2]` each."""
+    return rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions))
+
+
+@partial(jax.jit, static_argnames=("config", "capacity", "num_slots", "dtype"))
+def make_slots(config: ModelConfig, num_slots: int, capacity: int, dtype: str) -> Slots:
+    """Empty decode slots; every layer has its own buffers, so that each can be donated."""
+    shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
+    return Slots(*(tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)))
+
+
+@partial(jax.jit, static_argnames=("config",))
+def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    """i32 `[1, T]` to `[1, T, F]`."""
+    return _apply(Llama(config), params, tokens, method=Llama.embed)
+
+
+@partial(jax.jit, static_argnames=("config",))
+def prefill_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    history: jax.Array | None,
+    history_length: jax.Array,
+    table: rope.Rotation,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer over new tokens and their unrotated history. All layers share one compiled function per (T, S).
+
+    Args:
+      config: static.
+      layer_params: of this layer.
+      x: `[1, T, F]`.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
+      table: rotations of all positions.
+
+    Returns:
+      `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
+    """
+    rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
+    past, past_rotation = None, None
+    if history is not None:
+        past = LayerKV(history[0][None], history[1][None])
+        past_rotation = _slice_rotation(table, 0, history.shape[1])
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+        out = attend(q, new, past, history_length[None], rotation, past_rotation)
+        return out, jnp.concatenate([new.k, new.v], axis=0)
+
+    return _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+
+
+@partial(jax.jit, static_argnames=("config",))
+def last_logits(config: ModelConfig, params: Params, x: jax.Array, index: jax.Array) -> jax.Array:
+    """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
+    return _apply(Llama(config), params, lax.dynamic_slice_in_dim(x, index, 1, 1), method=Llama.head)[:, 0]
+
+
+@partial(jax.jit, static_argnames=("capacity",))
+def extend_history(history: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
+    """Unrotated history with a chunk's KV behind it: `[2, S, K, H]`, `[2, T, K, H]` to `[2, capacity, K, H]`.
+
+    `capacity` holds `length` and the chunk's real tokens; of its padding whatever fits is kept, behind the length.
+    """
+    _, num_new, num_kv, head_dim = new.shape
+    room = jnp.zeros((2, capacity + num_new, num_kv, head_dim), new.dtype)
+    if history is not None:
+        room = lax.dynamic_update_slice(room, history[:, : capacity + num_new], (0, 0, 0, 0))
+    return lax.dynamic_update_slice(room, new, (0, length, 0, 0))[:, :capacity]
+
+
+@partial(jax.jit, donate_argnames=("keys", "values"))
+def insert_slot(
+    keys: jax.Array, values: jax.Array, kv: jax.Array, slot: jax.Array, start: jax.Array, table: rope.Rotation
+) -> tuple[jax.Array, jax.Array]:
+    """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
+
+    Args:
+      keys: `[slots, K, C, H]`, donated.
+      values: `[slots, K, C, H]`, donated.
+      kv: `[2, T, K, H]`, unrotated.
+      slot: i32 scalar.
+      start: i32 scalar, position of the first token; `start + T` is at most C.
+      table: rotations of all positions.
+    """
+    rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]))
+    at = (slot, 0, start, 0)
+    keys = lax.dynamic_update_slice(keys, rotated.transpose(1, 0, 2)[None].astype(keys.dtype), at)
+    values = lax.dynamic_update_slice(values, kv[1].transpose(1, 0, 2)[None].astype(values.dtype), at)
+    return keys, values
+
+
+@partial(jax.jit, static_argnames=("config", "num_blocks"), donate_argnames=("slots",))
+def decode(
+    config: ModelConfig,
+    params: Params,
+    slots: Slots,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    table: rope.Rotation,
+    num_blocks: int | None = None,
+) -> tuple[jax.Array, jax.Array, Slots]:
+    """One token for the first n slots. Donates the slots.
+
+    Args:
+      config: static.
+      params: the model's.
+      slots: donated.
+      tokens: i32 `[n]`.
+      lengths: i32 `[n]`, tokens already in each slot: the position of the new one.
+      table: rotations of all positions.
+      num_blocks: static, see `attend_slots`.
+
+    Returns:
+      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots.
+    """
+    model = Llama(config)
+    num_rows = tokens.shape[0]
+    rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
+    new_keys, new_values, new_kv = [], [], []
+    x = _apply(model, params, tokens[:, None], method=Llama.embed)
+    for i in range(config.num_layers):
+
+        def attend_fn(
+            q: jax.Array, new: LayerKV, keys: jax.Array = slots.keys[i], values: jax.Array = slots.values[i]
+        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
+            for row in range(num_rows):
+                at = (row, 0, lengths[row], 0)
+                keys = lax.dynamic_update_slice(keys, rotated[row].transpose(1, 0, 2)[None], at)
+                values = lax.dynamic_update_slice(values, new.v[row].transpose(1, 0, 2)[None].astype(values.dtype), at)
+            q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
+            out = attend_slots(q, keys, values, lengths + 1, num_blocks)
+            kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
+            return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values)
+
+        x, (kv, keys, values) = _apply(Layer(config), {"params": params["params"][f"layer_{i}"]}, x, attend_fn)
+        new_kv.append(kv)
+        new_keys.append(keys)
+        new_values.append(values)
+    logits = _apply(model, params, x, method=Llama.head)[:, 0]
+    return logits, jnp.stack(new_kv), Slots(tuple(new_keys), tuple(new_values))

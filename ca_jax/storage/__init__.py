@@ -1,0 +1,49 @@
+"""The AttentionStore: KV kept between turns, in blocks of host DRAM.
+
+    layout = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, dtype="float32", block_tokens=128)
+    store = AttentionStore(layout, StoreConfig(dram_gib=2.0))
+    save = store.prepare_save("session", 0, token_ids)  # None: no room, and nothing is lost by it
+    save.write_all(kv)                                  # [L, 2, T, K, H], from any thread
+    store.complete_save(save)
+    load = store.prepare_load("session", token_ids)     # None: a miss, recompute
+    load.read(0, staging).result()                      # [2, S, K, H], layer by layer
+    store.complete_load(load)
+
+Not here: JAX, models, or copies between host and device.
+"""
+
+from ca_jax.storage.attention_store import AttentionStore, EntryInUseError, StoreClosedError
+from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.dram import DramTier
+from ca_jax.storage.host_memory import host_array
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
+from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Residency, SkipReason, StoreStats
+from ca_jax.storage.tickets import LoadTicket, SaveTicket
+from ca_jax.storage.tier import BlockAllocator, BlockTier
+
+__all__ = [
+    "AttentionStore",
+    "BlockAllocator",
+    "BlockTier",
+    "DramTier",
+    "EntryInUseError",
+    "EntryInfo",
+    "EvictionPolicy",
+    "FifoPolicy",
+    "KVLayout",
+    "LoadTicket",
+    "Lookup",
+    "LruPolicy",
+    "MissReason",
+    "Residency",
+    "SaveTicket",
+    "SkipReason",
+    "StoreClosedError",
+    "StoreConfig",
+    "StoreStats",
+    "StoreView",
+    "StoredEntry",
+    "host_array",
+    "make_policy",
+]

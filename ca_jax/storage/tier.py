@@ -1,0 +1,154 @@
+"""What a tier is: a TensorStore of blocks and the list of those that are free.
+
+Not here: what the blocks hold, or whom they belong to.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from typing import Protocol
+
+import tensorstore as ts
+
+from ca_jax.storage.layout import KVLayout
+
+
+class BlockTier(Protocol):
+    """One level of the AttentionStore.
+
+    A move between tiers is a write of one tier's view into another's: `dst.blocks[ids].write(src.blocks[ids])`.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the tier's cap holds."""
+        ...
+
+    @property
+    def blocks(self) -> ts.TensorStore:
+        """`[num_blocks, L, 2, block_tokens, K, H]`."""
+        ...
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """Who knows which blocks are free."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of memory and files. No copy may be under way."""
+        ...
+
+
+class BlockAllocator:
+    """The free list of a tier: hands out block ids, runs of consecutive ids where there are any.
+
+    Deterministic: the same calls give the same ids. Not thread-safe: it belongs to the thread that keeps the books.
+    """
+
+    def __init__(self, num_blocks: int):
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must not be negative, found {num_blocks}")
+        self._num_blocks = num_blocks
+        self._num_free = num_blocks
+        self._taken = bytearray(num_blocks)
+        # The free blocks as runs: sorted first ids, and how many blocks follow from each. Neighbours are always merged.
+        self._run_starts = [0] if num_blocks else []
+        self._run_length = {0: num_blocks} if num_blocks else {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Free and taken blocks together."""
+        return self._num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `alloc` can still hand out."""
+        return self._num_free
+
+    def alloc(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
+        """Takes `num_blocks` blocks, all or nothing.
+
+        The ids that follow `after` come first, then the smallest run that holds the rest, then, where none does, the
+        longest runs. O(r log r) in the number r of free runs.
+
+        Args:
+          num_blocks: how many, >= 0.
+          after: last block of the sequence that grows, so that its run goes on.
+
+        Returns:
+          Their ids, in the order in which they should be filled; None if fewer are free.
+
+        Raises:
+          ValueError: num_blocks is negative.
+        """
+        if num_blocks < 0:
+            raise ValueError(f"wanted a number of blocks >= 0, found {num_blocks}")
+        if num_blocks > self._num_free:
+            return None
+        ids: list[int] = []
+        if after is not None and after + 1 in self._run_length:
+            ids += self._take(after + 1, min(num_blocks, self._run_length[after + 1]))
+        if len(ids) < num_blocks:
+            longest_first = sorted(self._run_starts, key=lambda start: (-self._run_length[start], start))
+            for start in longest_first:
+                wanted = num_blocks - len(ids)
+                if wanted <= self._run_length[start]:
+                    break
+                ids += self._take(start, self._run_length[start])
+            wanted = num_blocks - len(ids)
+            if wanted:
+                fitting = (start for start in self._run_starts if self._run_length[start] >= wanted)
+                ids += self._take(min(fitting, key=lambda start: (self._run_length[start], start)), wanted)
+        return tuple(ids)
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Gives blocks back, all or nothing.
+
+        Raises:
+          ValueError: an id that is out of range, already free, or named twice.
+        """
+        ids = sorted(ids)
+        for i, block in enumerate(ids):
+            if not 0 <= block < self._num_blocks:
+                raise ValueError(f"wanted a block id below {self._num_blocks}, found {block}")
+            if not self._taken[block] or (i and ids[i - 1] == block):
+                raise ValueError(f"block {block} is freed twice")
+        start = 0
+        for i, block in enumerate(ids):
+            self._taken[block] = 0
+            if i + 1 == len(ids) or ids[i + 1] != block + 1:
+                self._put(ids[start], i + 1 - start)
+                start = i + 1
+        self._num_free += len(ids)
+
+    def _take(self, start: int, num_blocks: int) -> range:
+        """Takes the first `num_blocks` of the free run at `start`."""
+        length = self._run_length.pop(start)
+        position = bisect.bisect_left(self._run_starts, start)
+        if length > num_blocks:
+            self._run_starts[position] = start + num_blocks
+            self._run_length[start + num_blocks] = length - num_blocks
+        else:
+            del self._run_starts[position]
+        self._num_free -= num_blocks
+        self._taken[start : start + num_blocks] = b"\x01" * num_blocks
+        return range(start, start + num_blocks)
+
+    def _put(self, start: int, length: int) -> None:
+        """Adds a run to the free ones, merged with its neighbours."""
+        position = bisect.bisect_left(self._run_starts, start)
+        if position < len(self._run_starts) and self._run_starts[position] == start + length:
+            length += self._run_length.pop(self._run_starts.pop(position))
+        if position:
+            before = self._run_starts[position - 1]
+            if before + self._run_length[before] == start:
+                self._run_length[before] += length
+                return
+        self._run_starts.insert(position, start)
+        self._run_length[start] = length

@@ -1,0 +1,146 @@
+"""Conversations as text: first turns, turns that go on from a held reply, and templates that cannot."""
+
+import pytest
+
+from ca_jax.errors import CheckpointError, InvalidRequestError
+from ca_jax.models.chat_template import ChatTemplate
+from ca_jax.testing import tiny
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+HELLO = {"role": "user", "content": "Hello"}
+REPLY = {"role": "assistant", "content": "Hi!"}
+NEXT = {"role": "user", "content": "And now?"}
+
+LLAMA2_STYLE = """\
+{%- if messages[0]['role'] == 'system' -%}
+  {%- set system = '<<SYS>>' + messages[0]['content'] + '<</SYS>>' -%}
+  {%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+    {{- raise_exception('roles must alternate') -}}
+  {%- endif -%}
+  {%- if message['role'] == 'user' -%}
+    {{- bos_token + '[INST] ' + (system if loop.first and system else '') + message['content'] + ' [/INST]' -}}
+  {%- else -%}
+    {{- ' ' + message['content'] | trim + ' ' + eos_token -}}
+  {%- endif -%}
+{%- endfor -%}
+"""
+
+TEMPLATES = {
+    "chatml": ChatTemplate(tiny.CHATML_TEMPLATE),
+    "llama2": ChatTemplate(LLAMA2_STYLE, bos_token="<s>", eos_token="</s>"),
+    "plain": ChatTemplate.plain(),
+}
+
+
+def test_first_turn_ends_where_the_reply_begins():
+    assert TEMPLATES["chatml"].first_turn([SYSTEM, HELLO]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert TEMPLATES["llama2"].first_turn([SYSTEM, HELLO]) == "<s>[INST] <<SYS>>Be brief.<</SYS>>Hello [/INST]"
+    assert TEMPLATES["plain"].first_turn([SYSTEM, HELLO]) == "Be brief.\n\nUser: Hello\nAssistant:"
+
+
+def test_next_turn_begins_where_the_reply_ends():
+    earlier = [SYSTEM, HELLO, REPLY]
+    assert TEMPLATES["chatml"].next_turn(earlier, [NEXT]) == (
+        "<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert TEMPLATES["llama2"].next_turn(earlier, [NEXT]) == " </s><s>[INST] And now? [/INST]"
+    assert TEMPLATES["plain"].next_turn(earlier, [NEXT]) == "\nUser: And now?\nAssistant:"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_first_turn_reply_and_next_turn_are_the_whole_conversation(name):
+    template = TEMPLATES[name]
+    whole = template.first_turn([SYSTEM, HELLO, REPLY, NEXT])
+    first, following = template.first_turn([SYSTEM, HELLO]), template.next_turn([SYSTEM, HELLO, REPLY], [NEXT])
+    assert whole.startswith(first)
+    assert whole.endswith("Hi!" + following)
+    assert whole[len(first) : -len(following)].strip() == "Hi!"
+
+
+def test_the_held_reply_is_not_looked_at():
+    """The ids may hold a reply that was cut off, or that the template would write otherwise."""
+    for content in ("", "Hi!", "<|im_end|>", "{{ 7 }}"):
+        assert TEMPLATES["chatml"].next_turn([HELLO, {**REPLY, "content": content}], [NEXT]) == TEMPLATES[
+            "chatml"
+        ].next_turn([HELLO, REPLY], [NEXT])
+
+
+def test_messages_are_not_changed():
+    earlier = [dict(HELLO), dict(REPLY)]
+    TEMPLATES["chatml"].next_turn(earlier, [NEXT])
+    assert earlier == [HELLO, REPLY]
+
+
+@pytest.mark.parametrize("earlier", [[], [HELLO], [HELLO, REPLY, NEXT]])
+def test_next_turn_wants_a_reply_to_go_on_from(earlier):
+    with pytest.raises(InvalidRequestError, match=r"end with the assistant's, found ('user'|no message)"):
+        TEMPLATES["chatml"].next_turn(earlier, [NEXT])
+
+
+@pytest.mark.parametrize(
+    ("source", "times"),
+    [
+        ("{{ messages[-1]['content'] }}", 0),
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}", 2),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", 0),
+    ],
+)
+def test_a_template_that_cannot_be_continued_says_so(source, times):
+    with pytest.raises(CheckpointError, match=f"wanted the last reply to be written once, found it {times} times"):
+        ChatTemplate(source).next_turn([HELLO, REPLY], [NEXT])
+
+
+def test_what_the_template_refuses_is_an_invalid_request():
+    with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate"):
+        TEMPLATES["llama2"].first_turn([HELLO, NEXT])
+
+
+def test_a_message_without_content_is_an_invalid_request():
+    with pytest.raises(InvalidRequestError, match="refuses these messages"):
+        TEMPLATES["chatml"].first_turn([{"role": "user"}])
+
+
+def test_a_broken_template_is_refused_when_it_is_made():
+    with pytest.raises(CheckpointError, match=r"not valid Jinja: .*line 2"):
+        ChatTemplate("fine\n{% for %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% for m in messages %}{{ m.update({'role': 'system'}) }}{% endfor %}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+    ],
+)
+def test_templates_run_in_a_sandbox(source):
+    with pytest.raises(InvalidRequestError, match=r"unsafe|not safe|SecurityError"):
+        ChatTemplate(source).first_turn([HELLO])
+
+
+def test_what_templates_of_transformers_use_is_there():
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+        "{{ tools is none }} {{ {'a': '<é>'} | tojson }} {{ strftime_now('%Y') | length }} {{ extra }}"
+    )
+    assert ChatTemplate(source).first_turn([HELLO, REPLY], extra=5) == 'HelloTrue {"a": "<é>"} 4 5'
+
+
+def test_a_template_renders_as_transformers_renders_it():
+    transformers = pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    assert transformers.__version__
+    source = (
+        "  {% for m in messages %}\n    {{ m['role'] }}: {{ m['content'] }}\n  {% endfor %}\n{% if x %}y{% endif %}\n"
+    )
+    messages = [HELLO, REPLY]
+    (wanted,), _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True)
+    assert ChatTemplate(source).first_turn(messages) == wanted

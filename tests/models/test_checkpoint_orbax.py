@@ -1,0 +1,113 @@
+"""Checkpoints of the engine's own: what is written is what comes back, and damage is found."""
+
+import json
+
+import pytest
+
+from ca_jax.errors import CheckpointError
+from ca_jax.launch.convert import convert
+from ca_jax.models import orbax
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import RopeConfig
+from ca_jax.testing import tiny
+
+from .test_checkpoint_gguf import assert_same_params
+
+CONFIG = tiny.tiny_config(
+    num_layers=2, rope=RopeConfig(theta=5e5, scaling="llama3", factor=8.0, original_max_positions=64)
+)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return tiny.write_tiny_hf(tmp_path / "tiny-llama", CONFIG, tiny.tiny_params(CONFIG))
+
+
+@pytest.fixture
+def converted(source, tmp_path):
+    convert(str(source), tmp_path / "converted", "float32")
+    return tmp_path / "converted"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_converted_model_is_the_same_model(source, tmp_path, dtype):
+    convert(str(source), tmp_path / "converted", dtype)
+    original, loaded = (
+        load_checkpoint(str(source), dtype=dtype),
+        load_checkpoint(str(tmp_path / "converted"), dtype=dtype),
+    )
+    assert loaded.config == CONFIG
+    assert_same_params(loaded.params, original.params)
+    assert loaded.fingerprint == original.fingerprint, "KV stored under one is good under the other"
+    assert loaded.name == original.name
+    assert loaded.stop_token_ids == original.stop_token_ids
+    text = "<|im_start|>user\nGrüße!<|im_end|>"
+    assert loaded.tokenizer.encode(text) == original.tokenizer.encode(text)
+    assert loaded.tokenizer.bos_id == original.tokenizer.bos_id
+    messages = [{"role": "user", "content": "hi"}]
+    template = loaded.tokenizer.chat_template
+    assert template.first_turn(messages) == original.tokenizer.chat_template.first_turn(messages)
+
+
+def test_another_dtype_is_another_fingerprint(converted, source):
+    narrow = load_checkpoint(str(converted), dtype="bfloat16")
+    assert_same_params(narrow.params, load_checkpoint(str(source), dtype="bfloat16").params)
+    assert narrow.fingerprint != load_checkpoint(str(converted)).fingerprint
+
+
+def test_a_model_without_tokenizer_is_converted(tmp_path):
+    source = tiny.write_tiny_hf(tmp_path / "bare", CONFIG, tiny.tiny_params(CONFIG), tokenizer=False)
+    convert(str(source), tmp_path / "converted", "float32")
+    assert load_checkpoint(str(tmp_path / "converted")).tokenizer is None
+
+
+def test_an_output_directory_in_use_is_left_alone(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"found thesis\.txt in"):
+        convert(str(source), tmp_path / "out", "float32")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def largest_file(directory):
+    return max(
+        (path for path in (directory / "params").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+
+
+def test_a_changed_bit_is_found(converted):
+    path = largest_file(converted)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="converted: "):
+        load_checkpoint(str(converted))
+
+
+def test_a_truncated_file_is_found(converted):
+    path = largest_file(converted)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="converted: "):
+        load_checkpoint(str(converted))
+
+
+@pytest.mark.parametrize("missing", ["params", "tokenizer.json"])
+def test_a_missing_part_is_found(converted, missing):
+    (converted / missing).rename(converted / "elsewhere")
+    with pytest.raises(CheckpointError, match="converted: cannot be read"):
+        load_checkpoint(str(converted))
+
+
+def test_a_manifest_for_other_shapes_is_refused(converted):
+    manifest = json.loads((converted / orbax.MANIFEST).read_text())
+    manifest["config"]["mlp_dim"] = 256
+    (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"mlp/w_gate: wanted shape \(64, 256\), found \(64, 128\)"):
+        load_checkpoint(str(converted))
+
+
+def test_a_manifest_of_another_format_is_refused(converted):
+    manifest = json.loads((converted / orbax.MANIFEST).read_text())
+    (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(CheckpointError, match="wanted format 1, found 2"):
+        load_checkpoint(str(converted))

@@ -1,0 +1,163 @@
+"""Encoding, decoding, and decoding piece by piece."""
+
+import hypothesis
+import pytest
+import tokenizers
+from hypothesis import strategies as st
+from tokenizers import decoders
+from tokenizers.models import BPE
+
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.testing import tiny
+
+
+def byte_level() -> Tokenizer:
+    """A token is a byte, and one added token is text that the byte alphabet cannot spell."""
+    backend = tiny.byte_tokenizer()
+    backend.add_tokens(["un deux ½"])
+    return Tokenizer(backend, bos_id=tiny.END_OF_TEXT_ID, eos_id=tiny.IM_END_ID)
+
+
+def byte_fallback() -> Tokenizer:
+    """SentencePiece's way: words that begin with ▁, bytes for what has no token, specials, one leading space off."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "a", "é", "▁中", "."]
+    backend = tokenizers.Tokenizer(BPE({t: i for i, t in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, bos_id=1, eos_id=2)
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+
+
+@pytest.fixture(params=[BYTE_LEVEL, BYTE_FALLBACK], ids=["byte_level", "byte_fallback"])
+def tokenizer(request):
+    return request.param
+
+
+def stream_pieces(tokenizer, ids):
+    stream = tokenizer.stream()
+    return [*(stream.push(i) for i in ids), stream.flush()]
+
+
+def test_special_tokens_in_text_are_single_tokens():
+    assert BYTE_LEVEL.encode("<|im_start|>hi<|im_end|>") == [tiny.IM_START_ID, ord("h"), ord("i"), tiny.IM_END_ID]
+
+
+def test_special_tokens_are_left_out_of_text_unless_wanted():
+    ids = [tiny.IM_START_ID, ord("h"), tiny.IM_END_ID]
+    assert BYTE_LEVEL.decode(ids) == "h"
+    assert BYTE_LEVEL.decode(ids, skip_special_tokens=False) == "<|im_start|>h<|im_end|>"
+    assert BYTE_LEVEL.special_ids == {tiny.END_OF_TEXT_ID, tiny.IM_START_ID, tiny.IM_END_ID}
+
+
+def test_bos_is_added_when_asked_for_or_wanted_by_the_model():
+    assert BYTE_LEVEL.encode("h") == [ord("h")]
+    assert BYTE_LEVEL.encode("h", add_bos=True) == [tiny.END_OF_TEXT_ID, ord("h")]
+    eager = Tokenizer(tiny.byte_tokenizer(), bos_id=tiny.END_OF_TEXT_ID, add_bos=True)
+    assert eager.encode("h") == [tiny.END_OF_TEXT_ID, ord("h")]
+    assert eager.encode("") == [tiny.END_OF_TEXT_ID]
+    assert eager.encode("h", add_bos=False) == [ord("h")]
+    with pytest.raises(ValueError, match="found a tokenizer without one"):
+        Tokenizer(tiny.byte_tokenizer()).encode("h", add_bos=True)
+
+
+def test_truncation_and_padding_that_came_with_the_file_are_off():
+    backend = tiny.byte_tokenizer()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=16)
+    assert Tokenizer(backend).encode("seventh") == list(b"seventh")
+    assert Tokenizer(backend).encode("ab") == list(b"ab")
+
+
+def test_vocab_size_counts_added_tokens():
+    assert BYTE_LEVEL.vocab_size == 257
+    assert BYTE_LEVEL.token_id("un deux ½") == 256
+    assert BYTE_LEVEL.token_id("trois") is None
+
+
+def test_usual_stop_tokens_are_found_where_they_are_special():
+    assert BYTE_LEVEL.usual_stop_ids() == {tiny.IM_END_ID}
+    assert BYTE_FALLBACK.usual_stop_ids() == set()
+    backend = tiny.byte_tokenizer()
+    backend.add_tokens(["<|eot_id|>"])
+    assert Tokenizer(backend).usual_stop_ids() == {tiny.IM_END_ID}, "<|eot_id|> is plain text here"
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße, 世界!", "👩‍👩‍👧 🇩🇪", "  a\n\n\tb  ", ""])
+def test_text_comes_back(text):
+    assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
+
+
+# Streams
+
+
+def flatten(lists):
+    return [i for each in lists for i in each]
+
+
+def ids_with_text():
+    """Random ids, bytes and beyond the vocabulary included, and ids of real text, in any mixture."""
+    text = st.text(alphabet="aé½世👩 \n\ufffd", max_size=6).map(lambda text: list(text.encode()))
+    return st.lists(st.one_of(text, st.lists(st.integers(0, 300), max_size=6)), max_size=8).map(flatten)
+
+
+@hypothesis.given(ids_with_text())
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.example([0xE4, tiny.IM_END_ID, 0xB8, 0xAD])
+@hypothesis.example([0xE4, 0xB8])
+@hypothesis.example([0xF0, 0x9F, 0xF0, 0x9F, 0x91, 0xA9])
+@hypothesis.example([256, 0xC3, 256])
+def test_pieces_of_a_byte_level_stream_are_the_whole_text(ids):
+    assert "".join(stream_pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+
+
+@hypothesis.given(ids_with_text())
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.example([259, 260, 259, 261])
+@hypothesis.example([3 + 0xE4, 2, 3 + 0xB8, 3 + 0xAD, 264])
+@hypothesis.example([260, 3 + 0xE4, 3 + 0xB8, 3 + 0xAD, 3 + 0xFF, 260])
+@hypothesis.example([259, 259, 3 + 0x20, 259])
+def test_pieces_of_a_byte_fallback_stream_are_the_whole_text(ids):
+    assert "".join(stream_pieces(BYTE_FALLBACK, ids)) == BYTE_FALLBACK.decode(ids)
+
+
+@hypothesis.given(st.text(max_size=20))
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_no_piece_holds_part_of_a_character(text):
+    """Of text without U+FFFD, no piece has one, and every character is given out with its last byte."""
+    hypothesis.assume("\ufffd" not in text)
+    stream = BYTE_LEVEL.stream()
+    for character in text:
+        *first, last = character.encode()
+        assert [stream.push(byte) for byte in first] == [""] * len(first)
+        assert stream.push(last) == character
+    assert stream.flush() == ""
+
+
+def test_a_run_of_fallback_bytes_comes_with_the_token_after_it():
+    stream = BYTE_FALLBACK.stream()
+    assert stream.push(BYTE_FALLBACK.token_id("▁a")) == "a"
+    assert [stream.push(3 + byte) for byte in "ß".encode()] == ["", ""]
+    assert stream.push(BYTE_FALLBACK.token_id(".")) == "ß."
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(tokenizer):
+    offset = 3 if tokenizer is BYTE_FALLBACK else 0
+    stream = tokenizer.stream()
+    assert stream.push(offset + 0xE4) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_special_tokens_and_unknown_ids_are_no_text(tokenizer):
+    assert stream_pieces(tokenizer, [*tokenizer.special_ids, 100_000]) == [""] * (len(tokenizer.special_ids) + 2)
+
+
+def test_streams_of_one_tokenizer_are_apart():
+    one, two = BYTE_LEVEL.stream(), BYTE_LEVEL.stream()
+    assert one.push(0xC3) == two.push(0xC3) == ""
+    assert one.push(0xA9) == "é"
+    assert two.push(0xB6) == "ö"

