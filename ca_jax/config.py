@@ -19,9 +19,9 @@ class EngineConfig:
     """
 
     dtype: str | None = None
-    """Of weights and KV: `float32` or `bfloat16`; None: float32 on CPU (bfloat16 is slower there), else bfloat16."""
+    """Of weights and KV: `float32` or `bfloat16`. None: float32 on CPU (bfloat16 is slow there), else bfloat16."""
     context_window: int | None = None
-    """Most tokens a session may hold, answer included; None takes the model's, up to 4,096: every slot has this room."""
+    """Most tokens a session may hold, answer included; None: the model's, at most 4,096. Every slot has this room."""
     max_batch_size: int = 8
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512

@@ -1,8 +1,8 @@
 """The engine: sessions and jobs in, tokens out. Composes scheduler, runner and stored KV; computes nothing itself.
 
-One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, decodes one token for every running job and
-prefills one waiting job over its stored history; `_finish` hands the last KV to be saved. Whoever iterates an answer runs
-the engine, one thread at a time.
+One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, decodes a token for every running job
+and prefills one waiting job over its stored history; `_finish` hands the last KV to be saved. Whoever iterates an
+answer runs the engine, one thread at a time.
 
 Not here: jitted code (steps), device state (runner), loading and saving (session_kv), text to tokens (prompts).
 """
@@ -205,7 +205,7 @@ class Engine:
             if self._closed:
                 return
             self._sessions.pop(session.session_id, None)
-            self._kv.drop(session.session_id)
+            self._kv.truncate(session.session_id, 0)
 
     # Running.
 
@@ -263,6 +263,10 @@ class Engine:
             self._sampler.warmup(self._runner.batch_buckets)
             return time.perf_counter() - started_s
 
+    def wait_until_ready(self) -> None:
+        """Returns when memory that is made resident in the background is; until then saves and loads are slower."""
+        self._kv.wait_until_resident()
+
     def wait_for_saves(self) -> None:
         """Returns when the KV of all turns that have ended is in the store, or has been given up."""
         with self._lock:
@@ -275,11 +279,15 @@ class Engine:
             self._check_open()
             return self._kv.stats()
 
-    def drop_stored(self, session: Session) -> None:
-        """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
+    def truncate_stored(self, session: Session, num_tokens: int) -> None:
+        """Forgets a conversation's KV behind its first `num_tokens` tokens; for `Session.rewind`."""
         with self._lock:
             self._check_open()
-            self._kv.drop(session.session_id)
+            self._kv.truncate(session.session_id, num_tokens)
+
+    def drop_stored(self, session: Session) -> None:
+        """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
+        self.truncate_stored(session, 0)
 
     def close(self) -> None:
         """Ends all jobs, finishes saves and lets go of memory. May be called again."""
@@ -343,7 +351,7 @@ class Engine:
         self._accept(job, int(token))
 
     def _insert_prefilled(self) -> None:
-        """Moves the last prefill into its decode slot. Put off until now so that the first token did not wait for it."""
+        """Moves the last prefill into its decode slot; put off until now so that its first token did not wait."""
         if self._prefilled is None:
             return
         (job, prefill), self._prefilled = self._prefilled, None

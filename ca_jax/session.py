@@ -269,7 +269,7 @@ class Session:
         return self._submit(token_ids, max_tokens, sampling)
 
     def rewind(self, num_tokens: int) -> None:
-        """Forgets the conversation behind its first `num_tokens` tokens. KV of what remains is used as it stands.
+        """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
 
         Turns that began behind that point leave `messages`.
 
@@ -281,6 +281,7 @@ class Session:
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"wanted to keep 0..{len(self.token_ids)} tokens, found {num_tokens}")
+        self._engine.truncate_stored(self, num_tokens)
         self.token_ids = self.token_ids[:num_tokens]
         while self._turn_starts and self._turn_starts[-1][0] >= num_tokens:
             _, num_messages = self._turn_starts.pop()

@@ -55,6 +55,10 @@ class SessionKV:
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
+    def wait_until_resident(self) -> None:
+        """Returns when all host memory has had its first touch. Any thread may call it."""
+        self._toucher.join()
+
     def key(self, session_id: str) -> str:
         """The store's key: other weights, layouts and position encodings never meet."""
         return hashlib.sha256(self._salt + session_id.encode()).hexdigest()
@@ -110,10 +114,10 @@ class SessionKV:
             if result.ticket.key in self._turns:
                 self._turns[result.ticket.key].give_up()
 
-    def drop(self, session_id: str) -> None:
-        """Forgets a session's KV."""
+    def truncate(self, session_id: str, num_tokens: int) -> None:
+        """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run."""
         self.collect(wait=True)
-        self._store.drop(self.key(session_id))
+        self._store.truncate(self.key(session_id), num_tokens)
 
     def stats(self) -> StoreStats:
         """What the store holds and has done."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import rich.console
 import rich.progress
-from absl import app, flags
+from absl import app, flags, logging
 
 from ca_jax.errors import CaJaxError
 from ca_jax.models import orbax
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # orbax reports every step.
     try:
         convert(_MODEL.value, Path(_OUTPUT_DIR.value).expanduser(), _DTYPE.value)
     except CaJaxError as error:

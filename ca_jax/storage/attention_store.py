@@ -28,6 +28,7 @@ from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.policy import EvictionPolicy, make_policy
 from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Residency, SkipReason, StoreStats
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
@@ -69,7 +70,7 @@ class AttentionStore:
         self._policy = make_policy(config.eviction_policy) if policy is None else policy
         self._clock = clock
         self._dram = DramTier(layout, config.dram_bytes)
-        self._entries = EntryTable()
+        self._entries = EntryTable(LookAhead())
         self._pins: collections.Counter[str] = collections.Counter()
         self._open_loads: dict[LoadTicket, Entry] = {}
         self._counters = Counters()

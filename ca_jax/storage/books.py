@@ -5,12 +5,13 @@ Not here: bytes, blocks' memory, or decisions.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.policy import StoredEntry, StoreView
 from ca_jax.storage.records import MissReason, Residency, SkipReason
 from ca_jax.storage.tickets import SaveTicket
@@ -53,61 +54,52 @@ class Entry:
 
 
 class EntryTable:
-    """Entries by key, kept in order of creation and of last use, so that no choice of a victim has to sort."""
+    """Entries by key, in the orders that policies ask for, so that no choice of a victim has to sort.
 
-    def __init__(self) -> None:
-        self._by_created: dict[str, Entry] = {}
-        self._by_last_used: collections.OrderedDict[str, Entry] = collections.OrderedDict()
+    Args:
+      look_ahead: the job queue.
+    """
+
+    def __init__(self, look_ahead: LookAhead) -> None:
+        self._orders: TierOrders[Entry] = TierOrders(look_ahead)
 
     def __len__(self) -> int:
-        return len(self._by_created)
+        return len(self._orders)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._by_created.values())
+        return iter(self._orders)
 
     def get(self, key: str) -> Entry | None:
         """The entry of that key, if there is one."""
-        return self._by_created.get(key)
+        return self._orders.get(key)
 
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used."""
-        self._by_created[entry.key] = entry
-        self._by_last_used[entry.key] = entry
+        self._orders.add(entry.key, entry)
 
     def use(self, entry: Entry, now_s: float) -> None:
         """Marks an entry as the last used."""
         entry.last_used_s = now_s
-        self._by_last_used.move_to_end(entry.key)
+        self._orders.use(entry.key)
 
     def remove(self, entry: Entry) -> None:
         """Takes an entry out."""
-        del self._by_created[entry.key]
-        del self._by_last_used[entry.key]
+        self._orders.remove(entry.key)
 
     def view(self, must_stay: Callable[[Entry], bool]) -> StoreView:
         """What a policy may see; lazy, so it must be used before the next change."""
-        return StoreView(
-            by_last_used=_Described(self._by_last_used.values(), must_stay),
-            by_created=_Described(self._by_created.values(), must_stay),
-        )
 
-
-class _Described:
-    """Entries as policies see them, made one by one."""
-
-    def __init__(self, entries: Iterable[Entry], must_stay: Callable[[Entry], bool]):
-        self._entries = entries
-        self._must_stay = must_stay
-
-    def __iter__(self) -> Iterator[StoredEntry]:
-        for entry in self._entries:
-            yield StoredEntry(
+        def describe(entry: Entry, queue_position: int | None) -> StoredEntry:
+            return StoredEntry(
                 key=entry.key,
                 num_blocks=len(entry.block_ids),
-                pinned=self._must_stay(entry),
+                pinned=must_stay(entry),
                 last_used_s=entry.last_used_s,
                 created_s=entry.created_s,
+                queue_position=queue_position,
             )
+
+        return self._orders.view(describe)
 
 
 @dataclasses.dataclass

@@ -1,23 +1,29 @@
-"""Which stored sequences go when room is needed: pure choices over a frozen view.
+"""Which sessions leave a tier when room is needed, and which come back early: pure choices over a frozen view.
 
-Not here: what is stored (the AttentionStore keeps it and carries the choice out), or any clock.
+A choice costs what it names, not what is stored: the view yields sessions in orders that are kept anyway (`orders`).
+
+Not here: what is stored (the AttentionStore keeps it and carries the choice out), those orders, or any clock.
+
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Reversible
 from typing import Protocol
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StoredEntry:
     """One stored sequence, as a policy sees it."""
 
     key: str
     """Session id."""
     num_blocks: int
-    """Blocks that its eviction would free."""
+    """Blocks of the tier that it holds: that its eviction would free, or that fetching it takes."""
     pinned: bool
     """Whether it must stay: pinned, being loaded or saved, or the one that room is sought for."""
     last_used_s: float
@@ -30,53 +36,84 @@ class StoredEntry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreView:
-    """What a policy may look at. Valid during the call only.
+    """What a policy may look at: the sessions of one tier. Valid during the call only.
 
-    Both fields hold the same entries. They are iterables, which the store makes on demand in the order that it keeps
-    anyway: a policy that stops early looks at few entries, however many are stored.
+    `by_last_used` and `by_created` hold the same entries, and each of them is in either `idle` or `by_next_job`. They
+    are made on demand, in orders that the store keeps: a policy that stops early looks at few, however many are stored.
+    What must stay may be left out of all four.
     """
 
     by_last_used: Iterable[StoredEntry]
     """Least recently used first."""
     by_created: Iterable[StoredEntry]
     """Oldest first."""
+    idle: Iterable[StoredEntry]
+    """Those without a waiting job, least recently used first."""
+    by_next_job: Reversible[StoredEntry]
+    """Those with a waiting job, the one whose job is nearest to the queue's head first."""
 
 
 class EvictionPolicy(Protocol):
-    """Chooses whom to evict."""
+    """Chooses whom to evict: from DRAM to SSD, or from SSD altogether."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int) -> tuple[str, ...]:
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
         """Names entries whose eviction frees at least `num_blocks` blocks.
 
         Atomic: enough room, or nothing. Pure: the same view gives the same answer.
 
         Args:
-          view: what is stored.
+          view: what the tier holds.
           num_blocks: blocks wanted, > 0.
+          needed_at: queue position of the job that the room is for. A session whose own job comes no later is not
+            evicted for it, lest fetching one job's KV push out another's that is needed sooner. None: no such limit.
 
         Returns:
-          Keys of entries that are not pinned and together hold at least `num_blocks` blocks; empty if there are none.
+          Keys of entries that are not pinned and together hold at least `num_blocks` blocks, in the order in which they
+          should go, and none of which follows one that is enough; empty if there are none.
         """
         ...
+
+
+class SchedulerAwarePolicy:
+    """Evicts whose KV is needed last, as far as the job queue tells.
+
+    Sessions without a waiting job go first, the least recently used of them first: any job they will get is queued
+    behind all that wait. Then go those with one, from the queue's tail to its head.
+
+    The paper looks at the first `(C_mem + C_disk) / S_kv` jobs only, which bounds its scan, and exempts their sessions
+    while there are others. The order here does so for windows of every length at once, since it takes whoever is
+    outside a window before whoever is inside; no length has to be chosen, and beyond the paper's the queue still knows
+    better than recency does.
+
+    Source: CachedAttention, section 3.3.2.
+    """
+
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+        """See `EvictionPolicy`."""
+        return _first_that_suffice(itertools.chain(view.idle, reversed(view.by_next_job)), num_blocks, needed_at)
 
 
 class LruPolicy:
     """Evicts what was not used for longest."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int) -> tuple[str, ...]:
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(view.by_last_used, num_blocks)
+        return _first_that_suffice(view.by_last_used, num_blocks, needed_at)
 
 
 class FifoPolicy:
     """Evicts what was stored first, used since or not."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int) -> tuple[str, ...]:
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(view.by_created, num_blocks)
+        return _first_that_suffice(view.by_created, num_blocks, needed_at)
 
 
-EVICTION_POLICIES: dict[str, type[LruPolicy] | type[FifoPolicy]] = {"lru": LruPolicy, "fifo": FifoPolicy}
+EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy] | type[LruPolicy] | type[FifoPolicy]] = {
+    "scheduler_aware": SchedulerAwarePolicy,
+    "lru": LruPolicy,
+    "fifo": FifoPolicy,
+}
 
 
 def make_policy(name: str) -> EvictionPolicy:
@@ -90,10 +127,102 @@ def make_policy(name: str) -> EvictionPolicy:
     return EVICTION_POLICIES[name]()
 
 
-def _first_that_suffice(entries: Iterable[StoredEntry], num_blocks: int) -> tuple[str, ...]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefetchPlan:
+    """What to fetch from SSD to DRAM now, and what to evict from DRAM for it."""
+
+    fetch: tuple[str, ...] = ()
+    """Sessions in queue order."""
+    evict: tuple[str, ...] = ()
+    """Sessions in the order in which they should go. None of them is needed before any of `fetch`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefetchPolicy:
+    """Fetches the KV of waiting jobs before they run, in queue order, while room lasts.
+
+    Source: CachedAttention, section 3.3.1.
+
+    Raises:
+      ValueError: max_fetches is not positive.
+    """
+
+    eviction: EvictionPolicy
+    """Who makes room in DRAM."""
+    max_fetches: int = 8
+    """Most sessions in one plan. The next plan knows the queue better: more than the disk can work on is a guess."""
+
+    def __post_init__(self) -> None:
+        if self.max_fetches <= 0:
+            raise ValueError(f"max_fetches must be positive, found {self.max_fetches}")
+
+    def plan(
+        self, on_ssd: StoreView, in_dram: StoreView, *, window_jobs: int, free_blocks: int, reserve_blocks: int = 0
+    ) -> PrefetchPlan:
+        """Plans fetches for the first `window_jobs` waiting jobs.
+
+        A fetch may start at once in blocks that are free, the reserve's among them; what is evicted for it brings the
+        reserve back. A session is fetched only where less urgent ones can make that room, so a fetch never undoes an
+        eviction, nor the other way round.
+
+        Args:
+          on_ssd: what may be fetched: sessions on SSD that are neither in DRAM nor on their way. Pins do not matter.
+          in_dram: what may be evicted for it.
+          window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
+          free_blocks: free blocks in DRAM.
+          reserve_blocks: how many of them should be free again when the plan is carried out: the host buffer.
+
+        Returns:
+          The plan: all the room that its fetches need, or fewer fetches. The first that lacks room ends it, so that a
+          small one does not take the room of one that is needed sooner; one that could not have it even in an otherwise
+          empty DRAM is the caller's to leave out of `on_ssd`.
+        """
+        fetch: list[str] = []
+        evict: tuple[str, ...] = ()
+        lacking = reserve_blocks - free_blocks
+        for entry in on_ssd.by_next_job:
+            position = entry.queue_position
+            if position is None or position >= window_jobs or len(fetch) == self.max_fetches:
+                break
+            lacking += entry.num_blocks
+            if lacking > 0:
+                victims = self.eviction.choose_victims(in_dram, lacking, needed_at=position)
+                if not victims:
+                    break
+                evict = victims
+            fetch.append(entry.key)
+        return PrefetchPlan(fetch=tuple(fetch), evict=evict)
+
+
+def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
+    """How many jobs a look-ahead window spans: as many as there is room for sessions of average size.
+
+    `L_pw = C_mem / S_kv` for prefetching, where `C_mem` is the DRAM that prefetching may use; `(C_mem + C_disk) / S_kv`
+    for eviction, `C` being capacities (`SchedulerAwarePolicy` says why it needs none). `S_kv` is the average KV size of
+    a session, as measured.
+
+    Returns:
+      The quotient rounded down, but 1 where anything is available; 0 where nothing is stored.
+
+    Raises:
+      ValueError: a size that is negative or not finite.
+
+    Source: CachedAttention, sections 3.3.1 and 3.3.2.
+    """
+    for name, size in (("available_bytes", available_bytes), ("mean_session_bytes", mean_session_bytes)):
+        if not (math.isfinite(size) and size >= 0):
+            raise ValueError(f"{name} wanted a number of bytes >= 0, found {size}")
+    if not available_bytes or not mean_session_bytes:
+        return 0
+    return max(1, int(available_bytes // mean_session_bytes))
+
+
+def _first_that_suffice(entries: Iterable[StoredEntry], num_blocks: int, needed_at: int | None) -> tuple[str, ...]:
     victims = []
     for entry in entries:
         if entry.pinned or not entry.num_blocks:
+            continue
+        if needed_at is not None and entry.queue_position is not None and entry.queue_position <= needed_at:
             continue
         victims.append(entry.key)
         num_blocks -= entry.num_blocks

@@ -1,0 +1,48 @@
+"""What scripts that stream answers share: writing text of a model to a terminal as it comes.
+
+Not here: reading the user's lines (`chat`), progress bars (`progress`).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+import rich.console
+import rich.text
+
+from ca_jax.session import Usage
+
+
+def write_piece(console: rich.console.Console, piece: str, style: str = "") -> None:
+    """Writes a piece of an answer and flushes it. Markup is text in it; what would steer the terminal is replaced."""
+    console.print(rich.text.Text(printable(piece), style=style), end="", soft_wrap=True, highlight=False)
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than newline and tab replaced by U+FFFD."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
+
+
+def decode_rate(usage: Usage) -> float | None:
+    """Tokens per second after the first; None for an answer of one token."""
+    if usage.completion_tokens < 2 or usage.decode_s <= 0:
+        return None
+    return (usage.completion_tokens - 1) / usage.decode_s
+
+
+def describe_usage(usage: Usage) -> str:
+    """One line: TTFT, cached tokens by tier of the prompt's, new tokens, tokens generated and their rate."""
+    tiers = ", ".join(f"{tier} {count:,}" for tier, count in usage.cached_tokens.items() if count)
+    parts = [
+        f"TTFT {usage.ttft_s * 1e3:,.0f} ms",
+        f"cached {usage.num_cached_tokens:,} of {usage.prompt_tokens:,} prompt tokens"
+        + (f" ({tiers})" if tiers else ""),
+        f"new {usage.new_tokens:,}",
+        f"answer {usage.completion_tokens:,}",
+    ]
+    rate = decode_rate(usage)
+    if rate is not None:
+        parts.append(f"decode {rate:.1f} tokens/s")
+    return " · ".join(parts)

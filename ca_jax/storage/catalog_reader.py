@@ -1,0 +1,266 @@
+"""Reading the catalog: who is stored, with which tokens, and whether all of it is sound.
+
+Not here: changing it (catalog), the file and its failures (catalog_file).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ca_jax.storage import catalog_file
+from ca_jax.storage.catalog_records import Namespace, NamespaceInfo, PrefixMatch, Problem, SessionRecord, SessionState
+from ca_jax.storage.catalog_rows import (
+    BLOCK_ID_BYTES,
+    SESSION_COLUMNS,
+    Contents,
+    DamagedRecordError,
+    contents_from_row,
+    session_from_row,
+)
+from ca_jax.storage.prefix import prefix_hashes
+
+
+class CatalogReader:
+    """Reads the sessions of one namespace, beside an engine that writes or after one that died.
+
+    Args:
+      directory: the store's.
+      namespace: whose sessions; `namespaces` says which there are.
+
+    Raises:
+      CatalogError: the catalog cannot be opened; the kind says why. Every call may raise those that its kind names.
+    """
+
+    def __init__(self, directory: str | Path, namespace: Namespace):
+        self._directory = Path(directory)
+        self._namespace = namespace
+        self._path = self._directory / catalog_file.CATALOG_NAME
+        self._db = self._open()
+        row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
+        self._namespace_id: int = row[0] if row else -1  # -1: nothing was ever stored in it.
+
+    def __enter__(self) -> CatalogReader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose sessions these are."""
+        return self._namespace
+
+    @property
+    def block_directory(self) -> Path:
+        """Where the namespace's blocks belong."""
+        return self._directory / self._namespace.directory_name
+
+    def load_all(self, on_damaged: Callable[[str, str], None]) -> Iterator[SessionRecord]:
+        """Every session of the namespace, in the order of first publication. Reads neither token ids nor seals.
+
+        Args:
+          on_damaged: called with key and reason for each row that is skipped since it is damaged. The key may be what
+            is damaged; `Catalog.forget` takes it as it is.
+        """
+        for row in self._all(
+            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE namespace = ? ORDER BY id", self._namespace_id
+        ):
+            try:
+                record = session_from_row(row)
+            except DamagedRecordError as error:
+                on_damaged(row[0], str(error))
+            else:
+                yield record
+
+    def get(self, key: str) -> SessionRecord | None:
+        """One session; None if it is not stored.
+
+        Raises:
+          DamagedRecordError: its row is damaged.
+        """
+        row = self._one(
+            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE namespace = ? AND key = ?", self._namespace_id, key
+        )
+        return session_from_row(row) if row else None
+
+    def contents(self, key: str) -> Contents | None:
+        """What a load of one session needs: token ids and seals; None if it is not stored.
+
+        Raises:
+          DamagedRecordError: they are damaged.
+        """
+        row = self._one(
+            "SELECT num_tokens, length(block_ids), token_ids, seals, prefixes, contents.checksum "
+            "FROM sessions LEFT JOIN contents ON session = id WHERE namespace = ? AND key = ?",
+            self._namespace_id,
+            key,
+        )
+        if row is None:
+            return None
+        return contents_from_row(
+            key,
+            row[2:],
+            num_tokens=row[0],
+            num_blocks=row[1] // BLOCK_ID_BYTES,
+            num_layers=self._namespace.layout.num_layers,
+        )
+
+    def token_ids(self, key: str) -> np.ndarray | None:
+        """A session's tokens whose KV is stored, int32 `[num_tokens]`, read-only; otherwise as `contents`."""
+        contents = self.contents(key)
+        return None if contents is None else contents.token_ids
+
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+        """Finds the tenant's session that agrees with `token_ids` for longest, counted in full blocks.
+
+        Among equals the last used one. Sessions whose oldest tokens were dropped are not found: their KV has seen
+        tokens that the caller's has not.
+
+        Args:
+          tenant: whose sessions; others' are never found.
+          token_ids: `[T]`, integers that fit int32.
+
+        Returns:
+          The session; None where not even a first block agrees.
+        """
+        block_tokens = self._namespace.layout.block_tokens
+        hashes = prefix_hashes(tenant, self._namespace.fingerprint, token_ids, block_tokens)
+        known, unknown = 0, len(hashes) + 1  # Hash n is there wherever hash n + 1 is.
+        while unknown - known > 1:
+            middle = (known + unknown) // 2
+            if self._one("SELECT 1 FROM prefixes WHERE hash = ? LIMIT 1", hashes[middle - 1]):
+                known = middle
+            else:
+                unknown = middle
+        for num_blocks in range(known, 0, -1):  # Once, unless sessions were found damaged.
+            row = self._one(
+                "SELECT key FROM prefixes JOIN sessions ON id = session "
+                "WHERE hash = ? AND namespace = ? AND tenant = ? AND state = ? ORDER BY last_used_s DESC LIMIT 1",
+                hashes[num_blocks - 1],
+                self._namespace_id,
+                tenant,
+                SessionState.READY.value,
+            )
+            if row:
+                return PrefixMatch(key=row[0], num_tokens=num_blocks * block_tokens)
+        return None
+
+    def stats(self) -> NamespaceInfo:
+        """Sizes of what is stored in the namespace."""
+        with catalog_file.translated(self._path):
+            found = [info for info in _infos(self._db, self._path) if info.namespace == self._namespace]
+        return found[0] if found else NamespaceInfo(namespace=self._namespace)
+
+    def integrity_check(self) -> tuple[Problem, ...]:
+        """Reads the whole file and all that is said in this namespace: seconds where much is stored.
+
+        Raises:
+          CatalogCorruptError: too damaged to be read to the end.
+        """
+        found = [Problem(key=None, found=text) for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
+
+        def report(key: str | None, reason: str) -> None:
+            found.append(Problem(key=key, found=reason))
+
+        for table in ("contents", "prefixes"):
+            sql = f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
+            (num_orphans,) = self._one(sql)
+            if num_orphans:
+                report(
+                    None, f"wanted {table} of stored sessions, found {num_orphans} of others; `compact` removes them"
+                )
+        holders: dict[int, str] = {}
+        for record in self.load_all(report):
+            for reason in self._reasons(record):
+                report(record.key, reason)
+            for block in record.block_ids.tolist():
+                holder = holders.setdefault(block, record.key)
+                if holder != record.key:
+                    report(record.key, f"wanted block {block} for itself, found it held by session {holder!r} too")
+        return tuple(found)
+
+    def close(self) -> None:
+        """Closes the file. May be called again."""
+        self._db.close()
+
+    def _reasons(self, record: SessionRecord) -> Iterator[str]:
+        """What is wrong with one session."""
+        try:
+            record.check(self._namespace.layout)
+            contents = self.contents(record.key)
+        except (DamagedRecordError, ValueError) as error:
+            yield str(error)
+            return
+        if contents is None:
+            return  # Gone since its row was read: an engine is at work.
+        if contents.prefixes != self._prefixes(record, contents.token_ids):
+            yield "wanted the prefix hashes of its tokens, found others"
+        listed = self._all(
+            f"SELECT 1 FROM prefixes, sessions WHERE hash IN ({','.join('?' * len(contents.prefixes))}) "
+            "AND session = id AND namespace = ? AND key = ?",
+            *contents.prefixes,
+            self._namespace_id,
+            record.key,
+        )
+        if len(listed) != len(contents.prefixes):
+            yield f"wanted to be found by {len(contents.prefixes)} prefixes, found {len(listed)}"
+
+    def _prefixes(self, record: SessionRecord, token_ids: np.ndarray) -> tuple[bytes, ...]:
+        """The hashes that a session is to be found by: none once its oldest tokens were dropped."""
+        if record.start_token:
+            return ()
+        namespace = self._namespace
+        return prefix_hashes(record.tenant, namespace.fingerprint, token_ids, namespace.layout.block_tokens)
+
+    def _open(self) -> sqlite3.Connection:
+        return catalog_file.open_for_reading(self._directory)
+
+    def _one(self, sql: str, *values: Any) -> Any:
+        with catalog_file.translated(self._path):
+            rows = self._db.execute(sql, values).fetchall()
+        return rows[0] if rows else None
+
+    def _all(self, sql: str, *values: Any) -> list[Any]:
+        with catalog_file.translated(self._path):
+            return self._db.execute(sql, values).fetchall()
+
+
+def namespaces(directory: str | Path) -> tuple[NamespaceInfo, ...]:
+    """All namespaces of a store's directory, oldest first. May be called while an engine works there.
+
+    Raises:
+      CatalogError: there is no catalog, or it cannot be read; the kind says why.
+    """
+    path = Path(directory) / catalog_file.CATALOG_NAME
+    db = catalog_file.open_for_reading(Path(directory))
+    try:
+        with catalog_file.translated(path):
+            return tuple(_infos(db, path))
+    finally:
+        db.close()
+
+
+def _infos(db: sqlite3.Connection, path: Path) -> Iterator[NamespaceInfo]:
+    rows = db.execute(
+        "SELECT description, n.created_s, count(s.id), total(num_tokens), total(length(block_ids)) "
+        "FROM namespaces n LEFT JOIN sessions s ON s.namespace = n.id GROUP BY n.id ORDER BY n.id"
+    )
+    for description, created_s, num_sessions, num_tokens, table_bytes in rows.fetchall():
+        try:
+            namespace = Namespace.from_json(description)
+        except ValueError as error:
+            raise catalog_file.CatalogCorruptError(f"{path}: {error}") from error
+        num_blocks = int(table_bytes) // BLOCK_ID_BYTES
+        yield NamespaceInfo(
+            namespace=namespace,
+            created_s=created_s,
+            num_sessions=num_sessions,
+            num_tokens=int(num_tokens),
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * namespace.layout.block_bytes,
+        )

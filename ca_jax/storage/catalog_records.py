@@ -1,0 +1,169 @@
+"""What the catalog keeps: namespaces and sessions, and what it says about itself.
+
+Not here: how they are kept (catalog), the file they are kept in (catalog_file).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+
+import numpy as np
+
+from ca_jax.storage.expiry import check_ttl
+from ca_jax.storage.layout import KVLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """Whose KV may meet: same weights, layout and versions. Each namespace has blocks and sessions of its own."""
+
+    weights: str
+    """Fingerprint of the weights, and of whatever else decides what KV they give."""
+    layout: KVLayout
+    """Of a block."""
+    position_encoding: str = "unrotated"
+    """How positions are in the stored keys."""
+    mesh_shard: str = ""
+    """Which part of the KV heads is stored, where several processes share them."""
+    format_version: int = 1
+    """Of the block files."""
+
+    def to_json(self) -> str:
+        """The fields as canonical JSON; equal namespaces give equal text."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Namespace:
+        """The namespace that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is another.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "layout": KVLayout(**fields["layout"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"wanted a namespace as JSON, found {text!r}") from error
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all fields, hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def directory_name(self) -> str:
+        """Of the directory for its blocks."""
+        return f"blocks-{self.fingerprint[:16]}"
+
+
+class SessionState(enum.StrEnum):
+    """Whether a stored session may be served."""
+
+    READY = "ready"
+    """It may."""
+    DAMAGED = "damaged"
+    """A block of it was found unreadable. Kept to be told about, never served."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SessionRecord:
+    """One stored session, without what only a load needs (token ids, seals)."""
+
+    key: str
+    """The store's key, hex: never the same for other tenants, weights or layouts."""
+    tenant: str
+    """Whose it is."""
+    session_id: str
+    """The name its owner knows it by."""
+    block_ids: np.ndarray
+    """The block table: int64 `[num_blocks]`, in token order."""
+    num_tokens: int
+    """Tokens whose KV is stored, > 0."""
+    start_token: int = 0
+    """Tokens of the session dropped before the first stored one."""
+    created_s: float
+    """When it was first saved; seconds since the epoch."""
+    last_used_s: float
+    """When it was last used, as far as it was written down; seconds since the epoch."""
+    pinned: bool = False
+    """Whether it is never evicted and never expires."""
+    ttl_s: float | None = None
+    """How long it lives after its last use, seconds; None for ever."""
+    state: SessionState = SessionState.READY
+    """Whether it may be served."""
+    generation: int = 0
+    """How many times it was published or shortened; the catalog counts."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return len(self.block_ids)
+
+    @property
+    def expires_s(self) -> float | None:
+        """When its time to live is over; None for never."""
+        return None if self.ttl_s is None else self.last_used_s + self.ttl_s
+
+    def check(self, layout: KVLayout) -> None:
+        """Refuses a record that cannot be.
+
+        Raises:
+          ValueError: no tokens, too few blocks for them, a negative or repeated block id, a negative time to live.
+        """
+        if self.num_tokens <= 0 or self.start_token < 0:
+            raise ValueError(
+                f"session {self.session_id!r} wanted num_tokens > 0 and start_token >= 0, "
+                f"found {self.num_tokens} and {self.start_token}"
+            )
+        block_ids = self.block_ids
+        if block_ids.ndim != 1 or block_ids.dtype != np.int64:
+            raise ValueError(f"block_ids wanted int64[num_blocks], found {block_ids.dtype}{list(block_ids.shape)}")
+        if self.num_blocks < layout.num_blocks(self.num_tokens):
+            raise ValueError(
+                f"{self.num_tokens} tokens wanted at least {layout.num_blocks(self.num_tokens)} blocks of "
+                f"{layout.block_tokens}, found {self.num_blocks}"
+            )
+        if block_ids.min() < 0 or len(np.unique(block_ids)) < len(block_ids):
+            raise ValueError(f"block_ids wanted different ids >= 0, found {block_ids.tolist()}")
+        check_ttl(self.ttl_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixMatch:
+    """Answer of `Catalog.find_prefix`."""
+
+    key: str
+    """The session that begins with the same tokens."""
+    num_tokens: int
+    """How many of them, counted in full blocks; what follows may agree too."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is not as it should be, found by `Catalog.integrity_check`."""
+
+    key: str | None
+    """Of the session; None where it concerns the file."""
+    found: str
+    """What was wanted and what was found."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamespaceInfo:
+    """One namespace of a catalog, and the size of what is stored in it."""
+
+    namespace: Namespace
+    """Which."""
+    created_s: float = 0.0
+    """When it was first opened; seconds since the epoch, 0 for never."""
+    num_sessions: int = 0
+    """Sessions stored."""
+    num_tokens: int = 0
+    """Tokens whose KV is stored."""
+    num_blocks: int = 0
+    """Blocks held by sessions."""
+    num_bytes: int = 0
+    """Bytes of these blocks."""

@@ -1,0 +1,203 @@
+"""The sessions of one tier, kept in the orders that placement asks for: no choice ever sorts or scans.
+
+Not here: the choice (policy), the job queue (lookahead), or what a session is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.policy import StoredEntry, StoreView
+
+T = TypeVar("T")
+
+
+class TierOrders(Generic[T]):
+    """What a tier holds, by creation, by use and by next job; for all tenants and for each.
+
+    Every change is O(1), or O(log n) for a session with a waiting job. When the last waiting job of a session leaves
+    the queue, be it run or cancelled, that counts as a use; so does the end of a hold. Belongs to the thread that keeps
+    the books.
+
+    Args:
+      look_ahead: the job queue; watched from now on, for as long as it lives.
+    """
+
+    def __init__(self, look_ahead: LookAhead):
+        self._look_ahead = look_ahead
+        self._slots: dict[str, _Slot[T]] = {}
+        self._all: _Orders[T] = _Orders()
+        self._of_tenant: dict[str, _Orders[T]] = {}
+        look_ahead.watch(self._requeue)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._slots
+
+    def __iter__(self) -> Iterator[T]:
+        """Items by creation, oldest first, held ones included."""
+        return (slot.item for slot in self._all.by_created.values())
+
+    def get(self, key: str) -> T | None:
+        """The item of that key, if there is one."""
+        slot = self._slots.get(key)
+        return None if slot is None else slot.item
+
+    def add(self, key: str, item: T, tenant: str = "") -> None:
+        """Adds a session, as the last created and the last used.
+
+        Raises:
+          ValueError: it is there already.
+        """
+        if key in self._slots:
+            raise ValueError(f"wanted a key that the tier does not hold, found {key!r}, which it does")
+        slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
+        for orders in (self._all, self._of_tenant.setdefault(tenant, _Orders())):
+            orders.by_created[key] = slot
+            orders.enter(slot, self._look_ahead.next_ticket(key))
+
+    def use(self, key: str) -> None:
+        """Marks a session as the last used."""
+        slot = self._slots[key]
+        if not slot.held:
+            for orders in self._orders_of(slot):
+                orders.use(slot)
+
+    def remove(self, key: str) -> None:
+        """Takes a session out."""
+        slot = self._slots.pop(key)
+        for orders in self._orders_of(slot):
+            del orders.by_created[key]
+            if not slot.held:
+                orders.leave(slot, self._look_ahead.next_ticket(key))
+        if not self._of_tenant[slot.tenant].by_created:
+            del self._of_tenant[slot.tenant]
+
+    def set_held(self, key: str, held: bool) -> None:
+        """Says whether a session must stay (pinned, or in use): then no choice so much as looks at it."""
+        slot = self._slots[key]
+        if slot.held == held:
+            return
+        slot.held = held
+        ticket = self._look_ahead.next_ticket(key)
+        for orders in self._orders_of(slot):
+            if held:
+                orders.leave(slot, ticket)
+            else:
+                orders.enter(slot, ticket)
+
+    def view(self, describe: Callable[[T, int | None], StoredEntry], tenant: str | None = None) -> StoreView:
+        """What a policy may see, of all tenants or of one; lazy, so it must be used before the next change.
+
+        Args:
+          describe: makes an entry of an item and the queue position of its session's next job.
+          tenant: whose sessions; None for everybody's.
+        """
+        orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders())
+
+        def described(slot: _Slot[T]) -> StoredEntry:
+            return describe(slot.item, self._look_ahead.position(slot.key))
+
+        return StoreView(
+            by_last_used=_Lazy(orders.by_last_used.values, described),
+            by_created=_Lazy(lambda: (slot for slot in orders.by_created.values() if not slot.held), described),
+            idle=_Lazy(orders.idle.values, described),
+            by_next_job=_ByNextJob(orders, described),
+        )
+
+    def _orders_of(self, slot: _Slot[T]) -> tuple[_Orders[T], _Orders[T]]:
+        return self._all, self._of_tenant[slot.tenant]
+
+    def _requeue(self, key: str, before: int | None, after: int | None) -> None:
+        """A session's next job is another one now, or there is none."""
+        slot = self._slots.get(key)
+        if slot is not None and not slot.held:
+            for orders in self._orders_of(slot):
+                orders.requeue(slot, before, after)
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Slot(Generic[T]):
+    """One session of the tier."""
+
+    key: str
+    item: T
+    tenant: str
+    held: bool = False
+
+
+class _Orders(Generic[T]):
+    """The orders of one set of sessions. Held ones are in `by_created` alone."""
+
+    def __init__(self) -> None:
+        # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
+        self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
+        self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
+        self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
+        self.tickets: list[int] = []  # Of the next jobs of those that are not idle, ascending.
+        self.waiting: dict[int, _Slot[T]] = {}
+
+    def enter(self, slot: _Slot[T], ticket: int | None) -> None:
+        self.by_last_used[slot.key] = slot
+        self._place(slot, ticket)
+
+    def leave(self, slot: _Slot[T], ticket: int | None) -> None:
+        del self.by_last_used[slot.key]
+        self._displace(slot, ticket)
+
+    def use(self, slot: _Slot[T]) -> None:
+        self.by_last_used.move_to_end(slot.key)
+        if slot.key in self.idle:
+            self.idle.move_to_end(slot.key)
+
+    def requeue(self, slot: _Slot[T], before: int | None, after: int | None) -> None:
+        self._displace(slot, before)
+        self._place(slot, after)
+        if after is None:
+            self.by_last_used.move_to_end(slot.key)
+
+    def _place(self, slot: _Slot[T], ticket: int | None) -> None:
+        if ticket is None:
+            self.idle[slot.key] = slot
+        else:
+            bisect.insort(self.tickets, ticket)
+            self.waiting[ticket] = slot
+
+    def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
+        if ticket is None:
+            del self.idle[slot.key]
+        else:
+            del self.tickets[bisect.bisect_left(self.tickets, ticket)]
+            del self.waiting[ticket]
+
+
+class _Lazy(Generic[T]):
+    """Slots as policies see them, made one by one."""
+
+    def __init__(self, slots: Callable[[], Iterable[_Slot[T]]], described: Callable[[_Slot[T]], StoredEntry]):
+        self._slots = slots
+        self._described = described
+
+    def __iter__(self) -> Iterator[StoredEntry]:
+        return map(self._described, self._slots())
+
+
+class _ByNextJob(Generic[T]):
+    """Slots with a waiting job, from the queue's head or, reversed, from its tail."""
+
+    def __init__(self, orders: _Orders[T], described: Callable[[_Slot[T]], StoredEntry]):
+        self._orders = orders
+        self._described = described
+
+    def __iter__(self) -> Iterator[StoredEntry]:
+        return (self._described(self._orders.waiting[ticket]) for ticket in self._orders.tickets)
+
+    def __reversed__(self) -> Iterator[StoredEntry]:
+        return (self._described(self._orders.waiting[ticket]) for ticket in reversed(self._orders.tickets))

@@ -1,0 +1,332 @@
+"""The SSD tier: blocks in zarr3 files by TensorStore, on a local disk or whatever a TensorStore URL names.
+
+    <directory>/zarr3/000000/zarr.json          layout of a group of 1,024 blocks
+                            /c.17.0.0.0.0.0     block 17: L inner chunks, each with a crc32c, and their index
+                     /000001/...
+
+One block is one file (a zarr3 shard), written at once, fsynced and renamed into place, so that a file is never seen
+half-written; one layer of a block is one inner chunk, so that a layer can be read alone. Blocks are replaced in place:
+the number of files follows from the cap. A group is a zarr3 array of its own, because zarr3 names files by all six
+indices of a chunk: split over one directory each they would be six levels deep, and undivided 1.7 million in one
+directory at 10 TB of 6 MB blocks. So there are at most 1,025 entries in each of 1,660 directories, which open in
+0.08 s.
+
+A missing file or chunk is an error, never zeros; so are flipped bits and short files. A file that is intact but another
+one is for `ca_jax.storage.seal` to find.
+
+Not here: which blocks are whose, what is published (the catalog), memory (the caller's, reused).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import tensorstore as ts
+
+from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue, Operation, close_all
+from ca_jax.storage.disk_tier import blocks_within, check_block_ids, check_blocks, check_layer
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.ssd_space import DiskSpace, prepare_directory
+from ca_jax.storage.tier import BlockAllocator
+
+GROUP_BLOCKS = 1024
+"""Files in one directory."""
+_LAYER_RUN_BLOCKS = 16  # Blocks of a layer that are read in one operation.
+_PAGE_BYTES = 4096  # What a file's size is rounded up to on disk.
+_BLOCK_KEY = re.compile(r"(\d{6,})/c\.(\d+)(?:\.0)+$")
+_LEFTOVER_KEY = re.compile(r"(?:\d{6,})/.*\.__lock$")
+_REASONS = {
+    "NOT_FOUND": IoFailure.MISSING,
+    "DATA_LOSS": IoFailure.CORRUPT,
+    "OUT_OF_RANGE": IoFailure.CORRUPT,  # The file became shorter between its index and a chunk.
+    "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
+}
+
+
+class SsdTier:
+    """Blocks in files. See `DiskTier`.
+
+    Args:
+      layout: the shape of a block.
+      location: a directory, made if need be, or a TensorStore URL: `file://`, `memory://`, `s3://`, `gs://`.
+      capacity_bytes: cap of what is stored, checksums and rounding of files included.
+      durable: whether a write is done only when it would survive a loss of power.
+      deadline_s: seconds without progress after which a move fails; see `IoQueue`.
+      free_floor_bytes: free space that stays on a local disk.
+      max_reads: blocks that are read at once, and so how many blocks' worth of memory TensorStore takes for it. More are
+        faster cold and slower warm: on 2 CPU cores MEASURED_READS.
+      max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
+      context: TensorStore's resources; by default its own, without a cache.
+      clock: seconds, never decreasing.
+
+    Raises:
+      ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout; a bad URL.
+      NotADirectoryError: the location is a file, or in one.
+      PermissionError: it cannot be written to.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        location: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        durable: bool = True,
+        deadline_s: float = 30.0,
+        free_floor_bytes: int = 0,
+        max_reads: int = 4,
+        max_writes: int = 8,
+        context: ts.Context | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._layout = layout
+        self._num_blocks = blocks_within(capacity_bytes, self.stored_block_bytes, layout)
+        self._reads = IoQueue(max_in_flight=max_reads, deadline_s=deadline_s, describe=_describe, clock=clock)
+        self._writes = IoQueue(max_in_flight=max_writes, deadline_s=deadline_s, describe=_describe, clock=clock)
+        url, self._directory = _resolve(location)
+        self._space = DiskSpace(self._directory, free_floor_bytes)
+        self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": durable})
+        self._kvstore = ts.KvStore.open(url, context=self._context).result()
+        if self._directory is not None:
+            self._space.check_capacity(
+                self._num_blocks * self.stored_block_bytes,
+                lambda: len(self.stored_block_ids()) * self.stored_block_bytes,
+            )
+        self._groups = self._open_groups()
+        self._allocator = BlockAllocator(self._num_blocks)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the capacity holds."""
+        return self._num_blocks
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """What one block takes on disk: its bytes, a checksum for each layer, an index, rounded up to pages."""
+        file_bytes = self._layout.block_bytes + self._layout.num_layers * (4 + 16) + 4
+        return -(-file_bytes // _PAGE_BYTES) * _PAGE_BYTES
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """Who knows which blocks are free."""
+        return self._allocator
+
+    @functools.cached_property
+    def blocks(self) -> ts.TensorStore:
+        """`[num_blocks, L, 2, block_tokens, K, H]`: all groups as one array. For tools: moves have a deadline."""
+        whole = self._groups[0] if len(self._groups) == 1 else ts.concat(self._groups, axis=0)
+        return whole[: self._num_blocks]
+
+    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
+        """See `DiskTier`."""
+        check_block_ids(block_ids, self._num_blocks)
+        check_blocks("into", into, len(block_ids), self._layout, writeable=True)
+        return self._reads.submit(
+            [functools.partial(self._read, block, dst) for block, dst in zip(block_ids, into, strict=True)]
+        )
+
+    def read_layer(
+        self, block_ids: Sequence[int], layer: int, dst: np.ndarray, num_tokens: int | None = None
+    ) -> IoHandle:
+        """See `DiskTier`."""
+        check_block_ids(block_ids, self._num_blocks)
+        num_tokens = check_layer(layer, dst, len(block_ids), num_tokens, self._layout)
+        size = self._layout.block_tokens
+        num_whole = num_tokens // size
+        operations: list[Operation] = []
+        for group, start, ids in _runs(block_ids[:num_whole]):
+            # One operation for a stretch of blocks: dst's rows as blocks, with the block axis in front.
+            rows = dst[:, start * size : (start + len(ids)) * size]
+            blocks = rows.reshape(2, len(ids), size, *dst.shape[2:], copy=False).transpose(1, 0, 2, 3, 4)
+            operations.append(functools.partial(_copy, self._groups[group][ids, layer], blocks))
+        if num_tokens % size:
+            rows = dst[:, num_whole * size : num_tokens]
+            view = self._block(block_ids[num_whole])[layer, :, : num_tokens % size]
+            operations.append(functools.partial(_copy, view, rows))
+        return self._reads.submit(operations)
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
+        """See `DiskTier`."""
+        check_block_ids(block_ids, self._num_blocks, distinct=True)
+        check_blocks("blocks", blocks, len(block_ids), self._layout)
+        num_bytes = len(block_ids) * self.stored_block_bytes
+        error = self._space.reserve(num_bytes)
+        if error is not None:
+            return self._writes.failed(error)
+        handle = self._writes.submit(
+            [functools.partial(self._write, block, src) for block, src in zip(block_ids, blocks, strict=True)]
+        )
+        handle.add_settled_callback(lambda _: self._space.release(num_bytes))
+        return handle
+
+    def delete_blocks(self, block_ids: Sequence[int]) -> IoHandle:
+        """See `DiskTier`."""
+        check_block_ids(block_ids, None)
+        keys = [f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + 5 * ".0" for block in block_ids]
+        return self._writes.submit([functools.partial(self._kvstore.write, key, None) for key in keys])
+
+    def stored_block_ids(self) -> list[int]:
+        """See `DiskTier`."""
+        matches = filter(None, map(_BLOCK_KEY.fullmatch, self._keys()))
+        return sorted(int(match[1]) * GROUP_BLOCKS + int(match[2]) for match in matches)
+
+    def sweep(self) -> int:
+        """See `DiskTier`."""
+        leftovers = [key for key in self._keys() if _LEFTOVER_KEY.fullmatch(key)]
+        for key in leftovers:
+            if self._directory is not None:  # TensorStore refuses keys that look like its own temporary files.
+                (self._directory / key).unlink(missing_ok=True)
+        return len(leftovers)
+
+    def poll(self) -> None:
+        """See `DiskTier`."""
+        self._reads.poll()
+        self._writes.poll()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """See `DiskTier`."""
+        return close_all([self._reads, self._writes], timeout_s)
+
+    def _block(self, block: int) -> ts.TensorStore:
+        return self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
+
+    def _read(self, block: int, dst: np.ndarray) -> ts.Future:
+        return _copy(self._block(block), dst)
+
+    def _write(self, block: int, src: np.ndarray) -> ts.Future:
+        # The reference ends with the move: the caller keeps `src` as it is until it has settled.
+        write = self._block(block).write(src, can_reference_source_data_indefinitely=True).commit
+        write.force()
+        return write
+
+    def _keys(self) -> Iterator[str]:
+        """Every file of every group, relative to the root. Blocks."""
+        if self._directory is None:
+            yield from (key.decode() for key in self._kvstore.list().result())
+            return
+        for group in os.scandir(self._directory):  # TensorStore's list leaves out what it takes for temporary files.
+            if group.is_dir(follow_symlinks=False):
+                yield from (f"{group.name}/{name}" for name in os.listdir(group))
+
+    def _open_groups(self) -> list[ts.TensorStore]:
+        """Opens all groups at once, and makes those that are not there yet."""
+        num_groups = -(-self._num_blocks // GROUP_BLOCKS)
+        metadata = _metadata(self._layout)
+        opening = [
+            ts.open(
+                {
+                    "driver": "zarr3",
+                    "kvstore": (self._kvstore / _group_path(group)).spec().to_json(),
+                    "metadata": metadata,
+                    "recheck_cached_metadata": False,
+                    "recheck_cached_data": False,
+                    "fill_missing_data_reads": False,
+                    "store_data_equal_to_fill_value": True,
+                },
+                open=True,
+                create=True,
+                context=self._context,
+            )
+            for group in range(num_groups)
+        ]
+        return [self._opened(group, future, metadata) for group, future in enumerate(opening)]
+
+    def _opened(self, group: int, future: ts.Future, metadata: dict[str, Any]) -> ts.TensorStore:
+        try:
+            return future.result()
+        except ValueError as error:
+            path = f"{_group_path(group)}zarr.json"
+            text = self._kvstore.read(path).result().value
+            try:
+                found = json.loads(text)
+            except ValueError:
+                raise ValueError(
+                    f"SSD store at {self._kvstore.url}{path} wanted zarr metadata, found {error}"
+                ) from error
+            if not isinstance(found, dict):
+                found = {}
+            for name, wanted in metadata.items():
+                if found.get(name) != wanted:
+                    raise ValueError(
+                        f"SSD store at {self._kvstore.url} holds another layout: wanted {name} {wanted}, "
+                        f"found {found.get(name)}"
+                    ) from error
+            raise
+
+
+def _copy(view: ts.TensorStore, dst: np.ndarray) -> ts.Future:
+    """Begins to decode a view of the files straight into memory: `read` would give fresh memory, which is slow."""
+    copy = ts.array(dst).write(view).commit
+    copy.force()
+    return copy
+
+
+def _group_path(group: int) -> str:
+    return f"{group:06d}/"
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Splits a sequence of blocks into stretches of one group each: `(group, position of the first, ids within)`."""
+    start = 0
+    while start < len(block_ids):
+        group = block_ids[start] // GROUP_BLOCKS
+        stop = start
+        while stop < min(len(block_ids), start + _LAYER_RUN_BLOCKS) and block_ids[stop] // GROUP_BLOCKS == group:
+            stop += 1
+        yield group, start, [block % GROUP_BLOCKS for block in block_ids[start:stop]]
+        start = stop
+
+
+def _resolve(location: str | os.PathLike[str]) -> tuple[str, Path | None]:
+    """The URL of a store's root, and its directory if it is local, which is made."""
+    text = os.fspath(location)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if not text:
+        raise ValueError("SSD location wanted a directory or a TensorStore URL, found none")
+    if scheme not in ("", "file"):
+        return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
+    directory = prepare_directory(unquote(urlsplit(text).path) if scheme else text, "zarr3")
+    return f"{directory.as_uri()}/", directory
+
+
+def _metadata(layout: KVLayout) -> dict[str, Any]:
+    """The zarr3 metadata of one group: a block is a shard, a layer of it an inner chunk."""
+    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
+    checked = [to_bytes, {"name": "crc32c"}]
+    num_layers, *layer_shape = layout.block_shape
+    sharding = {
+        "chunk_shape": [1, 1, *layer_shape],
+        "codecs": checked,
+        "index_codecs": checked,
+        "index_location": "end",
+    }
+    return {
+        "shape": [GROUP_BLOCKS, num_layers, *layer_shape],
+        "data_type": layout.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, num_layers, *layer_shape]}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        "fill_value": 0,
+    }
+
+
+def _describe(exception: BaseException) -> BlockIoError:
+    """Finds the reason in what TensorStore raises: a ValueError whose message begins with its status."""
+    message = str(exception)
+    if re.search(r"os_error_code='(28|122)'", message):  # ENOSPC, EDQUOT
+        return BlockIoError(IoFailure.NO_SPACE, message)
+    return BlockIoError(_REASONS.get(message.partition(":")[0], IoFailure.DEVICE), message)

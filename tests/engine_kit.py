@@ -1,0 +1,138 @@
+"""What the engine's tests share: one tiny chat model, one small configuration, and answers computed without the engine.
+
+Every test uses the same model and sizes, so that functions compiled for one serve the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ca_jax
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.session import Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.testing import tiny
+
+WINDOW = 512
+BLOCK_TOKENS = 16
+TOKEN_BYTES = tiny.tiny_config().kv_bytes_per_token(itemsize=4)
+
+SMALL = EngineConfig(
+    dtype="float32",
+    context_window=WINDOW,
+    max_batch_size=8,
+    prefill_chunk_tokens=64,
+    save_group_tokens=8,
+    compile_cache_dir=None,
+    store=StoreConfig(dram_gib=0.05, block_tokens=BLOCK_TOKENS),
+)
+"""The configuration of every engine here, but for what a test is about."""
+
+STORE_OFF = StoreConfig(dram_gib=0, block_tokens=BLOCK_TOKENS)
+
+
+def store_of(num_blocks: int) -> StoreConfig:
+    """A store of so many blocks."""
+    return StoreConfig(dram_gib=num_blocks * BLOCK_TOKENS * TOKEN_BYTES / GIB, block_tokens=BLOCK_TOKENS)
+
+
+@functools.cache
+def tiny_model() -> LoadedModel:
+    """A chat model whose tokens are bytes, and whose likeliest token is always a printable one."""
+    config = tiny.tiny_config(max_positions=WINDOW)
+    params = tiny.tiny_params(config, seed=1)
+    unprintable = [i for i in range(config.vocab_size) if not 0x20 <= i < 0x7F]
+    params["params"]["head"]["kernel"][:, unprintable] = 0.0
+    with tempfile.TemporaryDirectory() as directory:
+        tiny.write_tiny_hf(directory, config, params)
+        return ca_jax.load_model(directory, dtype="float32")
+
+
+def small_engine(**changes: object) -> Engine:
+    """An engine of the tiny model, with `SMALL` but for the changes."""
+    return Engine(tiny_model(), dataclasses.replace(SMALL, **changes))
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Token ids of random printable text."""
+    return np.random.default_rng((num_tokens, seed)).integers(0x20, 0x7F, num_tokens).tolist()
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _pass(model, params, tokens):
+    return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])
+
+
+def full_pass(token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """One pass over all tokens, without engine, history or buckets: logits `[T, V]` and unrotated KV `[L, 2, T, K, H]`.
+
+    Padded behind to one length, which no token sees, so that it compiles once.
+    """
+    model = tiny_model()
+    padded = np.zeros((1, WINDOW), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    logits, kv = _pass(model.model, model.params, padded)
+    layers = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in kv.layers])
+    return np.asarray(logits)[0, : len(token_ids)], layers[:, :, : len(token_ids)]
+
+
+def greedy_answer(token_ids: list[int], max_tokens: int) -> list[int]:
+    """The greedy answer to a prompt, by a full pass for each token."""
+    ids = list(token_ids)
+    for _ in range(max_tokens):
+        ids.append(int(full_pass(ids)[0][-1].argmax()))
+    return ids[len(token_ids) :]
+
+
+def drain(*answers: Iterator[str]) -> list[str]:
+    """Takes a piece of each answer in turn until all have ended; their texts."""
+    texts = [""] * len(answers)
+    pending = dict(enumerate(answers))
+    while pending:
+        for index, answer in list(pending.items()):
+            piece = next(answer, None)
+            if piece is None:
+                del pending[index]
+            else:
+                texts[index] += piece
+    return texts
+
+
+def say(session: Session, message: str | list[int], max_tokens: int = 12, **options: object) -> list[int]:
+    """Sends a turn to its end; the generated tokens."""
+    send = session.send if isinstance(message, str) else session.send_ids
+    drain(send(message, max_tokens=max_tokens, **options))
+    return session.token_ids[session.usage.prompt_tokens :]
+
+
+def converse(session: Session, messages: Iterable[str | list[int]], max_tokens: int = 12) -> list[list[int]]:
+    """Sends turns one after the other; the generated tokens of each."""
+    return [say(session, message, max_tokens) for message in messages]
+
+
+def store_in(engine: Engine) -> AttentionStore:
+    """The engine's store, once all saves are in it."""
+    engine.wait_for_saves()
+    return engine._kv._store
+
+
+def stored_kv(engine: Engine, session: Session) -> np.ndarray:
+    """What the store holds of a session: `[L, 2, T, K, H]`."""
+    store = store_in(engine)
+    ticket = store.prepare_load(engine._kv.key(session.session_id), session.token_ids)
+    layout = store.layout
+    out = np.full((layout.num_layers, 2, ticket.num_tokens, layout.num_kv_heads, layout.head_dim), np.nan, np.float32)
+    for layer in range(layout.num_layers):
+        ticket.read(layer, out[layer]).result()
+    store.complete_load(ticket)
+    return out

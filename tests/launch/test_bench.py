@@ -1,0 +1,256 @@
+"""The benchmark measures what its rows say, on a tiny model, and writes what it promises. No number is judged here."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.launch.bench_peers import PeerUnavailableError, make_peer
+from ca_jax.launch.bench_report import summarize
+from ca_jax.launch.bench_schema import SUITES, BenchConfig, DecodeRow, PrefillRow, ReuseRow
+from ca_jax.launch.bench_suites import BenchError, run_suite
+from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.testing import tiny
+
+ROW_TYPES = {"reuse": ReuseRow, "prefill": PrefillRow, "decode": DecodeRow}
+SIZES = {
+    "history_tokens": (150, 40),
+    "new_tokens": (9,),
+    "prefill_tokens": (70,),
+    "batch_sizes": (3, 1),
+    "context_tokens": (20,),
+    "decode_steps": 2,
+    "repeats": 3,
+    "dram_gib": 0.004,
+    "dtype": "float32",
+}
+has_torch = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
+wants_torch = pytest.mark.skipif(not has_torch, reason="wants torch and transformers: make setup-parity")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.tiny_config()
+    return tiny.write_tiny_hf(tmp_path_factory.mktemp("model"), config, tiny.tiny_params(config))
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> LoadedModel:
+    return load_model(str(model_dir), dtype="float32")
+
+
+def make_engine(model: LoadedModel, config: BenchConfig) -> Engine:
+    return Engine(model, dataclasses.replace(config.engine_config(), compile_cache_dir=None))
+
+
+class RecordingPeer:
+    """A peer of known speed that draws what the real model would, and notes what it was asked."""
+
+    name = "recording"
+
+    def __init__(self, model: LoadedModel, wrong_tokens: bool = False) -> None:
+        self._model = model
+        self._wrong = wrong_tokens
+        self.prompts: list[list[int]] = []
+        self.decoded: list[tuple[int, int, int]] = []  # batch size, context, steps
+        self._batch = (0, 0)
+
+    def prefill(self, token_ids):
+        self.prompts.append(list(token_ids))
+        token = int(np.argmax(self._model.logits(token_ids)[-1]))
+        return (token + 1 if self._wrong else token), 1e-9
+
+    def start_decode(self, prompts):
+        self._batch = (len(prompts), len(prompts[0]))
+
+    def decode(self, num_steps):
+        self.decoded.append((*self._batch, num_steps))
+        return 1e-9
+
+    def end_decode(self):
+        self._batch = (0, 0)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_cell_is_a_row_without_recompiles(model: LoadedModel, suite: str) -> None:
+    config = BenchConfig(suite=suite, **SIZES)
+    calls = []
+    with make_engine(model, config) as engine:
+        rows = run_suite(engine, config, None, lambda *call: calls.append(call))
+        assert engine.sessions == ()
+    cells = {"reuse": [(150, 9), (40, 9)], "prefill": [(70,)], "decode": [(3, 20), (1, 20)]}[suite]
+    assert [type(row) for row in rows] == [ROW_TYPES[suite]] * len(cells)
+    assert [dataclasses.astuple(row)[: len(cells[0])] for row in rows] == cells
+    assert [row.recompiles for row in rows] == [0] * len(cells)
+    total = len(cells) * (1 + config.repeats)
+    assert calls == [(suite, done, total) for done in range(total + 1)]
+    for row in rows:
+        for name, (least, largest) in row.spread.items():
+            assert 0 <= least <= largest
+            if hasattr(row, name):
+                assert least <= getattr(row, name) <= largest
+
+
+def test_reuse_speedup_is_against_the_faster_recompute(model: LoadedModel) -> None:
+    config = BenchConfig(suite="reuse", **SIZES)
+    peer = RecordingPeer(model)
+    with make_engine(model, config) as engine:
+        alone = run_suite(engine, config, None, lambda *_: None)
+        beside = run_suite(engine, config, peer, lambda *_: None)
+    for row in alone:
+        assert row.ttft_peer_recompute_s is None
+        assert row.speedup == pytest.approx(row.ttft_recompute_s / row.ttft_reuse_s)
+    for row in beside:
+        assert row.ttft_peer_recompute_s == 1e-9
+        assert row.speedup == pytest.approx(1e-9 / row.ttft_reuse_s)
+        assert row.same_tokens
+    assert [len(prompt) for prompt in peer.prompts] == [159] * 4 + [49] * 4
+    first = peer.prompts[0]
+    assert all(prompt[:150] == first[:150] for prompt in peer.prompts[:4])
+    assert len({prompt[150] for prompt in peer.prompts[:4]}) == 4
+
+
+@pytest.mark.parametrize("suite", ["reuse", "prefill"])
+def test_a_peer_that_draws_other_tokens_shows(model: LoadedModel, suite: str) -> None:
+    config = BenchConfig(suite=suite, **SIZES)
+    with make_engine(model, config) as engine:
+        rows = run_suite(engine, config, RecordingPeer(model, wrong_tokens=True), lambda *_: None)
+    assert [row.same_tokens for row in rows] == [False] * len(rows)
+    assert summarize(rows)["same_tokens"] is False
+
+
+def test_decode_gives_the_peer_the_same_batches(model: LoadedModel) -> None:
+    config = BenchConfig(suite="decode", **SIZES)
+    peer = RecordingPeer(model)
+    with make_engine(model, config) as engine:
+        rows = run_suite(engine, config, peer, lambda *_: None)
+    assert peer.decoded == [(3, 20, 2)] * 4 + [(1, 20, 2)] * 4
+    for row in rows:
+        assert row.peer_tokens_per_s == pytest.approx(row.batch_size * 2 / 1e-9)
+        assert row.speedup_vs_peer == pytest.approx(row.tokens_per_s / row.peer_tokens_per_s)
+        assert row.tokens_per_s_per_slot == pytest.approx(row.tokens_per_s / row.batch_size)
+    (scaling,) = summarize(rows)["batch_scaling"]
+    assert scaling["batch_sizes"] == [1, 3]
+    assert scaling["ratio"] == pytest.approx(rows[0].tokens_per_s / rows[1].tokens_per_s)
+
+
+def test_a_history_the_store_has_no_room_for_is_no_row(model: LoadedModel) -> None:
+    config = BenchConfig(suite="reuse", **(SIZES | {"dram_gib": 0.0}))
+    with make_engine(model, config) as engine, pytest.raises(BenchError, match="wanted 150 from the store, found 0"):
+        run_suite(engine, config, None, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"suite": "speed"}, "suite wanted one of reuse, prefill, decode, found 'speed'"),
+        ({"suite": "reuse", "history_tokens": ()}, "history_tokens wanted one or more"),
+        ({"suite": "decode", "batch_sizes": (1, 0)}, "batch_sizes wanted one or more"),
+        ({"suite": "reuse", "repeats": 0}, "repeats wanted at least 1, found 0"),
+    ],
+)
+def test_config_refuses_what_cannot_be_measured(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchConfig(**changes)
+
+
+@wants_torch
+@pytest.mark.parametrize("overrides", [{}, {"tie_embeddings": True, "num_kv_heads": 4}], ids=["untied", "tied"])
+def test_transformers_peer_is_the_same_model(tmp_path: Path, overrides: dict) -> None:
+    config = tiny.tiny_config(**overrides)
+    tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config, seed=3))
+    model = load_model(str(tmp_path), dtype="float32")
+    peer = make_peer("transformers", model)
+    rng = np.random.default_rng(0)
+    for length in (1, 30, 90):
+        prompt = rng.integers(config.vocab_size, size=length).tolist()
+        token, elapsed_s = peer.prefill(prompt)
+        assert token == int(np.argmax(model.logits(prompt)[-1]))
+        assert elapsed_s > 0
+    with pytest.raises(RuntimeError, match="start_decode"):
+        peer.decode(1)
+    peer.start_decode(rng.integers(config.vocab_size, size=(2, 20)).tolist())
+    assert peer.decode(3) > 0
+    peer.end_decode()
+
+
+@pytest.mark.skipif(has_torch, reason="torch is installed")
+def test_absent_peer_says_how_to_get_it(model: LoadedModel) -> None:
+    with pytest.raises(PeerUnavailableError, match="make setup-parity"):
+        make_peer("transformers", model)
+
+
+def test_unknown_peer(model: LoadedModel) -> None:
+    with pytest.raises(ValueError, match="peer wanted one of transformers, found 'vllm'"):
+        make_peer("vllm", model)
+
+
+def bench(model_dir: Path, cache_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command itself: flags of two launch modules cannot be defined in one process."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache_dir), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "ca_jax.launch.bench", f"--model={model_dir}", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_command_writes_json_and_prints_a_table(model_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "decode.json"
+    arguments = [
+        "--suite=decode",
+        "--batch_sizes=1,2",
+        "--context_tokens=20",
+        "--decode_steps=2",
+        "--repeats=2",
+        "--dram_gib=0.004",
+        f"--json_out={out}",
+    ] + (["--peer=transformers"] if has_torch else [])
+    done = bench(model_dir, tmp_path / "cache", *arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["suite"] == "decode"
+    assert report["model"] == model_dir.name
+    assert report["dtype"] == "float32"
+    assert report["machine"]["cores"] >= 1
+    assert {"jax", "jaxlib"} <= report["versions"].keys()
+    assert "--batch_sizes=1,2" in report["command"]
+    assert report["config"]["repeats"] == 2
+    assert [row["batch_size"] for row in report["rows"]] == [1, 2]
+    assert [row["recompiles"] for row in report["rows"]] == [0, 0]
+    assert [row.keys() for row in report["rows"]] == [
+        {field.name: None for field in dataclasses.fields(DecodeRow)}.keys()
+    ] * 2
+    startup = report["startup"]
+    assert startup["compiles"] > 0
+    assert startup["compile_s"] > 0
+    assert startup["engine_start_s"] >= startup["model_load_s"] > 0
+    assert startup["first_touch_s"] > 0
+    assert report["summary"]["recompiles"] == 0
+    if has_torch:
+        assert report["peer"] == "transformers"
+        assert "torch" in report["versions"]
+        assert all(row["peer_tokens_per_s"] > 0 for row in report["rows"])
+    assert "tokens/s" in done.stdout
+    assert "medians of 2" in done.stdout
+    assert report["machine"]["cpu"] in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite=reuse", "--history_tokens=9,x"], "history_tokens wanted integers"),
+        (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
+    ],
+)
+def test_command_says_what_was_wrong(model_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+    out = tmp_path / "out.json"
+    done = bench(model_dir, tmp_path / "cache", f"--json_out={out}", *arguments)
+    assert done.returncode == 1
+    assert f"error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()

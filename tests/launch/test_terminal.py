@@ -1,0 +1,55 @@
+"""Pieces of answers on a terminal, and progress bars."""
+
+import io
+
+import rich.console
+
+from ca_jax.launch.progress import progress_bars, spinner
+from ca_jax.launch.terminal import decode_rate, describe_usage, printable, write_piece
+from ca_jax.session import Usage
+
+USAGE = Usage(
+    prompt_tokens=1192,
+    cached_tokens={"dram": 1173, "ssd": 0},
+    completion_tokens=65,
+    ttft_s=0.1384,
+    queued_s=0.0,
+    load_s=0.05,
+    load_stall_s=0.0,
+    decode_s=2.0,
+)
+
+
+def test_pieces_come_out_as_they_are_but_for_what_steers_the_terminal():
+    output = io.StringIO()
+    console = rich.console.Console(file=output, width=10)
+    for piece in ("a [b]bold[/b] ", ":smile: ", "\x1b[2J\r", "\n\tlonger than the line é 😀"):
+        write_piece(console, piece)
+    assert output.getvalue() == "a [b]bold[/b] :smile: \ufffd[2J\ufffd\n" + " " * 8 + "longer than the line é 😀"
+    assert printable("\x07\x7f\x9b") == "\ufffd" * 3
+
+
+def test_a_turn_is_described_with_the_tiers_that_gave_something():
+    assert describe_usage(USAGE) == (
+        "TTFT 138 ms · cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · answer 65 · decode 32.0 tokens/s"
+    )
+
+
+def test_an_answer_of_one_token_has_no_rate():
+    one = Usage(**{**vars(USAGE), "completion_tokens": 1, "decode_s": 0.0, "cached_tokens": {"dram": 0}})
+    assert decode_rate(one) is None
+    assert describe_usage(one) == "TTFT 138 ms · cached 0 of 1,192 prompt tokens · new 1,192 · answer 1"
+
+
+def test_each_thing_that_is_done_has_one_bar():
+    output = io.StringIO()
+    console = rich.console.Console(file=output, width=80)
+    with progress_bars(console) as progress, spinner(console, "never shown on what is no terminal"):
+        for done in (1, 2, 4):
+            progress("reading", done, 4)
+        progress("compile", 1, 3)
+    (reading, compiling) = output.getvalue().strip().splitlines()
+    assert reading.startswith("reading")
+    assert "100%" in reading
+    assert compiling.startswith("compile")
+    assert "33%" in compiling

@@ -1,0 +1,80 @@
+"""A process that changes a catalog until it is killed, telling what it has done. Run by the tests of the catalog.
+
+    python catalog_victim.py DIRECTORY
+
+Each line on stdin is a seed: a fork of this process works by it, and says so on stdout: `start PID`, then, before each
+change, what it is about to do, `ok` once that is durable, and `end` when the fork is gone. Forks, since starting Python
+takes far longer than what is to be interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+
+import numpy as np
+
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_records import Namespace, SessionRecord
+from ca_jax.storage.layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32", block_tokens=4)
+NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
+NUM_KEYS = 12
+
+
+def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray]:
+    """A session, told from every other version of it by each of its parts."""
+    num_tokens = 1 + version % 37
+    num_blocks = LAYOUT.num_blocks(num_tokens)
+    record = SessionRecord(
+        key=f"{key:064x}",
+        tenant=f"tenant {key % 3}",
+        session_id=f"session {key}",
+        block_ids=np.arange(num_blocks) + 1000 * version,
+        num_tokens=num_tokens,
+        created_s=0.0,
+        last_used_s=float(version),
+    )
+    return record, np.arange(num_tokens, dtype=np.int32) + version, np.full((num_blocks, 3), version, np.uint64)
+
+
+def tell(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def work(directory: str, seed: int) -> None:
+    """Publishes and forgets. Odd seeds end it from within, in the midst of a statement."""
+    rng = random.Random(seed)
+    with Catalog(directory, NAMESPACE) as catalog:
+        if seed % 2:
+            steps = iter(range(rng.randrange(1, 3000)))
+            catalog._db.set_progress_handler(
+                lambda: None if next(steps, None) is not None else os.kill(os.getpid(), signal.SIGKILL), 1
+            )
+        for version in range(seed * 10_000, (seed + 1) * 10_000):
+            key = rng.randrange(NUM_KEYS)
+            if rng.random() < 0.7:
+                tell(f"publish {key} {version}")
+                catalog.publish(*make(key, version))
+            else:
+                tell(f"forget {key}")
+                catalog.forget([f"{key:064x}"])
+            tell("ok")
+
+
+def main() -> None:
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            work(sys.argv[1], int(line))
+            os._exit(1)
+        tell(f"start {pid}")
+        os.waitpid(pid, 0)
+        tell("end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,782 @@
+"""The catalog: what it says is so, whatever happens to the process, the file or the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ca_jax.storage import catalog_file
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import (
+    CatalogAccessError,
+    CatalogCorruptError,
+    CatalogError,
+    CatalogFullError,
+    CatalogLockedError,
+    CatalogVersionError,
+    quarantine,
+)
+from ca_jax.storage.catalog_reader import CatalogReader, namespaces
+from ca_jax.storage.catalog_records import Namespace, PrefixMatch, SessionRecord, SessionState
+from ca_jax.storage.catalog_rows import DamagedRecordError
+from ca_jax.storage.prefix import prefix_hashes
+
+from .catalog_victim import LAYOUT, NAMESPACE, make
+
+BLOCK_TOKENS = LAYOUT.block_tokens
+
+
+def unexpected(key: str, reason: str) -> None:
+    raise AssertionError(f"damaged: {key}: {reason}")
+
+
+def key_of(key: int) -> str:
+    return f"{key:064x}"
+
+
+def fields(record: SessionRecord) -> dict:
+    """The fields but the one that the catalog counts, arrays as lists."""
+    named = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {**named, "block_ids": record.block_ids.tolist(), "generation": None}
+
+
+def stored(catalog: CatalogReader) -> dict[str, tuple]:
+    """All that the catalog says, to be compared."""
+    found = {}
+    for record in catalog.load_all(unexpected):
+        contents = catalog.contents(record.key)
+        found[record.key] = (fields(record), contents.token_ids.tolist(), contents.seals.tolist())
+    return found
+
+
+def expected(record: SessionRecord, token_ids, seals) -> tuple:
+    return fields(record), np.asarray(token_ids).tolist(), seals.tolist()
+
+
+def session(key: int, token_ids, *, tenant: str = "tenant", first_block: int = 0, **changes):
+    """The arguments of `publish` for a session of these tokens."""
+    num_blocks = LAYOUT.num_blocks(len(token_ids))
+    record = SessionRecord(
+        key=key_of(key),
+        tenant=tenant,
+        session_id=f"session {key}",
+        block_ids=np.arange(first_block, first_block + num_blocks),
+        num_tokens=len(token_ids),
+        created_s=float(key),
+        last_used_s=float(key),
+    )
+    return dataclasses.replace(record, **changes), token_ids, np.full((num_blocks, LAYOUT.num_layers), key, np.uint64)
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    with Catalog(tmp_path / "store", NAMESPACE) as opened:
+        yield opened
+
+
+# What is stored.
+
+
+def test_what_was_published_is_there_after_a_restart(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        for key in range(3):
+            assert catalog.publish(*make(key, key + 5)).generation == 1
+        changed = dataclasses.replace(make(1, 90)[0], pinned=True, ttl_s=60.0, created_s=77.0)
+        assert catalog.publish(changed, *make(1, 90)[1:]).generation == 2
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert stored(catalog) == {
+            key_of(0): expected(*make(0, 5)),
+            key_of(1): expected(dataclasses.replace(changed, created_s=0.0), *make(1, 90)[1:]),
+            key_of(2): expected(*make(2, 7)),
+        }
+        assert [record.key for record in catalog.load_all(unexpected)] == [key_of(key) for key in range(3)]
+        assert catalog.get(key_of(1)).expires_s == 150.0
+        assert catalog.get(key_of(0)).expires_s is None
+        assert catalog.get("none") is catalog.contents("none") is catalog.token_ids("none") is None
+        assert catalog.integrity_check() == ()
+
+
+def test_forgotten_is_forgotten(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        for key in range(4):
+            catalog.publish(*session(key, range(10), first_block=10 * key))
+        assert catalog.forget([key_of(0), key_of(2), "never there"]) == 2
+        assert catalog.forget([]) == 0
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert set(stored(catalog)) == {key_of(1), key_of(3)}
+        assert catalog.integrity_check() == ()
+
+
+def test_a_session_is_shortened_in_all_its_parts(catalog):
+    record, token_ids, seals = session(1, range(10))
+    catalog.publish(record, token_ids, seals)
+    short = catalog.shorten(key_of(1), 6, 2, last_seal=np.full(3, 99, np.uint64))
+    assert (short.num_tokens, short.block_ids.tolist(), short.generation) == (6, [0, 1], 2)
+    contents = catalog.contents(key_of(1))
+    assert contents.token_ids.tolist() == list(range(6))
+    assert contents.seals.tolist() == [[1, 1, 1], [99, 99, 99]]
+    assert catalog.find_prefix("tenant", np.arange(10)) == PrefixMatch(key=key_of(1), num_tokens=4)
+    assert fields(catalog.get(key_of(1))) == fields(short)
+    for num_tokens, num_blocks, message in ((7, 2, "at most its 6 tokens"), (4, 3, "2 blocks"), (6, 1, "at least 2")):
+        with pytest.raises(ValueError, match=message):
+            catalog.shorten(key_of(1), num_tokens, num_blocks)
+    assert catalog.shorten(key_of(1), 0, 0) is None
+    assert catalog.shorten("never there", 4, 1) is None
+    assert stored(catalog) == {}
+    assert catalog.integrity_check() == ()
+
+
+def test_small_changes_last(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(4)))
+        assert catalog.set_pinned(key_of(1), True)
+        assert catalog.set_ttl(key_of(1), 5.0)
+        assert catalog.set_state(key_of(1), SessionState.DAMAGED)
+        catalog.touch_used({key_of(1): 123.5, "never there": 1.0})
+        assert not catalog.set_pinned("never there", True)
+        with pytest.raises(ValueError, match="ttl_s wanted a number of seconds >= 0, or None, found -5"):
+            catalog.set_ttl(key_of(1), -5)
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        record = catalog.get(key_of(1))
+    assert (record.pinned, record.ttl_s, record.state, record.last_used_s) == (True, 5.0, "damaged", 123.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": 0}, "num_tokens > 0"),
+        ({"start_token": -1}, "start_token >= 0"),
+        ({"block_ids": np.array([0])}, "at least 2 blocks of 4, found 1"),
+        ({"block_ids": np.array([0, 0])}, r"different ids >= 0, found \[0, 0\]"),
+        ({"block_ids": np.array([0, -1])}, "different ids >= 0"),
+        ({"block_ids": np.array([0, 1], np.int32)}, r"int64\[num_blocks\], found int32\[2\]"),
+        ({"ttl_s": -1.0}, "ttl_s wanted"),
+        ({"num_tokens": 6}, r"token_ids wanted \[6\], found \[5\]"),
+        ({"block_ids": np.array([0, 1, 2])}, r"seals wanted uint64\[3, 3\], found uint64\[2, 3\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(catalog, changes, message):
+    record, token_ids, seals = session(1, range(5))
+    with pytest.raises(ValueError, match=message):
+        catalog.publish(dataclasses.replace(record, **changes), token_ids, seals)
+    assert stored(catalog) == {}
+
+
+def test_a_batch_is_all_or_nothing(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(4)))
+        with catalog.batch():
+            catalog.forget([key_of(1)])
+            catalog.publish(*session(2, range(4)))
+        assert set(stored(catalog)) == {key_of(2)}
+
+        def fails():
+            with catalog.batch():
+                catalog.publish(*session(3, range(4)))
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fails()
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert set(stored(catalog)) == {key_of(2)}
+
+
+def test_a_batch_with_a_failure_in_it_is_undone_even_if_that_was_caught(catalog, fill_disk):
+    def fails():
+        with catalog.batch():
+            catalog.publish(*session(1, range(4)))
+            fill_disk(catalog)
+            with contextlib.suppress(CatalogFullError):
+                catalog.publish(*session(2, range(40_000), first_block=100))
+            with pytest.raises(CatalogError, match="one that failed before"):
+                catalog.forget([key_of(1)])
+
+    with pytest.raises(CatalogError, match="whose changes all succeed"):
+        fails()
+    assert stored(catalog) == {}
+
+
+def test_sizes_are_told(catalog):
+    assert catalog.stats().num_sessions == 0
+    catalog.publish(*session(1, range(5)))
+    catalog.publish(*session(2, range(9), first_block=10))
+    stats = catalog.stats()
+    assert (stats.num_sessions, stats.num_tokens, stats.num_blocks) == (2, 14, 5)
+    assert stats.num_bytes == 5 * LAYOUT.block_bytes
+
+
+def test_the_space_of_what_was_forgotten_is_given_back(catalog, tmp_path):
+    for key in range(20):
+        catalog.publish(*session(key, range(4000), first_block=1000 * key))
+    path = tmp_path / "store" / catalog_file.CATALOG_NAME
+    catalog.forget(key_of(key) for key in range(1, 20))
+    catalog.compact()
+    assert path.stat().st_size < 150_000
+    assert set(stored(catalog)) == {key_of(0)}
+
+
+# Prefixes.
+
+
+def test_a_session_is_found_by_its_tokens(catalog):
+    catalog.publish(*session(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    catalog.publish(*session(2, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], first_block=10))
+    catalog.publish(*session(3, [1, 2, 3, 4, 0, 0, 0, 0], first_block=20))
+    catalog.publish(*session(4, [7, 7, 7], first_block=30))
+
+    def find(*token_ids, tenant="tenant"):
+        match = catalog.find_prefix(tenant, np.array(token_ids))
+        return match and (match.key, match.num_tokens)
+
+    assert find(*range(1, 13)) == (key_of(2), 12)
+    assert find(*range(1, 12)) == (key_of(2), 8), "of equals, the last used"
+    assert find(1, 2, 3, 4, 0, 0, 0, 0, 0) == (key_of(3), 8)
+    assert find(1, 2, 3, 4, 5, 6, 7, 0) == (key_of(3), 4)
+    assert find(1, 2, 3) is None
+    assert find(7, 7, 7, 7) is None, "no full block of it is stored"
+    assert find(2, 2, 3, 4) is None
+    assert find(*range(1, 13), tenant="other") is None
+    catalog.touch_used({key_of(1): 50.0})
+    assert find(*range(1, 12)) == (key_of(1), 8)
+    catalog.set_state(key_of(2), SessionState.DAMAGED)
+    assert find(*range(1, 13)) == (key_of(1), 8)
+    catalog.publish(*session(1, [9, 9, 9, 9]))
+    assert find(*range(1, 13)) == (key_of(3), 4)
+    assert find(9, 9, 9, 9, 9) == (key_of(1), 4)
+    catalog.forget([key_of(1)])
+    assert find(9, 9, 9, 9, 9) is None
+
+
+def test_a_session_whose_oldest_tokens_were_dropped_is_nobodys_prefix(catalog):
+    catalog.publish(*session(1, range(8)))
+    catalog.publish(*session(1, range(4, 8), start_token=4))
+    assert catalog.find_prefix("tenant", np.arange(8)) is None
+    assert catalog.find_prefix("tenant", np.arange(4, 8)) is None
+    assert catalog.integrity_check() == ()
+
+
+def test_prefix_hashes_depend_on_everything_before():
+    base = prefix_hashes("t", "n", np.arange(12), 4)
+    assert len(set(base)) == 3
+    assert prefix_hashes("t", "n", np.arange(11, dtype=np.int64), 4) == base[:2]
+    changed = np.arange(12)
+    changed[0] = 99
+    for others in (
+        prefix_hashes("t", "n", changed, 4),
+        prefix_hashes("u", "n", np.arange(12), 4),
+        prefix_hashes("t", "m", np.arange(12), 4),
+        prefix_hashes("tn", "", np.arange(12), 4),
+        prefix_hashes("t", "n", np.arange(12), 6),
+    ):
+        assert not set(others) & set(base)
+
+
+# Namespaces.
+
+
+def test_other_weights_layouts_and_versions_meet_nowhere_and_are_left_alone(tmp_path):
+    others = [
+        dataclasses.replace(NAMESPACE, weights="others"),
+        dataclasses.replace(NAMESPACE, format_version=2),
+        dataclasses.replace(NAMESPACE, mesh_shard="1/2"),
+        dataclasses.replace(NAMESPACE, position_encoding="rotated"),
+        dataclasses.replace(NAMESPACE, layout=dataclasses.replace(LAYOUT, dtype="bfloat16")),
+    ]
+    assert len({namespace.directory_name for namespace in (NAMESPACE, *others)}) == 6
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(8)))
+    for number, namespace in enumerate(others):
+        with Catalog(tmp_path, namespace) as catalog:
+            assert stored(catalog) == {}
+            assert catalog.find_prefix("tenant", np.arange(8)) is None
+            assert catalog.forget([key_of(1)]) == 0
+            catalog.publish(*session(1, range(100, 104 + number)))
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert stored(catalog) == {key_of(1): expected(*session(1, range(8)))}
+        assert [info.namespace for info in namespaces(tmp_path)] == [NAMESPACE, *others]
+        assert [info.num_tokens for info in namespaces(tmp_path)] == [8, 4, 5, 6, 7, 8]
+        assert catalog.drop_namespace(others[1]) == 1
+        assert catalog.drop_namespace(others[1]) == 0
+        with pytest.raises(ValueError, match="other than the one in use"):
+            catalog.drop_namespace(NAMESPACE)
+        assert catalog.integrity_check() == ()
+    assert len(namespaces(tmp_path)) == 5
+
+
+def test_a_namespace_is_read_back_from_its_json():
+    assert Namespace.from_json(NAMESPACE.to_json()) == NAMESPACE
+    for text in ("", "[]", "{}", '{"weights": 1}', NAMESPACE.to_json().replace("dtype", "type")):
+        with pytest.raises(ValueError, match="wanted a namespace as JSON"):
+            Namespace.from_json(text)
+
+
+# Who may open it.
+
+
+def test_a_second_engine_is_refused_and_told_by_whom(tmp_path):
+    with (
+        Catalog(tmp_path, NAMESPACE) as catalog,
+        pytest.raises(CatalogLockedError, match=rf"found it in use by process {os.getpid()} on "),
+    ):
+        Catalog(tmp_path, dataclasses.replace(NAMESPACE, weights="others"))
+    catalog.close()
+    Catalog(tmp_path, NAMESPACE).close()
+
+
+def test_a_failed_opening_leaves_the_directory_free(tmp_path):
+    (tmp_path / catalog_file.CATALOG_NAME).write_bytes(b"not a database" * 100)
+    for _ in range(2):
+        with pytest.raises(CatalogCorruptError):
+            Catalog(tmp_path, NAMESPACE)
+
+
+def test_readers_come_and_go_beside_an_engine(tmp_path):
+    with pytest.raises(CatalogAccessError, match="found no file"):
+        CatalogReader(tmp_path, NAMESPACE)
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(8)))
+        with CatalogReader(tmp_path, NAMESPACE) as reader:
+            assert stored(reader) == stored(catalog)
+            catalog.publish(*session(2, range(8), first_block=9))
+            assert stored(reader) == stored(catalog)
+            assert reader.integrity_check() == ()
+            assert reader.block_directory == catalog.block_directory == tmp_path / NAMESPACE.directory_name
+        with CatalogReader(tmp_path, dataclasses.replace(NAMESPACE, weights="others")) as reader:
+            assert stored(reader) == {}
+            assert reader.stats().num_sessions == 0
+    assert len(namespaces(tmp_path)) == 1
+
+
+def test_what_is_made_is_for_its_owner_alone(tmp_path):
+    with Catalog(tmp_path / "a" / "store", NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(8)))
+        assert stat.S_IMODE((tmp_path / "a" / "store").stat().st_mode) == 0o700
+        for path in (tmp_path / "a" / "store").iterdir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "store").write_text("")
+    with pytest.raises(CatalogAccessError, match="wanted a directory to write in"):
+        Catalog(tmp_path / "store", NAMESPACE)
+
+
+@contextlib.contextmanager
+def without_root():
+    """Runs a block as a user whom permissions concern."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_tmp_path(tmp_path):
+    """A directory that any user can reach."""
+    modes = {}
+    for path in (tmp_path, *tmp_path.parents):
+        if not os.access(path, os.W_OK) or path.stat().st_mode & 0o005 == 0o005:
+            continue
+        modes[path] = path.stat().st_mode
+        path.chmod(0o755)
+    yield tmp_path
+    for path, mode in modes.items():
+        path.chmod(mode)
+
+
+def test_a_directory_not_to_be_written_to_is_refused_and_can_be_read(open_tmp_path):
+    directory = open_tmp_path / "store"
+    with Catalog(directory, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(8)))
+    for path in (directory, *directory.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    with without_root():
+        with pytest.raises(CatalogAccessError, match="Permission denied"):
+            Catalog(directory, NAMESPACE)
+        with CatalogReader(directory, NAMESPACE) as reader:
+            assert set(stored(reader)) == {key_of(1)}
+    directory.chmod(0o700)
+
+
+# What can happen to the file.
+
+
+def filled(directory: Path, num_sessions: int = 50) -> Path:
+    with Catalog(directory, NAMESPACE) as catalog, catalog.batch():
+        for key in range(num_sessions):
+            catalog.publish(*make(key, key))
+    return directory / catalog_file.CATALOG_NAME
+
+
+def test_a_catalog_deleted_while_closed_is_an_empty_one(tmp_path):
+    filled(tmp_path).unlink()
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert stored(catalog) == {}
+        catalog.publish(*make(1, 1))
+        assert catalog.integrity_check() == ()
+
+
+def test_a_log_left_behind_by_a_deleted_catalog_is_not_taken_for_its_successors(tmp_path):
+    with Catalog(tmp_path / "old", NAMESPACE) as catalog:
+        catalog.publish(*make(1, 1))
+        log = (tmp_path / "old" / f"{catalog_file.CATALOG_NAME}-wal").read_bytes()
+    assert log
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / f"{catalog_file.CATALOG_NAME}-wal").write_bytes(log)
+    with Catalog(tmp_path / "new", NAMESPACE) as catalog:
+        assert stored(catalog) == {}
+        assert catalog.integrity_check() == ()
+
+
+def test_an_empty_file_is_an_empty_catalog(tmp_path):
+    (tmp_path / catalog_file.CATALOG_NAME).write_bytes(b"")
+    with pytest.raises(CatalogAccessError, match="which is empty"):
+        CatalogReader(tmp_path, NAMESPACE)
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert stored(catalog) == {}
+
+
+@pytest.mark.parametrize("damage", ["garbage", "header", "short", "shorter", "other_database", "other_tables"])
+def test_what_is_no_catalog_is_said_to_be_none_and_moved_aside(tmp_path, damage):
+    path = filled(tmp_path)
+    content = path.read_bytes()
+    if damage in ("other_database", "other_tables"):
+        if damage == "other_database":
+            path.unlink()
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("CREATE TABLE others (a)")
+            db.commit()
+    else:
+        path.write_bytes(
+            {
+                "garbage": bytes(np.random.default_rng(0).integers(0, 256, len(content), np.uint8)),
+                "header": b"\0" * 100 + content[100:],
+                "short": content[: len(content) // 2],
+                "shorter": content[:1000],
+            }[damage]
+        )
+    before = path.read_bytes()
+    with pytest.raises(CatalogCorruptError, match="wanted"):
+        CatalogReader(tmp_path, NAMESPACE)
+    with pytest.raises(CatalogCorruptError, match="wanted"):
+        Catalog(tmp_path, NAMESPACE)
+    moved = quarantine(tmp_path)
+    assert moved.read_bytes() == before
+    assert ".corrupt-" in moved.name
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert stored(catalog) == {}
+        with pytest.raises(CatalogLockedError):
+            quarantine(tmp_path)
+    assert quarantine(tmp_path / "nothing here") is None
+
+
+def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
+    """Bytes flipped anywhere: a session is served as it was published, or not at all."""
+    original = filled(tmp_path / "whole").read_bytes()
+    with Catalog(tmp_path / "whole", NAMESPACE) as catalog:
+        truth = stored(catalog)
+    rng = random.Random(0)
+    (tmp_path / "damaged").mkdir()
+    path = tmp_path / "damaged" / catalog_file.CATALOG_NAME
+    seen = {"damaged row": 0, "damaged contents": 0, "refused": 0, "survived": 0}
+    for _ in range(150):
+        damaged = bytearray(original)
+        at = rng.randrange(100, len(damaged))
+        damaged[at : at + 8] = rng.randbytes(len(damaged[at : at + 8]))
+        path.write_bytes(damaged)
+        for ending in ("-wal", "-shm"):
+            path.with_name(path.name + ending).unlink(missing_ok=True)
+        skipped: list[str] = []
+        try:
+            with Catalog(path.parent, NAMESPACE) as catalog:
+                for record in catalog.load_all(lambda key, reason: skipped.append(key)):
+                    try:
+                        contents = catalog.contents(record.key)
+                    except DamagedRecordError:
+                        seen["damaged contents"] += 1
+                        continue
+                    found = expected(record, contents.token_ids, contents.seals)
+                    mutable = ("created_s", "last_used_s", "pinned", "ttl_s", "state")
+                    wanted = truth[record.key]
+                    assert found[1:] == wanted[1:]
+                    assert {**found[0], **dict.fromkeys(mutable)} == {**wanted[0], **dict.fromkeys(mutable)}
+                    seen["survived"] += 1
+            seen["damaged row"] += len(skipped)
+        except CatalogCorruptError:
+            seen["refused"] += 1
+    assert all(seen.values()), seen
+
+
+def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path):
+    path = filled(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 7")
+        db.commit()
+    before = path.read_bytes()
+    for opened in (Catalog, CatalogReader):
+        with pytest.raises(CatalogVersionError, match="wanted a catalog of version 1, found version 7"):
+            opened(tmp_path, NAMESPACE)
+    assert path.read_bytes() == before
+
+
+def test_a_check_tells_what_is_wrong(tmp_path):
+    path = filled(tmp_path, num_sessions=8)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE sessions SET num_tokens = num_tokens + 1 WHERE key = ?", (key_of(1),))
+        db.execute("UPDATE contents SET token_ids = zeroblob(length(token_ids)) WHERE session = 3")
+        db.execute("DELETE FROM contents WHERE session = 4")
+        db.execute("DELETE FROM prefixes WHERE session = 7")
+        db.execute("INSERT INTO prefixes VALUES (x'00', 999)")
+        db.commit()
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(100, range(4), first_block=7000))
+        problems = catalog.integrity_check()
+        assert {problem.key for problem in problems} == {None, *map(key_of, (1, 2, 3, 6, 7, 100))}
+        assert any("found 1 of others" in problem.found for problem in problems)
+        assert any("block 7000 for itself" in problem.found for problem in problems)
+        catalog.forget(map(key_of, (1, 2, 3, 6, 100)))
+        catalog.compact()
+        assert catalog.integrity_check() == ()
+
+
+# A full disk.
+
+
+@pytest.fixture
+def fill_disk():
+    """Leaves a catalog room for a page or two, as a disk that fills up would."""
+
+    def fill(catalog: Catalog) -> None:
+        (num_pages,) = catalog._db.execute("PRAGMA page_count").fetchone()
+        catalog._db.execute(f"PRAGMA max_page_count = {num_pages + 2}")
+
+    return fill
+
+
+def test_on_a_full_disk_a_change_fails_and_changes_nothing(catalog, fill_disk):
+    catalog.publish(*session(1, range(40)))
+    before = stored(catalog)
+    fill_disk(catalog)
+    for _ in range(3):
+        with pytest.raises(CatalogFullError, match="wanted room on the disk"):
+            catalog.publish(*session(2, range(40_000), first_block=100))
+    assert stored(catalog) == before
+    assert catalog.integrity_check() == ()
+    catalog.forget([key_of(1)])
+    catalog.publish(*session(3, range(4)))
+    assert set(stored(catalog)) == {key_of(3)}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("wants the right to mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_is_really_full(small_disk):
+    published = 0
+    with Catalog(small_disk, NAMESPACE) as catalog:
+        with pytest.raises(CatalogFullError):
+            for published in range(1000):  # noqa: B007
+                catalog.publish(*session(published, range(2000), first_block=1000 * published))
+        assert published > 2
+        assert set(stored(catalog)) == {key_of(key) for key in range(published)}
+    with Catalog(small_disk, NAMESPACE) as catalog:
+        assert set(stored(catalog)) == {key_of(key) for key in range(published)}
+        assert catalog.integrity_check() == ()
+    (small_disk / "others").write_bytes(b"1")
+    with contextlib.suppress(OSError), (small_disk / "others").open("ab", buffering=0) as file:
+        while True:
+            file.write(b"1" * 4096)
+    (small_disk / "new").mkdir()
+    with pytest.raises((CatalogFullError, CatalogAccessError)):
+        Catalog(small_disk / "new", NAMESPACE)
+
+
+# kill -9.
+
+
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_holds_what_was_acknowledged(tmp_path, num_rounds):
+    rng = random.Random(num_rounds)
+    truth: dict[int, int] = {}  # The version of each key.
+    script = Path(__file__).with_name("catalog_victim.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    num_in_flight = num_acknowledged = 0
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        for seed in range(1, num_rounds + 1):
+            print(seed, file=process.stdin)
+            num_changes = rng.randrange(1, 60)
+            victim, in_flight, ended = None, None, False
+            while not ended:
+                word, *numbers = process.stdout.readline().split()
+                if word == "start":
+                    victim = int(numbers[0])
+                elif word == "ok":
+                    apply(truth, in_flight)
+                    in_flight = None
+                    num_acknowledged += 1
+                    num_changes -= 1
+                elif word == "end":
+                    ended = True
+                else:
+                    in_flight = (word, *map(int, numbers))
+                if victim and num_changes == 0:
+                    os.kill(victim, signal.SIGKILL)
+                    num_changes = -1
+            with Catalog(tmp_path, NAMESPACE) as catalog:
+                found = stored(catalog)
+                assert catalog.integrity_check() == ()
+            if found != as_stored(truth) and in_flight:
+                num_in_flight += 1
+                apply(truth, in_flight)
+            assert found == as_stored(truth)
+        process.stdin.close()
+    assert num_acknowledged > num_rounds
+    assert num_rounds < 100 or num_in_flight > 0, "some change is found done though nobody was told"
+
+
+def apply(truth: dict[int, int], change: tuple) -> None:
+    if change[0] == "publish":
+        truth[change[1]] = change[2]
+    else:
+        truth.pop(change[1], None)
+
+
+def as_stored(truth: dict[int, int]) -> dict[str, tuple]:
+    return {key_of(key): expected(*make(key, version)) for key, version in truth.items()}
+
+
+# Random operations.
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """Drives the catalog and a dict alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = contextlib.ExitStack()
+        self.directory = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.catalog = Catalog(self.directory, NAMESPACE)
+        self.reference: dict[str, tuple[SessionRecord, list[int], np.ndarray]] = {}
+        self.next_block = 0
+
+    def teardown(self):
+        self.catalog.close()
+        self.stack.close()
+
+    @rule(key=st.integers(0, 4), token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), start=st.booleans())
+    def publish(self, key, token_ids, start):
+        arguments = session(key, token_ids, tenant="xy"[key % 2], first_block=self.next_block)
+        self.next_block += 10
+        record = dataclasses.replace(arguments[0], start_token=int(start))
+        self.catalog.publish(record, *arguments[1:])
+        self.reference[record.key] = (record, *arguments[1:])
+
+    @rule(keys=st.lists(st.integers(0, 4), max_size=3))
+    def forget(self, keys):
+        assert self.catalog.forget(map(key_of, keys)) == len({*map(key_of, keys)} & set(self.reference))
+        for key in keys:
+            self.reference.pop(key_of(key), None)
+
+    @rule(key=st.integers(0, 4), num_tokens=st.integers(0, 14))
+    def shorten(self, key, num_tokens):
+        known = self.reference.get(key_of(key))
+        if known is None or num_tokens >= known[0].num_tokens:
+            return
+        num_blocks = LAYOUT.num_blocks(num_tokens)
+        assert (self.catalog.shorten(key_of(key), num_tokens, num_blocks) is None) == (num_tokens == 0)
+        record, token_ids, seals = self.reference.pop(key_of(key))
+        if num_tokens:
+            record = dataclasses.replace(record, num_tokens=num_tokens, block_ids=record.block_ids[:num_blocks])
+            self.reference[record.key] = (record, token_ids[:num_tokens], seals[:num_blocks])
+
+    @rule(key=st.integers(0, 4), pinned=st.booleans(), ttl_s=st.none() | st.floats(0, 100), used_s=st.floats(0, 100))
+    def change(self, key, pinned, ttl_s, used_s):
+        with self.catalog.batch():
+            assert self.catalog.set_pinned(key_of(key), pinned) == (key_of(key) in self.reference)
+            self.catalog.set_ttl(key_of(key), ttl_s)
+            self.catalog.touch_used({key_of(key): used_s})
+        if key_of(key) in self.reference:
+            record, *contents = self.reference[key_of(key)]
+            record = dataclasses.replace(record, pinned=pinned, ttl_s=ttl_s, last_used_s=used_s)
+            self.reference[key_of(key)] = (record, *contents)
+
+    @rule()
+    def reopen(self):
+        self.catalog.close()
+        self.catalog = Catalog(self.directory, NAMESPACE)
+
+    @rule(tenant=st.sampled_from("xyz"), token_ids=st.lists(st.integers(0, 1), max_size=14))
+    def find_prefix(self, tenant, token_ids):
+        match = self.catalog.find_prefix(tenant, np.array(token_ids, np.int32))
+        agreeing = {
+            key: max(n for n in range(0, 15, BLOCK_TOKENS) if tokens[:n] == token_ids[:n] and len(tokens[:n]) == n)
+            for key, (record, tokens, _) in self.reference.items()
+            if record.tenant == tenant and not record.start_token
+        }
+        longest = max(agreeing.values(), default=0)
+        if not longest:
+            assert match is None
+        else:
+            assert match.num_tokens == longest
+            assert agreeing[match.key] == longest
+
+    @invariant()
+    def agrees(self):
+        found = stored(self.catalog)
+        created = {key: entry[0]["created_s"] for key, entry in found.items()}
+        assert found == {
+            key: expected(dataclasses.replace(record, created_s=created.get(key)), token_ids, seals)
+            for key, (record, token_ids, seals) in self.reference.items()
+        }
+        assert self.catalog.integrity_check() == ()
+        assert self.catalog.stats().num_sessions == len(self.reference)
+
+
+TestCatalogMachine = CatalogMachine.TestCase
+TestCatalogMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_sessions_are_read_back(tmp_path, capsys):
+    """Says how long it takes; a bound is for a benchmark to hold it to."""
+    num_sessions = 100_000
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        for start in range(0, num_sessions, 1000):
+            with catalog.batch():
+                for key in range(start, start + 1000):
+                    catalog.publish(*session(key, np.arange(2048) + key, first_block=512 * key))
+    started_s = time.perf_counter()
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        num_blocks = sum(record.num_blocks for record in catalog.load_all(unexpected))
+    seconds = time.perf_counter() - started_s
+    assert num_blocks == 512 * num_sessions
+    with capsys.disabled():
+        print(f"\nopened and read a catalog of {num_sessions} sessions in {seconds:.2f} s")

@@ -1,0 +1,130 @@
+"""Who is out of time, and who is over what it may hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ca_jax.storage.expiry import ExpiryQueue
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.orders import TierOrders
+from ca_jax.storage.policy import SchedulerAwarePolicy
+from ca_jax.storage.quota import TenantQuota
+
+from .policy_simulator import Stored, describe
+
+
+def test_a_session_expires_its_time_after_its_last_use():
+    queue = ExpiryQueue()
+    queue.set("a", used_s=0.0, ttl_s=10.0)
+    queue.set("b", used_s=0.0, ttl_s=5.0)
+    queue.set("c", used_s=0.0, ttl_s=None)
+    assert queue.pop_expired(4.9) == ()
+    queue.set("b", used_s=4.0, ttl_s=5.0)
+    assert queue.pop_expired(8.9) == ()
+    assert queue.pop_expired(20.0) == ("b", "a")
+    assert queue.pop_expired(math.inf) == ()
+    assert len(queue) == 0
+
+
+def test_a_time_to_live_may_be_shortened_and_taken_back():
+    queue = ExpiryQueue()
+    queue.set("a", 0.0, 100.0)
+    queue.set("a", 0.0, 1.0)
+    queue.set("b", 0.0, 1.0)
+    queue.set("b", 0.0, None)
+    queue.set("c", 0.0, 1.0)
+    queue.discard("c")
+    queue.discard("never there")
+    assert queue.pop_expired(1.0) == ("a",)
+    assert queue.pop_expired(math.inf) == ()
+
+
+@pytest.mark.parametrize("ttl_s", [-1.0, math.nan, math.inf])
+def test_a_time_to_live_that_is_none_is_refused(ttl_s):
+    with pytest.raises(ValueError, match="ttl_s wanted a number of seconds >= 0"):
+        ExpiryQueue().set("a", 0.0, ttl_s)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["set", "forever", "discard", "pop"]), st.sampled_from("abc"), st.integers(0, 20)),
+        max_size=60,
+    )
+)
+def test_it_is_a_dict_that_is_searched(steps):
+    queue, reference, now = ExpiryQueue(), {}, 0
+    for what, key, number in steps:
+        now += 1
+        if what == "set":
+            queue.set(key, now, number)
+            reference[key] = now + number
+        elif what == "forever":
+            queue.set(key, now, None)
+            reference.pop(key, None)
+        elif what == "discard":
+            queue.discard(key)
+            reference.pop(key, None)
+        else:
+            expired = queue.pop_expired(now)
+            assert set(expired) == {key for key, expires in reference.items() if expires <= now}
+            times = [reference.pop(key) for key in expired]
+            assert times == sorted(times)
+        assert len(queue) == len(reference)
+
+
+def test_what_is_discarded_does_not_pile_up():
+    queue = ExpiryQueue()
+    for i in range(10_000):
+        queue.set(f"s{i}", 0.0, 1e6)
+        queue.discard(f"s{i}")
+    assert len(queue._due) < 2000
+    assert len(queue._first_due) < 2000
+
+
+def test_a_tenant_gives_up_what_it_is_over():
+    quota = TenantQuota(10)
+    quota.charge("x", 8)
+    quota.charge("y", 10)
+    assert quota.excess("x", 2) == 0
+    assert quota.excess("x", 5) == 3
+    assert quota.excess("y", 1) == 1
+    assert quota.excess("new", 10) == 0
+    quota.charge("y", -10)
+    assert dict(quota.used) == {"x": 8}
+    assert quota.admits(10)
+    assert not quota.admits(11)
+
+
+def test_without_a_quota_nobody_is_over():
+    quota = TenantQuota(None)
+    quota.charge("x", 1 << 60)
+    assert quota.excess("x", 1 << 60) == 0
+    assert quota.admits(1 << 60)
+
+
+def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():
+    with pytest.raises(ValueError, match="quota wanted a number of blocks >= 0, or None, found -1"):
+        TenantQuota(-1)
+    quota = TenantQuota(10)
+    quota.charge("x", 3)
+    with pytest.raises(ValueError, match="'x' gives 4 blocks back, but holds 3"):
+        quota.charge("x", -4)
+    assert dict(quota.used) == {"x": 3}
+
+
+def test_a_tenant_over_quota_loses_its_own_sessions_only():
+    queue = LookAhead()
+    orders = TierOrders(queue)
+    quota = TenantQuota(4)
+    for key, tenant in (("x1", "x"), ("y1", "y"), ("x2", "x"), ("y2", "y")):
+        orders.add(key, Stored(key, 2), tenant)
+        quota.charge(tenant, 2)
+    queue.append(0, "x1")
+    policy = SchedulerAwarePolicy()
+    assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 2)) == ("x2",)
+    assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 4)) == ("x2", "x1")
+    assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 5)) == ()

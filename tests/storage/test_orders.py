@@ -1,0 +1,176 @@
+"""The job queue and a tier's orders, against lists that are sorted anew each time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.orders import TierOrders
+
+from .policy_simulator import Stored, describe
+
+KEYS = st.sampled_from("abcdef")
+TENANTS = ("", "x", "y")
+
+
+def test_positions_are_those_of_the_queue():
+    queue = LookAhead()
+    for job, key in enumerate("abac"):
+        queue.append(job, key)
+    assert [queue.position(key) for key in "abcd"] == [0, 1, 3, None]
+    assert list(queue.keys()) == ["a", "b", "a", "c"]
+    assert list(queue.keys(2)) == ["a", "b"]
+    assert queue.remove(0) == "a"
+    assert [queue.position(key) for key in "abcd"] == [1, 0, 2, None]
+    queue.append_front(0, "d")
+    assert [queue.position(key) for key in "abcd"] == [2, 1, 3, 0]
+    assert len(queue) == 4
+    assert 0 in queue
+    assert 9 not in queue
+
+
+def test_a_job_waits_once():
+    queue = LookAhead()
+    queue.append("job", "a")
+    for put in (queue.append, queue.append_front):
+        with pytest.raises(ValueError, match="a job that does not wait yet, found 'job'"):
+            put("job", "b")
+    with pytest.raises(ValueError, match="found 'other', which is none of the 1 that wait"):
+        queue.remove("other")
+
+
+def test_a_watcher_hears_of_next_jobs_and_of_nothing_else():
+    queue = LookAhead()
+    heard = []
+    queue.watch(lambda key, before, after: heard.append((key, before is not None, after is not None)))
+    queue.append(1, "a")
+    queue.append(2, "a")  # a's next job is still the first.
+    queue.remove(1)
+    queue.remove(2)
+    assert heard == [("a", False, True), ("a", True, True), ("a", True, False)]
+
+
+def test_a_key_is_added_once():
+    orders = TierOrders(LookAhead())
+    orders.add("a", Stored("a", 1))
+    with pytest.raises(ValueError, match="wanted a key that the tier does not hold, found 'a'"):
+        orders.add("a", Stored("a", 1))
+
+
+def test_an_unknown_tenant_has_an_empty_view():
+    view = TierOrders(LookAhead()).view(describe, tenant="nobody")
+    assert [list(order) for order in (view.by_last_used, view.by_created, view.idle, view.by_next_job)] == [[]] * 4
+
+
+@dataclasses.dataclass
+class Model:
+    tenant: str
+    created: int
+    used: int
+    held: bool = False
+
+
+class OrdersMachine(RuleBasedStateMachine):
+    """Two tiers over one queue; one of them begins to watch when jobs wait already."""
+
+    @initialize(keys=st.lists(KEYS, max_size=4))
+    def open(self, keys):
+        self.queue = LookAhead()
+        self.jobs: list[tuple[int, str]] = []
+        self.num_jobs = 0
+        self.tick = 0
+        self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue), {})]
+        for key in keys:
+            self.append(key)
+        self.tiers.append((TierOrders(self.queue), {}))
+
+    def now(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    def append(self, key):
+        self.queue.append(self.num_jobs, key)
+        self.jobs.append((self.num_jobs, key))
+        self.num_jobs += 1
+
+    @rule(key=KEYS)
+    def append_job(self, key):
+        self.append(key)
+
+    @rule(key=KEYS)
+    def append_job_in_front(self, key):
+        self.queue.append_front(self.num_jobs, key)
+        self.jobs.insert(0, (self.num_jobs, key))
+        self.num_jobs += 1
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), first=st.booleans())
+    def remove_job(self, data, first):
+        job, key = self.jobs.pop(0 if first else data.draw(st.integers(0, len(self.jobs) - 1)))
+        assert self.queue.remove(job) == key
+        if key not in [other for _, other in self.jobs]:
+            for _, model in self.tiers:
+                if key in model and not model[key].held:
+                    model[key].used = self.now()
+
+    @rule(key=KEYS, tier=st.integers(0, 1), tenant=st.sampled_from(TENANTS))
+    def add_or_remove(self, key, tier, tenant):
+        orders, model = self.tiers[tier]
+        if key in model:
+            orders.remove(key)
+            del model[key]
+        else:
+            orders.add(key, Stored(key, 1), tenant)
+            now = self.now()
+            model[key] = Model(tenant, created=now, used=now)
+
+    @rule(key=KEYS, tier=st.integers(0, 1))
+    def use(self, key, tier):
+        orders, model = self.tiers[tier]
+        if key in model:
+            orders.use(key)
+            model[key].used = self.now()
+
+    @rule(key=KEYS, tier=st.integers(0, 1), held=st.booleans())
+    def hold(self, key, tier, held):
+        orders, model = self.tiers[tier]
+        if key in model:
+            orders.set_held(key, held)
+            if model[key].held and not held:
+                model[key].used = self.now()
+            model[key].held = held
+
+    @invariant()
+    def queue_agrees(self):
+        order = [key for _, key in self.jobs]
+        assert list(self.queue.keys()) == order
+        for key in "abcdef":
+            assert self.queue.position(key) == (order.index(key) if key in order else None)
+
+    @invariant()
+    def orders_agree(self):
+        order = [key for _, key in self.jobs]
+        for orders, model in self.tiers:
+            assert {item.key for item in orders} == set(model)
+            assert [item.key for item in orders] == sorted(model, key=lambda key: model[key].created)
+            for tenant in (None, *TENANTS):
+                view = orders.view(describe, tenant)
+                free = [k for k, entry in model.items() if not entry.held and tenant in (None, entry.tenant)]
+                by_use = sorted(free, key=lambda key: model[key].used)
+                waiting = sorted((key for key in free if key in order), key=order.index)
+                assert [entry.key for entry in view.by_last_used] == by_use
+                assert [entry.key for entry in view.by_created] == sorted(free, key=lambda key: model[key].created)
+                assert [entry.key for entry in view.idle] == [key for key in by_use if key not in order]
+                assert [(entry.key, entry.queue_position) for entry in view.by_next_job] == [
+                    (key, order.index(key)) for key in waiting
+                ]
+                assert [entry.key for entry in reversed(view.by_next_job)] == waiting[::-1]
+
+
+TestOrdersMachine = OrdersMachine.TestCase
+TestOrdersMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,364 @@
+"""Policies as what they are: pure choices over a view. And what those choices are worth, against Belady's."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ca_jax.storage import FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
+from ca_jax.storage.policy import PrefetchPlan, PrefetchPolicy, SchedulerAwarePolicy, look_ahead_window
+from ca_jax.testing.belady import BeladyPolicy
+
+from .policy_simulator import hits_of_one_tier, next_use_in, run_two_tiers
+
+NAMES = ["scheduler_aware", "lru", "fifo"]
+
+
+def make_view(stored: list[StoredEntry]) -> StoreView:
+    """The view that a store of these entries would give."""
+    waiting = [entry for entry in stored if entry.queue_position is not None]
+    by_last_used = sorted(stored, key=lambda entry: entry.last_used_s)
+    return StoreView(
+        by_last_used=by_last_used,
+        by_created=sorted(stored, key=lambda entry: entry.created_s),
+        idle=[entry for entry in by_last_used if entry.queue_position is None],
+        by_next_job=sorted(waiting, key=lambda entry: entry.queue_position),
+    )
+
+
+def view(*entries: tuple) -> StoreView:
+    """A view of (key, blocks, pinned, last used, queue position if any), created in the order given."""
+    return make_view(
+        [
+            StoredEntry(
+                key=key,
+                num_blocks=blocks,
+                pinned=pinned,
+                last_used_s=used,
+                created_s=float(i),
+                queue_position=position[0] if position else None,
+            )
+            for i, (key, blocks, pinned, used, *position) in enumerate(entries)
+        ]
+    )
+
+
+def test_lru_takes_the_least_recently_used_and_no_more_than_needed():
+    stored = view(("a", 2, False, 30), ("b", 1, False, 10), ("c", 2, False, 20))
+    assert LruPolicy().choose_victims(stored, 1) == ("b",)
+    assert LruPolicy().choose_victims(stored, 3) == ("b", "c")
+    assert LruPolicy().choose_victims(stored, 5) == ("b", "c", "a")
+
+
+def test_fifo_takes_the_oldest_used_since_or_not():
+    stored = view(("a", 2, False, 30), ("b", 1, False, 10), ("c", 2, False, 20))
+    assert FifoPolicy().choose_victims(stored, 3) == ("a", "b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_choice_is_all_the_room_or_none_and_never_what_is_pinned(name):
+    stored = view(("a", 2, True, 1), ("b", 1, False, 2), ("c", 2, False, 3))
+    assert make_policy(name).choose_victims(stored, 3) == ("b", "c")
+    assert make_policy(name).choose_victims(stored, 4) == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_entry_that_holds_nothing_is_no_victim(name):
+    assert make_policy(name).choose_victims(view(("a", 0, False, 1), ("b", 1, False, 2)), 1) == ("b",)
+
+
+def test_an_unknown_policy_is_named():
+    with pytest.raises(ValueError, match="one of scheduler_aware, lru, fifo; found 'best'"):
+        make_policy("best")
+
+
+# Scheduler-aware eviction.
+
+
+def test_whoever_waits_is_exempt_while_others_suffice():
+    stored = view(("a", 1, False, 1, 3), ("b", 1, False, 9), ("c", 1, False, 2, 0), ("d", 1, False, 8))
+    assert SchedulerAwarePolicy().choose_victims(stored, 1) == ("d",)
+    assert SchedulerAwarePolicy().choose_victims(stored, 2) == ("d", "b")
+    assert SchedulerAwarePolicy().choose_victims(stored, 3) == ("d", "b", "a")
+    assert SchedulerAwarePolicy().choose_victims(stored, 4) == ("d", "b", "a", "c")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nobody_yields_to_a_job_that_comes_later(name):
+    stored = view(("a", 1, False, 1, 2), ("b", 1, False, 2, 5), ("c", 1, False, 3))
+    policy = make_policy(name)
+    assert set(policy.choose_victims(stored, 2, needed_at=2)) == {"b", "c"}
+    assert policy.choose_victims(stored, 3, needed_at=2) == ()
+    assert policy.choose_victims(stored, 1, needed_at=5) == ("c",)
+
+
+def test_figure_9_of_the_paper():
+    """Job 1 runs, jobs 2 to 9 wait; the host memory has room for two of them, the disks are full."""
+    dram = view(("1", 1, True, 9), ("2", 1, False, 1, 0), ("4", 1, False, 2, 2))
+    ssd = view(*((str(job), 1, False, float(job), job - 2) for job in (3, 5, 6, 7, 8, 9)))
+    plan = PrefetchPolicy(eviction=SchedulerAwarePolicy()).plan(
+        ssd, dram, window_jobs=look_ahead_window(2.0, 1.0), free_blocks=1, reserve_blocks=1
+    )
+    assert plan == PrefetchPlan(fetch=("3",), evict=("4",))
+    assert SchedulerAwarePolicy().choose_victims(ssd, 1) == ("9",)
+
+
+@st.composite
+def entries(draw, prefix="s") -> list[StoredEntry]:
+    count = draw(st.integers(0, 12))
+    positions = draw(st.permutations(range(2 * count)))
+    return [
+        StoredEntry(
+            key=f"{prefix}{i}",
+            num_blocks=draw(st.integers(0, 5)),
+            pinned=draw(st.booleans()),
+            last_used_s=draw(st.integers(0, 1000)) + i / 100,
+            created_s=float(i),
+            queue_position=positions[i] if draw(st.booleans()) else None,
+        )
+        for i in range(count)
+    ]
+
+
+@given(stored=entries(), num_blocks=st.integers(1, 20), needed_at=st.none() | st.integers(0, 24), data=st.data())
+def test_every_policy_keeps_the_rules(stored, num_blocks, needed_at, data):
+    policy = make_policy(data.draw(st.sampled_from(NAMES)))
+    by_key = {entry.key: entry for entry in stored}
+
+    def may_go(entry):
+        sooner = needed_at is not None and entry.queue_position is not None and entry.queue_position <= needed_at
+        return not entry.pinned and entry.num_blocks and not sooner
+
+    victims = [by_key[key] for key in policy.choose_victims(make_view(stored), num_blocks, needed_at=needed_at)]
+    room = sum(entry.num_blocks for entry in stored if may_go(entry))
+    if room < num_blocks:
+        assert not victims
+        return
+    assert len({entry.key for entry in victims}) == len(victims)
+    assert all(may_go(entry) for entry in victims)
+    assert sum(entry.num_blocks for entry in victims) >= num_blocks
+    assert sum(entry.num_blocks for entry in victims[:-1]) < num_blocks, "the last one was not needed"
+    order = {
+        "lru": lambda entry: entry.last_used_s,
+        "fifo": lambda entry: entry.created_s,
+        "scheduler_aware": lambda entry: (
+            (0, entry.last_used_s) if entry.queue_position is None else (1, -entry.queue_position)
+        ),
+    }
+    key = next(order[name] for name in NAMES if type(make_policy(name)) is type(policy))
+    assert victims == sorted(filter(may_go, stored), key=key)[: len(victims)]
+
+
+@given(stored=entries(), num_blocks=st.integers(1, 20), window_jobs=st.integers(0, 24))
+def test_for_a_window_of_any_length_its_sessions_are_exempt_while_others_suffice(stored, num_blocks, window_jobs):
+    """The paper's rule, word for word, for the length that the paper gives and for every other."""
+    victims = SchedulerAwarePolicy().choose_victims(make_view(stored), num_blocks)
+    inside = {
+        entry.key: entry.queue_position
+        for entry in stored
+        if entry.queue_position is not None and entry.queue_position < window_jobs
+    }
+    evictable = [entry for entry in stored if not entry.pinned and entry.num_blocks]
+    if any(key in inside for key in victims):
+        outside = {entry.key for entry in evictable if entry.key not in inside}
+        assert outside <= set(victims)
+        assert sum(entry.num_blocks for entry in evictable if entry.key in outside) < num_blocks
+    kept = [inside[entry.key] for entry in evictable if entry.key in inside and entry.key not in victims]
+    gone = [inside[key] for key in victims if key in inside]
+    assert not kept or not gone or max(kept) < min(gone), "one nearer to the tail stayed"
+
+
+# Prefetching.
+
+
+def test_waiting_jobs_are_fetched_in_queue_order_while_room_lasts():
+    prefetch = PrefetchPolicy(eviction=SchedulerAwarePolicy())
+    ssd = view(("a", 2, False, 1, 4), ("b", 2, False, 2, 1), ("c", 1, False, 3, 2), ("d", 1, False, 4))
+    assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=9) == PrefetchPlan(fetch=("b", "c", "a"))
+    assert prefetch.plan(ssd, view(), window_jobs=4, free_blocks=9) == PrefetchPlan(fetch=("b", "c"))
+    assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=4) == PrefetchPlan(fetch=("b", "c"))
+    assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=4, reserve_blocks=2) == PrefetchPlan(fetch=("b",))
+    assert prefetch.plan(ssd, view(), window_jobs=0, free_blocks=9) == PrefetchPlan()
+
+
+def test_a_small_session_does_not_overtake_one_that_lacks_room():
+    ssd = view(("big", 5, False, 1, 0), ("small", 1, False, 2, 1))
+    plan = PrefetchPolicy(eviction=SchedulerAwarePolicy()).plan(ssd, view(), window_jobs=9, free_blocks=4)
+    assert plan == PrefetchPlan()
+
+
+def test_what_is_needed_sooner_is_not_evicted_for_what_is_needed_later():
+    prefetch = PrefetchPolicy(eviction=SchedulerAwarePolicy())
+    dram = view(("soon", 1, False, 1, 0), ("late", 1, False, 2, 7), ("idle", 1, False, 3))
+    ssd = view(("a", 1, False, 1, 2), ("b", 1, False, 2, 5), ("c", 1, False, 3, 6))
+    assert prefetch.plan(ssd, dram, window_jobs=9, free_blocks=0) == PrefetchPlan(
+        fetch=("a", "b"), evict=("idle", "late")
+    )
+    assert prefetch.plan(ssd, dram, window_jobs=9, free_blocks=1) == PrefetchPlan(
+        fetch=("a", "b", "c"), evict=("idle", "late")
+    )
+
+
+def test_a_plan_is_no_longer_than_the_disk_can_work_on():
+    ssd = view(*((f"s{i}", 1, False, i, i) for i in range(9)))
+    prefetch = PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=3)
+    assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=9).fetch == ("s0", "s1", "s2")
+    with pytest.raises(ValueError, match="max_fetches must be positive, found 0"):
+        PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=0)
+
+
+@given(
+    on_ssd=entries("ssd"),
+    in_dram=entries("dram"),
+    window_jobs=st.integers(0, 24),
+    free_blocks=st.integers(0, 8),
+    reserve_blocks=st.integers(0, 4),
+    name=st.sampled_from(NAMES),
+)
+def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, free_blocks, reserve_blocks, name):
+    plan = PrefetchPolicy(eviction=make_policy(name)).plan(
+        make_view(on_ssd),
+        make_view(in_dram),
+        window_jobs=window_jobs,
+        free_blocks=free_blocks,
+        reserve_blocks=reserve_blocks,
+    )
+    by_key = {entry.key: entry for entry in (*on_ssd, *in_dram)}
+    fetched = [by_key[key] for key in plan.fetch]
+    evicted = [by_key[key] for key in plan.evict]
+    waiting = sorted(
+        (entry for entry in on_ssd if entry.queue_position is not None and entry.queue_position < window_jobs),
+        key=lambda entry: entry.queue_position,
+    )
+    assert fetched == waiting[: len(fetched)]
+    assert not evicted or fetched
+    assert not any(entry.pinned for entry in evicted)
+    if fetched:
+        num_free = free_blocks + sum(entry.num_blocks for entry in evicted)
+        assert sum(entry.num_blocks for entry in fetched) + reserve_blocks <= num_free
+        last = fetched[-1].queue_position
+        assert all(entry.queue_position is None or entry.queue_position > last for entry in evicted)
+
+
+@pytest.mark.parametrize(
+    ("available", "mean", "jobs"), [(100, 30, 3), (100, 100, 1), (10, 100, 1), (0, 100, 0), (100, 0, 0)]
+)
+def test_the_window_is_as_long_as_there_is_room_for_sessions(available, mean, jobs):
+    assert look_ahead_window(available, mean) == jobs
+
+
+@pytest.mark.parametrize(("available", "mean"), [(-1, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
+def test_a_window_of_no_size_is_refused(available, mean):
+    with pytest.raises(ValueError, match="wanted a number of bytes >= 0"):
+        look_ahead_window(available, mean)
+
+
+# What the choices are worth.
+
+
+def loop(num_sessions: int, rounds: int) -> list[str]:
+    return [f"s{i}" for _ in range(rounds) for i in range(num_sessions)]
+
+
+def make_sizes(num_sessions: int, sizes: str, seed: int) -> dict[str, int]:
+    rng = random.Random(seed)
+    size = {
+        "equal": lambda: 4,
+        "uniform": lambda: rng.randint(1, 20),
+        "skewed": lambda: 1 + int(rng.paretovariate(1.5)),
+    }
+    return {f"s{i}": min(40, size[sizes]()) for i in range(num_sessions)}
+
+
+@pytest.mark.parametrize(("num_sessions", "seed"), [(21, 0), (63, 1), (210, 2)])
+@pytest.mark.parametrize("sizes", ["equal", "uniform", "skewed"])
+def test_on_a_loop_over_capacity_lru_finds_nothing_and_the_queue_nearly_all_there_is(num_sessions, seed, sizes):
+    size_of = make_sizes(num_sessions, sizes, seed)
+    num_blocks = round(sum(size_of.values()) / 1.05)
+    trace = loop(num_sessions, rounds=8)
+    belady = hits_of_one_tier(trace, size_of, num_blocks, None, queue_jobs=0)
+    for queue_jobs in (num_sessions - 1, num_sessions // 2):
+        found = hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), queue_jobs)
+        assert found >= 0.9 * belady
+    assert hits_of_one_tier(trace, size_of, num_blocks, LruPolicy(), num_sessions - 1) <= 0.02 * belady
+    # Not even keeping the smallest sessions for ever, which serves the most jobs, does much better.
+    kept = room = 0
+    for size in sorted(size_of.values()):
+        room += size
+        kept += room <= num_blocks
+    assert hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), num_sessions - 1) >= 0.9 * 7 * kept
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_random_revisits_the_queue_beats_recency(seed):
+    rng = random.Random(seed)
+    size_of = make_sizes(100, "uniform", seed)
+    trace = [f"s{rng.randrange(100)}" for _ in range(1000)]
+    num_blocks = sum(size_of.values()) // 2
+    hits = {
+        name: hits_of_one_tier(trace, size_of, num_blocks, make_policy(name), queue_jobs=100)
+        for name in ("scheduler_aware", "lru", "fifo")
+    }
+    assert hits["scheduler_aware"] > 1.1 * max(hits["lru"], hits["fifo"])
+
+
+def test_belady_is_what_trying_all_choices_finds():
+    """On a trace short enough to try them all: equal sizes, whom to evict at each miss, or to store nothing."""
+    rng = random.Random(0)
+    for _ in range(20):
+        trace = [rng.choice("abcde") for _ in range(12)]
+
+        def best(i: int, stored: frozenset[str], trace=trace) -> int:
+            if i == len(trace):
+                return 0
+            if trace[i] in stored:
+                return 1 + best(i + 1, stored)
+            candidates = [stored, *((stored - {gone}) | {trace[i]} for gone in stored if len(stored) == 3)]
+            if len(stored) < 3:
+                candidates.append(stored | {trace[i]})
+            return max(best(i + 1, candidate) for candidate in candidates)
+
+        assert hits_of_one_tier(trace, dict.fromkeys("abcde", 1), 3, None, queue_jobs=0) == best(0, frozenset())
+
+
+def test_belady_evicts_what_is_needed_last_or_never():
+    trace = ["a", "b", "c", "a", "b"]
+    next_use = next_use_in(trace)
+    stored = view(("a", 1, False, 1), ("b", 1, False, 2), ("c", 1, False, 3), ("d", 1, True, 0))
+    policy = BeladyPolicy(lambda key: next_use(key, 2))
+    assert policy.choose_victims(stored, 1) == ("c",)
+    assert policy.choose_victims(stored, 2) == ("c", "b")
+    assert policy.choose_victims(stored, 4) == ()
+
+
+@pytest.mark.parametrize("sizes", ["equal", "uniform"])
+def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(sizes):
+    size_of = make_sizes(60, sizes, seed=3)
+    total = sum(size_of.values())
+    largest = max(size_of.values())
+    arguments = {
+        "trace": loop(60, rounds=8),
+        "sizes": size_of,
+        "dram_blocks": total // 5,
+        "ssd_blocks": round(total / 1.05) - total // 5,
+        "policy": SchedulerAwarePolicy(),
+        "queue_jobs": 59,
+        "reserve_blocks": largest,
+    }
+    fetched = run_two_tiers(prefetch=PrefetchPolicy(eviction=SchedulerAwarePolicy()), **arguments)
+    assert fetched.dram_hits >= 0.97 * (fetched.dram_hits + fetched.ssd_hits)
+    assert fetched.dram_hits + fetched.ssd_hits >= 0.9 * 7 * 60 / 1.05
+    assert fetched.wasted_fetches == 0
+    assert fetched.num_fetches <= fetched.dram_hits
+    on_demand = run_two_tiers(prefetch=None, **arguments)
+    assert on_demand.dram_hits < 0.5 * fetched.dram_hits
+
+
+def test_entries_are_frozen():
+    entry = StoredEntry(key="a", num_blocks=1, pinned=False, last_used_s=0.0, created_s=0.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        entry.pinned = True

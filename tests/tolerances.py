@@ -1,0 +1,16 @@
+"""How far results may be from their reference, per dtype: one table, never loosened to pass."""
+
+LOGITS_ATOL = {"float32": 1e-4, "bfloat16": 0.25}
+"""Absolute, on logits of tiny models (standard deviation about 2) against a reference in float32."""
+
+PROJECTION_ATOL = {"float32": 1e-5}
+"""Absolute, on one projection or one rotation of numbers of order one."""
+
+ATTENTION_ATOL = {"float32": 2e-6}
+"""Absolute, on attention over values of order one against float64."""
+
+ROTATION_ATOL = {"float32": 1e-4}
+"""Absolute, on numbers of order one rotated by an angle of up to 500 radians, held in float32."""
+
+SCORE_ATOL = {"float32": 2e-3}
+"""Absolute, on the score of 16 numbers of order one, each of two rotated by up to 1,000 radians, held in float32."""
