@@ -1,6 +1,7 @@
 """The lengths that functions are compiled for: every length is padded up to one of these, so that compiles are bounded.
 
 Steps are fine where a step costs most: TTFT of a short turn over stored history is proportional to its padded tokens.
+Each pair of new and history lengths is compiled when it is first met (0.2 s on 2 CPU cores), or by `Engine.warmup`.
 
 Not here: what is compiled (steps), who pads (runner).
 """
@@ -9,17 +10,17 @@ from __future__ import annotations
 
 
 def new_token_buckets(chunk_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of new tokens of one pass: steps of 8 to 128, of 32 to 256, of 64 beyond, and the chunk itself."""
-    ladder = [*range(8, 128, 8), *range(128, 256, 32), *range(256, chunk_tokens, 64)]
+    """Padded numbers of new tokens of one pass: 8, steps of 16 to 128, of 32 to 256, of 64 beyond, the chunk itself."""
+    ladder = [8, *range(16, 128, 16), *range(128, 256, 32), *range(256, chunk_tokens, 64)]
     return (*(size for size in ladder if size < chunk_tokens), chunk_tokens)
 
 
 def history_buckets(window_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of history tokens: none, steps of 256 to 2,048, of 512 to 4,096, of 1,024 beyond."""
+    """Padded numbers of history tokens: none, steps of 256 to 1,024, of 512 to 4,096, of 1,024 beyond."""
     ladder = [0]
     while ladder[-1] < window_tokens:
         last = ladder[-1]
-        ladder.append(last + (256 if last < 2048 else 512 if last < 4096 else 1024))
+        ladder.append(last + (256 if last < 1024 else 512 if last < 4096 else 1024))
     return tuple(ladder)
 
 

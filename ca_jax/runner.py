@@ -120,15 +120,19 @@ class Runner:
 
     def insert(self, slot: int, prefill: Prefill) -> None:
         """Puts a prefilled job's KV into a decode slot, rotated. Does not wait."""
-        keys, values = list(self._slots.keys), list(self._slots.values)
         at = to_device(slot, np.int32)
         parts = [(prefill.history, 0)] if prefill.history else []
         parts += [(chunk.kv, chunk.start) for chunk in prefill.chunks]
         for kv, start in parts:
             begin = to_device(start, np.int32)
-            for i, layer_kv in enumerate(kv):
-                keys[i], values[i] = steps.insert_slot(keys[i], values[i], layer_kv, at, begin, self._table)
-        self._slots = steps.Slots(tuple(keys), tuple(values))
+            for layer, layer_kv in enumerate(kv):
+                self._insert_layer(layer, layer_kv, at, begin)
+
+    def _insert_layer(self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array) -> None:
+        keys, values = self._slots.keys[layer], self._slots.values[layer]
+        self._slots.keys[layer], self._slots.values[layer] = steps.insert_slot(
+            keys, values, kv, slot, start, self._table
+        )
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """One token for each of the first n slots, n a batch bucket. Does not wait.
@@ -163,34 +167,35 @@ class Runner:
           max_new: new tokens in one pass.
           progress: called with "compile", pairs done and pairs in all.
         """
-        largest = pad_to(self.new_token_buckets, min(max_new, self.chunk_tokens))
-        new_sizes = [size for size in self.new_token_buckets if size <= largest]
         reach = pad_to(self.history_buckets, min(max_history, self.history_buckets[-1]))
-        history_sizes = [size for size in self.history_buckets if size <= reach]
-        total, done = len(new_sizes) * len(history_sizes), 0
-        shape = (self._config.num_kv_heads, self._config.head_dim)
-        empty = {size: jnp.zeros((2, size, *shape), self._slots.keys[0].dtype) for size in history_sizes}
+        largest = pad_to(self.new_token_buckets, min(max_new, self.chunk_tokens))
+        histories = {size: self._empty_kv(size) for size in self.history_buckets if 0 < size <= reach}
+        new_sizes = [size for size in self.new_token_buckets if size <= largest]
+        total, done = len(new_sizes) * (1 + len(histories)), 0
         zero = to_device(0, np.int32)
         for new_size in new_sizes:
-            tokens = [0] * new_size
-            for history_size in history_sizes:
-                start = min(history_size, self._capacity - new_size)
-                load = (lambda _, size=history_size: empty[size]) if history_size else None
-                prefill = self.prefill(tokens, start, load)
+            x = steps.embed(self._config, self._outer, to_device(np.zeros((1, new_size), np.int32)))
+            steps.last_logits(self._config, self._outer, x, zero)
+            for history in (None, *histories.values()):  # One layer will do: all share their compiled functions.
+                steps.prefill_layer(self._config, self._layers[0], x, history, zero, self._table)
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
-            self.insert(0, prefill)
-        for size, history in empty.items():
-            for capacity in {self._try_padded(size + 1), self._try_padded(size + self.chunk_tokens)}:
-                new = jnp.zeros((2, self.chunk_tokens, *shape), history.dtype)
-                steps.extend_history(history if size else None, new, zero, capacity=capacity)
-            if size:
-                self.insert(0, Prefill(zero, [history] * self._config.num_layers, []))
+            self._insert_layer(0, self._empty_kv(new_size), zero, zero)
+        chunk = self._empty_kv(self.chunk_tokens)
+        for size, history in [(0, None), *histories.items()]:
+            for capacity in {self._padded_up_to(size + 1), self._padded_up_to(size + self.chunk_tokens)}:
+                steps.extend_history(history, chunk, zero, capacity=capacity)
+            if history is not None:
+                self._insert_layer(0, history, zero, zero)
         for rows in self.batch_buckets:
             jax.block_until_ready(self.decode(np.zeros(rows, np.int32), np.zeros(rows, np.int32)))
 
-    def _try_padded(self, num_tokens: int) -> int:
+    def _empty_kv(self, num_tokens: int) -> jax.Array:
+        shape = (2, num_tokens, self._config.num_kv_heads, self._config.head_dim)
+        return jnp.zeros(shape, self._slots.keys[0].dtype)
+
+    def _padded_up_to(self, num_tokens: int) -> int:
         return self.padded_history(min(num_tokens, self.history_buckets[-1]))
 
     def wait(self) -> None:

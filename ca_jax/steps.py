@@ -32,8 +32,8 @@ Params = Any
 class Slots(NamedTuple):
     """The decode slots: a rotated working copy of the running jobs' KV, per layer `[slots, K, C, H]`."""
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: list[jax.Array]
+    values: list[jax.Array]
 
 
 def _apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
@@ -54,7 +54,7 @@ def rotation_table(config: ModelConfig, num_positions: int) -> rope.Rotation:
 def make_slots(config: ModelConfig, num_slots: int, capacity: int, dtype: str) -> Slots:
     """Empty decode slots; every layer has its own buffers, so that each can be donated."""
     shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
-    return Slots(*(tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2)))
+    return Slots(*([jnp.zeros(shape, dtype) for _ in range(config.num_layers)] for _ in range(2)))
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -187,4 +187,4 @@ def decode(
         new_keys.append(keys)
         new_values.append(values)
     logits = _apply(model, params, x, method=Llama.head)[:, 0]
-    return logits, jnp.stack(new_kv), Slots(tuple(new_keys), tuple(new_values))
+    return logits, jnp.stack(new_kv), Slots(new_keys, new_values)

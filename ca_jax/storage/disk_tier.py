@@ -66,7 +66,8 @@ class DiskTier(Protocol):
         Args:
           block_ids: the sequence's blocks, in order.
           layer: which layer.
-          dst: `[2, S, K, H]`, C-contiguous, writeable; `dst[:, :num_tokens]` is filled, the rest stays.
+          dst: `[2, S, K, H]`, keys and values each C-contiguous, writeable; `dst[:, :num_tokens]` is filled, the rest
+            stays.
           num_tokens: how many, in the last of the blocks at the least; by default all that the blocks hold.
 
         Raises:
@@ -162,7 +163,8 @@ def check_blocks(
     if len(blocks) != num_blocks:
         raise ValueError(f"{name} wanted one array for each of {num_blocks} block ids, found {len(blocks)}")
     for block in blocks:
-        _check_array(name, block, layout.block_shape, layout, writeable)
+        _check_shape(name, block, layout.block_shape, layout)
+        _check_memory(name, block, writeable=writeable)
 
 
 def check_layer(layer: int, dst: np.ndarray, num_blocks: int, num_tokens: int | None, layout: KVLayout) -> int:
@@ -184,16 +186,21 @@ def check_layer(layer: int, dst: np.ndarray, num_blocks: int, num_tokens: int | 
             f"found {num_tokens}"
         )
     num_slots = dst.shape[1] if dst.ndim == 4 else 0
-    _check_array("dst", dst, (2, max(num_slots, num_tokens), layout.num_kv_heads, layout.head_dim), layout, True)
+    _check_shape("dst", dst, (2, max(num_slots, num_tokens), layout.num_kv_heads, layout.head_dim), layout)
+    for half in dst:
+        _check_memory("dst", half, writeable=True)
     return num_tokens
 
 
-def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...], layout: KVLayout, writeable: bool) -> None:
+def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...], layout: KVLayout) -> None:
     if array.shape != shape or array.dtype != layout.numpy_dtype:
         raise ValueError(f"{name} wanted {layout.numpy_dtype}{list(shape)}, found {array.dtype}{list(array.shape)}")
+
+
+def _check_memory(name: str, array: np.ndarray, *, writeable: bool) -> None:
     if not array.flags.c_contiguous or (writeable and not array.flags.writeable):
         wanted = "C-contiguous, writeable" if writeable else "C-contiguous"
         raise ValueError(
-            f"{name} wanted a {wanted} array, found strides {array.strides}, "
+            f"{name} wanted {wanted} memory, found strides {array.strides}, "
             f"{'writeable' if array.flags.writeable else 'read-only'}"
         )

@@ -90,7 +90,10 @@ class SchedulerAwarePolicy:
 
     def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(itertools.chain(view.idle, reversed(view.by_next_job)), num_blocks, needed_at)
+        waiting: Iterable[StoredEntry] = reversed(view.by_next_job)
+        if needed_at is not None:  # All that follow the first that stays stand nearer to the head.
+            waiting = itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
+        return _first_that_suffice(itertools.chain(view.idle, waiting), num_blocks, needed_at)
 
 
 class LruPolicy:

@@ -62,8 +62,8 @@ class SsdTier:
       durable: whether a write is done only when it would survive a loss of power.
       deadline_s: seconds without progress after which a move fails; see `IoQueue`.
       free_floor_bytes: free space that stays on a local disk.
-      max_reads: blocks that are read at once, and so how many blocks' worth of memory TensorStore takes for it. More are
-        faster cold and slower warm: on 2 CPU cores MEASURED_READS.
+      max_reads: blocks that are read at once, and so how many blocks' worth of memory TensorStore takes for it.
+        MEASURED_READS.
       max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
       context: TensorStore's resources; by default its own, without a cache.
       clock: seconds, never decreasing.
@@ -233,7 +233,8 @@ class SsdTier:
                     "kvstore": (self._kvstore / _group_path(group)).spec().to_json(),
                     "metadata": metadata,
                     "recheck_cached_metadata": False,
-                    "recheck_cached_data": False,
+                    # There is no cache, but what a read has just used lives on for a moment: never take that for fresh.
+                    "recheck_cached_data": True,
                     "fill_missing_data_reads": False,
                     "store_data_equal_to_fill_value": True,
                 },
@@ -254,9 +255,7 @@ class SsdTier:
             try:
                 found = json.loads(text)
             except ValueError:
-                raise ValueError(
-                    f"SSD store at {self._kvstore.url}{path} wanted zarr metadata, found {error}"
-                ) from error
+                raise ValueError(f"{self._kvstore.url}{path} wanted zarr3 metadata, found {error}") from error
             if not isinstance(found, dict):
                 found = {}
             for name, wanted in metadata.items():

@@ -33,12 +33,13 @@ from pathlib import Path
 import crc32c
 import numpy as np
 
-from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue, close_all
+from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue, Operation, close_all
 from ca_jax.storage.disk_tier import blocks_within, check_block_ids, check_blocks, check_layer
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.ssd_space import DiskSpace, prepare_directory
 from ca_jax.storage.tier import BlockAllocator
 
+_LAYER_RUN_BLOCKS = 16  # Blocks of a layer that are read in one operation.
 _PAGE_BYTES = 4096
 _MAGIC = b"ca_jaxKV"
 _FORMAT = 1
@@ -135,14 +136,12 @@ class RawSsdTier:
         check_block_ids(block_ids, self._num_blocks)
         num_tokens = check_layer(layer, dst, len(block_ids), num_tokens, self._layout)
         size = self._layout.block_tokens
-        return self._reads.submit(
-            [
-                functools.partial(
-                    self._threads.submit, self._read_layer, block, layer, dst[:, start : min(start + size, num_tokens)]
-                )
-                for block, start in zip(block_ids, range(0, num_tokens, size), strict=True)
-            ]
-        )
+        operations: list[Operation] = []
+        for first in range(0, len(block_ids), _LAYER_RUN_BLOCKS):  # So many by one thread: handing over costs more.
+            ids = block_ids[first : first + _LAYER_RUN_BLOCKS]
+            rows = dst[:, first * size : min((first + len(ids)) * size, num_tokens)]
+            operations.append(functools.partial(self._threads.submit, self._read_layer, ids, layer, rows))
+        return self._reads.submit(operations)
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """See `DiskTier`."""
@@ -217,20 +216,23 @@ class RawSsdTier:
         for layer, wanted in enumerate(sums):
             _check_sum(block, layer, wanted, crc32c.crc32c(_as_bytes(dst[layer])))
 
-    def _read_layer(self, block: int, layer: int, dst: np.ndarray) -> None:
-        """Reads one layer of a block into `dst` `[2, t, K, H]`, t <= block_tokens."""
-        start = block * self.stored_block_bytes
-        trailer = mmap.mmap(-1, self._trailer.num_bytes)
-        self._transfer(os.preadv, start + self._data_bytes, [trailer])
-        whole = dst
-        if dst.shape[1] < self._layout.block_tokens:
-            whole = np.empty(self._layout.block_shape[1:], self._layout.numpy_dtype)
-        keys, values = _as_bytes(whole[0]), _as_bytes(whole[1])
-        self._transfer(os.preadv, start + layer * self._layout.layer_block_bytes, [keys, values])
-        wanted = self._trailer.unpack(trailer[:], block)[layer]
-        _check_sum(block, layer, wanted, crc32c.crc32c(values, crc32c.crc32c(keys)))
-        if whole is not dst:
-            dst[...] = whole[:, : dst.shape[1]]
+    def _read_layer(self, block_ids: Sequence[int], layer: int, dst: np.ndarray) -> None:
+        """Reads one layer of some blocks into `dst` `[2, t, K, H]`, where the last block may be cut short."""
+        size = self._layout.block_tokens
+        for block, first in zip(block_ids, range(0, dst.shape[1], size), strict=True):
+            start = block * self.stored_block_bytes
+            trailer = bytearray(self._trailer.num_bytes)  # Through the page cache: the next layer wants it too.
+            self._transfer(os.preadv, start + self._data_bytes, [trailer])
+            rows = dst[:, first : first + size]
+            whole = rows
+            if rows.shape[1] < size:
+                whole = np.empty(self._layout.block_shape[1:], self._layout.numpy_dtype)
+            keys, values = _as_bytes(whole[0]), _as_bytes(whole[1])
+            self._transfer(os.preadv, start + layer * self._layout.layer_block_bytes, [keys, values])
+            wanted = self._trailer.unpack(bytes(trailer), block)[layer]
+            _check_sum(block, layer, wanted, crc32c.crc32c(values, crc32c.crc32c(keys)))
+            if whole is not rows:
+                rows[...] = whole[:, : rows.shape[1]]
 
     def _write(self, block: int, src: np.ndarray) -> None:
         sums = [crc32c.crc32c(_as_bytes(layer)) for layer in src]

@@ -54,9 +54,7 @@ class DiskSpace:
         if floor_bytes < 0:
             raise ValueError(f"wanted a floor of free disk space >= 0 bytes, found {floor_bytes}")
         if floor_bytes and directory is None:
-            raise ValueError(
-                f"a floor of free space wants a local directory, found {floor_bytes} bytes for a remote URL"
-            )
+            raise ValueError(f"a floor of free space wants a local disk, found {floor_bytes} bytes for a remote URL")
         self._directory = directory
         self._floor_bytes = floor_bytes
         self._reserved_bytes = 0

@@ -23,7 +23,7 @@ class BeladyPolicy:
         self._next_use = next_use
 
     def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
-        """See `EvictionPolicy`. Sorts all there is: for comparisons, not for service. `needed_at` adds nothing to it."""
+        """See `EvictionPolicy`. Sorts all there is: for comparisons, not for service. `needed_at` is of no concern."""
         victims = []
         entries = (entry for entry in view.by_last_used if entry.num_blocks and not entry.pinned)
         for entry in sorted(entries, key=lambda entry: -self._next_use(entry.key)):

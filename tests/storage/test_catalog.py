@@ -506,10 +506,10 @@ def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
         path.write_bytes(damaged)
         for ending in ("-wal", "-shm"):
             path.with_name(path.name + ending).unlink(missing_ok=True)
-        skipped: list[str] = []
+        skipped: list[tuple[str, str]] = []
         try:
             with Catalog(path.parent, NAMESPACE) as catalog:
-                for record in catalog.load_all(lambda key, reason: skipped.append(key)):
+                for record in catalog.load_all(lambda *damaged, skipped=skipped: skipped.append(damaged)):
                     try:
                         contents = catalog.contents(record.key)
                     except DamagedRecordError:
@@ -551,7 +551,7 @@ def test_a_check_tells_what_is_wrong(tmp_path):
     with Catalog(tmp_path, NAMESPACE) as catalog:
         catalog.publish(*session(100, range(4), first_block=7000))
         problems = catalog.integrity_check()
-        assert {problem.key for problem in problems} == {None, *map(key_of, (1, 2, 3, 6, 7, 100))}
+        assert {problem.key for problem in problems} == {None, *map(key_of, (1, 2, 3, 6, 100))}
         assert any("found 1 of others" in problem.found for problem in problems)
         assert any("block 7000 for itself" in problem.found for problem in problems)
         catalog.forget(map(key_of, (1, 2, 3, 6, 100)))
@@ -600,21 +600,24 @@ def small_disk(tmp_path):
 
 
 def test_a_disk_that_is_really_full(small_disk):
-    published = 0
+    published = []
     with Catalog(small_disk, NAMESPACE) as catalog:
+
+        def publish_until_it_fails():
+            for key in range(1000):
+                catalog.publish(*session(key, range(2000), first_block=1000 * key))
+                published.append(key_of(key))
+
         with pytest.raises(CatalogFullError):
-            for published in range(1000):  # noqa: B007
-                catalog.publish(*session(published, range(2000), first_block=1000 * published))
-        assert published > 2
-        assert set(stored(catalog)) == {key_of(key) for key in range(published)}
+            publish_until_it_fails()
+        assert len(published) > 2
+        assert list(stored(catalog)) == published
     with Catalog(small_disk, NAMESPACE) as catalog:
-        assert set(stored(catalog)) == {key_of(key) for key in range(published)}
+        assert list(stored(catalog)) == published
         assert catalog.integrity_check() == ()
-    (small_disk / "others").write_bytes(b"1")
-    with contextlib.suppress(OSError), (small_disk / "others").open("ab", buffering=0) as file:
+    with contextlib.suppress(OSError), (small_disk / "others").open("wb", buffering=0) as file:
         while True:
             file.write(b"1" * 4096)
-    (small_disk / "new").mkdir()
     with pytest.raises((CatalogFullError, CatalogAccessError)):
         Catalog(small_disk / "new", NAMESPACE)
 
@@ -779,4 +782,4 @@ def test_a_hundred_thousand_sessions_are_read_back(tmp_path, capsys):
     seconds = time.perf_counter() - started_s
     assert num_blocks == 512 * num_sessions
     with capsys.disabled():
-        print(f"\nopened and read a catalog of {num_sessions} sessions in {seconds:.2f} s")
+        sys.stderr.write(f"\nopened and read a catalog of {num_sessions} sessions in {seconds:.2f} s\n")

@@ -56,9 +56,8 @@ def test_a_time_to_live_that_is_none_is_refused(ttl_s):
     )
 )
 def test_it_is_a_dict_that_is_searched(steps):
-    queue, reference, now = ExpiryQueue(), {}, 0
-    for what, key, number in steps:
-        now += 1
+    queue, reference = ExpiryQueue(), {}
+    for now, (what, key, number) in enumerate(steps):
         if what == "set":
             queue.set(key, now, number)
             reference[key] = now + number

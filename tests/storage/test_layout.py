@@ -62,7 +62,7 @@ def test_a_layout_refuses_an_unknown_dtype():
         ({"dram_gib": math.inf}, "dram_gib must be 0 .* found inf"),
         ({"dram_gib": math.nan}, "dram_gib must be 0 .* found nan"),
         ({"block_tokens": 0}, "block_tokens must be positive, found 0"),
-        ({"eviction_policy": "random"}, "one of lru, fifo; found 'random'"),
+        ({"eviction_policy": "random"}, "one of scheduler_aware, lru, fifo; found 'random'"),
     ],
 )
 def test_a_store_config_refuses_what_it_cannot_serve(changes, message):

@@ -1,0 +1,72 @@
+"""SSD tiers of every kind, with blocks of three layers of four tokens, for the tests of `ca_jax.storage`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from ca_jax.storage import KVLayout
+from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.ssd_raw import RawSsdTier
+
+from .store_helpers import make_kv, make_layout
+
+NUM_BLOCKS = 8
+
+
+@dataclasses.dataclass
+class StoppedClock:
+    """A clock that stands until a test moves it."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclasses.dataclass
+class Disk:
+    """A place for tiers of one kind: opening it again finds what the last one wrote."""
+
+    kind: str
+    open: Callable[..., DiskTier]
+    path: Path
+
+    def block_file(self, block: int) -> Path:
+        """The file a block of the `file` kind is in."""
+        return self.path / "zarr3" / f"{block // 1024:06d}" / f"c.{block % 1024}.0.0.0.0.0"
+
+
+def make_disk(kind: str, path: Path) -> Disk:
+    """A disk of kind `file`, `memory` or `raw`."""
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+    def open_tier(layout: KVLayout | None = None, num_blocks: int = NUM_BLOCKS, **options: Any) -> DiskTier:
+        layout = layout or make_layout()
+        if kind == "raw":
+            return RawSsdTier(
+                layout, path, num_blocks * 2 * 4096, **options
+            )  # A page for the block, one for its trailer.
+        if kind == "memory":
+            return SsdTier(layout, "memory://kv", num_blocks * 4096, context=context, **options)
+        return SsdTier(layout, path, num_blocks * 4096, **options)
+
+    return Disk(kind=kind, open=open_tier, path=path)
+
+
+def make_blocks(layout: KVLayout, num_blocks: int, seed: int = 0) -> np.ndarray:
+    """`[n, L, 2, block_tokens, K, H]` of random bits."""
+    return np.stack([make_kv(layout, layout.block_tokens, 100 * seed + i) for i in range(num_blocks)])
+
+
+def read(tier: DiskTier, block_ids: list[int]) -> np.ndarray:
+    """Reads whole blocks into memory full of other bits."""
+    into = make_blocks(tier.layout, len(block_ids), seed=99)
+    tier.read_blocks(block_ids, into).result()
+    return into

@@ -1,0 +1,171 @@
+"""Sampling: the distribution that each parameter leaves, against numpy; seeds; and what the engine makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ca_jax
+from ca_jax import sampling
+from ca_jax.sampler import Sampler
+from ca_jax.session import SamplingParams
+from tests import engine_kit as kit
+
+VOCAB = 12
+LOGITS = np.random.default_rng(4).permutation(np.linspace(-2.0, 2.5, VOCAB)).astype(np.float32)
+ROWS, STEPS = 64, 64
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ca_jax.Engine]:
+    with kit.small_engine() as engine:
+        yield engine
+
+
+def reference(logits: np.ndarray, params: SamplingParams, seen: tuple[int, ...] = ()) -> np.ndarray:
+    """The probability of each token, step by step and in float64."""
+    logits = logits.astype(np.float64)
+    for token in seen:
+        logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+    if params.temperature == 0:
+        return np.eye(len(logits))[logits.argmax()]
+    p = np.exp(logits / params.temperature)
+    order = np.argsort(-p)
+    kept = list(order[: params.top_k or None])
+    share = p[kept] / p[kept].sum()
+    kept = kept[: 1 + int((np.cumsum(share) < params.top_p).sum())]
+    kept = [token for token in kept if p[token] >= params.min_p * p[kept[0]]]
+    only = np.zeros_like(p)
+    only[kept] = p[kept]
+    return only / only.sum()
+
+
+def rows_of(params: list[SamplingParams]) -> sampling.SamplerRows:
+    fields = [field.name for field in dataclasses.fields(sampling.SamplerRows)]
+    kinds = {"top_k": np.int32, "seed": np.uint32}
+    return sampling.SamplerRows(
+        **{name: jnp.asarray([getattr(p, name) for p in params], kinds.get(name, np.float32)) for name in fields}
+    )
+
+
+def draw(params: list[SamplingParams], positions, seen: tuple[int, ...] = (), logits=LOGITS) -> np.ndarray:
+    """Draws a token for each row from the same logits."""
+    present = np.zeros((len(params), VOCAB), bool)
+    present[:, list(seen)] = True
+    batch = jnp.asarray(np.tile(logits, (len(params), 1)))
+    return np.asarray(sampling.sample(batch, rows_of(params), present, np.int32(0), np.asarray(positions, np.int32)))
+
+
+SETTINGS = {
+    "plain": (SamplingParams(temperature=1.0), ()),
+    "cool": (SamplingParams(temperature=0.5), ()),
+    "hot": (SamplingParams(temperature=2.0), ()),
+    "top_k 1": (SamplingParams(temperature=1.0, top_k=1), ()),
+    "top_k 3": (SamplingParams(temperature=1.0, top_k=3), ()),
+    "top_k above all": (SamplingParams(temperature=1.0, top_k=50), ()),
+    "top_p": (SamplingParams(temperature=1.0, top_p=0.7), ()),
+    "top_p of almost nothing": (SamplingParams(temperature=1.0, top_p=1e-6), ()),
+    "min_p": (SamplingParams(temperature=1.0, min_p=0.2), ()),
+    "penalty on likely and unlikely": (SamplingParams(temperature=1.0, repetition_penalty=1.8), (0, 3, 7, 8)),
+    "greedy with penalty": (SamplingParams(repetition_penalty=5.0), (int(LOGITS.argmax()),)),
+    "all": (
+        SamplingParams(temperature=0.8, top_k=8, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
+        (1, int(LOGITS.argmax())),
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "seen"), SETTINGS.values(), ids=SETTINGS)
+def test_tokens_are_drawn_from_the_distribution_that_the_parameters_leave(params, seen):
+    expected = reference(LOGITS, params, seen)
+    counts = np.zeros(VOCAB)
+    rows = [dataclasses.replace(params, seed=seed) for seed in range(ROWS)]
+    for position in range(STEPS):
+        np.add.at(counts, draw(rows, [position] * ROWS, seen), 1)
+    assert set(np.flatnonzero(counts)) == set(np.flatnonzero(expected))
+    drawn = ROWS * STEPS
+    # Five standard deviations of each token's count; the draws are the same in every run.
+    assert np.all(np.abs(counts - drawn * expected) <= 5 * np.sqrt(drawn * expected * (1 - expected)) + 1e-9)
+
+
+def test_a_draw_depends_on_seed_and_position_and_on_nothing_beside_it():
+    params = SamplingParams(temperature=1.0, seed=5)
+    alone = [int(draw([params], [position])[0]) for position in range(40)]
+    others = [SamplingParams(), SamplingParams(temperature=3.0, seed=9), SamplingParams(temperature=1.0, top_k=1)]
+    for place in range(4):
+        rows = [*others[:place], params, *others[place:]]
+        batch = [
+            int(draw(rows, [7, 7, 7, 7][:place] + [position] + [7] * (3 - place))[place]) for position in range(40)
+        ]
+        assert batch == alone
+    assert len(set(alone)) > 3
+    assert alone != [int(draw([dataclasses.replace(params, seed=6)], [position])[0]) for position in range(40)]
+
+
+def test_greedy_takes_the_likeliest_of_each_row():
+    logits = np.random.default_rng(0).standard_normal((5, VOCAB)).astype(np.float32)
+    np.testing.assert_array_equal(sampling.greedy(jnp.asarray(logits)), logits.argmax(-1))
+
+
+def test_rows_of_a_slot_are_those_of_its_job_and_a_freed_slot_forgets_them():
+    sampler = Sampler(num_slots=3, vocab_size=VOCAB)
+    logits = jax.device_put(np.tile(LOGITS, (3, 1)))
+    best, second = np.argsort(-LOGITS)[:2]
+    sampler.set_slot(1, SamplingParams(repetition_penalty=50.0), [int(best)])
+    assert sampler.draw(logits, np.zeros(3)).tolist() == [best, second, best]
+    assert sampler.draw(logits[:1], np.zeros(1), first_slot=1).tolist() == [second]
+    sampler.mark(1, int(second))
+    assert sampler.draw(logits, np.zeros(3))[1] not in (best, second)
+    sampler.free_slot(1)
+    assert sampler.draw(logits, np.zeros(3)).tolist() == [best] * 3
+    sampler.set_slot(1, SamplingParams(repetition_penalty=50.0), [])
+    assert sampler.draw(logits, np.zeros(3)).tolist() == [best] * 3, "what another answer has said is forgotten"
+
+
+# Through the engine.
+
+
+def test_the_engine_penalises_the_prompt_and_what_was_answered(engine):
+    params = SamplingParams(max_tokens=15, repetition_penalty=3.0, ignore_eos=True)
+    prompt = kit.prompt(25)
+    (done,) = engine.generate([prompt], params)
+    ids = list(prompt)
+    for token in done.token_ids:
+        assert token == reference(kit.full_pass(ids)[0][-1], params, tuple(set(ids))).argmax()
+        ids.append(token)
+    assert done.token_ids != kit.greedy_answer(prompt, 15)
+
+
+def test_every_token_the_engine_draws_is_one_that_the_parameters_leave(engine):
+    params = SamplingParams(
+        max_tokens=20, temperature=0.8, top_k=6, top_p=0.8, min_p=0.02, repetition_penalty=1.2, ignore_eos=True
+    )
+    prompt = kit.prompt(25)
+    answers = engine.generate([prompt] * 4, [dataclasses.replace(params, seed=seed) for seed in range(4)])
+    for done in answers:
+        ids = list(prompt)
+        for token in done.token_ids:
+            assert reference(kit.full_pass(ids)[0][-1], params, tuple(set(ids)))[token] > 0
+            ids.append(token)
+    assert len({tuple(done.token_ids) for done in answers}) == 4, "each seed has its own answer"
+
+
+def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_over_reused_kv(engine):
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=21, ignore_eos=True)
+    prompt = kit.prompt(40)
+    (alone,) = engine.generate([prompt], params)
+    crowd = [SamplingParams(max_tokens=5 * n, temperature=0.5 * n, seed=n, ignore_eos=True) for n in range(1, 8)]
+    answers = engine.generate([kit.prompt(9)] * 5 + [prompt] + [kit.prompt(70)] * 2, [*crowd[:5], params, *crowd[5:]])
+    assert answers[5].token_ids == alone.token_ids
+
+    session = engine.session()
+    kit.say(session, prompt[:30], 1)
+    session.rewind(30)
+    kit.say(session, prompt[30:], 16, sampling=params)
+    assert session.usage.num_cached_tokens == 30
+    assert session.token_ids[40:] == alone.token_ids

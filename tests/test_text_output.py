@@ -1,0 +1,86 @@
+"""Text of an answer with stop strings, fed piece by piece, against a search in the whole text."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ca_jax.text_output import TextOutput
+
+
+class Pieces:
+    """A detokeniser whose token i is the i-th piece; the last piece comes at the end only."""
+
+    def __init__(self, pieces: list[str], rest: str = "") -> None:
+        self.pieces = pieces
+        self.rest = rest
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return self.rest
+
+
+def feed(pieces: list[str], stop: tuple[str, ...], rest: str = "") -> tuple[TextOutput, list[str]]:
+    """The output after all pieces, and what it gave out for each and at the end."""
+    output = TextOutput(Pieces(pieces, rest), stop)
+    shown = [output.push(token) for token in range(len(pieces))]
+    return output, [*shown, output.finish()]
+
+
+def expected_text(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, bool]:
+    """The text before the first stop string there is once a piece has completed one."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        found = [text.index(string) for string in stop if string in text]
+        if found:
+            return text[: min(found)], True
+    return text, False
+
+
+letters = st.text("ab", max_size=4)
+stops = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(letters, max_size=8), stops, letters)
+def test_what_is_shown_is_the_text_before_the_first_stop_string(pieces, stop, rest):
+    output, shown = feed(pieces, stop, rest)
+    text, stopped = expected_text([*pieces, rest], stop)
+    assert "".join(shown) == output.text == text
+    assert output.stopped == stopped
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(letters, max_size=8), stops)
+def test_no_more_is_held_back_than_may_begin_a_stop_string(pieces, stop):
+    output = TextOutput(Pieces(pieces), stop)
+    for token in range(len(pieces)):
+        output.push(token)
+        if output.stopped:
+            return
+        held = "".join(pieces[: token + 1])[len(output.text) :]
+        assert not held or any(string.startswith(held) for string in stop)
+
+
+def test_after_a_stop_string_nothing_comes():
+    output, shown = feed(["one ", "st", "op", " more"], ("stop",), rest="rest")
+    assert shown == ["one ", "", "", "", ""]
+    assert output.stopped
+
+
+def test_of_two_stop_strings_the_one_that_begins_first_counts():
+    assert feed(["xaabby"], ("bb", "aab"))[0].text == "x"
+
+
+def test_without_stop_strings_every_piece_goes_out_at_once():
+    output, shown = feed(["a", "", "b"], (), rest="c")
+    assert shown == ["a", "", "b", "c"]
+    assert (output.text, output.stopped) == ("abc", False)
+
+
+def test_without_tokenizer_there_is_no_text():
+    output = TextOutput(None, ("stop",))
+    assert (output.push(5), output.finish(), output.text, output.stopped) == ("", "", "", False)
