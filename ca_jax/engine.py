@@ -184,13 +184,15 @@ class Engine:
           Exception: whatever broke the job; the engine and all other jobs go on.
         """
         while True:
+            ended = job.done  # Asked before its text is taken: another thread may end it in between.
             while job.pieces:
                 yield job.pieces.popleft()
-            if job.error is not None:
-                raise job.error
-            if job.done:
+            if ended:
+                if job.error is not None:
+                    raise job.error
                 return
-            self.step()
+            if not job.done:
+                self.step()
 
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
@@ -227,6 +229,8 @@ class Engine:
                     self._prefill(job)
                 except Exception as error:  # One broken job must not end the others; its caller gets the error.
                     self._fail(job, error)
+                    self._runner.wait()
+                    self._kv.release_staging()
             return bool(plan.prefill or plan.decode)
 
     def warmup(

@@ -72,6 +72,14 @@ class Runner:
         self._slots = steps.make_slots(config, max_batch_size, self._capacity, dtype)
         self._needs_static_extent = jax.default_backend() != "cpu"
 
+    @property
+    def _decode_extents(self) -> tuple[int, ...]:
+        """Keys per row that decoding is compiled for; one will do where the extent is found at run time."""
+        if not self._needs_static_extent:
+            return (self._capacity,)
+        doublings = range((self._capacity // SLOT_BLOCK).bit_length())
+        return tuple(sorted({*(min(SLOT_BLOCK << n, self._capacity) for n in doublings), self._capacity}))
+
     def _max_padding(self) -> int:
         sizes = (0, *self.new_token_buckets)
         return max(high - low - 1 for low, high in itertools.pairwise(sizes))
@@ -146,8 +154,7 @@ class Runner:
         """
         num_blocks = None
         if self._needs_static_extent:
-            extent = min(self._capacity, 1 << (int(lengths.max()) + 1).bit_length())
-            num_blocks = max(1, -(-extent // SLOT_BLOCK))
+            num_blocks = pad_to(self._decode_extents, int(lengths.max()) + 1) // SLOT_BLOCK
         logits, kv, self._slots = steps.decode(
             self._config,
             self._params,
@@ -183,13 +190,17 @@ class Runner:
                     progress("compile", done, total)
             self._insert_layer(0, self._empty_kv(new_size), zero, zero)
         chunk = self._empty_kv(self.chunk_tokens)
-        for size, history in [(0, None), *histories.items()]:
-            for capacity in {self._padded_up_to(size + 1), self._padded_up_to(size + self.chunk_tokens)}:
-                steps.extend_history(history, chunk, zero, capacity=capacity)
-            if history is not None:
-                self._insert_layer(0, history, zero, zero)
+        steps.extend_history(None, chunk, zero, capacity=self._padded_up_to(self.chunk_tokens))
+        for below, size in itertools.pairwise((0, *histories)):
+            least, most = (self._padded_up_to(length + self.chunk_tokens) for length in (below + 1, size))
+            for capacity in self.history_buckets:
+                if least <= capacity <= most:
+                    steps.extend_history(histories[size], chunk, zero, capacity=capacity)
+            self._insert_layer(0, histories[size], zero, zero)
         for rows in self.batch_buckets:
-            jax.block_until_ready(self.decode(np.zeros(rows, np.int32), np.zeros(rows, np.int32)))
+            for extent in self._decode_extents:
+                lengths = np.full(rows, extent - 1, np.int32)
+                jax.block_until_ready(self.decode(np.zeros(rows, np.int32), lengths))
 
     def _empty_kv(self, num_tokens: int) -> jax.Array:
         shape = (2, num_tokens, self._config.num_kv_heads, self._config.head_dim)

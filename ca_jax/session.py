@@ -211,6 +211,37 @@ class Job:
         )
 
 
+class Answer(Iterator[str]):
+    """The text of one turn as it comes. Iterating runs the engine; an answer that is let go of ends its turn.
+
+    Args:
+      engine: who runs.
+      job: the turn.
+    """
+
+    def __init__(self, engine: Engine, job: Job) -> None:
+        self._engine = engine
+        self._job = job
+        self._pieces = engine.stream(job)
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise
+        except BaseException:  # Ctrl-C among them: the turn must not stay in the batch with nobody listening.
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Ends the turn, if it has not ended. May be called again."""
+        if not self._job.done:
+            self._engine.cancel(self._job)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Session:
     """A conversation. Made by `Engine.session`; used by one caller at a time."""
 
@@ -230,13 +261,11 @@ class Session:
         self.finish_reason: FinishReason | None = None
         """Of the last turn that has ended."""
 
-    def send(
-        self, message: str, *, max_tokens: int | None = None, sampling: SamplingParams | None = None
-    ) -> Iterator[str]:
+    def send(self, message: str, *, max_tokens: int | None = None, sampling: SamplingParams | None = None) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
 
-        The turn is queued by this call; iterating runs the engine. A caller that stops iterating early, or closes the
-        iterator, ends the turn: what was generated so far stays part of the conversation.
+        The turn is queued by this call; iterating runs the engine. A caller that stops early, closes the answer or lets
+        go of it ends the turn: what was generated so far stays part of the conversation.
 
         Args:
           message: of the user.
@@ -257,7 +286,7 @@ class Session:
 
     def send_ids(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, sampling: SamplingParams | None = None
-    ) -> Iterator[str]:
+    ) -> Answer:
         """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
 
         Raises:
@@ -293,21 +322,12 @@ class Session:
         if self._job is not None and not self._job.done:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def _submit(
-        self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None
-    ) -> Iterator[str]:
+    def _submit(self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None) -> Answer:
         params = sampling or SamplingParams()
         if max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max_tokens)
         self._job = self._engine.submit_turn(self, message, params)
-        return self._listen(self._job)
-
-    def _listen(self, job: Job) -> Iterator[str]:
-        try:
-            yield from self._engine.stream(job)
-        finally:
-            if not job.done:
-                self._engine.cancel(job)
+        return Answer(self._engine, self._job)
 
     def adopt(self, job: Job) -> None:
         """Makes an ended turn part of the conversation; for the engine."""

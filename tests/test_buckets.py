@@ -1,5 +1,7 @@
 """The lengths that functions are compiled for."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ def test_new_tokens_are_padded_by_little_and_at_most_to_the_chunk(chunk):
     assert buckets[-1] == chunk
     for size in range(1, chunk + 1):
         padded = pad_to(buckets, size)
-        allowed = 8 if size <= 128 else 32 if size <= 256 else 64
+        allowed = 8 if size <= 8 else 16 if size <= 128 else 32 if size <= 256 else 64
         assert size <= padded < size + allowed
 
 
@@ -24,8 +26,8 @@ def test_history_is_padded_by_little_and_holds_the_window(window):
     assert buckets[0] == 0
     assert list(buckets) == sorted(set(buckets))
     assert buckets[-2] < window <= buckets[-1]
-    steps = {(low, high - low) for low, high in zip(buckets, buckets[1:], strict=False)}
-    assert all(step == (256 if low < 2048 else 512 if low < 4096 else 1024) for low, step in steps)
+    steps = {(low, high - low) for low, high in itertools.pairwise(buckets)}
+    assert all(step == (256 if low < 1024 else 512 if low < 4096 else 1024) for low, step in steps)
 
 
 @given(st.integers(1, 300))
@@ -45,9 +47,9 @@ def test_padding_takes_the_smallest_that_holds(buckets, size):
         assert pad_to(tuple(buckets), size) == min(bucket for bucket in buckets if bucket >= size)
 
 
-def test_the_sizes_named_in_the_documentation():
-    assert new_token_buckets(64) == (8, 16, 24, 32, 40, 48, 56, 64)
+def test_the_sizes_of_small_engines():
+    assert new_token_buckets(64) == (8, 16, 32, 48, 64)
     assert history_buckets(512) == (0, 256, 512)
-    assert history_buckets(5000) == (0, *range(256, 2049, 256), 2560, 3072, 3584, 4096, 5120)
+    assert history_buckets(5000) == (0, 256, 512, 768, 1024, *range(1536, 4097, 512), 5120)
     assert batch_buckets(1) == (1,)
     assert batch_buckets(6) == (1, 2, 4, 6)

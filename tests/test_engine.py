@@ -196,6 +196,42 @@ def test_what_only_begins_a_stop_string_is_shown_in_the_end(engine):
     assert "".join(engine.session().send("Tell me a story.", sampling=sampling)) == text
 
 
+# Breaking.
+
+
+def broken(*_: object) -> None:
+    raise RuntimeError("the device is on fire")
+
+
+@pytest.mark.parametrize("step", ["prefill", "draw"])
+def test_a_job_that_breaks_is_its_callers_alone(monkeypatch, step):
+    """Its caller gets the error, its session stays as it was, and nobody loses stored KV."""
+    with kit.small_engine() as engine:
+        waiting, running, breaks = sessions = [engine.session() for _ in range(3)]
+        for session in sessions:
+            kit.say(session, "Hello.")
+        before = list(breaks.token_ids)
+        other = running.send("Go on.", max_tokens=12)
+        next(other)
+        answer = breaks.send("Break.")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner if step == "prefill" else engine._sampler, step, broken)
+            patch.setattr(engine, "_decode", lambda _: None)
+            with pytest.raises(RuntimeError, match="the device is on fire"):
+                next(answer)
+        kit.drain(other)
+        assert breaks.token_ids == before
+        for session in (waiting, running):
+            num_tokens = len(session.token_ids)
+            kit.say(session, "And on.")
+            assert session.usage.num_cached_tokens == num_tokens - 1
+        for session in sessions:
+            answered = kit.say(session, "And on and on.")
+            assert answered == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 12)
+        assert engine.metrics.failed_loads == (step == "prefill"), "the load of the prefill that broke, if any"
+        assert engine._scheduler.idle
+
+
 # Cancelling, rewinding, closing.
 
 

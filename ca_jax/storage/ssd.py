@@ -47,7 +47,7 @@ _LEFTOVER_KEY = re.compile(r"(?:\d{6,})/.*\.__lock$")
 _REASONS = {
     "NOT_FOUND": IoFailure.MISSING,
     "DATA_LOSS": IoFailure.CORRUPT,
-    "OUT_OF_RANGE": IoFailure.CORRUPT,  # The file became shorter between its index and a chunk.
+    "OUT_OF_RANGE": IoFailure.CORRUPT,
     "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
 }
 
@@ -328,4 +328,6 @@ def _describe(exception: BaseException) -> BlockIoError:
     message = str(exception)
     if re.search(r"os_error_code='(28|122)'", message):  # ENOSPC, EDQUOT
         return BlockIoError(IoFailure.NO_SPACE, message)
+    if re.search(r"Requested byte range .* is not valid for value of size", message):
+        return BlockIoError(IoFailure.CORRUPT, message)
     return BlockIoError(_REASONS.get(message.partition(":")[0], IoFailure.DEVICE), message)

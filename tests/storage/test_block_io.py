@@ -74,7 +74,7 @@ def test_a_few_run_at_a_time_in_order(queue, device):
 
 def test_the_last_operation_waits_for_all_others_and_goes_before_other_moves(queue, device):
     handle = queue.submit(device.operations("ab"), last=device.operation("z"))
-    queue.submit(device.operations("c"))
+    queue.submit(device.operations("cd"))
     device.end("a")
     assert device.begun == ["a", "b", "c"]
     device.end("b")
@@ -147,15 +147,18 @@ def test_done_and_wait_see_a_passed_deadline_by_themselves(queue, device, clock)
 
 
 def test_to_stand_behind_others_that_move_is_not_to_be_late(queue, device, clock):
-    queue.submit(device.operations("ab"))
-    waiting = queue.submit(device.operations("c"))
-    for now_s in (8.0, 16.0):
-        clock.now_s = now_s
-        other = queue.submit(device.operations("x"))
-        device.end("a" if now_s == 8.0 else "c")
-        assert not waiting.error, other
-    assert waiting.done()
-    assert waiting.error is None
+    queue.submit(device.operations("abcd"))
+    waiting = queue.submit(device.operations("w"))
+    clock.now_s = 8.0
+    device.end("a")
+    clock.now_s = 16.0
+    device.end("b")
+    queue.poll()
+    assert device.begun == ["a", "b", "c", "d"]
+    assert waiting.error is None  # 16 s old, and the device moves.
+    clock.now_s = 26.0
+    queue.poll()
+    assert waiting.error.reason is IoFailure.DEADLINE
 
 
 def test_behind_a_stalled_device_what_waits_is_late_too_and_never_begins(queue, device, clock):

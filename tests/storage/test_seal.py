@@ -145,4 +145,4 @@ def test_a_file_brought_back_from_before_is_told_apart(tmp_path):
     seals = seal_block(new[0], 4)
     assert verify_block(read(tier, [0])[0], 4, seals)
     disk.block_file(0).write_bytes(before)
-    assert not verify_block(read(tier, [0])[0], 4, seals)
+    assert not verify_block(read(disk.open(), [0])[0], 4, seals)

@@ -14,7 +14,7 @@ import pytest
 
 from ca_jax.storage import DramTier
 from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.ssd import SsdTier, _describe
 
 from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read
 from .store_helpers import as_bits, make_kv, make_layout
@@ -161,7 +161,23 @@ def test_nothing_to_move_is_done_at_once(disk):
         assert handle.wait_settled(60)
 
 
-# What is damaged is an error.
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_raw_write_is_done_only_after_it_is_synced(tmp_path, monkeypatch, durable):
+    synced = []
+    monkeypatch.setattr("ca_jax.storage.ssd_raw.os.fdatasync", lambda file: synced.append(tier.stored_block_ids()))
+    tier = make_disk("raw", tmp_path).open(durable=durable)
+    tier.write_blocks([1, 2], make_blocks(tier.layout, 2)).result()
+    assert synced == ([[1, 2]] if durable else [])  # Once, after both.
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_zarr3_write_is_synced_by_tensorstore(tmp_path, durable):
+    tier = make_disk("file", tmp_path).open(durable=durable)
+    assert tier.blocks.spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
+
+
+# What is damaged is an error. Files are damaged behind TensorStore's back and within one tick of their clock, so that
+# what it knows of them for a moment after a read would still seem to hold: such reads are another tier's.
 
 
 def test_a_block_that_was_never_written_is_missing_not_zeros(disk):
@@ -190,9 +206,9 @@ def test_every_flipped_bit_is_found(tmp_path):
         damaged = bytearray(intact)
         damaged[position] ^= 1 << position % 8
         file.write_bytes(damaged)
-        assert reason(tier.read_blocks([1], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, position
+        assert reason(disk.open().read_blocks([1], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, position
     file.write_bytes(intact)
-    assert np.array_equal(as_bits(read(tier, [1])), as_bits(blocks))
+    assert np.array_equal(as_bits(read(disk.open(), [1])), as_bits(blocks))
 
 
 def test_every_flipped_bit_of_a_raw_slot_is_found(tmp_path):
@@ -209,6 +225,13 @@ def test_every_flipped_bit_of_a_raw_slot_is_found(tmp_path):
             assert reason(tier.read_blocks([1], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, position
             os.pwrite(file.fileno(), byte, position)
     read(tier, [1])
+
+
+def test_what_tensorstore_says_of_a_file_that_shrinks_while_it_is_read_is_damage():
+    message = (
+        "FAILED_PRECONDITION: Error reading shard entry: Requested byte range [-52, ?) is not valid for value of size 1"
+    )
+    assert _describe(ValueError(message)).reason is IoFailure.CORRUPT
 
 
 def test_a_damaged_layer_leaves_the_others_readable(tmp_path):
@@ -232,9 +255,9 @@ def test_a_file_of_any_other_length_is_found(tmp_path):
     intact = disk.block_file(0).read_bytes()
     for length in (0, 1, 100, len(intact) - 1):
         disk.block_file(0).write_bytes(intact[:length])
-        assert reason(tier.read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, length
+        assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, length
     disk.block_file(0).unlink()
-    assert reason(tier.read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.MISSING
+    assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.MISSING
 
 
 def test_a_raw_file_cut_short_is_found(tmp_path):
