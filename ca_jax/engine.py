@@ -9,6 +9,7 @@ Not here: jitted code (steps), device state (runner), loading and saving (sessio
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 import time
@@ -63,6 +64,7 @@ class Engine:
         self._sessions: dict[str, Session] = {}
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilled: tuple[Job, Prefill] | None = None
+        self._abandoned: collections.deque[Job] = collections.deque()
         self._scheduler = Scheduler(self.config.max_batch_size)
         self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
         self._runner = Runner(
@@ -201,6 +203,16 @@ class Engine:
                 self.metrics.cancelled += 1
                 self._finish(job, FinishReason.CANCELLED)
 
+    def abandon(self, job: Job) -> None:
+        """Notes that nobody listens to a job any more. Takes no lock: for destructors."""
+        self._abandoned.append(job)
+
+    def end_abandoned(self) -> None:
+        """Cancels the jobs that nobody listens to."""
+        with self._lock:
+            while self._abandoned:
+                self.cancel(self._abandoned.popleft())
+
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
         with self._lock:
@@ -219,6 +231,7 @@ class Engine:
         """
         with self._lock:
             self._check_open()
+            self.end_abandoned()
             self._kv.collect()
             self._insert_prefilled()
             plan = self._scheduler.schedule()

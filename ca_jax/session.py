@@ -239,7 +239,9 @@ class Answer(Iterator[str]):
             self._engine.cancel(self._job)
 
     def __del__(self) -> None:
-        self.close()
+        # Possibly in the middle of a step, and on any thread: only noted here, ended when the engine is next asked.
+        if not self._job.done:
+            self._engine.abandon(self._job)
 
 
 class Session:
@@ -317,6 +319,7 @@ class Session:
             self.messages = self.messages[:num_messages]
 
     def _check_ready(self) -> None:
+        self._engine.end_abandoned()
         if self._closed:
             raise SessionClosedError(f"session {self.session_id!r} is closed")
         if self._job is not None and not self._job.done:

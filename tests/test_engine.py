@@ -271,6 +271,29 @@ def test_cancelling_one_job_leaves_those_beside_it_alone(engine):
     assert shown + "".join(staying) == expected
 
 
+def test_an_answer_let_go_of_while_a_step_runs_ends_once(monkeypatch):
+    """The garbage collector may find it at any moment: here while its last token is being computed."""
+    with kit.small_engine() as engine:
+        stays, goes = engine.session(), engine.session()
+        staying = stays.send("Stay.", max_tokens=10)
+        going = [goes.send("Go.", max_tokens=2)]
+        next(staying)
+        next(going[0])
+
+        def decode(*args, original=engine._runner.decode):
+            going.clear()
+            return original(*args)
+
+        monkeypatch.setattr(engine._runner, "decode", decode)
+        kit.drain(staying)
+        assert stays.token_ids[-10:] == kit.greedy_answer(stays.token_ids[:-10], 10)
+        assert [message["role"] for message in goes.messages] == ["user", "assistant"]
+        assert engine.metrics.turns + engine.metrics.cancelled == 2
+        num_tokens = len(goes.token_ids)
+        kit.say(goes, "Come back.")
+        assert goes.usage.num_cached_tokens == num_tokens - 1
+
+
 @pytest.mark.parametrize("keep", ["first turn", "middle of a prompt", "nothing"])
 def test_rewinding_continues_from_what_is_kept_with_its_kv(engine, keep):
     session = engine.session()

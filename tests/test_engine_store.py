@@ -167,6 +167,14 @@ def test_kv_that_was_dropped_is_recomputed_and_stored_again():
         assert expect_right_answers(session, PROMPTS[1:]) == [0, 52 + 42 - 1]
 
 
+def test_stored_kv_is_reused_up_to_where_the_conversation_went_another_way():
+    with kit.small_engine() as engine:
+        session = engine.session()
+        expect_right_answers(session, PROMPTS[:1])
+        session.token_ids = session.token_ids[:30] + PROMPTS[2]
+        assert expect_right_answers(session, PROMPTS[1:]) == [30, 55 + 42 - 1]
+
+
 def test_weights_that_differ_make_keys_that_differ(tmp_path):
     config = kit.tiny_model().config
     kit.tiny.write_tiny_hf(tmp_path, config, kit.tiny.tiny_params(config, seed=2))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ca_jax.models import rope
-from ca_jax.models.attention import attend
+from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
 
@@ -28,11 +28,6 @@ AttendFn = Callable[[jax.Array, LayerKV], tuple[jax.Array, Any]]
 """Unrotated queries `[B, T, N, H]` and new KV `[B, T, K, H]` to attention output `[B, T, N, H]` and any carry."""
 
 _INIT = nn.initializers.normal(0.02)
-
-
-def _precision(x: jax.Array) -> jax.lax.Precision | None:
-    """f32 means f32: GPUs would otherwise round the inputs of f32 matmuls to TF32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def _project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
@@ -45,7 +40,7 @@ def _project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array
     leading, trailing = x.shape[:split], weights.shape[num_inputs:]
     rows = math.prod(leading)
     flat = jnp.dot(
-        x.reshape(rows, -1), weights.reshape(math.prod(weights.shape[:num_inputs]), -1), precision=_precision(x)
+        x.reshape(rows, -1), weights.reshape(math.prod(weights.shape[:num_inputs]), -1), precision=matmul_precision(x)
     )
     return flat.reshape(*leading, *trailing)
 
@@ -138,7 +133,11 @@ class Llama(nn.Module):
             weights, axis = self.unembedder.variables["params"]["kernel"], 0
         rows = x.reshape(-1, x.shape[-1])
         logits = jax.lax.dot_general(
-            rows, weights, (((1,), (axis,)), ((), ())), precision=_precision(x), preferred_element_type=jnp.float32
+            rows,
+            weights,
+            (((1,), (axis,)), ((), ())),
+            precision=matmul_precision(x),
+            preferred_element_type=jnp.float32,
         )
         return logits.reshape(*x.shape[:-1], self.config.vocab_size)
 

@@ -10,7 +10,8 @@ and of how many tokens count. What lies beyond those does not.
 
 It is for accidents, not for an adversary, who could leave those bytes alone.
 
-Measured on 2 CPU cores for a block of 128 tokens x 30 layers x 3 KV heads x 64, fp32 (5.9 MB), memory cold: MEASURED.
+Measured on 2 CPU cores, memory cold: 0.17 ms for a block of 5.9 MB (30 layers x 128 tokens x 3 KV heads x 64, fp32),
+which takes 3-4 ms to read; 0.20 ms for one of 16.8 MB.
 
 Not here: where seals are kept.
 """

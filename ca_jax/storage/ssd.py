@@ -11,6 +11,9 @@ indices of a chunk: split over one directory each they would be six levels deep,
 directory at 10 TB of 6 MB blocks. So there are at most 1,025 entries in each of 1,660 directories, which open in
 0.08 s.
 
+Checksums cost 0.26 s of CPU a GB, of 0.5-0.75 s in all (TensorStore 0.1.86 computes crc32c at 4 GB/s a core); reading
+the same files with `os.preadv` costs 0.1 s.
+
 A missing file or chunk is an error, never zeros; so are flipped bits and short files. A file that is intact but another
 one is for `ca_jax.storage.seal` to find.
 
@@ -63,8 +66,9 @@ class SsdTier:
       deadline_s: seconds without progress after which a move fails; see `IoQueue`.
       free_floor_bytes: free space that stays on a local disk.
       max_reads: blocks that are read at once, and so how many blocks' worth of memory TensorStore takes for it.
-        MEASURED_READS.
+        With 2 / 4 / 8 of 5.9 MB on 2 CPU cores: 1.3 / 1.6 / 1.9 GB/s cold, 3.4 / 3.0 / 1.7 from the page cache.
       max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
+        With 2 / 4 / 8: 1.1 / 1.4 / 1.8 GB/s, durable.
       context: TensorStore's resources; by default its own, without a cache.
       clock: seconds, never decreasing.
 
