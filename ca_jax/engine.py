@@ -9,11 +9,13 @@ Not here: jitted code (steps), device state (runner), loading and saving (sessio
 
 from __future__ import annotations
 
+import atexit
 import collections
 import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -81,6 +83,7 @@ class Engine:
             dtype=model.dtype,
             block_tokens=self.config.store.block_tokens,
         )
+        atexit.register(_close_at_exit, weakref.ref(self))
         self._kv = SessionKV(
             layout,
             self.config.store,
@@ -436,6 +439,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
+
+
+def _close_at_exit(engine: weakref.ref[Engine]) -> None:
+    """Ends the engine's threads while the interpreter still stands."""
+    if (alive := engine()) is not None:
+        alive.close()
 
 
 def enable_compile_cache(directory: str | None) -> None:

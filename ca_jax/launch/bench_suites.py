@@ -150,8 +150,7 @@ class _Bench:
         params = SamplingParams(max_tokens=self.config.max_answer_tokens, ignore_eos=True)
         prompts = [self._random_ids(num_context) for _ in range(batch_size)]
         sessions = [engine.session() for _ in prompts]
-        for session, prompt in zip(sessions, prompts, strict=True):
-            session.send_ids(prompt, sampling=params)
+        answers = [session.send_ids(prompt, sampling=params) for session, prompt in zip(sessions, prompts, strict=True)]
         for _ in range(batch_size + SETTLING_STEPS):  # The engine prefills one session a step, while others decode.
             engine.step()
         if peer is not None:
@@ -167,10 +166,11 @@ class _Bench:
                 engine.wait_for_saves()
                 peer_s = peer.decode(self.config.decode_steps)
                 samples.add(peer_tokens_per_s=batch_size * self.config.decode_steps / peer_s)
-            return all(session.finish_reason is None for session in sessions)
+            return all(session.finish_reason is None for session in sessions)  # Answers that are let go of end.
 
         samples, all_decoding, recompiles = self._repeat(sample)
-        for session in sessions:
+        for answer, session in zip(answers, sessions, strict=True):
+            answer.close()
             session.close()
         _settle(engine)
         if peer is not None:

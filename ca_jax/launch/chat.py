@@ -15,8 +15,8 @@ import dataclasses
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TextIO, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
 import prompt_toolkit
 import prompt_toolkit.completion
@@ -116,7 +116,7 @@ class Chat:
 
     def _answer(self, message: str) -> None:
         session = self.session
-        answer = cast("Generator[str]", session.send(message, sampling=self._sampling))
+        answer = session.send(message, sampling=self._sampling)
         with _interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
                 write_piece(self._console, piece)
