@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from ca_jax.buckets import pad_to
 from ca_jax.config import EngineConfig
+from ca_jax.decoder import Decoder, DecodeRow
 from ca_jax.errors import ContextWindowError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.metrics import EngineMetrics
 from ca_jax.pretrained import LoadedModel, Progress, load_model
@@ -76,6 +76,7 @@ class Engine:
             max_batch_size=self.config.max_batch_size,
             chunk_tokens=self.config.prefill_chunk_tokens,
         )
+        self._decoder = Decoder(self._runner, self._sampler)
         layout = KVLayout(
             num_layers=model.config.num_layers,
             num_kv_heads=model.config.num_kv_heads,
@@ -381,18 +382,18 @@ class Engine:
         self._kv.release_staging()
 
     def _decode(self, jobs: list[Job]) -> None:
-        slots = [job.slot for job in jobs if job.slot is not None]
-        num_rows = pad_to(self._runner.batch_buckets, 1 + max(slots))
-        tokens, lengths = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-        for slot, job in zip(slots, jobs, strict=True):
-            tokens[slot], lengths[slot] = job.output_ids[-1], job.num_tokens - 1
-        logits, kv = self._runner.decode(tokens, lengths)
-        drawn = self._sampler.draw(logits, lengths + 1)
+        rows = [
+            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1)
+            for job in jobs
+            if job.slot is not None
+        ]
+        more = all(len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self.window for job in jobs)
+        drawn, kv = self._decoder.step(rows, run_ahead=more and not self._scheduler.waiting)
         self.metrics.decode_steps += 1
-        for slot, job in zip(slots, jobs, strict=True):
+        for row, job in zip(rows, jobs, strict=True):
             if job in self._savers:
-                self._savers[job].add_decoded(int(tokens[slot]), kv, slot)
-            self._accept(job, int(drawn[slot]))
+                self._savers[job].add_decoded(row.token, kv, row.slot)
+            self._accept(job, int(drawn[row.slot]))
 
     def _accept(self, job: Job, token: int) -> None:
         """Takes a drawn token and ends the job if it is the last."""

@@ -142,11 +142,11 @@ class Runner:
             keys, values, kv, slot, start, self._table
         )
 
-    def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    def decode(self, tokens: np.ndarray | jax.Array, lengths: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """One token for each of the first n slots, n a batch bucket. Does not wait.
 
         Args:
-          tokens: i32 `[n]`; anything for slots not in use.
+          tokens: i32 `[n]`, on the host or the device; anything for slots not in use.
           lengths: i32 `[n]`, tokens already in the slot; 0 for slots not in use.
 
         Returns:
@@ -159,7 +159,7 @@ class Runner:
             self._config,
             self._params,
             self._slots,
-            to_device(tokens, np.int32),
+            tokens if isinstance(tokens, jax.Array) else to_device(tokens, np.int32),
             to_device(lengths, np.int32),
             self._table,
             num_blocks,

@@ -45,8 +45,17 @@ class Sampler:
         self._params[slot] = None
         self._rows.clear()
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on tokens that must be marked first."""
+        return any(params is not None and params.repetition_penalty != 1.0 for params in self._params)
+
     def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> np.ndarray:
-        """Draws a token for each row and waits for it.
+        """Draws as `start` does, and waits for the tokens."""
+        return to_host(self.start(logits, positions, first_slot))
+
+    def start(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> jax.Array:
+        """Draws a token for each row. Does not wait.
 
         Args:
           logits: f32 `[n, V]`, of slots `first_slot` to `first_slot + n`.
@@ -60,13 +69,12 @@ class Sampler:
         slots = range(first_slot, first_slot + num_rows)
         used = [params for slot in slots if (params := self._params[slot]) is not None]
         if self._seen is None or all(_is_greedy(params) for params in used):
-            return to_host(sampling.greedy(logits))
+            return sampling.greedy(logits)
         rows = self._rows.get((first_slot, num_rows))
         if rows is None:
             rows = self._rows[first_slot, num_rows] = _rows([self._params[slot] for slot in slots])
-        return to_host(
-            sampling.sample(logits, rows, self._seen, to_device(first_slot, np.int32), to_device(positions, np.int32))
-        )
+        first, places = to_device(first_slot, np.int32), to_device(positions, np.int32)
+        return sampling.sample(logits, rows, self._seen, first, places)
 
     def warmup(self, batch_sizes: tuple[int, ...]) -> None:
         """Compiles drawing for these numbers of rows. All slots must be free; drawing is then as if never called."""

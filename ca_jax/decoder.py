@@ -1,0 +1,91 @@
+"""Decoding ahead of the host: the next step is dispatched before the last one's tokens are read.
+
+The device then computes while Python hands out text and plans. A step that was dispatched and is not wanted, since the
+batch changed, is thrown away: it wrote keys and values only behind its jobs' lengths, where they are never attended to
+and are written again.
+
+Not here: jitted code (steps), which jobs run (scheduler), when an answer ends (engine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from ca_jax.buckets import pad_to
+from ca_jax.runner import Runner
+from ca_jax.sampler import Sampler
+from ca_jax.transfer import to_host
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    """One job's next token."""
+
+    job_id: int
+    """Whose."""
+    slot: int
+    """Where its KV is."""
+    token: int
+    """The last token, whose KV this step computes."""
+    length: int
+    """Tokens already in the slot."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A step that has been dispatched."""
+
+    batch: tuple[tuple[int, int, int], ...]  # job, slot, length
+    lengths: np.ndarray
+    drawn: jax.Array
+    kv: jax.Array
+
+
+class Decoder:
+    """Steps the decode slots by a token, one step ahead where it may. Belongs to the engine's thread.
+
+    Args:
+      runner: computes.
+      sampler: draws.
+    """
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._ahead: _Flight | None = None
+
+    def step(self, rows: list[DecodeRow], run_ahead: bool) -> tuple[np.ndarray, jax.Array]:
+        """Decodes one token for each row, and waits for them.
+
+        Args:
+          rows: at least one, each of another slot.
+          run_ahead: whether all rows are likely to want another token, and nobody else waits for the device.
+
+        Returns:
+          Drawn tokens i32 `[n]` by slot, and the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`.
+        """
+        batch = tuple((row.job_id, row.slot, row.length) for row in rows)
+        flight, self._ahead = self._ahead, None
+        if flight is None or flight.batch != batch:
+            num_rows = pad_to(self._runner.batch_buckets, 1 + max(row.slot for row in rows))
+            tokens, lengths = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+            for row in rows:
+                tokens[row.slot], lengths[row.slot] = row.token, row.length
+            flight = self._dispatch(batch, tokens, lengths)
+        if run_ahead and not self._sampler.has_penalties:
+            lengths = flight.lengths.copy()
+            for row in rows:
+                lengths[row.slot] += 1
+            self._ahead = self._dispatch(
+                tuple((job, slot, length + 1) for job, slot, length in batch), flight.drawn, lengths
+            )
+        return to_host(flight.drawn), flight.kv
+
+    def _dispatch(
+        self, batch: tuple[tuple[int, int, int], ...], tokens: np.ndarray | jax.Array, lengths: np.ndarray
+    ) -> _Flight:
+        logits, kv = self._runner.decode(tokens, lengths)
+        return _Flight(batch, lengths, self._sampler.start(logits, lengths + 1), kv)
