@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import ca_jax
@@ -401,3 +402,25 @@ def test_metrics_count_turns_and_tokens():
     assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (20 + 35 + 45, 24 + 38, 5 + 4 + 1)
     assert found.decode_steps == 4 + 3
     assert (found.failed_loads, found.failed_saves) == (0, 0)
+
+
+def penalised_answer(ids: list[int], num_tokens: int, penalty: float, late: bool) -> list[int]:
+    """The greedy answer by a full pass a token; `late` leaves the last drawn token out of what the penalty counts."""
+    answer = list(ids)
+    for step in range(num_tokens):
+        logits = kit.full_pass(answer)[0][-1].copy()
+        seen = sorted(set(answer[:-1] if late and step else answer))
+        logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
+        answer.append(int(logits.argmax()))
+    return answer[len(ids) :]
+
+
+def test_a_penalty_counts_every_token_though_decode_runs_ahead():
+    """A step dispatched before the last token is marked would draw as if that had not been said."""
+    penalty = 1.5
+    ids = kit.prompt(20, seed=1)
+    expected = penalised_answer(ids, 24, penalty, late=False)
+    assert expected != penalised_answer(ids, 24, penalty, late=True), "wanted a prompt on which the two differ"
+    params = SamplingParams(max_tokens=24, repetition_penalty=penalty, ignore_eos=True)
+    with kit.small_engine() as engine:
+        assert engine.generate([ids], params)[0].token_ids == expected
