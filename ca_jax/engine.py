@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import math
 import os
 import threading
 import time
@@ -22,8 +23,15 @@ import jax
 import numpy as np
 
 from ca_jax.config import EngineConfig
+from ca_jax.conversations import Conversation
 from ca_jax.decoder import Decoder, DecodeRow
-from ca_jax.errors import ContextWindowError, InvalidRequestError, SessionBusyError, SessionClosedError
+from ca_jax.errors import (
+    ContextWindowError,
+    InvalidRequestError,
+    SessionBusyError,
+    SessionClosedError,
+    TenantError,
+)
 from ca_jax.metrics import EngineMetrics
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
@@ -34,10 +42,14 @@ from ca_jax.session import Completion, FinishReason, Job, SamplingParams, Sessio
 from ca_jax.session_kv import SessionKV, TurnSaver
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import StoreStats
+from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
+from ca_jax.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
+_STALL_S = 0.5  # Longest wait for KV on its way before looking again.
+_KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
 class Engine:
@@ -62,6 +74,7 @@ class Engine:
         if self.window > limit:
             raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
         self._lock = threading.RLock()
+        self._wakeup = Wakeup()
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._savers: dict[Job, TurnSaver] = {}
@@ -92,7 +105,11 @@ class Engine:
             max_tokens=self._runner.history_buckets[-1],
             group_tokens=self.config.save_group_tokens,
             metrics=self.metrics,
+            on_progress=self._wakeup.tell,
         )
+        threading.Thread(
+            target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True
+        ).start()
 
     @classmethod
     def from_pretrained(
@@ -105,25 +122,42 @@ class Engine:
 
     # Conversations.
 
-    def session(self, *, system: str | None = None, session_id: str | None = None) -> Session:
-        """Begins a conversation, or returns the one of that id.
+    def session(
+        self,
+        *,
+        system: str | None = None,
+        session_id: str | None = None,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> Session:
+        """Begins a conversation, returns the open one of that id, or goes on with the one that the store kept.
 
         Args:
           system: its system message; for a conversation that exists already it must not be given.
           session_id: its name; made up if not given.
+          tenant: whose it is; ids are unique over all tenants.
+          ttl_s: how long a new one's KV is kept after its last use, seconds; None: as the store's config says.
 
         Raises:
           SessionClosedError: the engine is closed.
-          InvalidRequestError: a system message for a conversation that exists.
+          TenantError: the conversation is another tenant's.
+          InvalidRequestError: a system message for a conversation that exists, or a time that is negative.
         """
         with self._lock:
             self._check_open()
-            if session_id is not None and session_id in self._sessions:
-                if system is not None:
-                    raise InvalidRequestError(f"session {session_id!r} has begun: wanted no system message")
-                return self._sessions[session_id]
-            session = Session(self, session_id or uuid.uuid4().hex, system)
-            self._sessions[session.session_id] = session
+            if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
+                raise InvalidRequestError(f"ttl_s wanted a number of seconds >= 0, found {ttl_s}")
+            session = None if session_id is None else self._sessions.get(session_id)
+            if session is not None and session.tenant != tenant:
+                raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+            kept = None if session is not None or session_id is None else self._kv.recall(session_id, tenant)
+            if system is not None and (session or kept):
+                raise InvalidRequestError(f"session {session_id!r} has begun: wanted no system message")
+            if session is None:
+                messages = [] if system is None else [{"role": "system", "content": system}]
+                new = Conversation(token_ids=[], messages=messages, turn_starts=[])
+                session = Session(self, session_id or uuid.uuid4().hex, kept or new, tenant=tenant, ttl_s=ttl_s)
+                self._sessions[session.session_id] = session
             return session
 
     @property
@@ -142,6 +176,7 @@ class Engine:
                 ids, message = session.token_ids + new_ids, text_of(self.model, new_ids)
             job = self._make_job(ids, params, session, message)
             self._scheduler.submit(job)
+            self._kv.announce(job, session)
             return job
 
     def generate(
@@ -223,22 +258,36 @@ class Engine:
             if self._closed:
                 return
             self._sessions.pop(session.session_id, None)
-            self._kv.truncate(session.session_id, 0)
+            self._kv.truncate(session, 0)
+
+    def remember(self, session: Session) -> None:
+        """Has a conversation kept with its KV, as it is now; for `Session.rewind`."""
+        with self._lock:
+            self._check_open()
+            self._kv.remember(session)
+
+    @property
+    def stored(self) -> StoredSessions:
+        """What the store keeps: to list, pin, drop, and to say how long it lives."""
+        return StoredSessions(self._kv, self._lock)
 
     # Running.
 
     def step(self) -> bool:
         """Decodes one token for every running job and prefills at most one waiting one.
 
+        Where nothing can run because the KV of all waiting jobs is on its way from SSD, waits until something arrives.
+
         Returns:
           Whether there was anything to do.
         """
+        seen = self._wakeup.count
         with self._lock:
             self._check_open()
             self.end_abandoned()
             self._kv.collect()
             self._insert_prefilled()
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(self._kv.ready)
             if plan.decode:
                 self._decode(list(plan.decode))
             for job in plan.prefill:  # Last, so that a first token goes out at once.
@@ -248,7 +297,10 @@ class Engine:
                     self._fail(job, error)
                     self._runner.wait()
                     self._kv.release_staging()
-            return bool(plan.prefill or plan.decode)
+            stalled = not (plan.prefill or plan.decode or self._scheduler.idle)
+        if stalled:
+            self._wakeup.wait(seen, _STALL_S)
+        return bool(stalled or plan.prefill or plan.decode)
 
     def warmup(
         self,
@@ -288,11 +340,22 @@ class Engine:
         """Returns when memory that is made resident in the background is; until then saves and loads are slower."""
         self._kv.wait_until_resident()
 
+    def keep(self) -> bool:
+        """Takes in what the store's threads have done, and has them go on; for the engine's own thread.
+
+        Returns:
+          Whether the engine is open still.
+        """
+        with self._lock:
+            if not self._closed:
+                self._kv.collect()
+            return not self._closed
+
     def wait_for_saves(self) -> None:
-        """Returns when the KV of all turns that have ended is in the store, or has been given up."""
+        """Returns when the KV of all turns that have ended is in the store, on SSD if it has one, or was given up."""
         with self._lock:
             self._check_open()
-            self._kv.collect(wait=True)
+            self._kv.settle()
 
     def store_stats(self) -> StoreStats:
         """What the store holds and has done."""
@@ -304,7 +367,7 @@ class Engine:
         """Forgets a conversation's KV behind its first `num_tokens` tokens; for `Session.rewind`."""
         with self._lock:
             self._check_open()
-            self._kv.truncate(session.session_id, num_tokens)
+            self._kv.truncate(session, num_tokens)
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
@@ -319,6 +382,7 @@ class Engine:
                 self.cancel(job)
             self._kv.close()
             self._closed = True
+            self._wakeup.tell()
 
     def __enter__(self) -> Engine:
         return self
@@ -358,15 +422,13 @@ class Engine:
         if job.session is None:
             prefill = self._runner.prefill(job.prompt_ids, 0, None)
         else:
-            prefill, job.cached_tokens, job.load_s, job.load_stall_s = self._kv.prefill(
-                self._runner, job.session.session_id, job.prompt_ids
-            )
+            prefill = self._kv.prefill(self._runner, job, job.session)
         token = self._sampler.draw(prefill.logits, np.array([len(job.prompt_ids)]), job.slot)[0]
         self.metrics.prefill_steps += 1
         self.metrics.prompt_tokens += len(job.prompt_ids)
         self.metrics.cached_tokens += job.cached_tokens
         if job.session is not None:
-            saver = self._savers[job] = self._kv.begin_saving(job.session.session_id, job.cached_tokens)
+            saver = self._savers[job] = self._kv.begin_saving(job.session, job.cached_tokens)
             saver.add_prefill(job.prompt_ids[job.cached_tokens :], prefill.chunks)
         self._prefilled = (job, prefill)
         self._accept(job, int(token))
@@ -423,6 +485,7 @@ class Engine:
             self.metrics.turns += 1
         if job.session is not None and job.output_ids:
             job.session.adopt(job)
+            self._kv.remember(job.session)
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._release(job)
@@ -433,6 +496,7 @@ class Engine:
         if job.slot is not None:
             self._sampler.free_slot(job.slot)
         self._scheduler.remove(job)
+        self._kv.withdraw(job)
         saver = self._savers.pop(job, None)
         if saver is not None:
             self._kv.end_saving(saver)
@@ -446,6 +510,16 @@ def _close_at_exit(engine: weakref.ref[Engine]) -> None:
     """Ends the engine's threads while the interpreter still stands."""
     if (alive := engine()) is not None:
         alive.close()
+
+
+def _keep(engine: weakref.ref[Engine], wakeup: Wakeup) -> None:
+    """Keeps saves and tiers going while nobody runs the engine, for as long as it lives and is open."""
+    seen, going = 0, True
+    while going:
+        seen = wakeup.wait(seen, _KEEP_S)
+        alive = engine()
+        going = alive is not None and alive.keep()
+        del alive
 
 
 def enable_compile_cache(directory: str | None) -> None:

@@ -45,3 +45,11 @@ class SessionClosedError(CaJaxError):
 
 class SessionBusyError(CaJaxError):
     """A second turn sent to a session whose last turn still runs."""
+
+
+class TenantError(CaJaxError):
+    """A session id that is another tenant's."""
+
+
+class UnknownSessionError(CaJaxError, LookupError):
+    """A session id under which nothing is stored."""

@@ -1,7 +1,8 @@
 """Which jobs run: a queue, decode slots, and a plan per step (iteration-level continuous batching).
 
 First come, first served; a waiting job takes the lowest free slot as soon as there is one and joins the jobs that
-decode. At most one job is prefilled per step, so that running answers go on between prefills.
+decode. Jobs whose KV is still on its way are passed by, and stay where they are in the queue. At most one job is
+prefilled per step, so that running answers go on between prefills.
 
 Not here: jax, KV bytes, what a step does (engine).
 Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022).
@@ -12,8 +13,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import heapq
+import itertools
+from collections.abc import Callable
 
 from ca_jax.session import Job
+
+_PASSED_JOBS = 16  # How many are looked at for one that can run.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +62,22 @@ class Scheduler:
         """Queues a job."""
         self._waiting.append(job)
 
-    def schedule(self) -> StepPlan:
-        """Plans the next step and gives slots to the jobs it prefills."""
+    def schedule(self, ready: Callable[[Job, bool], bool] = lambda job, is_next: True) -> StepPlan:
+        """Plans the next step and gives slots to the jobs it prefills.
+
+        Args:
+          ready: whether a job's KV is where it can be loaded from, or will not be; and whether it is the next in the
+            queue, for which it is to be brought.
+        """
         decode = self.running
         prefill = []
         if self._waiting and self._free_slots:
-            job = self._waiting.popleft()
+            jobs = enumerate(itertools.islice(self._waiting, _PASSED_JOBS))
+            job = next((job for position, job in jobs if ready(job, position == 0)), None)
+        else:
+            job = None
+        if job is not None:
+            self._waiting.remove(job)
             job.slot = heapq.heappop(self._free_slots)
             self._running[job.slot] = job
             prefill.append(job)

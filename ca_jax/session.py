@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ca_jax.conversations import Conversation
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.text_output import TextOutput
 
@@ -158,6 +159,8 @@ class Job:
     """What broke it, if something did."""
     cached_tokens: int = 0
     """History tokens whose KV was loaded."""
+    cached_tier: str = "dram"
+    """Where it was when the turn was queued: `dram` or `ssd`."""
     submitted_s: float = dataclasses.field(default_factory=time.perf_counter)
     """When it was submitted."""
     started_s: float = 0.0
@@ -190,7 +193,7 @@ class Job:
         """What it took so far."""
         return Usage(
             prompt_tokens=len(self.prompt_ids),
-            cached_tokens={"dram": self.cached_tokens},
+            cached_tokens={self.cached_tier: self.cached_tokens},
             completion_tokens=len(self.output_ids),
             ttft_s=max(self.first_token_s - self.submitted_s, 0.0),
             queued_s=max(self.started_s - self.submitted_s, 0.0),
@@ -247,21 +250,38 @@ class Answer(Iterator[str]):
 class Session:
     """A conversation. Made by `Engine.session`; used by one caller at a time."""
 
-    def __init__(self, engine: Engine, session_id: str, system: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        session_id: str,
+        conversation: Conversation,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+    ) -> None:
         self._engine = engine
         self._job: Job | None = None
         self._closed = False
-        self._turn_starts: list[tuple[int, int]] = []  # tokens and messages there were before each turn
+        self._turn_starts = list(conversation.turn_starts)
         self.session_id = session_id
         """Names the conversation in the store."""
-        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self.tenant = tenant
+        """Whose it is: no other tenant meets its KV."""
+        self.ttl_s = ttl_s
+        """How long its KV is kept after its last use, seconds; None: as the store's config says."""
+        self.messages: list[dict[str, str]] = list(conversation.messages)
         """The conversation as text, oldest first."""
-        self.token_ids: list[int] = []
+        self.token_ids: list[int] = list(conversation.token_ids)
         """The conversation as the model saw it: templates, answers and stop tokens included."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
         """Of the last turn that has ended."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """All that is to be known to go on with it elsewhere, but for its KV."""
+        return Conversation(token_ids=self.token_ids, messages=self.messages, turn_starts=self._turn_starts)
 
     def send(self, message: str, *, max_tokens: int | None = None, sampling: SamplingParams | None = None) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
@@ -317,6 +337,7 @@ class Session:
         while self._turn_starts and self._turn_starts[-1][0] >= num_tokens:
             _, num_messages = self._turn_starts.pop()
             self.messages = self.messages[:num_messages]
+        self._engine.remember(self)
 
     def _check_ready(self) -> None:
         self._engine.end_abandoned()
@@ -344,7 +365,10 @@ class Session:
         self.finish_reason = job.finish_reason
 
     def close(self) -> None:
-        """Ends the conversation and lets the store forget its KV. May be called again."""
+        """Ends the conversation for good: the store forgets it. May be called again.
+
+        One that is to go on later, with another engine, is left open: `Engine.close` keeps it.
+        """
         if not self._closed:
             self._closed = True
             if self._job is not None and not self._job.done:

@@ -9,18 +9,25 @@ Not here: copies (transfer), blocks and books (storage), computing (runner).
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
+from collections.abc import Callable
 
 import jax
 
+from ca_jax.conversations import Conversation
+from ca_jax.errors import TenantError
 from ca_jax.metrics import EngineMetrics
 from ca_jax.runner import Prefill, PrefillChunk, Runner
+from ca_jax.session import Job, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import StoreStats
+from ca_jax.storage.records import EntryInfo, Owner, Residency, StoreStats
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.transfer import AsyncSaver, DecodedPart, LayerLoader, LayerPart
+
+_LOG = logging.getLogger(__name__)
 
 
 class SessionKV:
@@ -33,6 +40,11 @@ class SessionKV:
       max_tokens: longest padded history.
       group_tokens: decoded tokens that are saved together.
       metrics: where failures are counted.
+      on_progress: called from any thread when `collect` has something to do.
+
+    Raises:
+      ValueError: a size that does not fit machine or disk.
+      NotADirectoryError, PermissionError, CatalogError: the store's directory cannot be used.
     """
 
     def __init__(
@@ -44,13 +56,15 @@ class SessionKV:
         max_tokens: int,
         group_tokens: int,
         metrics: EngineMetrics,
+        on_progress: Callable[[], None],
     ) -> None:
-        self._store = AttentionStore(layout, config)
+        self._store = AttentionStore(layout, config, weights=fingerprint, on_progress=on_progress)
         self._loader = LayerLoader(layout, max_tokens)
-        self._saver = AsyncSaver()
+        self._saver = AsyncSaver(on_progress)
         self._group_tokens = group_tokens
         self._metrics = metrics
         self._turns: dict[str, TurnSaver] = {}
+        self._sources: dict[Job, str] = {}  # Of waiting jobs: the key of the session whose KV they will load.
         self._salt = hashlib.sha256(f"{fingerprint}|{layout}|unrotated|".encode()).digest()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
@@ -59,40 +73,72 @@ class SessionKV:
         """Returns when all host memory has had its first touch. Any thread may call it."""
         self._toucher.join()
 
-    def key(self, session_id: str) -> str:
-        """The store's key: other weights, layouts and position encodings never meet."""
-        return hashlib.sha256(self._salt + session_id.encode()).hexdigest()
+    def key(self, session_id: str, tenant: str = "") -> str:
+        """The store's key: other tenants, weights, layouts and position encodings never meet."""
+        name = f"{len(tenant)}:{tenant}{session_id}"
+        return hashlib.sha256(self._salt + name.encode("utf-8", "surrogatepass")).hexdigest()
 
-    def prefill(self, runner: Runner, session_id: str, prompt_ids: list[int]) -> tuple[Prefill, int, float, float]:
+    # A turn, in order.
+
+    def announce(self, job: Job, session: Session) -> None:
+        """A turn is queued: from here on its KV is fetched early and evicted late.
+
+        A session of which nothing is stored may begin like one that is: then it will begin with a copy of that KV.
+        """
+        key = source = self.key(session.session_id, session.tenant)
+        if self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1:
+            source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
+        self._sources[job] = source
+        self._store.enqueue(job, source)
+        self._store.poll()
+
+    def ready(self, job: Job, is_next: bool) -> bool:
+        """Whether a queued turn would not wait for SSD. For the next one its KV is brought, at the cost of others'."""
+        source = self._sources.get(job)
+        if source is None:
+            return True
+        if is_next:
+            return not self._store.request(source)
+        return self._store.residency(source) not in (Residency.SSD, Residency.PENDING)
+
+    def withdraw(self, job: Job) -> None:
+        """A turn is not queued any more, if it was."""
+        if self._sources.pop(job, None) is not None:
+            self._store.dequeue(job)
+
+    def prefill(self, runner: Runner, job: Job, session: Session) -> Prefill:
         """Prefills a turn over whatever of its history is stored; everything, if nothing is or the load breaks.
 
-        Returns:
-          The prefill, tokens whose KV was loaded, seconds in which copies ran, seconds compute waited for them.
+        Says in `job` how many tokens' KV was loaded, from where, and how long that took.
         """
-        ticket = self._find(session_id, prompt_ids)
+        ticket = self._find(job, session)
+        self.withdraw(job)
         if ticket is None:
-            return runner.prefill(prompt_ids, 0, None), 0, 0.0, 0.0
+            return runner.prefill(job.prompt_ids, 0, None)
         try:
             self._loader.start(ticket, runner.padded_history(ticket.num_tokens))
-            prefill = runner.prefill(prompt_ids[ticket.num_tokens :], ticket.num_tokens, self._loader.layer)
+            prefill = runner.prefill(job.prompt_ids[ticket.num_tokens :], ticket.num_tokens, self._loader.layer)
         except Exception:  # A load that breaks is a miss and a recompute, never a failed turn.
             self._loader.release()
             self._store.abort_load(ticket)
             self._store.drop(ticket.key)
             self._metrics.failed_loads += 1
-            return runner.prefill(prompt_ids, 0, None), 0, 0.0, 0.0
+            return runner.prefill(job.prompt_ids, 0, None)
         self._store.complete_load(ticket)
         self._store.truncate(ticket.key, ticket.num_tokens)  # What is stored behind them belongs to other tokens.
-        return prefill, ticket.num_tokens, self._loader.load_s, self._loader.stall_s
+        job.cached_tokens, job.cached_tier = ticket.num_tokens, "ssd" if ticket.from_ssd else "dram"
+        job.load_s, job.load_stall_s = self._loader.load_s, self._loader.stall_s
+        return prefill
 
     def release_staging(self) -> None:
         """Frees the loader for the next turn. Everything computed from the last load must be done."""
         self._loader.release()
 
-    def begin_saving(self, session_id: str, start_token: int) -> TurnSaver:
+    def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
-        key = self.key(session_id)
-        saver = TurnSaver(self._store, self._saver, key, start_token, self._group_tokens)
+        key = self.key(session.session_id, session.tenant)
+        owner = Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)
+        saver = TurnSaver(self._store, self._saver, key, owner, start_token, self._group_tokens)
         self._store.pin(key)  # What this turn builds on must not be evicted under it.
         self._turns[key] = saver
         return saver
@@ -104,7 +150,10 @@ class SessionKV:
         del self._turns[saver.key]
 
     def collect(self, wait: bool = False) -> None:
-        """Publishes the saves that are done and gives up those that failed; with `wait`, all that were submitted."""
+        """Publishes the saves that are done and gives up those that failed; with `wait`, all that were submitted.
+
+        Keeps the store's tiers going too.
+        """
         for result in self._saver.poll(wait):
             if result.error is None:
                 self._store.complete_save(result.ticket)
@@ -113,11 +162,65 @@ class SessionKV:
             self._metrics.failed_saves += 1
             if result.ticket.key in self._turns:
                 self._turns[result.ticket.key].give_up()
+        self._store.poll()
 
-    def truncate(self, session_id: str, num_tokens: int) -> None:
+    def remember(self, session: Session) -> None:
+        """Has a conversation kept with its KV, as it is now."""
+        self._store.set_note(self.key(session.session_id, session.tenant), session.conversation.to_bytes())
+
+    def recall(self, session_id: str, tenant: str) -> Conversation | None:
+        """The conversation that was kept with stored KV; None if there is none.
+
+        Raises:
+          TenantError: that name is another tenant's.
+        """
+        key = self.key(session_id, tenant)
+        infos = self._store.of_name(session_id)
+        if infos and key not in {info.key for info in infos}:
+            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+        note = self._store.note(key) if infos else b""
+        try:
+            return Conversation.from_bytes(note) if note else None
+        except ValueError:
+            _LOG.warning("what was kept of session %r cannot be read: it begins anew", session_id)
+            return None
+
+    # What is stored.
+
+    def truncate(self, session: Session, num_tokens: int) -> None:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run."""
         self.collect(wait=True)
-        self._store.truncate(self.key(session_id), num_tokens)
+        self._store.truncate(self.key(session.session_id, session.tenant), num_tokens)
+
+    def drop(self, key: str) -> None:
+        """Forgets all of a session. No turn of it may run."""
+        self.collect(wait=True)
+        self._store.drop(key)
+
+    def is_running(self, key: str) -> bool:
+        """Whether a turn of a session runs."""
+        return key in self._turns
+
+    def list(self) -> tuple[EntryInfo, ...]:
+        """What is stored, or being stored."""
+        return self._store.list()
+
+    def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
+        """The same, of one session id, whatever its tenant."""
+        return self._store.of_name(session_id)
+
+    def set_pinned(self, key: str, pinned: bool) -> None:
+        """Keeps a session in the store, or lets it go like others."""
+        self._store.set_pinned(key, pinned)
+
+    def set_ttl(self, key: str, ttl_s: float | None) -> None:
+        """Says how long a session is kept after its last use."""
+        self._store.set_ttl(key, ttl_s)
+
+    def settle(self) -> bool:
+        """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
+        self.collect(wait=True)
+        return self._store.settle()
 
     def stats(self) -> StoreStats:
         """What the store holds and has done."""
@@ -129,15 +232,20 @@ class SessionKV:
         self._saver.close()
         self._store.close()
 
-    def _find(self, session_id: str, prompt_ids: list[int]) -> LoadTicket | None:
+    def _find(self, job: Job, session: Session) -> LoadTicket | None:
         """The stored prefix of a prompt; its last token is never part of it, since its logits are wanted."""
-        if len(prompt_ids) < 2:
+        if len(job.prompt_ids) < 2:
             return None
         self.collect(wait=True)
-        key = self.key(session_id)
-        ticket = self._store.prepare_load(key, prompt_ids[:-1])
-        if ticket is None:
-            self._store.drop(key)
+        key = self.key(session.session_id, session.tenant)
+        wanted = job.prompt_ids[:-1]
+        source = self._sources.get(job, key)
+        if source != key and self._store.residency(key) is Residency.ABSENT:
+            owner = Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)
+            self._store.copy_prefix(source, key, wanted, owner)
+        ticket = self._store.prepare_load(key, wanted)
+        if ticket is None and self._store.residency(key) is Residency.DRAM:
+            self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
         return ticket
 
     def _touch(self) -> None:
@@ -155,11 +263,21 @@ class TurnSaver:
       store: where to.
       saver: who copies.
       key: of the session.
+      owner: whose it is.
       start_token: tokens of the session that are stored already.
       group_tokens: decoded tokens that are saved together.
     """
 
-    def __init__(self, store: AttentionStore, saver: AsyncSaver, key: str, start_token: int, group_tokens: int) -> None:
+    def __init__(
+        self,
+        store: AttentionStore,
+        saver: AsyncSaver,
+        key: str,
+        owner: Owner,
+        start_token: int,
+        group_tokens: int,
+    ) -> None:
+        self._owner = owner
         self.key = key
         """Of the session, in the store."""
         self._store = store
@@ -204,7 +322,7 @@ class TurnSaver:
     def _submit(self, token_ids: list[int], parts: list[LayerPart] | list[DecodedPart]) -> None:
         if not self._active:
             return
-        ticket = self._store.prepare_save(self.key, self._next_token, token_ids)
+        ticket = self._store.prepare_save(self.key, self._next_token, token_ids, self._owner)
         if ticket is None:
             self._active = False
             return

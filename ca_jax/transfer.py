@@ -17,7 +17,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -158,9 +158,13 @@ class AsyncSaver:
 
     `submit` never waits. What is done comes back by `poll`, so that the store's books are kept by one thread.
     Buffers handed in must never be donated to a computation.
+
+    Args:
+      on_done: called, from the thread, when `poll` has something new.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
+        self._on_done = on_done
         self._work: queue.SimpleQueue[tuple[SaveTicket, Sequence[LayerPart | DecodedPart]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
         self._num_open = 0
@@ -208,6 +212,7 @@ class AsyncSaver:
             self.busy_s += time.perf_counter() - started_s
             self._done.put(SaveResult(ticket, error))
             del item, parts, ticket
+            self._on_done()
 
 
 def _write(ticket: SaveTicket, part: LayerPart | DecodedPart) -> None:

@@ -39,6 +39,8 @@ class IoFailure(enum.StrEnum):
     """The mover, or the end of the store, gave it up."""
     DEVICE = "device"
     """Anything else that the system or the device reports."""
+    CATALOG = "catalog"
+    """What says where the blocks are could not be read or written."""
 
 
 class BlockIoError(Exception):

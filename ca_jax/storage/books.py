@@ -1,45 +1,82 @@
 """The AttentionStore's books: one entry per session, in the orders that policies ask for, and the counters.
 
-Not here: bytes, blocks' memory, or decisions.
+Not here: bytes, blocks' memory, decisions, or what moves (attention_store, ssd_books).
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.policy import StoredEntry, StoreView
-from ca_jax.storage.records import MissReason, Residency, SkipReason
+from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
+from ca_jax.storage.ssd_worker import FetchTask, FlushTask
 from ca_jax.storage.tickets import SaveTicket
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class SsdCopy:
+    """What of a session is on SSD, published in the catalog."""
+
+    num_tokens: int
+    block_ids: np.ndarray
+    """int64 `[num_blocks]`, in token order."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Entry:
     """What is known of one session."""
 
     key: str
+    owner: Owner
     created_s: float
     last_used_s: float
+    ttl_s: float | None = None
+    pinned: bool = False
+    """By its owner, durably."""
+    num_pins: int = 0
+    """By whoever uses it now."""
+
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    """Of the published tokens, int32."""
+    """Of the tokens published in DRAM, int32."""
     block_ids: list[int] = dataclasses.field(default_factory=list)
-    """The block table: blocks in token order, those of unfinished saves included."""
+    """The block table in DRAM: blocks in token order, those of unfinished saves included."""
     open_saves: list[SaveTicket] = dataclasses.field(default_factory=list)
     """In token order; each begins where the one before ends."""
     num_open_loads: int = 0
+    fetched: bool = False
+    """Whether its KV in DRAM was fetched from SSD and not loaded since."""
+
+    ssd: SsdCopy | None = None
+    num_same_tokens: int = 0
+    """Leading tokens whose bytes on SSD are those in DRAM."""
+    fetch: FetchTask | None = None
+    """On its way to DRAM."""
+    flush: FlushTask | None = None
+    """On its way to SSD."""
+    waits_for_flush: bool = False
+    """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
+    note: bytes | None = None
+    """What its owner wants kept with it and is not on SSD yet."""
+    requested: bool = False
+    """A job of it would run if its KV were here: what is fetched stays until it does."""
+    miss: MissReason | None = None
+    """Why the last fetch failed: what the next load's miss is counted under."""
 
     @property
     def num_tokens(self) -> int:
-        """Published tokens."""
+        """Published tokens in DRAM."""
         return len(self.token_ids)
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Published tokens and those of unfinished saves."""
+        """Published tokens in DRAM and those of unfinished saves."""
         return self.open_saves[-1].stop_token if self.open_saves else self.num_tokens
 
     @property
@@ -49,69 +86,180 @@ class Entry:
 
     @property
     def residency(self) -> Residency:
-        """Readable in DRAM, or not yet."""
-        return Residency.DRAM if self.num_tokens else Residency.PENDING
+        """Where what can be read is."""
+        if self.num_tokens:
+            return Residency.DRAM
+        if self.fetch is not None or self.open_saves:
+            return Residency.PENDING
+        return Residency.ABSENT if self.ssd is None else Residency.SSD
 
 
 class EntryTable:
-    """Entries by key, in the orders that policies ask for, so that no choice of a victim has to sort.
+    """Entries by key, and of each tier in the orders that policies ask for, so that no choice has to sort.
 
     Args:
       look_ahead: the job queue.
+      max_fetched_blocks: no larger session can be fetched.
     """
 
-    def __init__(self, look_ahead: LookAhead) -> None:
-        self._orders: TierOrders[Entry] = TierOrders(look_ahead)
+    def __init__(self, look_ahead: LookAhead, max_fetched_blocks: int) -> None:
+        self._max_fetched_blocks = max_fetched_blocks
+        self._entries: dict[str, Entry] = {}
+        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead)
+        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead)
+        self._on_ssd_only: TierOrders[Entry] = TierOrders(look_ahead)
+        self._by_name: dict[str, set[str]] = collections.defaultdict(set)
 
     def __len__(self) -> int:
-        return len(self._orders)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._orders)
+        """In the order in which they were added."""
+        return iter(self._entries.values())
+
+    @property
+    def num_on_ssd(self) -> int:
+        """Sessions that are on SSD."""
+        return len(self._on_ssd)
 
     def get(self, key: str) -> Entry | None:
         """The entry of that key, if there is one."""
-        return self._orders.get(key)
+        return self._entries.get(key)
+
+    def of_name(self, session_id: str) -> tuple[Entry, ...]:
+        """The entries of that session id, of whatever tenant."""
+        return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used."""
-        self._orders.add(entry.key, entry)
+        self._entries[entry.key] = entry
+        self._by_name[entry.owner.session_id].add(entry.key)
+        self.place(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Takes an entry out of everything."""
+        del self._entries[entry.key]
+        names = self._by_name[entry.owner.session_id]
+        names.discard(entry.key)
+        if not names:
+            del self._by_name[entry.owner.session_id]
+        for orders in (self._in_dram, self._on_ssd, self._on_ssd_only):
+            if entry.key in orders:
+                orders.remove(entry.key)
 
     def use(self, entry: Entry, now_s: float) -> None:
         """Marks an entry as the last used."""
         entry.last_used_s = now_s
-        self._orders.use(entry.key)
+        for orders in (self._in_dram, self._on_ssd, self._on_ssd_only):
+            if entry.key in orders:
+                orders.use(entry.key)
 
-    def remove(self, entry: Entry) -> None:
-        """Takes an entry out."""
-        self._orders.remove(entry.key)
+    def place(self, entry: Entry) -> None:
+        """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.
 
-    def view(self, must_stay: Callable[[Entry], bool]) -> StoreView:
-        """What a policy may see; lazy, so it must be used before the next change."""
+        An entry that is nowhere any more, and is not in use, goes altogether.
+        """
+        if self._entries.get(entry.key) is not entry:  # Gone, and there may be another one of its name.
+            return
+        in_dram = bool(entry.block_ids)
+        if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.miss):
+            self.remove(entry)
+            return
+        self._put(self._in_dram, entry, in_dram, self.must_stay(entry))
+        held = entry.pinned or bool(entry.num_pins) or entry.in_use or bool(entry.fetch or entry.flush)
+        self._put(self._on_ssd, entry, entry.ssd is not None, held)
+        fetchable = (
+            entry.ssd is not None
+            and not (in_dram or entry.fetch or entry.flush)
+            and len(entry.ssd.block_ids) <= self._max_fetched_blocks
+        )
+        self._put(self._on_ssd_only, entry, fetchable, False)
 
-        def describe(entry: Entry, queue_position: int | None) -> StoredEntry:
-            return StoredEntry(
-                key=entry.key,
-                num_blocks=len(entry.block_ids),
-                pinned=must_stay(entry),
-                last_used_s=entry.last_used_s,
-                created_s=entry.created_s,
-                queue_position=queue_position,
-            )
+    def must_stay(self, entry: Entry) -> bool:
+        """Whether a session must not leave DRAM."""
+        return bool(
+            (entry.pinned and entry.ssd is None)
+            or entry.num_pins
+            or entry.in_use
+            or entry.requested
+            or entry.flush is not None
+            or entry.waits_for_flush
+        )
 
-        return self._orders.view(describe)
+    @contextlib.contextmanager
+    def kept(self, entry: Entry) -> Iterator[None]:
+        """Keeps an entry from being named as a victim for the length of a `with` block."""
+        entry.num_pins += 1
+        self.place(entry)
+        try:
+            yield
+        finally:
+            entry.num_pins -= 1
+            self.place(entry)
+
+    def in_dram(self, tenant: str | None = None) -> StoreView:
+        """What a policy may see of DRAM; lazy, so it must be used before the next change."""
+        return self._in_dram.view(lambda entry, position: _describe(entry, len(entry.block_ids), position), tenant)
+
+    def on_ssd(self, tenant: str | None = None) -> StoreView:
+        """What a policy may see of SSD, likewise."""
+        return self._on_ssd.view(_describe_on_ssd, tenant)
+
+    def on_ssd_only(self) -> StoreView:
+        """What could be fetched, likewise."""
+        return self._on_ssd_only.view(_describe_on_ssd)
+
+    def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
+        if belongs != (entry.key in orders):
+            if belongs:
+                orders.add(entry.key, entry, entry.owner.tenant)
+            else:
+                orders.remove(entry.key)
+        if belongs:
+            orders.set_held(entry.key, held)
+
+
+def _describe(entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
+    return StoredEntry(
+        key=entry.key,
+        num_blocks=num_blocks,
+        pinned=False,  # What must stay is held, and never looked at.
+        last_used_s=entry.last_used_s,
+        created_s=entry.created_s,
+        queue_position=queue_position,
+    )
+
+
+def _describe_on_ssd(entry: Entry, queue_position: int | None) -> StoredEntry:
+    return _describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
 
 
 @dataclasses.dataclass
 class Counters:
-    """Counts since the store was made; meanings as in `StoreStats`."""
+    """Counts since the store was made; meanings as in `StoreStats` and `SsdStats`."""
 
     num_hits: int = 0
+    num_hits_from_ssd: int = 0
     misses: dict[MissReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     num_saves: int = 0
     num_aborted_saves: int = 0
     skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
     num_evictions: int = 0
     evicted_bytes: int = 0
+    num_expired: int = 0
     loaded_bytes: int = 0
     saved_bytes: int = 0
+
+
+@dataclasses.dataclass
+class SsdCounters:
+    """The same for the SSD tier."""
+
+    num_lost_sessions: int = 0
+    num_fetches: int = 0
+    fetched_bytes: int = 0
+    num_flushes: int = 0
+    flushed_bytes: int = 0
+    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
+    num_evictions: int = 0
+    evicted_bytes: int = 0

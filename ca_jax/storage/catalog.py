@@ -30,7 +30,14 @@ import numpy.typing as npt
 from ca_jax.storage import catalog_file
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.catalog_rows import SESSION_COLUMNS, Contents, DamagedRecordError, session_to_row, split_prefixes
+from ca_jax.storage.catalog_rows import (
+    SESSION_COLUMNS,
+    Contents,
+    DamagedRecordError,
+    session_from_row,
+    session_to_row,
+    split_prefixes,
+)
 from ca_jax.storage.expiry import check_ttl
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
@@ -75,13 +82,16 @@ class Catalog(CatalogReader):
         with self._transaction():
             yield
 
-    def publish(self, record: SessionRecord, token_ids: npt.ArrayLike, seals: np.ndarray) -> SessionRecord:
+    def publish(
+        self, record: SessionRecord, token_ids: npt.ArrayLike, seals: np.ndarray, note: bytes = b""
+    ) -> SessionRecord:
         """Says that a session is stored, or is stored differently. Durable.
 
         Args:
           record: the session; `generation` is counted here, and `created_s` stays what it was first.
           token_ids: `[num_tokens]`, the tokens whose KV is stored.
           seals: uint64 `[num_blocks, L]`.
+          note: what the session's owner wants kept with it.
 
         Returns:
           The record as it is stored now.
@@ -98,12 +108,17 @@ class Catalog(CatalogReader):
             raise ValueError(
                 f"seals wanted uint64[{record.num_blocks}, {layout.num_layers}], found {seals.dtype}{list(seals.shape)}"
             )
-        contents = Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens))
+        contents = Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens), note=note)
         with self._transaction():
             return self._write(record, contents)
 
     def shorten(
-        self, key: str, num_tokens: int, num_blocks: int, last_seal: np.ndarray | None = None
+        self,
+        key: str,
+        num_tokens: int,
+        num_blocks: int,
+        last_seal: np.ndarray | None = None,
+        note: bytes | None = None,
     ) -> SessionRecord | None:
         """Says that only the first `num_tokens` stored tokens, in the first `num_blocks` blocks, are left. Durable.
 
@@ -113,6 +128,7 @@ class Catalog(CatalogReader):
           num_blocks: how many blocks stay.
           last_seal: uint64 `[L]`, of the last block that stays. A seal covers the tokens that count in its block, so
             it is another one where fewer do than before: give it, or end with a full block and leave it None.
+          note: what is kept with the session from now on; None keeps what is.
 
         Returns:
           The record as it is stored now; None if the session is not stored (any more): it was not, or `num_tokens`
@@ -139,7 +155,9 @@ class Catalog(CatalogReader):
             tokens, seals = contents.token_ids[:num_tokens], contents.seals[:num_blocks].copy()
             if last_seal is not None:
                 seals[-1] = last_seal
-            return self._write(record, Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens)))
+            prefixes = self._prefixes(record, tokens)
+            note = contents.note if note is None else note
+            return self._write(record, Contents(token_ids=tokens, seals=seals, prefixes=prefixes, note=note))
 
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
@@ -157,6 +175,28 @@ class Catalog(CatalogReader):
                     self._replace_contents(row[0], None)
                     num_forgotten += 1
         return num_forgotten
+
+    def forget_damaged(self) -> int:
+        """Says that the sessions whose rows are damaged are not stored any more. Durable. Reads as `load_all` does.
+
+        Returns:
+          How many they were.
+        """
+        damaged: list[int] = []
+        with self._transaction():
+            for session, *row in self._all(
+                f"SELECT id, {SESSION_COLUMNS} FROM sessions WHERE namespace = ?", self._namespace_id
+            ):
+                try:
+                    session_from_row(tuple(row))
+                except DamagedRecordError:
+                    damaged.append(session)
+            if damaged:
+                self._all("REINDEX sessions")  # A damaged key is not the one that the index has the row under.
+            for session in damaged:
+                self._all("DELETE FROM sessions WHERE id = ?", session)
+                self._replace_contents(session, None)
+        return len(damaged)
 
     def touch_used(self, times_s: Mapping[str, float]) -> None:
         """Writes down when sessions were last used, seconds since the epoch. Not durable: a power cut may undo it."""
@@ -275,7 +315,7 @@ class Catalog(CatalogReader):
         self._many("DELETE FROM prefixes WHERE hash = ? AND session = ?", [(h, session) for h in before - after])
         self._many("INSERT OR IGNORE INTO prefixes VALUES (?, ?)", [(h, session) for h in after - before])
         if contents:
-            self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)", session, *contents.to_row(key))
+            self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?)", session, *contents.to_row(key))
         else:
             self._all("DELETE FROM contents WHERE session = ?", session)
 

@@ -60,6 +60,7 @@ CREATE TABLE contents (
   token_ids BLOB NOT NULL,  -- int32
   seals BLOB NOT NULL,  -- uint64 [num_blocks, L]
   prefixes BLOB NOT NULL,  -- the session's hashes in `prefixes`, joined
+  note BLOB NOT NULL,  -- its owner's
   checksum INTEGER NOT NULL
 );
 CREATE TABLE prefixes (

@@ -5,6 +5,7 @@ Not here: changing it (catalog), the file and its failures (catalog_file).
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ class CatalogReader:
         self._namespace = namespace
         self._path = self._directory / catalog_file.CATALOG_NAME
         self._db = self._open()
+        self._file_id = _file_id(self._path)
         row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
         self._namespace_id: int = row[0] if row else -1  # -1: nothing was ever stored in it.
 
@@ -61,7 +63,7 @@ class CatalogReader:
         return self._directory / self._namespace.directory_name
 
     def load_all(self, on_damaged: Callable[[str, str], None]) -> Iterator[SessionRecord]:
-        """Every session of the namespace, in the order of first publication. Reads neither token ids nor seals.
+        """Every session of the namespace, in the order of first publication. Reads none of their contents.
 
         Args:
           on_damaged: called with key and reason for each row that is skipped since it is damaged. The key may be what
@@ -89,13 +91,13 @@ class CatalogReader:
         return session_from_row(row) if row else None
 
     def contents(self, key: str) -> Contents | None:
-        """What a load of one session needs: token ids and seals; None if it is not stored.
+        """What a load of one session needs, and its owner's note; None if it is not stored.
 
         Raises:
           DamagedRecordError: they are damaged.
         """
         row = self._one(
-            "SELECT num_tokens, length(block_ids), token_ids, seals, prefixes, contents.checksum "
+            "SELECT num_tokens, length(block_ids), token_ids, seals, prefixes, note, contents.checksum "
             "FROM sessions LEFT JOIN contents ON session = id WHERE namespace = ? AND key = ?",
             self._namespace_id,
             key,
@@ -184,6 +186,14 @@ class CatalogReader:
                     report(record.key, f"wanted block {block} for itself, found it held by session {holder!r} too")
         return tuple(found)
 
+    def is_in_place(self) -> bool:
+        """Whether the directory still names the file that was opened: not if it was deleted or replaced since.
+
+        What is published to a file without a name is lost with the process. Costs one look at the directory, and never
+        raises: a directory that cannot be read names no file.
+        """
+        return self._file_id is not None and self._file_id == _file_id(self._path)
+
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._db.close()
@@ -243,6 +253,15 @@ def namespaces(directory: str | Path) -> tuple[NamespaceInfo, ...]:
             return tuple(_infos(db, path))
     finally:
         db.close()
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """What tells a file from every other that there is; None where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _infos(db: sqlite3.Connection, path: Path) -> Iterator[NamespaceInfo]:

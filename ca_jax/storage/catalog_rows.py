@@ -40,13 +40,16 @@ class Contents:
     """uint64 `[num_blocks, L]`, read-only: a digest of each block's layer, by which a wrong block is known."""
     prefixes: tuple[bytes, ...]
     """The hashes by which the session is found, of its first 1, 2, … blocks."""
+    note: bytes = b""
+    """What the session's owner wants kept with it; nothing here looks into it."""
 
     def to_row(self, key: str) -> tuple[Any, ...]:
-        """Values of `token_ids, seals, prefixes, checksum`."""
+        """Values of `token_ids, seals, prefixes, note, checksum`."""
         blobs = (
             np.ascontiguousarray(self.token_ids, "<i4").tobytes(),
             np.ascontiguousarray(self.seals, "<u8").tobytes(),
             b"".join(self.prefixes),
+            self.note,
         )
         return (*blobs, _contents_checksum(key, *blobs))
 
@@ -57,9 +60,9 @@ def contents_from_row(key: str, row: tuple[Any, ...], *, num_tokens: int, num_bl
     Raises:
       DamagedRecordError: they are others, or do not fit the sizes.
     """
-    token_ids, seals, prefixes, checksum = row
+    token_ids, seals, prefixes, note, checksum = row
     try:
-        if checksum != _contents_checksum(key, token_ids, seals, prefixes):
+        if checksum != _contents_checksum(key, token_ids, seals, prefixes, note):
             raise ValueError("wanted contents that pass their checksum, found others")
         if len(token_ids) != 4 * num_tokens or len(seals) != 8 * num_blocks * num_layers:
             raise ValueError(
@@ -72,6 +75,7 @@ def contents_from_row(key: str, row: tuple[Any, ...], *, num_tokens: int, num_bl
         token_ids=np.frombuffer(token_ids, "<i4"),
         seals=np.frombuffer(seals, "<u8").reshape(num_blocks, num_layers),
         prefixes=split_prefixes(prefixes),
+        note=note,
     )
 
 
@@ -136,5 +140,9 @@ def _session_checksum(
     return zlib.crc32(table, zlib.crc32(named.encode("utf-8", "surrogateescape")))
 
 
-def _contents_checksum(key: str, token_ids: bytes, seals: bytes, prefixes: bytes) -> int:
-    return zlib.crc32(prefixes, zlib.crc32(seals, zlib.crc32(token_ids, zlib.crc32(key.encode()))))
+def _contents_checksum(key: str, *blobs: bytes) -> int:
+    """Of the blobs and where each ends."""
+    checksum = zlib.crc32(key.encode())
+    for blob in blobs:
+        checksum = zlib.crc32(blob, zlib.crc32(len(blob).to_bytes(8, "little"), checksum))
+    return checksum

@@ -8,39 +8,102 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.policy import EVICTION_POLICIES
 
 GIB = 1 << 30
+SSD_DRIVERS = ("zarr3", "raw")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """Sizes and policy of the AttentionStore.
+    """Sizes and policies of the AttentionStore.
 
     Raises:
-      ValueError: a cap that is negative or not finite, a block of no tokens, an unknown policy.
+      ValueError: a cap, floor, quota or time that is negative or not finite, an SSD without room or without the DRAM
+        that its blocks pass through, a block of no tokens, an unknown policy or driver.
     """
 
     dram_gib: float = 2.0
     """Cap of the DRAM tier, GiB; a hard one, allocated at start. 0 turns the store off: all saves are skipped."""
+    dram_free_fraction: float = 0.1
+    """Share of DRAM that eviction to SSD keeps free in the background, so that a save or fetch finds room at once.
+    Without an SSD nothing is evicted before its room is needed."""
+    ssd_dir: str | None = None
+    """Directory of the SSD tier: catalog and blocks. None: DRAM only. One engine at a time may use a directory."""
+    ssd_gib: float = 8.0
+    """Cap of the SSD tier, GiB, checksums included; the catalog, under 1 % of it, comes on top."""
+    ssd_free_floor_gib: float = 1.0
+    """Free space that stays on the disk whatever the cap says, GiB."""
+    ssd_driver: str = "zarr3"
+    """How blocks are kept: `zarr3` (TensorStore, one file a block) or `raw` (one file of checksummed slots, read and
+    written past the page cache: faster where the disk is). Each has its own blocks."""
+    ssd_url: str | None = None
+    """Where blocks are kept instead of in `ssd_dir`, as a TensorStore URL (`s3://…`, `gs://…`, `memory://…`); the
+    catalog stays in `ssd_dir`. `zarr3` only, and without a floor of free space."""
+    ssd_deadline_s: float = 5.0
+    """Seconds without progress after which a read or write of the SSD tier is given up, and the KV recomputed."""
+    ttl_s: float | None = None
+    """How long a session is kept after its last use, seconds, unless it has a time of its own; None: while there is
+    room."""
+    tenant_quota_gib: float | None = None
+    """Most that one tenant may hold in each tier, GiB; None: no limit. Over it, its own sessions are evicted."""
     block_tokens: int = 128
     """Tokens in a block. Measured on 2 CPU cores, 2,048 tokens of 30 layers x 3 KV heads x 64, fp32: loads ran at
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session
     wastes half a block on average, which is 3 MB then and 6 MB at 256."""
-    eviction_policy: str = "lru"
+    eviction_policy: str = "scheduler_aware"
     """Who goes when a tier is full: `scheduler_aware` (whose next job is last), `lru` (least recently used) or `fifo`
     (first stored)."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.dram_gib) and self.dram_gib >= 0):
-            raise ValueError(f"dram_gib must be 0 (store off) or a positive number of GiB, found {self.dram_gib}")
+        for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} wanted a number of GiB >= 0, found {value}")
+        if not 0 <= self.dram_free_fraction < 1:
+            raise ValueError(f"dram_free_fraction wanted a share in [0, 1), found {self.dram_free_fraction}")
+        if not (math.isfinite(self.ssd_deadline_s) and self.ssd_deadline_s > 0):
+            raise ValueError(f"ssd_deadline_s wanted seconds above 0, found {self.ssd_deadline_s}")
         if self.block_tokens <= 0:
             raise ValueError(f"block_tokens must be positive, found {self.block_tokens}")
         if self.eviction_policy not in EVICTION_POLICIES:
             wanted = ", ".join(EVICTION_POLICIES)
             raise ValueError(f"eviction_policy wanted one of {wanted}; found {self.eviction_policy!r}")
+        if self.ssd_driver not in SSD_DRIVERS:
+            raise ValueError(f"ssd_driver wanted one of {', '.join(SSD_DRIVERS)}; found {self.ssd_driver!r}")
+        check_ttl(self.ttl_s)
+        if self.ssd_dir is None:
+            if self.ssd_url is not None:
+                raise ValueError(f"ssd_url wanted an ssd_dir for its catalog, found none beside {self.ssd_url!r}")
+            return
+        if not self.ssd_dir:
+            raise ValueError("ssd_dir wanted a directory, found an empty name")
+        if not self.ssd_gib:
+            raise ValueError(
+                f"an SSD tier in {self.ssd_dir} wanted ssd_gib above 0, found 0; leave ssd_dir out instead"
+            )
+        if not self.dram_gib:
+            raise ValueError("an SSD tier wanted dram_gib above 0, since its blocks pass through DRAM; found 0")
+        if self.ssd_url is not None and self.ssd_driver != "zarr3":
+            raise ValueError(f"ssd_url wanted ssd_driver zarr3, found {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:
         """Cap of the DRAM tier, bytes."""
         return int(self.dram_gib * GIB)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Cap of the SSD tier, bytes."""
+        return int(self.ssd_gib * GIB)
+
+    @property
+    def ssd_free_floor_bytes(self) -> int:
+        """Free space that stays on the disk, bytes; none is watched over at a URL."""
+        return 0 if self.ssd_url is not None else int(self.ssd_free_floor_gib * GIB)
+
+    @property
+    def tenant_quota_bytes(self) -> int | None:
+        """Most that one tenant may hold in each tier, bytes."""
+        return None if self.tenant_quota_gib is None else int(self.tenant_quota_gib * GIB)

@@ -78,6 +78,10 @@ class KVLayout:
         """How many blocks hold `num_tokens` tokens; the last may be partly filled."""
         return -(-num_tokens // self.block_tokens)
 
+    def tokens_in_block(self, index: int, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens of a sequence lie in its block `index`; at most 0 behind them."""
+        return min(self.block_tokens, num_tokens - index * self.block_tokens)
+
     def split(self, start_token: int, stop_token: int) -> TokenSplit:
         """Splits tokens `[start_token, stop_token)` of a sequence into whole blocks and parts of blocks.
 

@@ -16,7 +16,9 @@ class Residency(enum.Enum):
     ABSENT = "absent"
     """Nowhere."""
     PENDING = "pending"
-    """Bytes of its first save are in flight: found, not readable."""
+    """Bytes of its first save, or of a fetch from SSD, are in flight: found, not readable."""
+    SSD = "ssd"
+    """On SSD only: readable once fetched."""
     DRAM = "dram"
     """In the DRAM tier, readable."""
 
@@ -25,13 +27,27 @@ class MissReason(enum.StrEnum):
     """Why a load served nothing."""
 
     ABSENT = "absent"
-    """Never saved, dropped or evicted."""
+    """Never saved, dropped, evicted or expired."""
     PENDING = "pending"
-    """Its first save is not complete."""
+    """Its first save, or its fetch, is not complete."""
     MISMATCH = "mismatch"
     """What is stored begins with another token."""
     ABORTED = "aborted"
     """The caller gave the load up."""
+    NO_ROOM = "no_room"
+    """It is on SSD, and what is not pinned or in use in DRAM does not make room for it."""
+    CORRUPT = "corrupt"
+    """What is on SSD is not what was written: a checksum, a seal or a length is wrong. It is forgotten."""
+    MISSING = "missing"
+    """A block of it is gone from SSD. It is forgotten."""
+    DEADLINE = "deadline"
+    """The SSD did not answer in time, or has not lately."""
+    DEVICE = "device"
+    """The SSD reported another error."""
+    CATALOG = "catalog"
+    """The catalog could not be read."""
+    CANCELLED = "cancelled"
+    """The fetch was given up."""
 
 
 class SkipReason(enum.StrEnum):
@@ -40,9 +56,40 @@ class SkipReason(enum.StrEnum):
     STORE_OFF = "store_off"
     """The store has no blocks."""
     TOO_LARGE = "too_large"
-    """The sequence needs more blocks than the tier has."""
+    """The sequence needs more blocks than the tier has, or than its tenant may hold."""
     NO_ROOM = "no_room"
-    """What is not pinned or in use does not hold enough blocks."""
+    """What is not pinned, in use or on its way to SSD does not hold enough blocks."""
+
+
+class FlushFailure(enum.StrEnum):
+    """Why a session's KV did not get from DRAM to SSD. What is on SSD of it already stays."""
+
+    TOO_LARGE = "too_large"
+    """It needs more blocks than the tier has, or than its tenant may hold."""
+    NO_ROOM = "no_room"
+    """What is not pinned or in use on SSD does not hold enough blocks."""
+    NO_SPACE = "no_space"
+    """The disk is full, or would be under its floor."""
+    DEADLINE = "deadline"
+    """The SSD did not answer in time."""
+    DEVICE = "device"
+    """The SSD reported another error."""
+    CATALOG = "catalog"
+    """The catalog could not be written."""
+    CANCELLED = "cancelled"
+    """The session was shortened, dropped, or the store closed meanwhile."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Whose a session is, told once, when its first save is prepared."""
+
+    tenant: str = ""
+    """Who pays for its bytes: quotas count by tenant."""
+    session_id: str = ""
+    """The name its owner knows it by."""
+    ttl_s: float | None = None
+    """How long it lives after its last use, seconds; None: as the config says."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +99,7 @@ class Lookup:
     residency: Residency
     """Where the KV is."""
     num_tokens: int
-    """Tokens that can be read now."""
+    """Tokens that can be read now, or that a fetch would bring."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,39 +107,81 @@ class EntryInfo:
     """One stored session."""
 
     key: str
-    """Session id."""
+    """The store's key of it."""
+    tenant: str
+    """Whose it is."""
+    session_id: str
+    """The name its owner knows it by."""
     residency: Residency
-    """Where its KV is."""
+    """Where its KV is; the DRAM tier, if it is in both."""
     num_tokens: int
-    """Tokens that can be read now."""
+    """Tokens that can be read now; on SSD only, what a fetch would bring."""
     num_blocks: int
-    """Blocks held, those of unfinished saves included."""
+    """Blocks of DRAM held, those of unfinished saves included."""
     num_bytes: int
     """Bytes of these blocks."""
+    ssd_tokens: int
+    """Tokens that are on SSD, durably."""
+    ssd_bytes: int
+    """Bytes of its blocks on SSD."""
     pinned: bool
-    """Whether it is pinned."""
+    """Whether it is pinned, by its owner or by a running turn."""
     in_use: bool
     """Whether a load or a save of it is open."""
     created_s: float
     """When it was first saved; seconds of the store's clock."""
     last_used_s: float
     """When it was last looked up, loaded or saved; seconds of the store's clock."""
+    ttl_s: float | None
+    """How long it lives after its last use, seconds; None: while room lasts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SsdStats:
+    """The SSD tier: sizes now, and counts since the store was made."""
+
+    capacity_bytes: int
+    """Bytes of all blocks, checksums and rounding included."""
+    used_bytes: int
+    """Bytes of blocks held by sessions, those on their way included."""
+    free_bytes: int
+    """Bytes of free blocks."""
+    num_sessions: int
+    """Sessions on SSD."""
+    num_lost_sessions: int
+    """Sessions that the catalog named at start and that were unusable: damaged, or beyond a smaller cap."""
+    num_fetches: int
+    """Sessions fetched to DRAM."""
+    fetched_bytes: int
+    """Bytes of their blocks."""
+    num_flushes: int
+    """Sessions written, or written on, and published."""
+    flushed_bytes: int
+    """Bytes of the blocks that took."""
+    failed_flushes: Mapping[FlushFailure, int]
+    """Flushes that were not published, by reason."""
+    num_evictions: int
+    """Sessions evicted from SSD."""
+    evicted_bytes: int
+    """Bytes of their blocks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """Sizes now, and counts since the store was made."""
+    """Sizes of the DRAM tier now, and counts since the store was made."""
 
     capacity_bytes: int
-    """Bytes of all blocks."""
+    """Bytes of all blocks of DRAM."""
     used_bytes: int
-    """Bytes of blocks held by sessions, those of unfinished saves included."""
+    """Bytes of blocks held by sessions, or by moves that have not settled."""
     free_bytes: int
     """Bytes of free blocks."""
     num_sessions: int
-    """Sessions stored or being stored."""
+    """Sessions stored or being stored, in any tier."""
     num_hits: int
     """Loads that were completed."""
+    num_hits_from_ssd: int
+    """Those of them whose KV had just been fetched from SSD."""
     misses: Mapping[MissReason, int]
     """Loads that served nothing, by reason."""
     num_saves: int
@@ -102,10 +191,14 @@ class StoreStats:
     skipped_saves: Mapping[SkipReason, int]
     """Saves that did not begin, by reason."""
     num_evictions: int
-    """Sessions evicted."""
+    """Sessions evicted from DRAM."""
     evicted_bytes: int
     """Bytes of their blocks."""
+    num_expired: int
+    """Sessions whose time to live was over."""
     loaded_bytes: int
     """Bytes copied out by completed loads."""
     saved_bytes: int
     """Bytes published."""
+    ssd: SsdStats | None
+    """The SSD tier; None where there is none."""

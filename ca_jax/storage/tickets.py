@@ -149,11 +149,15 @@ class LoadTicket:
     One thread at a time may read.
     """
 
-    def __init__(self, tier: DramTier, key: str, num_tokens: int, block_ids: np.ndarray):
+    def __init__(
+        self, tier: DramTier, key: str, num_tokens: int, block_ids: np.ndarray, *, from_ssd: bool = False
+    ) -> None:
         self.key = key
         """Session id."""
         self.num_tokens = num_tokens
         """Tokens that can be read."""
+        self.from_ssd = from_ssd
+        """Whether they were fetched from SSD for this load."""
         self._tier = tier
         self._split = tier.layout.split(0, num_tokens)
         self._block_ids = block_ids

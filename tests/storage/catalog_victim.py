@@ -25,7 +25,7 @@ NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
 NUM_KEYS = 12
 
 
-def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray]:
+def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray, bytes]:
     """A session, told from every other version of it by each of its parts."""
     num_tokens = 1 + version % 37
     num_blocks = LAYOUT.num_blocks(num_tokens)
@@ -38,7 +38,8 @@ def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray]
         created_s=0.0,
         last_used_s=float(version),
     )
-    return record, np.arange(num_tokens, dtype=np.int32) + version, np.full((num_blocks, 3), version, np.uint64)
+    token_ids = np.arange(num_tokens, dtype=np.int32) + version
+    return record, token_ids, np.full((num_blocks, 3), version, np.uint64), b"note %d" % version
 
 
 def tell(line: str) -> None:

@@ -61,12 +61,12 @@ def stored(catalog: CatalogReader) -> dict[str, tuple]:
     found = {}
     for record in catalog.load_all(unexpected):
         contents = catalog.contents(record.key)
-        found[record.key] = (fields(record), contents.token_ids.tolist(), contents.seals.tolist())
+        found[record.key] = (fields(record), contents.token_ids.tolist(), contents.seals.tolist(), contents.note)
     return found
 
 
-def expected(record: SessionRecord, token_ids, seals) -> tuple:
-    return fields(record), np.asarray(token_ids).tolist(), seals.tolist()
+def expected(record: SessionRecord, token_ids, seals, note: bytes = b"") -> tuple:
+    return fields(record), np.asarray(token_ids).tolist(), seals.tolist(), note
 
 
 def session(key: int, token_ids, *, tenant: str = "tenant", first_block: int = 0, **changes):
@@ -140,6 +140,54 @@ def test_a_session_is_shortened_in_all_its_parts(catalog):
     assert catalog.shorten("never there", 4, 1) is None
     assert stored(catalog) == {}
     assert catalog.integrity_check() == ()
+
+
+def test_a_note_is_kept_with_the_session(tmp_path):
+    note = bytes(range(256)) * 1000
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(10)), note)
+        catalog.publish(*session(2, range(4), first_block=10))
+        assert catalog.contents(key_of(2)).note == b""
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert catalog.contents(key_of(1)).note == note
+        catalog.shorten(key_of(1), 8, 2)
+        assert catalog.contents(key_of(1)).note == note, "kept, where none is given"
+        catalog.shorten(key_of(1), 4, 1, note=b"shorter")
+        assert catalog.contents(key_of(1)).note == b"shorter"
+        catalog.shorten(key_of(1), 4, 1, note=b"")
+        assert catalog.contents(key_of(1)).note == b""
+        catalog.publish(*session(1, range(4)), b"new")
+        catalog.publish(*session(1, range(4)))
+        assert catalog.contents(key_of(1)).note == b"", "what is published replaces all that was"
+
+
+@pytest.mark.parametrize(
+    "damage", ["note = x'6e6f7465'", "note = zeroblob(0)", "prefixes = zeroblob(0), note = prefixes || note"]
+)
+def test_a_note_that_was_changed_on_disk_is_noticed(tmp_path, damage):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*session(1, range(8)), b"Note")
+    with contextlib.closing(sqlite3.connect(tmp_path / catalog_file.CATALOG_NAME)) as db:
+        db.execute(f"UPDATE contents SET {damage}")
+        db.commit()
+    with Catalog(tmp_path, NAMESPACE) as catalog, pytest.raises(DamagedRecordError, match="pass their checksum"):
+        catalog.contents(key_of(1))
+
+
+def test_what_start_up_reads_is_small(catalog):
+    catalog.publish(*session(1, range(8)), b"note")
+    read: set[tuple[str, str]] = set()
+
+    def remember(action: int, table: str | None, column: str | None, *_: object) -> int:
+        if action == sqlite3.SQLITE_READ:
+            read.add((table, column))
+        return sqlite3.SQLITE_OK
+
+    catalog._db.set_authorizer(remember)
+    assert len(list(catalog.load_all(unexpected))) == 1
+    assert {table for table, _ in read} == {"sessions"}
+    catalog.contents(key_of(1))
+    assert ("contents", "note") in read
 
 
 def test_small_changes_last(tmp_path):
@@ -448,6 +496,26 @@ def test_a_log_left_behind_by_a_deleted_catalog_is_not_taken_for_its_successors(
         assert catalog.integrity_check() == ()
 
 
+def test_it_knows_whether_its_file_is_still_in_place(tmp_path):
+    path = tmp_path / "store" / catalog_file.CATALOG_NAME
+    with Catalog(path.parent, NAMESPACE) as catalog, CatalogReader(path.parent, NAMESPACE) as reader:
+        for opened in (catalog, reader):
+            assert opened.is_in_place()
+        catalog.publish(*make(1, 1))
+        assert catalog.is_in_place()
+        moved = path.rename(tmp_path / "moved")
+        assert not catalog.is_in_place(), "deleted"
+        path.write_bytes(moved.read_bytes())
+        for opened in (catalog, reader):
+            assert not opened.is_in_place(), "another file of the same content"
+        moved.rename(path)
+        assert catalog.is_in_place()
+        path.parent.rename(tmp_path / "elsewhere")
+        assert not catalog.is_in_place()
+        (tmp_path / "store").write_text("")
+        assert not catalog.is_in_place(), "the directory is a file"
+
+
 def test_an_empty_file_is_an_empty_catalog(tmp_path):
     (tmp_path / catalog_file.CATALOG_NAME).write_bytes(b"")
     with pytest.raises(CatalogAccessError, match="which is empty"):
@@ -524,7 +592,7 @@ def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
                     except DamagedRecordError:
                         seen["damaged contents"] += 1
                         continue
-                    found = expected(record, contents.token_ids, contents.seals)
+                    found = expected(record, contents.token_ids, contents.seals, contents.note)
                     mutable = ("created_s", "last_used_s", "pinned", "ttl_s", "state")
                     wanted = truth[record.key]
                     assert found[1:] == wanted[1:]
@@ -546,6 +614,37 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path):
         with pytest.raises(CatalogVersionError, match="wanted a catalog of version 1, found version 7"):
             opened(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
+
+
+def flip(path: Path, text: bytes, occurrence: int) -> None:
+    """Changes a byte in one of the places where a file has `text`: in a table, or in an index of it."""
+    content = bytearray(path.read_bytes())
+    at = -1
+    for _ in range(occurrence + 1):
+        at = content.index(text, at + 1)
+    content[at + len(text) - 1] ^= 1
+    path.write_bytes(content)
+
+
+def test_sessions_whose_rows_are_damaged_can_be_forgotten(tmp_path):
+    path = filled(tmp_path, num_sessions=5)
+    content = path.read_bytes()
+    name, key = b"session 1", key_of(3).encode()
+    assert (content.count(name), content.count(key)) == (1, 2), "only keys are in an index too"
+    flip(path, name, 0)
+    # Of the key's two places one is the table's: that row becomes damaged, while the index has it as it was.
+    flip(path, key, 0 if content.index(name) // 4096 == content.index(key) // 4096 else 1)
+    skipped: list[str] = []
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert len(list(catalog.load_all(lambda key, reason: skipped.append(key)))) == 3
+        assert skipped == [key_of(1), key_of(2)], "the name that a damaged row has is not to be relied on"
+        assert catalog.forget_damaged() == 2
+        assert catalog.forget_damaged() == 0
+        assert set(stored(catalog)) == {key_of(0), key_of(2), key_of(4)}
+        catalog.publish(*make(3, 7))
+        assert set(stored(catalog)) == {key_of(0), key_of(2), key_of(3), key_of(4)}
+        catalog.compact()
+        assert catalog.integrity_check() == ()
 
 
 def test_a_check_tells_what_is_wrong(tmp_path):
@@ -696,16 +795,21 @@ class CatalogMachine(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.directory = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         self.catalog = Catalog(self.directory, NAMESPACE)
-        self.reference: dict[str, tuple[SessionRecord, list[int], np.ndarray]] = {}
+        self.reference: dict[str, tuple[SessionRecord, list[int], np.ndarray, bytes]] = {}
         self.next_block = 0
 
     def teardown(self):
         self.catalog.close()
         self.stack.close()
 
-    @rule(key=st.integers(0, 4), token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), start=st.booleans())
-    def publish(self, key, token_ids, start):
-        arguments = session(key, token_ids, tenant="xy"[key % 2], first_block=self.next_block)
+    @rule(
+        key=st.integers(0, 4),
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        start=st.booleans(),
+        note=st.binary(max_size=3),
+    )
+    def publish(self, key, token_ids, start, note):
+        arguments = (*session(key, token_ids, tenant="xy"[key % 2], first_block=self.next_block), note)
         self.next_block += 10
         record = dataclasses.replace(arguments[0], start_token=int(start))
         self.catalog.publish(record, *arguments[1:])
@@ -717,17 +821,19 @@ class CatalogMachine(RuleBasedStateMachine):
         for key in keys:
             self.reference.pop(key_of(key), None)
 
-    @rule(key=st.integers(0, 4), num_tokens=st.integers(0, 14))
-    def shorten(self, key, num_tokens):
+    @rule(key=st.integers(0, 4), num_tokens=st.integers(0, 14), new_note=st.none() | st.binary(max_size=3))
+    def shorten(self, key, num_tokens, new_note):
         known = self.reference.get(key_of(key))
         if known is None or num_tokens >= known[0].num_tokens:
             return
         num_blocks = LAYOUT.num_blocks(num_tokens)
-        assert (self.catalog.shorten(key_of(key), num_tokens, num_blocks) is None) == (num_tokens == 0)
-        record, token_ids, seals = self.reference.pop(key_of(key))
+        shortened = self.catalog.shorten(key_of(key), num_tokens, num_blocks, note=new_note)
+        assert (shortened is None) == (num_tokens == 0)
+        record, token_ids, seals, note = self.reference.pop(key_of(key))
         if num_tokens:
             record = dataclasses.replace(record, num_tokens=num_tokens, block_ids=record.block_ids[:num_blocks])
-            self.reference[record.key] = (record, token_ids[:num_tokens], seals[:num_blocks])
+            note = note if new_note is None else new_note
+            self.reference[record.key] = (record, token_ids[:num_tokens], seals[:num_blocks], note)
 
     @rule(key=st.integers(0, 4), pinned=st.booleans(), ttl_s=st.none() | st.floats(0, 100), used_s=st.floats(0, 100))
     def change(self, key, pinned, ttl_s, used_s):
@@ -750,7 +856,7 @@ class CatalogMachine(RuleBasedStateMachine):
         match = self.catalog.find_prefix(tenant, np.array(token_ids, np.int32))
         agreeing = {
             key: max(n for n in range(0, 15, BLOCK_TOKENS) if tokens[:n] == token_ids[:n] and len(tokens[:n]) == n)
-            for key, (record, tokens, _) in self.reference.items()
+            for key, (record, tokens, *_) in self.reference.items()
             if record.tenant == tenant and not record.start_token
         }
         longest = max(agreeing.values(), default=0)
@@ -765,8 +871,8 @@ class CatalogMachine(RuleBasedStateMachine):
         found = stored(self.catalog)
         created = {key: entry[0]["created_s"] for key, entry in found.items()}
         assert found == {
-            key: expected(dataclasses.replace(record, created_s=created.get(key)), token_ids, seals)
-            for key, (record, token_ids, seals) in self.reference.items()
+            key: expected(dataclasses.replace(record, created_s=created.get(key)), *contents)
+            for key, (record, *contents) in self.reference.items()
         }
         assert self.catalog.integrity_check() == ()
         assert self.catalog.stats().num_sessions == len(self.reference)

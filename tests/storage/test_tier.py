@@ -70,11 +70,65 @@ def test_a_double_free_is_refused_and_frees_nothing():
     assert free.alloc(4) == (0, 1, 2, 3)
 
 
+def test_named_blocks_are_taken_out_of_their_runs():
+    free = BlockAllocator(12)
+    free.take([10, 3, 4, 0])  # Free now: 1 2, 5 6 7 8 9, 11.
+    assert free.num_free == 8
+    assert free.alloc(2) == (1, 2)
+    assert free.alloc(5) == (5, 6, 7, 8, 9)
+    free.take(np.array([11], np.uint32))
+    assert free.alloc(1) is None
+    free.free(range(12))
+    assert free.alloc(12) == tuple(range(12))
+
+
+def test_taking_is_all_or_nothing():
+    free = BlockAllocator(6)
+    free.take(block for block in (2, 3))
+    free.take([])
+    with pytest.raises(ValueError, match="block 3 is taken twice"):
+        free.take([0, 3, 5])
+    with pytest.raises(ValueError, match="block 5 is taken twice"):
+        free.take([5, 0, 5])
+    for outside in (-1, 6, 2**63):
+        with pytest.raises(ValueError, match=rf"block id in \[0, 6\), found {outside}"):
+            free.take([0, outside])
+    for others in ([0.0], [[0]], np.zeros((1, 1), np.int64), [True]):
+        with pytest.raises(ValueError, match="wanted block ids as integers"):
+            free.take(others)
+    with pytest.raises(ValueError, match=r"in \[0, 0\), found 0"):
+        BlockAllocator(0).take([0])
+    assert free.num_free == 4
+    assert free.alloc(4) == (0, 1, 4, 5)  # Two runs of two, the first one first.
+
+
+def test_blocks_of_a_hundred_thousand_sessions_are_taken_at_once():
+    num_sessions, per_session = 100_000, 17
+    first = 20 * np.random.default_rng(0).permutation(num_sessions)
+    ids = (first[:, None] + np.arange(per_session)).ravel()
+    free = BlockAllocator(20 * num_sessions)
+    free.take(ids)
+    assert free.num_free == 3 * num_sessions
+    assert free.alloc(4) == (17, 18, 19, 37)
+    free.free(ids)
+    assert free.num_free == 20 * num_sessions - 4
+
+
 @given(st.data())
 def test_accounting_is_exact_whatever_comes(data):
     free = BlockAllocator(12)
     held: list[tuple[int, ...]] = []
     for _ in range(data.draw(st.integers(0, 25))):
+        if data.draw(st.booleans()):
+            taken = {block for ids in held for block in ids}
+            ids = tuple(data.draw(st.lists(st.integers(0, 11), unique=True, max_size=6)))
+            if taken.isdisjoint(ids):
+                free.take(ids)
+                held.append(ids)
+            else:
+                with pytest.raises(ValueError, match="is taken twice"):
+                    free.take(ids)
+            continue
         if held and data.draw(st.booleans()):
             free.free(held.pop(data.draw(st.integers(0, len(held) - 1))))
         else:

@@ -1,0 +1,246 @@
+"""Opening a store's directory: which of the sessions that an earlier process left there can be served, and which blocks
+are free.
+
+A process that died left whole sessions, blocks that no session refers to, and perhaps a catalog that is damaged. After
+`open_ssd` the catalog, the free list and `OpenedSsd.records` say the same; after `OpenedSsd.reclaim` the disk does too.
+
+Not here: whether the blocks hold what they should, which is known once they are read (seal); what the sessions are
+served from (ssd_books).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ca_jax.storage.block_io import BlockIoError
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CatalogCorruptError, quarantine
+from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
+from ca_jax.storage.config import SSD_DRIVERS
+from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.ssd_raw import RawSsdTier
+
+_LOG = logging.getLogger(__name__)
+_DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
+
+# Why sessions cannot be served.
+_DAMAGED_ROW = "their rows in the catalog are damaged"
+_MARKED = "they were found damaged before"
+_IMPOSSIBLE = "what the catalog says of them cannot be"
+_BEYOND_CAP = "their blocks lie beyond the cap"
+_OVERLAP = "their blocks or keys belong to others"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OpenedSsd:
+    """A store's directory, opened. Whoever holds it closes the tier, then the catalog."""
+
+    catalog: Catalog
+    """Locked: no other engine has the directory."""
+    tier: DiskTier
+    """The blocks. Those of `records` are taken in its allocator, all others free."""
+    records: tuple[SessionRecord, ...]
+    """The sessions that can be served, the least recently used first."""
+    num_lost: int
+    """Sessions that cannot be served, and were forgotten."""
+    quarantined: Path | None
+    """Where a catalog that could not be read was moved to; None where it was sound, or new."""
+
+    def reclaim(self) -> int:
+        """Removes from the disk what no session of `records` refers to: leftovers of cut writes, blocks of nobody.
+
+        To be called once, before the first write, on the thread that writes. The allocator may meanwhile have given
+        such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.
+
+        Blocks for as long as the disk takes (see `DiskTier.stored_block_ids`), and beyond the deadline for what has
+        begun: a block that is deleted late could have been written by then. Never raises for what a disk does, which
+        is logged.
+
+        Returns:
+          How many blocks were removed; at the least, where some could not be.
+        """
+        try:
+            self.tier.sweep()
+            stored = np.array(self.tier.stored_block_ids(), np.int64)
+        except (OSError, ValueError) as error:  # ValueError: TensorStore's.
+            _LOG.warning("what no session refers to stays on disk, since it cannot be listed: %s", error)
+            return 0
+        orphans = np.setdiff1d(stored, _all_block_ids(self.records), assume_unique=True)
+        num_reclaimed = 0
+        for first in range(0, len(orphans), _DELETED_AT_ONCE):
+            block_ids = orphans[first : first + _DELETED_AT_ONCE].tolist()
+            failure = _delete(self.tier, block_ids)
+            if failure is not None:
+                num_left = len(orphans) - num_reclaimed
+                _LOG.warning("up to %d blocks that no session refers to stay on disk: %s", num_left, failure)
+                break
+            num_reclaimed += len(block_ids)
+        return num_reclaimed
+
+
+def open_ssd(
+    directory: str | Path,
+    namespace: Namespace,
+    *,
+    capacity_bytes: int,
+    free_floor_bytes: int = 0,
+    driver: str = "zarr3",
+    blocks_url: str | None = None,
+    deadline_s: float = 5.0,
+    durable: bool = True,
+) -> OpenedSsd:
+    """Opens a store's directory, and finds out which of its sessions can be served.
+
+    Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
+    were marked damaged, that cannot be, whose blocks lie beyond the cap, or belong to a session that was published
+    before. A catalog that cannot be read is moved aside, and the store starts empty. Both are logged.
+
+    Args:
+      directory: the store's; made (mode 0700) if it is not there.
+      namespace: whose sessions. Others are neither read nor changed, nor are their blocks.
+      capacity_bytes: cap of the blocks on disk, with their checksums.
+      free_floor_bytes: free space that stays on the disk; 0 with a URL.
+      driver: how blocks are kept, `zarr3` or `raw`.
+      blocks_url: TensorStore URL under which the blocks are, if not in the directory. `zarr3` only.
+      deadline_s: seconds without progress after which a move of blocks fails.
+      durable: whether a write of blocks is done only when it would survive a loss of power.
+
+    Raises:
+      ValueError: an unknown driver, `raw` at a URL, a capacity that does not fit the disk, blocks of another layout.
+      NotADirectoryError, PermissionError: the blocks cannot be written to.
+      CatalogLockedError: another engine uses the directory.
+      CatalogVersionError: the catalog is of another version. It was left as it was.
+      CatalogError: the directory cannot be used; the kind says why.
+    """
+    if driver not in SSD_DRIVERS:
+        raise ValueError(f"SSD driver wanted one of {', '.join(SSD_DRIVERS)}; found {driver!r}")
+    if blocks_url is not None and driver != "zarr3":
+        raise ValueError(f"blocks at a URL wanted SSD driver zarr3, found {driver} for {blocks_url!r}")
+
+    def open_tier(block_directory: Path) -> DiskTier:
+        location: str | Path = block_directory
+        if blocks_url is not None:
+            location = f"{blocks_url}{'' if blocks_url.endswith('/') else '/'}{block_directory.name}"
+        kind = SsdTier if driver == "zarr3" else RawSsdTier
+        return kind(
+            namespace.layout,
+            location,
+            capacity_bytes,
+            durable=durable,
+            deadline_s=deadline_s,
+            free_floor_bytes=free_floor_bytes,
+        )
+
+    def open_all(quarantined: Path | None) -> OpenedSsd:
+        with contextlib.ExitStack() as on_failure:
+            catalog = Catalog(directory, namespace)
+            on_failure.callback(catalog.close)
+            tier = open_tier(catalog.block_directory)
+            on_failure.callback(tier.close)
+            records, num_lost = _take_in(catalog, tier)
+            on_failure.pop_all()
+        return OpenedSsd(catalog=catalog, tier=tier, records=records, num_lost=num_lost, quarantined=quarantined)
+
+    try:
+        return open_all(None)
+    except CatalogCorruptError as error:
+        moved = quarantine(Path(directory))
+        _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
+        return open_all(moved)
+
+
+def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...], int]:
+    """Takes the blocks of the sessions that can be served, and forgets the others.
+
+    Returns:
+      The sessions, the least recently used first, and how many were forgotten.
+    """
+    damaged: list[str] = []
+    records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
+    refused = _refuse(records, tier.layout, tier.num_blocks)
+    reasons = collections.Counter(refused.values())
+    if damaged:
+        reasons[_DAMAGED_ROW] = len(damaged)
+    num_lost = reasons.total()
+    if num_lost:
+        found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
+        _LOG.warning("%d stored sessions in %s are forgotten: %s", num_lost, catalog.block_directory, found)
+        with catalog.batch():
+            catalog.forget(records[index].key for index in refused)
+            if damaged:
+                catalog.forget_damaged()
+    sound = [record for index, record in enumerate(records) if index not in refused]
+    tier.allocator.take(_all_block_ids(sound))
+    sound.sort(key=lambda record: record.last_used_s)
+    return tuple(sound), num_lost
+
+
+def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int) -> dict[int, str]:
+    """Finds the sessions that cannot be served.
+
+    Args:
+      records: sessions in the order of their first publication: of two with the same block the first one has it.
+      layout: of a block.
+      num_blocks: how many blocks the cap holds.
+
+    Returns:
+      Their indices in `records`, and why.
+    """
+    refused: dict[int, str] = {}
+    keys: set[str] = set()
+    for index, record in enumerate(records):
+        if record.state is not SessionState.READY:
+            refused[index] = _MARKED
+        elif record.key in keys:  # Where an index of the catalog is damaged.
+            refused[index] = _OVERLAP
+        else:
+            try:
+                record.check_sizes(layout)
+            except ValueError:
+                refused[index] = _IMPOSSIBLE
+        keys.add(record.key)
+
+    # All block tables as one, and whose each entry is.
+    left = [index for index in range(len(records)) if index not in refused]
+    block_ids = _all_block_ids(records[index] for index in left)
+    num_entries = np.array([records[index].num_blocks for index in left], np.int64)
+    owners = np.repeat(np.array(left, np.int64), num_entries)
+    refused |= dict.fromkeys(owners[block_ids >= num_blocks].tolist(), _BEYOND_CAP)
+    refused |= dict.fromkeys(owners[block_ids < 0].tolist(), _IMPOSSIBLE)
+
+    is_left = np.ones(len(records), bool)
+    is_left[list(refused)] = False
+    block_ids, owners = block_ids[is_left[owners]], owners[is_left[owners]]
+    is_contested = np.bincount(block_ids, minlength=num_blocks)[block_ids] > 1
+    held: set[int] = set()
+    for index in np.unique(owners[is_contested]).tolist():
+        table = records[index].block_ids.tolist()
+        if len(set(table)) < len(table):
+            refused[index] = _IMPOSSIBLE
+        elif held.isdisjoint(table):
+            held.update(table)
+        else:
+            refused[index] = _OVERLAP
+    return refused
+
+
+def _all_block_ids(records: Iterable[SessionRecord]) -> np.ndarray:
+    """The block tables of sessions, one behind the other: int64 `[n]`."""
+    return np.concatenate([np.zeros(0, np.int64), *(record.block_ids for record in records)])
+
+
+def _delete(tier: DiskTier, block_ids: Sequence[int]) -> BlockIoError | None:
+    """Deletes blocks; why not, if some could not be. None of it is under way any more when this returns."""
+    handle = tier.delete_blocks(block_ids)
+    handle.wait()
+    handle.wait_settled()
+    return handle.error

@@ -1,0 +1,283 @@
+"""What moves between the tiers and out of them, and when: the job queue turned into fetches, flushes and evictions.
+
+    a turn ends          -> flush it to SSD, in the background
+    DRAM nearly full     -> evict from DRAM who is needed last; on SSD it stays
+    a job is queued      -> fetch its session before it runs, if it is on SSD only
+    a session's TTL ends -> forget it
+
+Nothing here waits. Belongs to the thread that keeps the books.
+
+Not here: the choices (policy), the SSD's blocks and moves (ssd_books), saves and loads (attention_store).
+
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from ca_jax.storage.books import Counters, Entry, EntryTable
+from ca_jax.storage.expiry import ExpiryQueue
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.records import MissReason, Residency, SkipReason
+from ca_jax.storage.room import choose_room
+from ca_jax.storage.ssd_books import SsdBooks
+
+_MAX_FETCHES = 8  # Sessions on their way to DRAM at once.
+
+
+class Placement:
+    """Decides and begins moves. See the module.
+
+    Args:
+      layout: of a block.
+      look_ahead: the job queue.
+      table: the entries.
+      dram_blocks: the free list of DRAM.
+      ssd: the SSD tier, if there is one.
+      policy: who is evicted.
+      counters: where evictions are counted.
+      free_fraction: share of DRAM kept free in the background, if there is an SSD.
+      clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        look_ahead: LookAhead,
+        table: EntryTable,
+        dram_blocks: ChargedBlocks,
+        ssd: SsdBooks | None,
+        policy: EvictionPolicy,
+        counters: Counters,
+        *,
+        free_fraction: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._look_ahead = look_ahead
+        self._table = table
+        self._blocks = dram_blocks
+        self._ssd = ssd
+        self._policy = policy
+        self._counters = counters
+        self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
+        self._clock = clock
+        self._expiry = ExpiryQueue()
+        self._dirty: dict[str, None] = {}  # What is to be flushed, oldest first.
+        for entry in table:
+            self._expiry.set(entry.key, entry.last_used_s, entry.ttl_s)
+
+    # What happens.
+
+    def used(self, entry: Entry) -> None:
+        """A session was used now."""
+        now_s = self._clock()
+        self._table.use(entry, now_s)
+        self._expiry.set(entry.key, now_s, entry.ttl_s)
+
+    def changed(self, entry: Entry) -> None:
+        """A session has in DRAM what SSD has not."""
+        if self._ssd is not None:
+            entry.waits_for_flush = True
+            self._dirty[entry.key] = None
+        self._table.place(entry)
+
+    def enqueue(self, job: Hashable, key: str) -> None:
+        """A job of a session waits."""
+        self._look_ahead.append(job, key)
+
+    def dequeue(self, job: Hashable) -> None:
+        """A job waits no more: it has its KV, or nobody wants it."""
+        key = self._look_ahead.remove(job)
+        entry = self._table.get(key)
+        if entry is not None and self._look_ahead.next_ticket(key) is None:
+            entry.requested, entry.miss = False, None
+            self._table.place(entry)
+
+    def request(self, key: str) -> bool:
+        """A job of a session would run now: begins to fetch its KV, if that is on SSD only.
+
+        Returns:
+          Whether it is on its way, and worth waiting for. If not the next load says why, or succeeds.
+        """
+        entry = self._table.get(key)
+        if entry is None or self._ssd is None:
+            return False
+        entry.requested = True  # What comes must not go again before the job has run.
+        if entry.residency is Residency.SSD and entry.ssd is not None and entry.miss is None:
+            num_blocks = len(entry.ssd.block_ids)
+            if self._ssd.can_fetch(entry):
+                skipped = self.make_room(entry, num_blocks)
+                if skipped is None:
+                    self._fetch(entry)
+                elif skipped is SkipReason.NO_ROOM and self.busy:  # What is flushed may leave DRAM then.
+                    return True
+                else:
+                    entry.miss = MissReason.NO_ROOM
+        self._table.place(entry)
+        return entry.fetch is not None
+
+    def step(self) -> None:
+        """Takes in what has ended and begins what is due."""
+        if self._ssd is not None:
+            self._ssd.poll()
+            self._flush()
+            self._evict_ahead()
+            self._prefetch()
+        self._expire()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything moves, or could be flushed now."""
+        if self._ssd is None:
+            return False
+        return bool(self._ssd.num_moves) or any(self._can_flush(key) for key in self._dirty)
+
+    # Room in DRAM.
+
+    def make_room(self, entry: Entry, num_blocks: int) -> SkipReason | None:
+        """Evicts from DRAM until `entry` can take `num_blocks` more; all the room, or none and the reason."""
+        if not self._blocks.num_blocks:
+            return SkipReason.STORE_OFF
+        if not self._blocks.admits(len(entry.block_ids) + num_blocks):
+            return SkipReason.TOO_LARGE
+        tenant = entry.owner.tenant
+        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
+        if lacking <= 0 and excess <= 0:
+            return None
+        with self._table.kept(entry):
+            victims = choose_room(
+                self._policy,
+                self._table.in_dram,
+                tenant=tenant,
+                lacking=lacking,
+                excess=excess,
+                size_of=self._size_of_evictable,
+            )
+        if victims is None:
+            return SkipReason.NO_ROOM
+        self._evict_all(victims)
+        return None
+
+    def leave_dram(self, entry: Entry, num_tokens: int = 0) -> None:
+        """Frees a session's blocks of DRAM past its first `num_tokens`; published tokens are the caller's to cut."""
+        num_blocks = self._layout.num_blocks(num_tokens)
+        block_ids = entry.block_ids[num_blocks:]
+        del entry.block_ids[num_blocks:]
+        entry.num_same_tokens = min(entry.num_same_tokens, num_tokens)
+        if self._ssd is not None:
+            self._ssd.free_dram(entry, block_ids)
+        else:
+            self._blocks.free(entry.owner.tenant, block_ids)
+        if not num_tokens:
+            entry.waits_for_flush = entry.fetched = False
+            self._dirty.pop(entry.key, None)
+        self._table.place(entry)
+
+    def shorten(self, entry: Entry, num_tokens: int) -> None:
+        """Keeps only a session's first tokens, in both tiers and of what is on its way; it must not be in use."""
+        if self._ssd is not None:
+            self._ssd.shorten(entry, num_tokens)
+        if num_tokens < entry.num_tokens:
+            entry.token_ids = entry.token_ids[:num_tokens].copy()
+            self.leave_dram(entry, num_tokens)
+            self.changed(entry)
+        self._table.place(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Forgets a session in both tiers, and what is on its way; it must not be in use."""
+        if self._ssd is not None:
+            block_ids, entry.block_ids = entry.block_ids, []
+            self._ssd.free_dram(entry, block_ids)
+            self._ssd.cancel(entry)
+            self._ssd.forget(entry)
+        entry.token_ids = np.zeros(0, np.int32)
+        entry.miss = entry.note = None
+        self.leave_dram(entry)
+
+    # How.
+
+    def _fetch(self, entry: Entry) -> None:
+        """Begins a fetch; there is room."""
+        if self._ssd is None or entry.ssd is None:
+            raise RuntimeError(f"session {entry.key!r} was to be fetched and is not on SSD")
+        block_ids = self._blocks.alloc(entry.owner.tenant, len(entry.ssd.block_ids))
+        if block_ids is None:
+            raise RuntimeError(f"room to fetch {entry.key!r} was made and is not there: books are wrong")
+        self._ssd.fetch(entry, block_ids)
+
+    def _evict_all(self, keys: tuple[str, ...]) -> None:
+        for entry in filter(None, map(self._table.get, keys)):
+            self._counters.num_evictions += 1
+            self._counters.evicted_bytes += len(entry.block_ids) * self._layout.block_bytes
+            entry.token_ids = np.zeros(0, np.int32)
+            self.leave_dram(entry)
+
+    def _size_of_evictable(self, key: str) -> int:
+        entry = self._table.get(key)
+        return 0 if entry is None or self._table.must_stay(entry) else len(entry.block_ids)
+
+    def _flush(self) -> None:
+        if self._ssd is None:
+            return
+        for key in [key for key in self._dirty if self._can_flush(key)]:
+            if not self._ssd.can_flush:
+                return
+            entry = self._table.get(key)
+            if entry is not None:
+                del self._dirty[key]
+                self._ssd.flush(entry)
+
+    def _can_flush(self, key: str) -> bool:
+        """Whether nothing of a session is about to change, or on its way."""
+        entry = self._table.get(key)
+        return bool(
+            entry and entry.num_tokens and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch)
+        )
+
+    def _evict_ahead(self) -> None:
+        """Keeps a part of DRAM free, one session at a time, so that saves and fetches find room."""
+        while self._blocks.num_free < self._reserve_blocks:
+            victims = self._policy.choose_victims(self._table.in_dram(), 1)
+            if not victims:
+                return
+            self._evict_all(victims)
+
+    def _prefetch(self) -> None:
+        if self._ssd is None or not len(self._look_ahead):
+            return
+        num_fetches = _MAX_FETCHES - self._ssd.num_fetching
+        if num_fetches <= 0 or not self._table.num_on_ssd:
+            return
+        block_bytes = self._layout.block_bytes
+        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
+        plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
+            self._table.on_ssd_only(),
+            self._table.in_dram(),
+            window_jobs=look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes),
+            free_blocks=self._blocks.num_free,
+            reserve_blocks=self._reserve_blocks,
+        )
+        self._evict_all(plan.evict)
+        for entry in filter(None, map(self._table.get, plan.fetch)):
+            num_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
+            if entry.miss is None and self._ssd.can_fetch(entry) and self._blocks.lacking(num_blocks) <= 0:
+                self._fetch(entry)
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        for key in self._expiry.pop_expired(now_s):
+            entry = self._table.get(key)
+            if entry is None:
+                continue
+            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(key) is not None:
+                self._expiry.set(key, now_s, entry.ttl_s)
+                continue
+            self._counters.num_expired += 1
+            self.forget(entry)

@@ -1,0 +1,485 @@
+"""What of which session is on SSD, in which blocks, and what is on its way there or back.
+
+A session is flushed after each turn: its full blocks that are on SSD already stay, all others are written to blocks
+that nobody refers to, and then it is published. Leaving DRAM costs nothing by then.
+
+Nothing here waits for a disk. Memory and blocks of a move that failed are free only once it has settled.
+
+Not here: when something is flushed, fetched or evicted from DRAM (attention_store), threads and catalog (ssd_worker).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ca_jax.storage.block_io import IoFailure
+from ca_jax.storage.books import Entry, EntryTable, SsdCopy, SsdCounters
+from ca_jax.storage.catalog_file import CatalogError
+from ca_jax.storage.catalog_reader import CatalogReader
+from ca_jax.storage.catalog_records import Namespace, PrefixMatch, SessionRecord
+from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.dram import DramTier
+from ca_jax.storage.opening import OpenedSsd, open_ssd
+from ca_jax.storage.policy import EvictionPolicy
+from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
+from ca_jax.storage.room import choose_room
+from ca_jax.storage.ssd_worker import FetchTask, FlushTask, SsdWorker, TaskEnd
+
+_LATE_PAUSE_S = 30.0  # After a missed deadline nothing is fetched for so long: each job would wait as long again.
+_MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
+
+
+def open_ssd_books(
+    config: StoreConfig,
+    namespace: Namespace,
+    *,
+    table: EntryTable,
+    dram: DramTier,
+    dram_blocks: ChargedBlocks,
+    policy: EvictionPolicy,
+    clock: Callable[[], float],
+    on_progress: Callable[[], None],
+) -> SsdBooks:
+    """Opens the directory that the config names, and takes in what is stored there.
+
+    Args:
+      config: with an `ssd_dir`.
+      namespace: whose sessions.
+      table: entries are added for what is stored.
+      dram: as for `SsdBooks`; so are the others.
+      dram_blocks: likewise.
+      policy: likewise.
+      clock: likewise.
+      on_progress: likewise.
+
+    Raises:
+      ValueError: the caps do not fit block or disk.
+      NotADirectoryError, PermissionError, CatalogError: the directory cannot be used.
+    """
+    if config.ssd_dir is None:
+        raise ValueError("wanted a config with an ssd_dir, found none")
+    opened = open_ssd(
+        config.ssd_dir,
+        namespace,
+        capacity_bytes=config.ssd_bytes,
+        free_floor_bytes=config.ssd_free_floor_bytes,
+        driver=config.ssd_driver,
+        blocks_url=config.ssd_url,
+        deadline_s=config.ssd_deadline_s,
+    )
+    quota_bytes = config.tenant_quota_bytes
+    return SsdBooks(
+        opened,
+        CatalogReader(config.ssd_dir, namespace),
+        CatalogReader(config.ssd_dir, namespace),
+        table=table,
+        dram=dram,
+        dram_blocks=dram_blocks,
+        policy=policy,
+        quota_blocks=None if quota_bytes is None else quota_bytes // opened.tier.stored_block_bytes,
+        clock=clock,
+        on_progress=on_progress,
+    )
+
+
+class SsdBooks:
+    """The SSD tier as the AttentionStore sees it. Belongs to the bookkeeping thread.
+
+    Args:
+      opened: the directory.
+      reader: of its catalog, for the bookkeeping thread.
+      worker_reader: of its catalog, for the worker.
+      table: the entries, of which this changes the parts about SSD.
+      dram: where fetches go to and flushes come from.
+      dram_blocks: its free list.
+      policy: who is evicted from SSD.
+      quota_blocks: most blocks a tenant may hold; None for no limit.
+      clock: seconds since the epoch.
+      on_progress: called from any thread when `poll` has something to do.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedSsd,
+        reader: CatalogReader,
+        worker_reader: CatalogReader,
+        *,
+        table: EntryTable,
+        dram: DramTier,
+        dram_blocks: ChargedBlocks,
+        policy: EvictionPolicy,
+        quota_blocks: int | None,
+        clock: Callable[[], float],
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._tier = opened.tier
+        self._layout = opened.tier.layout
+        self._reader = reader
+        self._table = table
+        self._dram = dram
+        self._policy = policy
+        self._dram_blocks = dram_blocks
+        self._blocks = ChargedBlocks(opened.tier.allocator, quota_blocks)
+        self._clock = clock
+        self._counters = SsdCounters(num_lost_sessions=opened.num_lost)
+        self._moves: dict[FetchTask | FlushTask, _Move] = {}
+        self._late_until_s = -np.inf
+        for record in opened.records:
+            self._adopt(record)
+        self._worker = SsdWorker(
+            opened.tier, opened.catalog, worker_reader, prepare=opened.reclaim, on_progress=on_progress
+        )
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """What a block takes on disk."""
+        return self._tier.stored_block_bytes
+
+    @property
+    def can_flush(self) -> bool:
+        """Whether another flush may begin now."""
+        return sum(isinstance(task, FlushTask) for task in self._moves) < _MAX_FLUSHES
+
+    @property
+    def num_fetching(self) -> int:
+        """Fetches that have not settled."""
+        return sum(isinstance(task, FetchTask) for task in self._moves)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are held."""
+        return self._tier.num_blocks - self._tier.allocator.num_free
+
+    @property
+    def num_moves(self) -> int:
+        """Tasks that have not settled."""
+        return len(self._moves)
+
+    def stats(self) -> SsdStats:
+        """Sizes now, and counts since the store was made."""
+        counters, size = self._counters, self._tier.stored_block_bytes
+        free_bytes = self._tier.allocator.num_free * size
+        return SsdStats(
+            capacity_bytes=self._tier.num_blocks * size,
+            used_bytes=self._tier.num_blocks * size - free_bytes,
+            free_bytes=free_bytes,
+            num_sessions=self._table.num_on_ssd,
+            num_lost_sessions=counters.num_lost_sessions,
+            num_fetches=counters.num_fetches,
+            fetched_bytes=counters.fetched_bytes,
+            num_flushes=counters.num_flushes,
+            flushed_bytes=counters.flushed_bytes,
+            failed_flushes=dict(counters.failed_flushes),
+            num_evictions=counters.num_evictions,
+            evicted_bytes=counters.evicted_bytes,
+        )
+
+    # Moves.
+
+    def can_fetch(self, entry: Entry) -> bool:
+        """Whether a fetch of the session may begin; if not because the SSD was late, that is its next miss."""
+        if entry.ssd is None or entry.fetch is not None or entry.flush is not None:
+            return False
+        if time.monotonic() < self._late_until_s:
+            entry.miss = MissReason.DEADLINE
+            return False
+        return True
+
+    def fetch(self, entry: Entry, dram_block_ids: Sequence[int]) -> None:
+        """Begins to bring a session to DRAM, into blocks that are this move's until it has settled."""
+        if entry.ssd is None or entry.fetch is not None:
+            raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
+        entry.fetch = FetchTask(
+            key=entry.key,
+            num_tokens=entry.ssd.num_tokens,
+            block_ids=entry.ssd.block_ids.tolist(),
+            into=[self._dram.slab[block] for block in dram_block_ids],
+        )
+        self._begin(entry, entry.fetch, dram_blocks=list(dram_block_ids))
+
+    def flush(self, entry: Entry) -> bool:
+        """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
+
+        Returns:
+          Whether it began. If not, that is counted, and the session does not wait for it any more.
+        """
+        layout, num_tokens = self._layout, entry.num_tokens
+        num_blocks = layout.num_blocks(num_tokens)
+        if not self._blocks.admits(num_blocks):
+            return self._skip_flush(entry, FlushFailure.TOO_LARGE)
+        num_kept = self._num_kept_blocks(entry)
+        failure = self._make_room(entry, num_blocks - num_kept)
+        if failure is not None and entry.ssd is not None:  # Rather its new state alone than its old one.
+            self.forget(entry)
+            num_kept = 0
+            failure = self._make_room(entry, num_blocks)
+        new_ids = None if failure else self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept)
+        if new_ids is None:
+            return self._skip_flush(entry, FlushFailure.NO_ROOM)
+        old_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
+        record = SessionRecord(
+            key=entry.key,
+            tenant=entry.owner.tenant,
+            session_id=entry.owner.session_id,
+            block_ids=np.array([*old_ids, *new_ids], np.int64),
+            num_tokens=num_tokens,
+            created_s=entry.created_s,
+            last_used_s=entry.last_used_s,
+            pinned=entry.pinned,
+            ttl_s=entry.ttl_s,
+        )
+        dram_ids = entry.block_ids[num_kept:num_blocks]
+        entry.flush = FlushTask(
+            record=record,
+            token_ids=entry.token_ids,
+            num_kept_blocks=num_kept,
+            sources=[self._dram.slab[block] for block in dram_ids],
+            note=entry.note,
+        )
+        entry.waits_for_flush = False
+        self._begin(entry, entry.flush, ssd_blocks=list(new_ids), read_blocks=frozenset(dram_ids))
+        return True
+
+    def poll(self) -> None:
+        """Takes in what the worker has done. Never waits."""
+        while (end := self._worker.take_ended()) is not None:
+            move = self._moves.get(end.task)
+            if move is None:  # Settled already: told of twice, in the other order.
+                continue
+            if not move.ended:
+                move.ended = True
+                if isinstance(end.task, FetchTask):
+                    self._end_fetch(move, end.task, end)
+                else:
+                    self._end_flush(move, end.task, end)
+            if end.settled:
+                del self._moves[end.task]
+                self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
+                self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
+            self._table.place(move.entry)
+        while (key := self._worker.take_lost()) is not None:
+            entry = self._table.get(key)
+            if entry is not None and entry.ssd is not None:
+                self._let_go(entry)
+                self._table.place(entry)
+
+    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
+        """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
+        if entry.flush is not None:
+            move = self._moves[entry.flush]
+            move.dram_blocks += [block for block in block_ids if block in move.read_blocks]
+            block_ids = [block for block in block_ids if block not in move.read_blocks]
+        self._dram_blocks.free(entry.owner.tenant, block_ids)
+
+    # Forgetting.
+
+    def shorten(self, entry: Entry, num_tokens: int) -> None:
+        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens, and up to a block before.
+
+        A seal is of the tokens that count in its block, so only full blocks are kept; the rest is flushed again.
+        """
+        moving = entry.flush.record if entry.flush is not None else entry.fetch
+        if moving is not None and moving.num_tokens > num_tokens:
+            self.cancel(entry)
+        if entry.ssd is None or entry.ssd.num_tokens <= num_tokens:
+            return
+        num_blocks = num_tokens // self._layout.block_tokens
+        if not num_blocks:
+            self.forget(entry)
+            return
+        kept_tokens = num_blocks * self._layout.block_tokens
+        self._blocks.free(entry.owner.tenant, entry.ssd.block_ids[num_blocks:].tolist())
+        entry.ssd = SsdCopy(num_tokens=kept_tokens, block_ids=entry.ssd.block_ids[:num_blocks])
+        entry.num_same_tokens = min(entry.num_same_tokens, kept_tokens)
+        self._worker.shorten(entry.key, kept_tokens, num_blocks)
+
+    def cancel(self, entry: Entry) -> None:
+        """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
+        if entry.fetch is not None:
+            entry.fetch.cancelled = True
+            entry.fetch = None
+        if entry.flush is not None:
+            entry.flush.cancelled = True
+            self._moves[entry.flush].ended = True
+            self._counters.failed_flushes[FlushFailure.CANCELLED] += 1
+            entry.flush = None
+            self.forget(entry, published=True)
+
+    def forget(self, entry: Entry, *, published: bool = False) -> None:
+        """Forgets what of a session is on SSD.
+
+        Args:
+          entry: of the session.
+          published: whether the catalog may know more than the books.
+        """
+        if entry.ssd is not None or published:
+            self._let_go(entry)
+            self._worker.forget([entry.key])
+
+    # What the catalog knows and the books do not.
+
+    def note(self, key: str) -> bytes:
+        """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file."""
+        try:
+            contents = self._reader.contents(key)
+        except CatalogError:
+            return b""
+        return b"" if contents is None else contents.note
+
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+        """The tenant's session on SSD that begins with the same tokens for longest; see `Catalog`. Reads a file."""
+        try:
+            return self._reader.find_prefix(tenant, token_ids)
+        except CatalogError:
+            return None
+
+    def set_pinned(self, entry: Entry) -> None:
+        """Writes a session's pin down."""
+        if entry.ssd is not None or entry.flush is not None:
+            self._worker.change(entry.key, pinned=entry.pinned)
+
+    def set_ttl(self, entry: Entry) -> None:
+        """Writes a session's time to live down."""
+        if entry.ssd is not None or entry.flush is not None:
+            self._worker.change(entry.key, ttl_s=entry.ttl_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the worker and closes the files. Whoever wants moves to end first polls until there are none.
+
+        Returns:
+          Whether all has settled.
+        """
+        settled = self._worker.close(timeout_s)
+        self._reader.close()
+        return settled
+
+    # How.
+
+    def _adopt(self, record: SessionRecord) -> None:
+        """Takes in a session that an earlier process published."""
+        entry = Entry(
+            key=record.key,
+            owner=Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s),
+            created_s=record.created_s,
+            last_used_s=record.last_used_s,
+            ttl_s=record.ttl_s,
+            pinned=record.pinned,
+            ssd=SsdCopy(num_tokens=record.num_tokens, block_ids=record.block_ids),
+        )
+        self._blocks.adopt(record.tenant, record.num_blocks)
+        self._table.add(entry)
+
+    def _begin(
+        self,
+        entry: Entry,
+        task: FetchTask | FlushTask,
+        *,
+        dram_blocks: list[int] | None = None,
+        ssd_blocks: list[int] | None = None,
+        read_blocks: frozenset[int] = frozenset(),
+    ) -> None:
+        self._moves[task] = _Move(entry, dram_blocks or [], ssd_blocks or [], read_blocks)
+        self._table.place(entry)
+        self._worker.submit(task)
+
+    def _end_fetch(self, move: _Move, task: FetchTask, end: TaskEnd) -> None:
+        entry = move.entry
+        if entry.fetch is not task:  # Given up meanwhile.
+            return
+        entry.fetch = None
+        if end.error is None and end.contents is not None:
+            entry.block_ids, move.dram_blocks = move.dram_blocks, []
+            entry.token_ids = end.contents.token_ids
+            entry.num_same_tokens = task.num_tokens
+            entry.fetched = True
+            self._counters.num_fetches += 1
+            self._counters.fetched_bytes += len(task.block_ids) * self._layout.block_bytes
+            return
+        reason = IoFailure.DEVICE if end.error is None else end.error.reason
+        entry.miss = MissReason(reason) if reason in set(MissReason) else MissReason.DEVICE
+        if reason is IoFailure.DEADLINE:
+            self._late_until_s = time.monotonic() + _LATE_PAUSE_S
+        if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
+            self.forget(entry)
+
+    def _end_flush(self, move: _Move, task: FlushTask, end: TaskEnd) -> None:
+        entry = move.entry
+        entry.flush = None
+        if end.error is not None:
+            reason = end.error.reason.value
+            known = reason in set(FlushFailure)
+            self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
+            return
+        old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
+        self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
+        entry.ssd = SsdCopy(num_tokens=task.record.num_tokens, block_ids=task.record.block_ids)
+        entry.num_same_tokens = task.record.num_tokens
+        if entry.note is task.note:
+            entry.note = None
+        self._counters.num_flushes += 1
+        self._counters.flushed_bytes += len(move.ssd_blocks) * self._layout.block_bytes
+        move.ssd_blocks = []
+
+    def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
+        """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
+        tenant = entry.owner.tenant
+        with self._table.kept(entry):
+            victims = choose_room(
+                self._policy,
+                self._table.on_ssd,
+                tenant=tenant,
+                lacking=self._blocks.lacking(num_blocks),
+                excess=self._blocks.excess(tenant, num_blocks),
+                size_of=self._num_ssd_blocks,
+            )
+        if victims is None:
+            return FlushFailure.NO_ROOM
+        for victim in filter(None, map(self._table.get, victims)):
+            self._counters.num_evictions += 1
+            self._counters.evicted_bytes += self._num_ssd_blocks(victim.key) * self._tier.stored_block_bytes
+            self._let_go(victim)
+            self._table.place(victim)
+        if victims:
+            self._worker.forget(victims)
+        return None
+
+    def _num_kept_blocks(self, entry: Entry) -> int:
+        """How many leading blocks are on SSD as they should be: full ones, or all if only the note is new."""
+        if entry.ssd is None:
+            return 0
+        if entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens:
+            return len(entry.ssd.block_ids)
+        return min(entry.num_same_tokens, entry.num_tokens) // self._layout.block_tokens
+
+    def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
+        self._counters.failed_flushes[failure] += 1
+        entry.waits_for_flush = False
+        self._table.place(entry)
+        return False
+
+    def _num_ssd_blocks(self, key: str) -> int:
+        entry = self._table.get(key)
+        return 0 if entry is None or entry.ssd is None else len(entry.ssd.block_ids)
+
+    def _let_go(self, entry: Entry) -> None:
+        if entry.ssd is not None:
+            self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
+        entry.ssd = None
+        entry.num_same_tokens = 0
+
+
+class _Move:
+    """A task under way, and what is only free once it has settled."""
+
+    def __init__(
+        self, entry: Entry, dram_blocks: list[int], ssd_blocks: list[int], read_blocks: frozenset[int]
+    ) -> None:
+        self.entry = entry
+        self.dram_blocks = dram_blocks
+        self.ssd_blocks = ssd_blocks
+        self.read_blocks = read_blocks
+        self.ended = False

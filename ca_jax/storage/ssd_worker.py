@@ -1,0 +1,360 @@
+"""Moves between DRAM and SSD, done on two threads: one reads and verifies, one writes and keeps the catalog.
+
+A *fetch* reads what to expect from the catalog, then the blocks, and verifies their seals. A *flush* makes earlier
+changes of the catalog durable, seals and writes the blocks that are not on SSD yet, and publishes the session once they
+are durable. No block that a published session refers to is ever written: what changes goes to other blocks, so that a
+process that dies at any moment leaves the old state or the new one.
+
+Changes of the catalog that free blocks (`forget`, `shorten`) are carried out in the order of their submission, before
+any later write. While one of them cannot be made durable, nothing is written at all.
+
+Tasks belong to whoever submitted them; what became of them comes back by `take_ended`. Nothing here raises for what a
+disk or catalog does.
+
+Not here: which sessions move, and into which blocks (ssd_books).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CatalogError, CatalogFullError
+from ca_jax.storage.catalog_reader import CatalogReader
+from ca_jax.storage.catalog_records import SessionRecord
+from ca_jax.storage.catalog_rows import Contents, DamagedRecordError
+from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.host_memory import host_array
+from ca_jax.storage.seal import seal_block, verify_block
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.25  # How often moves under way are held against their deadline.
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FetchTask:
+    """Reads a session's blocks into memory."""
+
+    key: str
+    num_tokens: int
+    """How many the session is known to have."""
+    block_ids: Sequence[int]
+    """On SSD, in token order."""
+    into: Sequence[np.ndarray]
+    """One block of memory for each: the worker's until the task has settled."""
+    cancelled: bool = False
+    """Set by the submitter: its outcome does not matter any more."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FlushTask:
+    """Writes the blocks of a session that are not on SSD yet, and publishes it."""
+
+    record: SessionRecord
+    """As it will be published: all blocks, kept ones first."""
+    token_ids: np.ndarray
+    """int32 `[num_tokens]`."""
+    num_kept_blocks: int
+    """Leading full blocks that are published already, and stay."""
+    sources: Sequence[np.ndarray]
+    """Memory of the other blocks, in order: not to be rewritten until the task has settled, but for the last one, of
+    which only tokens behind the session's may change."""
+    note: bytes | None
+    """What to keep with the session; None keeps what is kept."""
+    cancelled: bool = False
+    """Set by the submitter: it must not be published, if it is not yet. What is forgotten then comes after it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """What became of a task. One that fails before its moves have settled is told of twice."""
+
+    task: FetchTask | FlushTask
+    error: BlockIoError | None = None
+    """Why it failed."""
+    settled: bool = True
+    """Whether none of its memory or blocks will be touched any more. Always after success."""
+    contents: Contents | None = None
+    """Of a fetched session."""
+
+
+class SsdWorker:
+    """The threads. `submit` calls never wait; all public methods belong to the bookkeeping thread.
+
+    Args:
+      tier: the blocks.
+      catalog: written by the worker alone from now on.
+      reader: of the same catalog, likewise.
+      prepare: run before the first write, on the writing thread.
+      on_progress: called, from the threads, whenever `take_ended` has something new.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        catalog: Catalog,
+        reader: CatalogReader,
+        *,
+        prepare: Callable[[], object],
+        on_progress: Callable[[], None],
+    ) -> None:
+        self._tier = tier
+        self._layout = tier.layout
+        self._catalog = catalog
+        self._reader = reader
+        self._on_progress = on_progress
+        self._ended: collections.deque[TaskEnd] = collections.deque()
+        self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
+        self._lost: collections.deque[str] = collections.deque()
+        self._bounces: list[np.ndarray] = []
+        self._num_moving = 0
+        self._lock = threading.Lock()
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._writes.put(functools.partial(self._prepare, prepare))
+        self._threads = [
+            threading.Thread(target=self._run, args=(steps,), name=f"ca_jax-ssd-{name}", daemon=True)
+            for name, steps in (("reader", self._reads), ("writer", self._writes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: FetchTask | FlushTask) -> None:
+        """Begins a fetch or a flush."""
+        if isinstance(task, FetchTask):
+            self._reads.put(functools.partial(self._begin_fetch, task))
+        else:
+            self._writes.put(functools.partial(self._begin_flush, task))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Has sessions forgotten. Their blocks may be given to later flushes at once."""
+        self._writes.put(functools.partial(self._forget, tuple(keys)))
+
+    def shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
+        """Has a session shortened to full blocks. Those behind may be given to later flushes at once.
+
+        Where the catalog cannot be changed so, the session is forgotten; `take_lost` says it.
+        """
+        self._writes.put(functools.partial(self._shorten, key, num_tokens, num_blocks))
+
+    def change(self, key: str, *, pinned: bool | None = None, ttl_s: float | None = None) -> None:
+        """Has a session's pin (if not None) or else its time to live written down."""
+        self._writes.put(functools.partial(self._change, key, pinned, ttl_s))
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Has something else done by the writing thread, in its turn."""
+        self._writes.put(step)
+
+    def take_ended(self) -> TaskEnd | None:
+        """The next task that ended; None where there is none."""
+        return self._ended.popleft() if self._ended else None
+
+    def take_lost(self) -> str | None:
+        """The next session that had to be forgotten against the wish of its owner; None where there is none."""
+        return self._lost.popleft() if self._lost else None
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the threads after what was submitted, waits at most so long, and closes tier and catalog.
+
+        Returns:
+          Whether all has settled. If not, the memory of open tasks must stay.
+        """
+        for steps in (self._reads, self._writes):
+            steps.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        settled = self._tier.close(timeout_s)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._reader.close()
+            self._catalog.close()
+        return settled
+
+    # The threads.
+
+    def _run(self, steps: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while True:
+            try:
+                step = steps.get(timeout=_POLL_S if self._num_moving else None)
+            except queue.Empty:
+                self._tier.poll()
+                continue
+            if step is None:
+                return
+            try:
+                step()
+            except Exception:  # A defect: what is left open stays so, all else goes on.
+                _LOG.exception("a step of the SSD worker broke")
+
+    def _prepare(self, prepare: Callable[[], object]) -> None:
+        prepare()
+
+    # Fetching, on the reading thread.
+
+    def _begin_fetch(self, task: FetchTask) -> None:
+        if task.cancelled:
+            self._end(TaskEnd(task=task, error=_cancelled()))
+            return
+        try:
+            contents = self._expected(task)
+        except BlockIoError as error:
+            self._end(TaskEnd(task=task, error=error))
+            return
+        self._move(
+            self._tier.read_blocks(task.block_ids, task.into),
+            task,
+            self._reads,
+            lambda: self._finish_fetch(task, contents),
+        )
+
+    def _expected(self, task: FetchTask) -> Contents:
+        """What the catalog says is in the blocks."""
+        try:
+            contents = self._reader.contents(task.key)
+        except DamagedRecordError as error:
+            raise BlockIoError(IoFailure.CORRUPT, str(error)) from error
+        except CatalogError as error:
+            raise BlockIoError(IoFailure.CATALOG, str(error)) from error
+        if contents is None:
+            raise BlockIoError(IoFailure.MISSING, f"the catalog wanted session {task.key!r}, found none")
+        if len(contents.token_ids) != task.num_tokens or len(contents.seals) != len(task.block_ids):
+            raise BlockIoError(
+                IoFailure.CORRUPT,
+                f"session {task.key!r} wanted {task.num_tokens} tokens in {len(task.block_ids)} blocks, the catalog "
+                f"found {len(contents.token_ids)} in {len(contents.seals)}",
+            )
+        return contents
+
+    def _finish_fetch(self, task: FetchTask, contents: Contents) -> None:
+        for index, block in enumerate(task.into):
+            if not verify_block(block, self._layout.tokens_in_block(index, task.num_tokens), contents.seals[index]):
+                found = f"block {index} of session {task.key!r} wanted its seal, found other bytes"
+                self._end(TaskEnd(task=task, error=BlockIoError(IoFailure.CORRUPT, found)))
+                return
+        self._end(TaskEnd(task=task, contents=contents))
+
+    # Flushing, on the writing thread.
+
+    def _begin_flush(self, task: FlushTask) -> None:
+        error = _cancelled() if task.cancelled else self._settle_catalog()
+        if error is not None:
+            self._end(TaskEnd(task=task, error=error))
+            return
+        sources = list(task.sources)
+        seals = [
+            seal_block(block, self._layout.tokens_in_block(index, task.record.num_tokens))
+            for index, block in enumerate(sources, task.num_kept_blocks)
+        ]
+        bounce = None
+        if sources:  # The last one may get more tokens meanwhile, and a checksum is of bytes that stand still.
+            bounce = self._bounces.pop() if self._bounces else host_array(sources[0].shape, sources[0].dtype)
+            np.copyto(bounce, sources[-1])
+            sources[-1] = bounce
+        handle = self._tier.write_blocks(task.record.block_ids[task.num_kept_blocks :].tolist(), sources)
+        if bounce is not None:
+            handle.add_settled_callback(lambda _: self._bounces.append(bounce))
+        self._move(handle, task, self._writes, lambda: self._publish(task, seals))
+
+    def _publish(self, task: FlushTask, seals: list[np.ndarray]) -> None:
+        error = _cancelled() if task.cancelled else self._settle_catalog()
+        if error is None:
+            try:
+                kept = self._catalog.contents(task.record.key)
+                note = task.note if task.note is not None else (kept.note if kept else b"")
+                kept_seals = kept.seals[: task.num_kept_blocks] if kept else np.zeros((0, self._layout.num_layers))
+                if len(kept_seals) < task.num_kept_blocks:
+                    raise DamagedRecordError(
+                        f"session {task.record.key!r} wanted {task.num_kept_blocks} blocks to stay, "
+                        f"found {len(kept_seals)}"
+                    )
+                all_seals = np.array([*kept_seals, *seals], np.uint64).reshape(-1, self._layout.num_layers)
+                self._catalog.publish(task.record, task.token_ids, all_seals, note)
+            except CatalogError as failure:
+                error = _of_catalog(failure)
+        self._end(TaskEnd(task=task, error=error))
+
+    def _forget(self, keys: tuple[str, ...]) -> None:
+        self._unforgotten.update(keys)
+        error = self._settle_catalog()
+        if error is not None:
+            _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
+
+    def _shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
+        if key in self._unforgotten:
+            return
+        try:
+            self._catalog.shorten(key, num_tokens, num_blocks)
+        except (CatalogError, ValueError) as error:  # ValueError: the catalog has less than the books thought.
+            _LOG.warning("a session cannot be shortened, and is forgotten: %s", error)
+            self._lost.append(key)
+            self._forget((key,))
+            self._on_progress()
+
+    def _change(self, key: str, pinned: bool | None, ttl_s: float | None) -> None:
+        try:
+            if pinned is not None:
+                self._catalog.set_pinned(key, pinned)
+            else:
+                self._catalog.set_ttl(key, ttl_s)
+        except CatalogError as error:
+            _LOG.warning("a session's pin or time to live was not written down: %s", error)
+
+    def _settle_catalog(self) -> BlockIoError | None:
+        """Makes outstanding changes durable; why not, if that cannot be."""
+        if not self._unforgotten:
+            return None
+        try:
+            self._catalog.forget(self._unforgotten)
+        except CatalogError as error:
+            return _of_catalog(error)
+        self._unforgotten.clear()
+        return None
+
+    # Both.
+
+    def _move(
+        self,
+        handle: IoHandle,
+        task: FetchTask | FlushTask,
+        steps: queue.SimpleQueue[Callable[[], None] | None],
+        then: Callable[[], None],
+    ) -> None:
+        """Goes on with `then` on the same thread once a move has succeeded, and says so if it fails."""
+        with self._lock:
+            self._num_moving += 1
+
+        def settled(handle: IoHandle) -> None:
+            with self._lock:
+                self._num_moving -= 1
+            if handle.error is None:
+                steps.put(then)
+            else:
+                self._end(TaskEnd(task=task, error=handle.error))
+
+        def done(handle: IoHandle) -> None:
+            if handle.error is not None and not handle.settled:
+                self._end(TaskEnd(task=task, error=handle.error, settled=False))
+
+        handle.add_done_callback(done)
+        handle.add_settled_callback(settled)
+
+    def _end(self, end: TaskEnd) -> None:
+        self._ended.append(end)
+        self._on_progress()
+
+
+def _cancelled() -> BlockIoError:
+    return BlockIoError(IoFailure.CANCELLED, "the task was cancelled")
+
+
+def _of_catalog(error: CatalogError) -> BlockIoError:
+    reason = IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG
+    return BlockIoError(reason, str(error))

@@ -1,0 +1,77 @@
+"""What the store keeps of which session, for whoever looks after it: `engine.stored`.
+
+Not here: conversations that are open (engine), the tool for a directory that no engine uses (launch.store).
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
+from ca_jax.session_kv import SessionKV
+from ca_jax.storage.records import EntryInfo
+
+
+class StoredSessions:
+    """Lists, pins and drops stored sessions. Any thread may call.
+
+    Args:
+      kv: the engine's.
+      lock: the engine's.
+    """
+
+    def __init__(self, kv: SessionKV, lock: threading.RLock) -> None:
+        self._kv = kv
+        self._lock = lock
+
+    def list(self, *, tenant: str | None = None) -> tuple[EntryInfo, ...]:
+        """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
+        with self._lock:
+            return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
+
+    def pin(self, session_id: str, *, tenant: str = "") -> None:
+        """Keeps a session in the store, over restarts too: no eviction and no expiry, until `unpin` or `drop`.
+
+        Raises:
+          UnknownSessionError: nothing is stored under that name.
+          TenantError: it is another tenant's.
+        """
+        with self._lock:
+            self._kv.set_pinned(self._key(session_id, tenant), True)
+
+    def unpin(self, session_id: str, *, tenant: str = "") -> None:
+        """Lets a session go like others again; otherwise as `pin`."""
+        with self._lock:
+            self._kv.set_pinned(self._key(session_id, tenant), False)
+
+    def set_ttl(self, session_id: str, ttl_s: float | None, *, tenant: str = "") -> None:
+        """Says how long a session is kept after its last use, seconds; None: while there is room.
+
+        Raises:
+          ValueError: `ttl_s` is negative or not finite.
+          UnknownSessionError: as for `pin`; so is TenantError.
+        """
+        with self._lock:
+            self._kv.set_ttl(self._key(session_id, tenant), ttl_s)
+
+    def drop(self, session_id: str, *, tenant: str = "") -> None:
+        """Forgets what is stored of a session. A conversation that is open goes on, and prefills everything.
+
+        Raises:
+          SessionBusyError: a turn of it runs.
+          UnknownSessionError: as for `pin`; so is TenantError.
+        """
+        with self._lock:
+            key = self._key(session_id, tenant)
+            if self._kv.is_running(key):
+                raise SessionBusyError(f"session {session_id!r} still answers; wanted it idle to drop its KV")
+            self._kv.drop(key)
+
+    def _key(self, session_id: str, tenant: str) -> str:
+        infos = self._kv.of_name(session_id)
+        for info in infos:
+            if info.tenant == tenant:
+                return info.key
+        if infos:
+            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+        raise UnknownSessionError(f"wanted a session that is stored, found {session_id!r}, which is not")
