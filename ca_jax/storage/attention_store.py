@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 
-import numpy as np
 import numpy.typing as npt
 
 from ca_jax.storage.books import Counters, Entry, EntryTable
@@ -35,9 +34,10 @@ from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.policy import EvictionPolicy, make_policy
 from ca_jax.storage.quota import ChargedBlocks
-from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Owner, Residency, StoreStats
+from ca_jax.storage.records import EntryInfo, Lookup, Owner, Residency, StoreStats
 from ca_jax.storage.ssd_books import SsdBooks, open_ssd_books
-from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
+from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
+from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 
@@ -85,8 +85,6 @@ class AttentionStore:
         if layout.block_tokens != config.block_tokens:
             raise ValueError(f"layout wanted blocks of {config.block_tokens} tokens, found {layout.block_tokens}")
         self._layout = layout
-        self._ttl_s = config.ttl_s
-        self._clock = clock
         self._progress = threading.Event()
         self._on_progress = on_progress
         policy = make_policy(config.eviction_policy) if policy is None else policy
@@ -119,8 +117,15 @@ class AttentionStore:
             free_fraction=config.dram_free_fraction,
             clock=clock,
         )
-        self._pins: dict[str, int] = {}
-        self._open_loads: dict[LoadTicket, Entry] = {}
+        self._desk = TicketDesk(
+            self._dram,
+            self._blocks,
+            self._entries,
+            self._placement,
+            self._counters,
+            ttl_s=config.ttl_s,
+            clock=clock,
+        )
         self._closed = False
 
     @property
@@ -203,7 +208,7 @@ class AttentionStore:
           Its key; None where there is none.
         """
         self._check_open()
-        match = None if self._ssd is None else self._ssd.find_prefix(tenant, _as_token_ids(token_ids))
+        match = None if self._ssd is None else self._ssd.find_prefix(tenant, as_token_ids(token_ids))
         return None if match is None or self._entries.get(match.key) is None else match.key
 
     # The job queue, and what goes on in the background.
@@ -266,7 +271,7 @@ class AttentionStore:
         A pin does not keep the owner from `truncate` and `drop`.
         """
         self._check_open()
-        self._set_pins(key, self._pins.get(key, 0) + 1)
+        self._entries.add_pins(key, 1)
 
     def unpin(self, key: str) -> None:
         """Takes one pin back.
@@ -275,9 +280,9 @@ class AttentionStore:
           ValueError: there is none.
         """
         self._check_open()
-        if key not in self._pins:
+        if not self._entries.num_pins(key):
             raise ValueError(f"wanted a pinned key, found {key!r}, which has no pin")
-        self._set_pins(key, self._pins[key] - 1)
+        self._entries.add_pins(key, -1)
 
     @contextlib.contextmanager
     def pinned(self, key: str) -> Iterator[None]:
@@ -326,151 +331,44 @@ class AttentionStore:
         self._placement.used(entry)
         return True
 
-    # Saves.
+    # Saves and loads: see `TicketDesk`, which does them.
 
     def prepare_save(
         self, key: str, start_token: int, token_ids: npt.ArrayLike, owner: Owner | None = None
     ) -> SaveTicket | None:
-        """Reserves room for the KV of a session's next tokens, evicting others where it lacks.
-
-        Several saves of one session may be open; they are completed in order. What is pinned or in use is not evicted.
-
-        Args:
-          key: session id.
-          start_token: where the new tokens begin: the tokens published in DRAM plus those of saves still open.
-          token_ids: `[T]`, T > 0, the new tokens.
-          owner: whose session it is, if it is new here; by default nobody's, and known by its key.
-
-        Returns:
-          A ticket to write by; None where no room can be made (counted, with its reason). The next offer must begin
-          at the same token then: a stored sequence has no gaps.
-
-        Raises:
-          ValueError: `start_token` is another, or `token_ids` is empty or not a list of int32.
-        """
+        """Reserves room for the KV of a session's next tokens, evicting others; None where none can be made."""
         self._check_open()
-        token_ids = _as_token_ids(token_ids)
-        entry = self._entries.get(key)
-        reserved = entry.num_reserved_tokens if entry else 0
-        if start_token != reserved:
-            raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
-        entry = entry or self._new_entry(key, owner)
-        if entry.fetch is not None and self._ssd is not None:  # What comes would be older than what is saved now.
-            self._ssd.cancel(entry)
-        num_blocks = self._layout.num_blocks(start_token + len(token_ids)) - len(entry.block_ids)
-        skipped = self._placement.make_room(entry, num_blocks)
-        if skipped is not None:
-            self._counters.skipped_saves[skipped] += 1
-            return None
-        grown = self._blocks.alloc(entry.owner.tenant, num_blocks, entry.block_ids[-1] if entry.block_ids else None)
-        if grown is None:
-            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
-        entry.block_ids.extend(grown)
-        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids))
-        entry.open_saves.append(ticket)
-        self._keep(entry)
-        return ticket
+        return self._desk.prepare_save(key, start_token, token_ids, owner)
 
     def complete_save(self, ticket: SaveTicket) -> bool:
-        """Publishes a save: from here on its tokens can be loaded. Waits for writes under way.
-
-        Returns:
-          Whether it was published: False if an earlier save of the session was aborted, and this one with it.
-
-        Raises:
-          ValueError: the ticket is not fully written, not the session's oldest open one, completed already, or not of
-            this store. It stays as it was.
-        """
+        """Publishes a save: from here on its tokens can be loaded. False if an earlier save was aborted."""
         self._check_open()
-        if ticket.state is TicketState.ABORTED:
-            return False
-        entry = self._entry_of(ticket)
-        if entry.open_saves[0] is not ticket:
-            raise ValueError(
-                f"saves of {ticket.key!r} complete in order: wanted the one from token "
-                f"{entry.open_saves[0].start_token}, found the one from {ticket.start_token}"
-            )
-        if ticket.num_missing:
-            raise ValueError(
-                f"save of {ticket.key!r} wanted KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
-                f"found {ticket.num_missing} (layer, token) pairs not written"
-            )
-        ticket.close(TicketState.DONE)
-        del entry.open_saves[0]
-        entry.token_ids = np.concatenate([entry.token_ids, ticket.token_ids])
-        self._placement.changed(entry)
-        self._placement.used(entry)
-        self._counters.num_saves += 1
-        self._counters.saved_bytes += ticket.num_tokens * self._layout.token_bytes
-        return True
+        return self._desk.complete_save(ticket)
 
     def abort_save(self, ticket: SaveTicket) -> None:
-        """Gives a save up, and all later ones of its session; their blocks are free again. Waits for writes under way.
-
-        Raises:
-          ValueError: the ticket is completed already, or not of this store.
-        """
+        """Gives a save up, and all later ones of its session; their blocks are free again."""
         self._check_open()
-        if ticket.state is not TicketState.ABORTED:
-            self._abort_saves(self._entry_of(ticket), first=ticket)
-
-    # Loads.
+        self._desk.abort_save(ticket)
 
     def prepare_load(self, key: str, token_ids: npt.ArrayLike) -> LoadTicket | None:
-        """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
-
-        A caller that gets fewer tokens than are stored wants other tokens from there on, and truncates before it saves.
-
-        Args:
-          key: session id.
-          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
-
-        Returns:
-          A ticket to read by; None where nothing can be served (a miss, counted with its reason).
-
-        Raises:
-          ValueError: `token_ids` is empty or not a list of int32.
-        """
+        """Holds the longest published prefix of `token_ids` for reading; None for a miss."""
         self._check_open()
-        token_ids = _as_token_ids(token_ids)
-        entry = self._entries.get(key)
-        miss = self._miss_of(entry, token_ids)
-        if entry is not None:
-            self._placement.used(entry)
-        if entry is None or miss is not None:
-            self._counters.misses[miss or MissReason.ABSENT] += 1
-            if entry is not None:
-                entry.miss = None
-                self._entries.place(entry)
-            return None
-        num_tokens = _common_prefix(entry.token_ids, token_ids)
-        block_ids = np.array(entry.block_ids[: self._layout.num_blocks(num_tokens)])
-        ticket = LoadTicket(self._dram, key, num_tokens, block_ids, from_ssd=entry.fetched)
-        entry.fetched = False
-        entry.num_open_loads += 1
-        self._open_loads[ticket] = entry
-        self._entries.place(entry)
-        return ticket
+        return self._desk.prepare_load(key, token_ids)
 
     def complete_load(self, ticket: LoadTicket) -> None:
-        """Ends a load, a hit. Waits for copies under way.
-
-        Raises:
-          ValueError: the ticket is closed, or not of this store.
-        """
-        self._end_load(ticket, TicketState.DONE)
-        self._counters.num_hits += 1
-        self._counters.num_hits_from_ssd += ticket.from_ssd
-        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes
+        """Ends a load, a hit."""
+        self._check_open()
+        self._desk.complete_load(ticket)
 
     def abort_load(self, ticket: LoadTicket) -> None:
-        """Gives a load up, a miss. Waits for copies under way.
+        """Gives a load up, a miss."""
+        self._check_open()
+        self._desk.abort_load(ticket)
 
-        Raises:
-          ValueError: the ticket is closed, or not of this store.
-        """
-        self._end_load(ticket, TicketState.ABORTED)
-        self._counters.misses[MissReason.ABORTED] += 1
+    def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
+        """Copies what session `source` has in DRAM of `token_ids` to a new session; how many tokens that are."""
+        self._check_open()
+        return self._desk.copy_prefix(source, key, token_ids, owner)
 
     # Forgetting.
 
@@ -513,46 +411,6 @@ class AttentionStore:
         self.truncate(key, 0)
         return found
 
-    def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
-        """Copies what a session in DRAM has of the beginning of `token_ids` to a new session. Waits for the copy.
-
-        Args:
-          source: session id of the one that has it.
-          key: session id of the new one, of which nothing is stored.
-          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
-          owner: whose the new session is.
-
-        Returns:
-          How many tokens it has now; 0 where none agree or no room can be made.
-
-        Raises:
-          ValueError: something is stored under `key`, or `token_ids` is empty or not a list of int32.
-        """
-        self._check_open()
-        token_ids = _as_token_ids(token_ids)
-        if self._entries.get(key) is not None:
-            raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
-        from_entry = self._entries.get(source)
-        num_tokens = 0 if from_entry is None else _common_prefix(from_entry.token_ids, token_ids)
-        if from_entry is None or not num_tokens:
-            return 0
-        entry = self._new_entry(key, owner)
-        num_blocks = self._layout.num_blocks(num_tokens)
-        with self._entries.kept(from_entry):
-            if self._placement.make_room(entry, num_blocks) is not None:
-                return 0
-        block_ids = self._blocks.alloc(entry.owner.tenant, num_blocks)
-        if block_ids is None:
-            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
-        for source_block, block in zip(from_entry.block_ids, block_ids, strict=False):
-            np.copyto(self._dram.slab[block], self._dram.slab[source_block])
-        entry.block_ids = list(block_ids)
-        entry.token_ids = from_entry.token_ids[:num_tokens].copy()
-        entry.fetched, from_entry.fetched = from_entry.fetched, False
-        self._keep(entry)
-        self._placement.changed(entry)
-        return num_tokens
-
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Ends open loads and saves, writes to SSD what is complete, and lets go of memory and files.
 
@@ -563,13 +421,8 @@ class AttentionStore:
         """
         if self._closed:
             return
-        for entry in tuple(self._entries):
-            if entry.open_saves:
-                self._abort_saves(entry, first=entry.open_saves[0])
-        for ticket in tuple(self._open_loads):
-            self.abort_load(ticket)
-        for key in tuple(self._pins):
-            self._set_pins(key, 0)
+        self._desk.abort_all()
+        self._entries.clear_pins()
         self.settle(timeout_s)
         self._closed = True
         if self._ssd is not None:
@@ -577,47 +430,6 @@ class AttentionStore:
         self._dram.close()
 
     # The books.
-
-    def _new_entry(self, key: str, owner: Owner | None) -> Entry:
-        owner = owner or Owner()
-        if not owner.session_id:
-            owner = dataclasses.replace(owner, session_id=key)
-        now_s = self._clock()
-        return Entry(
-            key=key,
-            owner=owner,
-            created_s=now_s,
-            last_used_s=now_s,
-            ttl_s=self._ttl_s if owner.ttl_s is None else owner.ttl_s,
-            num_pins=self._pins.get(key, 0),
-        )
-
-    def _keep(self, entry: Entry) -> None:
-        """Enters an entry that has blocks now, if it is new, as the last used."""
-        if self._entries.get(entry.key) is None:
-            self._entries.add(entry)
-        self._entries.place(entry)
-        self._placement.used(entry)
-
-    def _set_pins(self, key: str, num_pins: int) -> None:
-        if num_pins:
-            self._pins[key] = num_pins
-        else:
-            del self._pins[key]
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.num_pins = num_pins
-            self._entries.place(entry)
-
-    def _miss_of(self, entry: Entry | None, token_ids: np.ndarray) -> MissReason | None:
-        """Why a load of these tokens serves nothing; None if it serves some."""
-        if entry is None:
-            return MissReason.ABSENT
-        if not entry.num_tokens:
-            if entry.miss is not None:
-                return entry.miss
-            return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING
-        return None if _common_prefix(entry.token_ids, token_ids) else MissReason.MISMATCH
 
     def _describe(self, entry: Entry) -> EntryInfo:
         ssd_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
@@ -643,35 +455,6 @@ class AttentionStore:
         if self._on_progress is not None:
             self._on_progress()
 
-    def _abort_saves(self, entry: Entry, first: SaveTicket) -> None:
-        """Aborts `first` and the later saves of `entry`."""
-        position = entry.open_saves.index(first)
-        for ticket in entry.open_saves[position:]:
-            ticket.close(TicketState.ABORTED)
-            self._counters.num_aborted_saves += 1
-        del entry.open_saves[position:]
-        self._placement.leave_dram(entry, entry.num_reserved_tokens)
-
-    def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
-        self._check_open()
-        entry = self._open_loads.pop(ticket, None)
-        if entry is None:
-            raise ValueError(
-                f"wanted an open load of this store, found one of {ticket.key!r} that is {ticket.state.value}"
-            )
-        ticket.close(state)
-        entry.num_open_loads -= 1
-        self._entries.place(entry)
-        self._placement.used(entry)
-
-    def _entry_of(self, ticket: SaveTicket) -> Entry:
-        entry = self._entries.get(ticket.key)
-        if entry is None or ticket not in entry.open_saves:
-            raise ValueError(
-                f"wanted an open save of this store, found one of {ticket.key!r} that is {ticket.state.value}"
-            )
-        return entry
-
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("wanted an open AttentionStore, found one that is closed")
@@ -688,21 +471,3 @@ def _check_idle(entry: Entry) -> None:
             f"wanted no open load or save of {entry.key!r}, found {entry.num_open_loads} loads and "
             f"{len(entry.open_saves)} saves"
         )
-
-
-def _as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
-    given = np.asarray(token_ids)
-    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"token_ids wanted a non-empty list of integers, found {given.dtype}{list(given.shape)}")
-    ids = given.astype(np.int32)
-    if not np.array_equal(ids, given):
-        raise ValueError(f"token_ids wanted int32, found values in [{given.min()}, {given.max()}]")
-    ids.flags.writeable = False
-    return ids
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common prefix."""
-    length = min(len(a), len(b))
-    differs = np.flatnonzero(a[:length] != b[:length])
-    return int(differs[0]) if differs.size else length

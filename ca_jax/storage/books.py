@@ -109,6 +109,7 @@ class EntryTable:
         self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead)
         self._on_ssd_only: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
+        self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -146,6 +147,25 @@ class EntryTable:
         for orders in (self._in_dram, self._on_ssd, self._on_ssd_only):
             if entry.key in orders:
                 orders.remove(entry.key)
+
+    def num_pins(self, key: str) -> int:
+        """How often a key is pinned by who uses it now."""
+        return self._pins.get(key, 0)
+
+    def add_pins(self, key: str, num_pins: int) -> None:
+        """Pins a key so many times more, or less; it need not have an entry."""
+        self._pins[key] += num_pins
+        if not self._pins[key]:
+            del self._pins[key]
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.num_pins += num_pins
+            self.place(entry)
+
+    def clear_pins(self) -> None:
+        """Takes all such pins back."""
+        for key, num_pins in tuple(self._pins.items()):
+            self.add_pins(key, -num_pins)
 
     def use(self, entry: Entry, now_s: float) -> None:
         """Marks an entry as the last used."""

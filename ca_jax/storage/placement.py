@@ -165,6 +165,12 @@ class Placement:
         self._evict_all(victims)
         return None
 
+    def give_up_fetch(self, entry: Entry) -> None:
+        """Gives up what of a session is on its way to DRAM."""
+        if entry.fetch is not None and self._ssd is not None:
+            self._ssd.cancel(entry)
+            self._table.place(entry)
+
     def leave_dram(self, entry: Entry, num_tokens: int = 0) -> None:
         """Frees a session's blocks of DRAM past its first `num_tokens`; published tokens are the caller's to cut."""
         num_blocks = self._layout.num_blocks(num_tokens)

@@ -71,6 +71,8 @@ class SsdTier:
         With 2 / 4 / 8: 1.1 / 1.4 / 1.8 GB/s, durable.
       context: TensorStore's resources; by default its own, without a cache.
       clock: seconds, never decreasing.
+      only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: nothing is made, no
+        room is checked. Blocks are read and deleted, never written; the capacity says which ids may be named.
 
     Raises:
       ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout; a bad URL.
@@ -91,22 +93,29 @@ class SsdTier:
         max_writes: int = 8,
         context: ts.Context | None = None,
         clock: Callable[[], float] = time.monotonic,
+        only_existing: bool = False,
     ):
         self._layout = layout
         self._num_blocks = blocks_within(capacity_bytes, self.stored_block_bytes, layout)
         self._reads = IoQueue(max_in_flight=max_reads, deadline_s=deadline_s, describe=_describe, clock=clock)
         self._writes = IoQueue(max_in_flight=max_writes, deadline_s=deadline_s, describe=_describe, clock=clock)
-        url, self._directory = _resolve(location)
+        self._only_existing = only_existing
+        url, self._directory = _resolve(location, make=not only_existing)
         self._space = DiskSpace(self._directory, free_floor_bytes)
         self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": durable})
         self._kvstore = ts.KvStore.open(url, context=self._context).result()
-        if self._directory is not None:
+        if self._directory is not None and not only_existing:
             self._space.check_capacity(
                 self._num_blocks * self.stored_block_bytes,
                 lambda: len(self.stored_block_ids()) * self.stored_block_bytes,
             )
         self._groups = self._open_groups()
         self._allocator = BlockAllocator(self._num_blocks)
+
+    @classmethod
+    def open_existing(cls, layout: KVLayout, location: str | os.PathLike[str], num_blocks: int) -> SsdTier:
+        """Opens what is on disk as it stands (`only_existing`), with ids below `num_blocks`."""
+        return cls(layout, location, num_blocks * _stored_block_bytes(layout), only_existing=True)
 
     @property
     def layout(self) -> KVLayout:
@@ -121,8 +130,7 @@ class SsdTier:
     @property
     def stored_block_bytes(self) -> int:
         """What one block takes on disk: its bytes, a checksum for each layer, an index, rounded up to pages."""
-        file_bytes = self._layout.block_bytes + self._layout.num_layers * (4 + 16) + 4
-        return -(-file_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        return _stored_block_bytes(self._layout)
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -165,6 +173,8 @@ class SsdTier:
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """See `DiskTier`."""
+        if self._only_existing:
+            raise ValueError("write_blocks wanted a tier that may write, found one opened with only_existing")
         check_block_ids(block_ids, self._num_blocks, distinct=True)
         check_blocks("blocks", blocks, len(block_ids), self._layout)
         num_bytes = len(block_ids) * self.stored_block_bytes
@@ -228,27 +238,24 @@ class SsdTier:
 
     def _open_groups(self) -> list[ts.TensorStore]:
         """Opens all groups at once, and makes those that are not there yet."""
-        num_groups = -(-self._num_blocks // GROUP_BLOCKS)
         metadata = _metadata(self._layout)
         opening = [
-            ts.open(
-                {
-                    "driver": "zarr3",
-                    "kvstore": (self._kvstore / _group_path(group)).spec().to_json(),
-                    "metadata": metadata,
-                    "recheck_cached_metadata": False,
-                    # There is no cache, but what a read has just used lives on for a moment: never take that for fresh.
-                    "recheck_cached_data": True,
-                    "fill_missing_data_reads": False,
-                    "store_data_equal_to_fill_value": True,
-                },
-                open=True,
-                create=True,
-                context=self._context,
-            )
-            for group in range(num_groups)
+            ts.open(self._spec(group, metadata), open=True, create=not self._only_existing, context=self._context)
+            for group in range(-(-self._num_blocks // GROUP_BLOCKS))
         ]
         return [self._opened(group, future, metadata) for group, future in enumerate(opening)]
+
+    def _spec(self, group: int, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "driver": "zarr3",
+            "kvstore": (self._kvstore / _group_path(group)).spec().to_json(),
+            "metadata": metadata,
+            "recheck_cached_metadata": False,
+            # There is no cache, but what a read has just used lives on for a moment: never take that for fresh.
+            "recheck_cached_data": True,
+            "fill_missing_data_reads": False,
+            "store_data_equal_to_fill_value": True,
+        }
 
     def _opened(self, group: int, future: ts.Future, metadata: dict[str, Any]) -> ts.TensorStore:
         try:
@@ -256,6 +263,9 @@ class SsdTier:
         except ValueError as error:
             path = f"{_group_path(group)}zarr.json"
             text = self._kvstore.read(path).result().value
+            if not text and self._only_existing:  # What an engine would make: blocks may be there nevertheless.
+                spec = self._spec(group, metadata)
+                return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
             try:
                 found = json.loads(text)
             except ValueError:
@@ -269,6 +279,11 @@ class SsdTier:
                         f"found {found.get(name)}"
                     ) from error
             raise
+
+
+def _stored_block_bytes(layout: KVLayout) -> int:
+    file_bytes = layout.block_bytes + layout.num_layers * (4 + 16) + 4
+    return -(-file_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _copy(view: ts.TensorStore, dst: np.ndarray) -> ts.Future:
@@ -294,15 +309,16 @@ def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         start = stop
 
 
-def _resolve(location: str | os.PathLike[str]) -> tuple[str, Path | None]:
-    """The URL of a store's root, and its directory if it is local, which is made."""
+def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path | None]:
+    """The URL of a store's root, and its directory if it is local."""
     text = os.fspath(location)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
         raise ValueError("SSD location wanted a directory or a TensorStore URL, found none")
     if scheme not in ("", "file"):
         return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
-    directory = prepare_directory(unquote(urlsplit(text).path) if scheme else text, "zarr3")
+    parent = unquote(urlsplit(text).path) if scheme else text
+    directory = prepare_directory(parent, "zarr3") if make else Path(parent).absolute() / "zarr3"
     return f"{directory.as_uri()}/", directory
 
 

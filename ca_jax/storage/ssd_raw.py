@@ -64,11 +64,14 @@ class RawSsdTier:
       max_reads: blocks that are read at once, each by a thread of its own.
       max_writes: blocks that are written at once, likewise.
       clock: seconds, never decreasing.
+      only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: nothing is made, no
+        room is checked. Blocks are read and deleted, never written; the capacity says which ids may be named.
 
     Raises:
       ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout.
       NotADirectoryError: the location is a file, or in one.
       PermissionError: it cannot be written to.
+      FileNotFoundError: `only_existing`, and there are no blocks.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class RawSsdTier:
         max_reads: int = 4,
         max_writes: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        only_existing: bool = False,
     ):
         self._layout = layout
         self._durable = durable
@@ -91,16 +95,25 @@ class RawSsdTier:
         self._num_blocks = blocks_within(capacity_bytes, self.stored_block_bytes, layout)
         self._reads = IoQueue(max_in_flight=max_reads, deadline_s=deadline_s, describe=_describe, clock=clock)
         self._writes = IoQueue(max_in_flight=max_writes, deadline_s=deadline_s, describe=_describe, clock=clock)
-        directory = prepare_directory(location, "raw")
-        _check_layout_file(directory, layout, durable)
+        self._only_existing = only_existing
+        directory = Path(location).absolute() / "raw" if only_existing else prepare_directory(location, "raw")
+        _check_layout_file(directory, layout, durable, make=not only_existing)
         self._path = directory / "blocks"
         self._space = DiskSpace(directory, free_floor_bytes)
-        self._space.check_capacity(self._num_blocks * self.stored_block_bytes, self._stored_bytes)
-        self._file, self._direct_file = _open_file(self._path, self._num_blocks * self.stored_block_bytes)
-        if durable:
-            _sync_directory(directory)
+        if only_existing:
+            self._file, self._direct_file = _open_existing(self._path)
+        else:
+            self._space.check_capacity(self._num_blocks * self.stored_block_bytes, self._stored_bytes)
+            self._file, self._direct_file = _open_file(self._path, self._num_blocks * self.stored_block_bytes)
+            if durable:
+                _sync_directory(directory)
         self._threads = concurrent.futures.ThreadPoolExecutor(max_reads + max_writes, thread_name_prefix="ca_jax-ssd")
         self._allocator = BlockAllocator(self._num_blocks)
+
+    @classmethod
+    def open_existing(cls, layout: KVLayout, location: str | os.PathLike[str], num_blocks: int) -> RawSsdTier:
+        """Opens what is on disk as it stands (`only_existing`), with ids below `num_blocks`."""
+        return cls(layout, location, num_blocks * _stored_block_bytes(layout), only_existing=True)
 
     @property
     def layout(self) -> KVLayout:
@@ -115,7 +128,7 @@ class RawSsdTier:
     @property
     def stored_block_bytes(self) -> int:
         """What one slot takes on disk: the block in whole pages, and its trailer."""
-        return self._data_bytes + self._trailer.num_bytes
+        return _stored_block_bytes(self._layout)
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -149,6 +162,8 @@ class RawSsdTier:
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """See `DiskTier`."""
+        if self._only_existing:
+            raise ValueError("write_blocks wanted a tier that may write, found one opened with only_existing")
         check_block_ids(block_ids, self._num_blocks, distinct=True)
         check_blocks("blocks", blocks, len(block_ids), self._layout)
         num_bytes = len(block_ids) * self.stored_block_bytes
@@ -309,6 +324,10 @@ class _Trailer:
         return fields["sums"].tolist()
 
 
+def _stored_block_bytes(layout: KVLayout) -> int:
+    return _whole_pages(layout.block_bytes) + _Trailer(layout.num_layers).num_bytes
+
+
 def _check_sum(block: int, layer: int, wanted: int, found: int) -> None:
     if found != wanted:
         raise BlockIoError(
@@ -316,13 +335,15 @@ def _check_sum(block: int, layer: int, wanted: int, found: int) -> None:
         )
 
 
-def _check_layout_file(directory: Path, layout: KVLayout, durable: bool) -> None:
-    """Writes down what a block is, or checks it against what an earlier run wrote."""
+def _check_layout_file(directory: Path, layout: KVLayout, durable: bool, *, make: bool) -> None:
+    """Checks what a block is against what an earlier run wrote down; writes it down if none did and `make` is set."""
     path = directory / "layout.json"
     wanted = {"format": _FORMAT, **dataclasses.asdict(layout)}
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if not make:
+            return
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(wanted, file)
@@ -344,11 +365,20 @@ def _open_file(path: Path, num_bytes: int) -> tuple[int, int | None]:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(file).st_size < num_bytes:
         os.ftruncate(file, num_bytes)
-    direct_file = None
+    return file, _open_direct(path, os.O_RDWR)
+
+
+def _open_existing(path: Path) -> tuple[int, int | None]:
+    """Opens the file likewise, as it is; to read only, where it may not be written to."""
+    access = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+    return os.open(path, access | os.O_CLOEXEC), _open_direct(path, access)
+
+
+def _open_direct(path: Path, access: int) -> int | None:
     if hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):  # Not on this filesystem: the page cache serves.
-            direct_file = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    return file, direct_file
+            return os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
+    return None
 
 
 def _sync_directory(directory: Path) -> None:

@@ -1,0 +1,346 @@
+"""Looks after a store's directory: what is kept on SSD, whose, how old and how big, whether it is sound; and cleans it.
+
+    python -m ca_jax.launch.store --ssd_dir=D                      list of all sessions
+    python -m ca_jax.launch.store --ssd_dir=D show ID              one session and its blocks
+    python -m ca_jax.launch.store --ssd_dir=D verify               reads every block; exit code 1 if any is damaged
+    python -m ca_jax.launch.store --ssd_dir=D stats                sizes by namespace and tenant
+    python -m ca_jax.launch.store --ssd_dir=D export --output_dir=E [ID]   KV and tokens as safetensors files
+    python -m ca_jax.launch.store --ssd_dir=D gc [--dry_run] [--verify] [--drop_namespace=N]
+    python -m ca_jax.launch.store --ssd_dir=D drop ID
+
+ID is a session's id, its key, or the beginning of its key. gc and drop want no engine to run on the directory; the
+others may run beside one and change nothing. Results go to stdout, and with --json_out to a file too.
+
+Not here: reading and changing the directory (`ca_jax.storage`), what is told of it (`store_facts`, `store_report`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import safetensors.numpy
+from absl import app, flags
+
+from ca_jax.errors import CaJaxError
+from ca_jax.launch import store_facts, store_report
+from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.terminal import printable
+from ca_jax.pretrained import Progress
+from ca_jax.storage.block_io import BlockIoError
+from ca_jax.storage.catalog_rows import DamagedRecordError
+from ca_jax.storage.config import SSD_DRIVERS
+from ca_jax.storage.housekeeping import collect_garbage, drop_session, find_namespaces
+from ca_jax.storage.inspection import StoredSession, StoreInspector
+from ca_jax.storage.verification import DamagedSessionError, SessionKV, catalog_problems, read_session, verify
+
+FLAGS = flags.FLAGS
+
+COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats")
+"""What there is to do; the first one is the default."""
+
+_WITH_ID = {"show": True, "drop": True, "export": False}  # Command to whether it must be told which session.
+_OPTIONS_OF = {
+    "output_dir": "export",
+    "drop_namespaces": "gc",
+    "dry_run": "gc",
+    "verify_blocks": "gc",
+}  # Field of a request to the command that it is of.
+_LONG = ("verify", "export")  # Commands that report progress.
+_FIRST_TOKEN_IDS = 32
+_PIPE_COLUMNS = 160  # Where there is no terminal to ask.
+
+
+class CommandError(CaJaxError, ValueError):
+    """A command that there is not, or that was told too little or too much."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to do with which store.
+
+    Raises:
+      CommandError: an unknown command, a session too few or too many, an option of another command.
+    """
+
+    directory: Path
+    """The store's."""
+    command: str = COMMANDS[0]
+    """One of `COMMANDS`."""
+    session: str | None = None
+    """Session id, key, or beginning of a key."""
+    tenant: str | None = None
+    """Sessions of this tenant only; None: of all."""
+    url: str | None = None
+    """Where the blocks are, if not in the directory."""
+    driver: str | None = None
+    """How blocks are kept, where there are both kinds."""
+    output_dir: Path | None = None
+    """export: where to write; must be new or empty."""
+    drop_namespaces: tuple[str, ...] = ()
+    """gc: namespaces of which nothing is to stay."""
+    dry_run: bool = False
+    """gc: only say what would go."""
+    verify_blocks: bool = False
+    """gc: read every block to find what is damaged."""
+
+    def __post_init__(self) -> None:
+        if self.command not in COMMANDS:
+            raise CommandError(f"wanted one of {', '.join(COMMANDS)}; found {self.command!r}")
+        if _WITH_ID.get(self.command) and not self.session:
+            raise CommandError(f"{self.command} wanted a session's id or the beginning of its key, found none")
+        if self.session is not None and self.command not in _WITH_ID:
+            raise CommandError(f"{self.command} wanted no session, found {self.session!r}")
+        for field, command in _OPTIONS_OF.items():
+            if getattr(self, field) and command != self.command:
+                raise CommandError(f"{field} is for {command}, found it with {self.command}")
+        if self.command == "export" and self.output_dir is None:
+            raise CommandError("export wanted output_dir, found none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What was found or done."""
+
+    facts: dict[str, Any]
+    """JSON values: `command`, `directory`, `time_s`, and what the command tells."""
+    ok: bool = True
+    """False where something is damaged."""
+
+
+def run(request: Request, progress: Progress) -> Result:
+    """Does what was asked for.
+
+    Args:
+      request: what.
+      progress: called with what is being done, how much of it, of how much.
+
+    Raises:
+      CaJaxError: the directory, the catalog or the session cannot be had; the kind says why.
+      BlockIoError: blocks cannot be deleted.
+      OSError: a file cannot be written or deleted.
+      ValueError: two options that exclude each other, or blocks of another layout than the catalog says.
+    """
+    now_s = time.time()
+    with StoreInspector(request.directory, url=request.url, driver=request.driver) as inspector:
+        result = _ACTIONS[request.command](inspector, request, now_s, progress)
+    told = {"command": request.command, "directory": str(request.directory), "time_s": now_s}
+    return dataclasses.replace(result, facts={**told, **result.facts})
+
+
+def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    listing = inspector.sessions(request.tenant)
+    return Result(
+        facts={
+            "sessions": [store_facts.session_facts(each, now_s) for each in listing.sound],
+            "damaged_rows": [store_facts.row_facts(each) for each in listing.damaged],
+        }
+    )
+
+
+def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    session = inspector.find(request.session or "", request.tenant)
+    record, layout = session.record, session.namespace.layout
+    found, first_token_ids = None, None
+    try:
+        contents = inspector.reader(session.namespace).contents(record.key)
+        if contents is not None:
+            first_token_ids = contents.token_ids[:_FIRST_TOKEN_IDS].tolist()
+    except DamagedRecordError as error:
+        found = str(error)
+    blocks = [
+        {"index": index, "block_id": block_id, "tokens": max(layout.tokens_in_block(index, record.num_tokens), 0)}
+        for index, block_id in enumerate(record.block_ids.tolist())
+    ]
+    facts = {
+        "session": store_facts.session_facts(session, now_s),
+        "namespace": store_facts.namespace_facts(session.namespace),
+        "blocks_at": inspector.block_location(session.namespace),
+        "blocks": blocks,
+        "first_token_ids": first_token_ids,
+        "damage": found,
+    }
+    return Result(facts=facts, ok=found is None)
+
+
+def _verify(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Result:
+    listing = inspector.sessions(request.tenant)
+    total = len(listing.sound) + len(listing.damaged)
+    damaged = []
+    num_sessions = num_blocks = num_bytes = 0
+    for verdict in verify(inspector, request.tenant):
+        num_sessions += 1
+        progress("verify", num_sessions, max(total, num_sessions))
+        if verdict.session is not None:
+            num_blocks += verdict.session.record.num_blocks
+            num_bytes += verdict.session.num_bytes
+        if not verdict.ok:
+            damaged.append(store_facts.verdict_facts(verdict, now_s))
+    told = {each["key"] for each in damaged}
+    problems = [] if request.tenant is not None else catalog_problems(inspector)  # They are the whole store's.
+    facts = {
+        "num_sessions": num_sessions,
+        "num_blocks": num_blocks,
+        "num_bytes": num_bytes,
+        "damaged": damaged,
+        "catalog_problems": [dataclasses.asdict(each) for each in problems if each.key not in told],
+    }
+    return Result(facts=facts, ok=not damaged and not facts["catalog_problems"])
+
+
+def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    garbage = collect_garbage(
+        inspector,
+        now_s=now_s,
+        tenant=request.tenant,
+        drop=find_namespaces(inspector, request.drop_namespaces),
+        read_blocks=request.verify_blocks,
+        dry_run=request.dry_run,
+    )
+    facts = {
+        "dry_run": request.dry_run,
+        "namespaces": [store_facts.garbage_facts(each, now_s) for each in garbage.namespaces],
+        "files": list(garbage.files),
+        "num_file_bytes": garbage.num_file_bytes,
+        "catalog_bytes": garbage.catalog_bytes,
+        "compacted_bytes": garbage.compacted_bytes,
+        "not_compacted": garbage.not_compacted,
+    }
+    return Result(facts=facts)
+
+
+def _export(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Result:
+    output_dir = request.output_dir
+    if output_dir is None:
+        raise CommandError("export wanted output_dir, found none")
+    sessions: Sequence[StoredSession]
+    damaged = []
+    if request.session is not None:
+        sessions = [inspector.find(request.session, request.tenant)]
+    else:
+        listing = inspector.sessions(request.tenant)
+        sessions = listing.sound
+        damaged = [store_facts.row_facts(each) for each in listing.damaged]
+    if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
+        raise CommandError(f"output_dir wanted a new or empty directory, found {output_dir}")
+    output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    exported = []
+    for done, session in enumerate(sessions, 1):
+        try:
+            read = read_session(inspector, session)
+        except DamagedSessionError as error:
+            damaged.append({**store_facts.session_facts(session, now_s), "found": str(error)})
+        else:
+            if read is not None:  # Not forgotten meanwhile.
+                path = output_dir / f"{session.record.key}.safetensors"
+                _write(read, path)
+                exported.append({**store_facts.session_facts(read.session, now_s), "file": str(path)})
+        progress("export", done, len(sessions))
+    return Result(facts={"exported": exported, "damaged": damaged}, ok=not damaged)
+
+
+def _write(read: SessionKV, path: Path) -> None:
+    record, namespace = read.session.record, read.session.namespace
+    metadata = {
+        "session_id": record.session_id,
+        "tenant": record.tenant,
+        "key": record.key,
+        "weights": namespace.weights,
+        "position_encoding": namespace.position_encoding,
+        "mesh_shard": namespace.mesh_shard,
+        "start_token": str(record.start_token),
+        "axes": "kv: layer, key or value, token, KV head, head dim",
+    }
+    safetensors.numpy.save_file({"kv": read.kv, "token_ids": read.token_ids}, path, metadata=metadata)
+
+
+def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    garbage = drop_session(inspector, inspector.find(request.session or "", request.tenant))
+    return Result(facts=store_facts.garbage_facts(garbage, now_s))
+
+
+def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    use = inspector.disk_use()
+    listings = [(each, inspector.sessions_of(each.namespace, request.tenant)) for each in inspector.namespaces()]
+    facts = {
+        "namespaces": [
+            store_facts.usage_facts(info, listing, use.blocks.get(info.namespace), now_s) for info, listing in listings
+        ],
+        "catalog": dataclasses.asdict(use.catalog),
+        "unknown": {name: dataclasses.asdict(each) for name, each in use.unknown.items()},
+        "free_bytes": use.free_bytes,
+        "total_bytes": use.total_bytes,
+    }
+    return Result(facts=facts)
+
+
+_Action = Callable[[StoreInspector, Request, float, Progress], Result]
+_ACTIONS: dict[str, _Action] = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats), strict=True))
+
+
+def _define_flags() -> None:
+    """Only where this is the program: scripts share names of flags, and a test imports several of them."""
+    flags.DEFINE_string("ssd_dir", None, "Directory of the store.", required=True)
+    flags.DEFINE_string("ssd_url", None, "Where its blocks are, if not in ssd_dir: a TensorStore URL.")
+    flags.DEFINE_enum("ssd_driver", None, SSD_DRIVERS, "How blocks are kept; needed only where there are both kinds.")
+    flags.DEFINE_string("tenant", None, "Sessions of this tenant only.")
+    flags.DEFINE_string("json_out", None, "Also write the result to this file, as JSON.")
+    flags.DEFINE_string("output_dir", None, "export: where to write; must be new or empty.")
+    flags.DEFINE_multi_string(
+        "drop_namespace", [], "gc: drop a namespace, by its name in stats or the beginning of its weights' fingerprint."
+    )
+    flags.DEFINE_bool("dry_run", False, "gc: only say what would go.")
+    flags.DEFINE_bool("verify", False, "gc: read every block, and forget sessions with a damaged one.")
+
+
+def _request(arguments: Sequence[str]) -> Request:
+    """What the command line asks for."""
+    if len(arguments) > 2:
+        raise CommandError(f"wanted a command and at most one session, found {' '.join(arguments)}")
+    return Request(
+        directory=Path(FLAGS.ssd_dir).expanduser(),
+        command=arguments[0] if arguments else COMMANDS[0],
+        session=arguments[1] if len(arguments) > 1 else None,
+        tenant=FLAGS.tenant,
+        url=FLAGS.ssd_url,
+        driver=FLAGS.ssd_driver,
+        output_dir=None if FLAGS.output_dir is None else Path(FLAGS.output_dir).expanduser(),
+        drop_namespaces=tuple(FLAGS.drop_namespace),
+        dry_run=FLAGS.dry_run,
+        verify_blocks=FLAGS.verify,
+    )
+
+
+def _show_no_progress(what: str, done: int, total: int) -> None:
+    pass
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    json_out = None if FLAGS.json_out is None else Path(FLAGS.json_out).expanduser()
+    try:
+        if json_out is not None and json_out.is_dir():  # Before anything is deleted.
+            raise CommandError(f"json_out wanted a file, found the directory {json_out}")
+        request = _request(argv[1:])
+        shown = progress_bars() if request.command in _LONG else contextlib.nullcontext(_show_no_progress)
+        with shown as progress:
+            result = run(request, progress)
+        store_report.print_facts(result.facts, console)
+        if json_out is not None:
+            json_out.write_text(f"{json.dumps(result.facts, indent=2)}\n", encoding="utf-8")
+    except (CaJaxError, BlockIoError, OSError, ValueError) as error:
+        sys.exit(f"error: {printable(str(error))}")
+    sys.exit(0 if result.ok else 1)
+
+
+if __name__ == "__main__":
+    _define_flags()
+    app.run(main)

@@ -1,0 +1,326 @@
+"""Opens and closes tickets: room is reserved or blocks are held, bytes move, and what is complete is published.
+
+Not here: what else happens to sessions (attention_store), room (placement), the copies themselves (tickets).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from ca_jax.storage.books import Counters, Entry, EntryTable
+from ca_jax.storage.dram import DramTier
+from ca_jax.storage.placement import Placement
+from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
+
+
+class TicketDesk:
+    """Saves and loads of sessions in DRAM. Belongs to the bookkeeping thread.
+
+    Args:
+      dram: the blocks.
+      blocks: their free list.
+      table: the entries.
+      placement: who makes room.
+      counters: where outcomes are counted.
+      ttl_s: how long sessions are kept whose owner does not say.
+      clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        dram: DramTier,
+        blocks: ChargedBlocks,
+        table: EntryTable,
+        placement: Placement,
+        counters: Counters,
+        *,
+        ttl_s: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._dram = dram
+        self._layout = dram.layout
+        self._blocks = blocks
+        self._entries = table
+        self._placement = placement
+        self._counters = counters
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._open_loads: dict[LoadTicket, Entry] = {}
+
+    # Saves.
+
+    def prepare_save(
+        self, key: str, start_token: int, token_ids: npt.ArrayLike, owner: Owner | None = None
+    ) -> SaveTicket | None:
+        """Reserves room for the KV of a session's next tokens, evicting others where it lacks.
+
+        Several saves of one session may be open; they are completed in order. What is pinned or in use is not evicted.
+
+        Args:
+          key: session id.
+          start_token: where the new tokens begin: the tokens published in DRAM plus those of saves still open.
+          token_ids: `[T]`, T > 0, the new tokens.
+          owner: whose session it is, if it is new here; by default nobody's, and known by its key.
+
+        Returns:
+          A ticket to write by; None where no room can be made (counted, with its reason). The next offer must begin
+          at the same token then: a stored sequence has no gaps.
+
+        Raises:
+          ValueError: `start_token` is another, or `token_ids` is empty or not a list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        entry = self._entries.get(key)
+        reserved = entry.num_reserved_tokens if entry else 0
+        if start_token != reserved:
+            raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
+        entry = entry or self._new_entry(key, owner)
+        self._placement.give_up_fetch(entry)  # What comes would be older than what is saved now.
+        num_blocks = self._layout.num_blocks(start_token + len(token_ids)) - len(entry.block_ids)
+        skipped = self._placement.make_room(entry, num_blocks)
+        if skipped is not None:
+            self._counters.skipped_saves[skipped] += 1
+            return None
+        grown = self._blocks.alloc(entry.owner.tenant, num_blocks, entry.block_ids[-1] if entry.block_ids else None)
+        if grown is None:
+            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
+        entry.block_ids.extend(grown)
+        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids))
+        entry.open_saves.append(ticket)
+        self._keep(entry)
+        return ticket
+
+    def complete_save(self, ticket: SaveTicket) -> bool:
+        """Publishes a save: from here on its tokens can be loaded. Waits for writes under way.
+
+        Returns:
+          Whether it was published: False if an earlier save of the session was aborted, and this one with it.
+
+        Raises:
+          ValueError: the ticket is not fully written, not the session's oldest open one, completed already, or not of
+            this store. It stays as it was.
+        """
+        if ticket.state is TicketState.ABORTED:
+            return False
+        entry = self._entry_of(ticket)
+        if entry.open_saves[0] is not ticket:
+            raise ValueError(
+                f"saves of {ticket.key!r} complete in order: wanted the one from token "
+                f"{entry.open_saves[0].start_token}, found the one from {ticket.start_token}"
+            )
+        if ticket.num_missing:
+            raise ValueError(
+                f"save of {ticket.key!r} wanted KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
+                f"found {ticket.num_missing} (layer, token) pairs not written"
+            )
+        ticket.close(TicketState.DONE)
+        del entry.open_saves[0]
+        entry.token_ids = np.concatenate([entry.token_ids, ticket.token_ids])
+        self._placement.changed(entry)
+        self._placement.used(entry)
+        self._counters.num_saves += 1
+        self._counters.saved_bytes += ticket.num_tokens * self._layout.token_bytes
+        return True
+
+    def abort_save(self, ticket: SaveTicket) -> None:
+        """Gives a save up, and all later ones of its session; their blocks are free again. Waits for writes under way.
+
+        Raises:
+          ValueError: the ticket is completed already, or not of this store.
+        """
+        if ticket.state is not TicketState.ABORTED:
+            self._abort_saves(self._entry_of(ticket), first=ticket)
+
+    # Loads.
+
+    def prepare_load(self, key: str, token_ids: npt.ArrayLike) -> LoadTicket | None:
+        """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
+
+        A caller that gets fewer tokens than are stored wants other tokens from there on, and truncates before it saves.
+
+        Args:
+          key: session id.
+          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+
+        Returns:
+          A ticket to read by; None where nothing can be served (a miss, counted with its reason).
+
+        Raises:
+          ValueError: `token_ids` is empty or not a list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        entry = self._entries.get(key)
+        miss = self._miss_of(entry, token_ids)
+        if entry is not None:
+            self._placement.used(entry)
+        if entry is None or miss is not None:
+            self._counters.misses[miss or MissReason.ABSENT] += 1
+            if entry is not None:
+                entry.miss = None
+                self._entries.place(entry)
+            return None
+        num_tokens = _common_prefix(entry.token_ids, token_ids)
+        block_ids = np.array(entry.block_ids[: self._layout.num_blocks(num_tokens)])
+        ticket = LoadTicket(self._dram, key, num_tokens, block_ids, from_ssd=entry.fetched)
+        entry.fetched = False
+        entry.num_open_loads += 1
+        self._open_loads[ticket] = entry
+        self._entries.place(entry)
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> None:
+        """Ends a load, a hit. Waits for copies under way.
+
+        Raises:
+          ValueError: the ticket is closed, or not of this store.
+        """
+        self._end_load(ticket, TicketState.DONE)
+        self._counters.num_hits += 1
+        self._counters.num_hits_from_ssd += ticket.from_ssd
+        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes
+
+    def abort_load(self, ticket: LoadTicket) -> None:
+        """Gives a load up, a miss. Waits for copies under way.
+
+        Raises:
+          ValueError: the ticket is closed, or not of this store.
+        """
+        self._end_load(ticket, TicketState.ABORTED)
+        self._counters.misses[MissReason.ABORTED] += 1
+
+    def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
+        """Copies what a session in DRAM has of the beginning of `token_ids` to a new session. Waits for the copy.
+
+        Args:
+          source: session id of the one that has it.
+          key: session id of the new one, of which nothing is stored.
+          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+          owner: whose the new session is.
+
+        Returns:
+          How many tokens it has now; 0 where none agree or no room can be made.
+
+        Raises:
+          ValueError: something is stored under `key`, or `token_ids` is empty or not a list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        if self._entries.get(key) is not None:
+            raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
+        from_entry = self._entries.get(source)
+        num_tokens = 0 if from_entry is None else _common_prefix(from_entry.token_ids, token_ids)
+        if from_entry is None or not num_tokens:
+            return 0
+        entry = self._new_entry(key, owner)
+        num_blocks = self._layout.num_blocks(num_tokens)
+        with self._entries.kept(from_entry):
+            if self._placement.make_room(entry, num_blocks) is not None:
+                return 0
+        block_ids = self._blocks.alloc(entry.owner.tenant, num_blocks)
+        if block_ids is None:
+            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
+        for source_block, block in zip(from_entry.block_ids, block_ids, strict=False):
+            np.copyto(self._dram.slab[block], self._dram.slab[source_block])
+        entry.block_ids = list(block_ids)
+        entry.token_ids = from_entry.token_ids[:num_tokens].copy()
+        entry.fetched, from_entry.fetched = from_entry.fetched, False
+        self._keep(entry)
+        self._placement.changed(entry)
+        return num_tokens
+
+    def abort_all(self) -> None:
+        """Gives up every open save and load, and waits for their copies."""
+        for entry in tuple(self._entries):
+            if entry.open_saves:
+                self._abort_saves(entry, first=entry.open_saves[0])
+        for ticket in tuple(self._open_loads):
+            self.abort_load(ticket)
+
+    # The books.
+
+    def _new_entry(self, key: str, owner: Owner | None) -> Entry:
+        owner = owner or Owner()
+        if not owner.session_id:
+            owner = dataclasses.replace(owner, session_id=key)
+        now_s = self._clock()
+        return Entry(
+            key=key,
+            owner=owner,
+            created_s=now_s,
+            last_used_s=now_s,
+            ttl_s=self._ttl_s if owner.ttl_s is None else owner.ttl_s,
+            num_pins=self._entries.num_pins(key),
+        )
+
+    def _keep(self, entry: Entry) -> None:
+        """Enters an entry that has blocks now, if it is new, as the last used."""
+        if self._entries.get(entry.key) is None:
+            self._entries.add(entry)
+        self._entries.place(entry)
+        self._placement.used(entry)
+
+    def _miss_of(self, entry: Entry | None, token_ids: np.ndarray) -> MissReason | None:
+        """Why a load of these tokens serves nothing; None if it serves some."""
+        if entry is None:
+            return MissReason.ABSENT
+        if not entry.num_tokens:
+            if entry.miss is not None:
+                return entry.miss
+            return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING
+        return None if _common_prefix(entry.token_ids, token_ids) else MissReason.MISMATCH
+
+    def _abort_saves(self, entry: Entry, first: SaveTicket) -> None:
+        """Aborts `first` and the later saves of `entry`."""
+        position = entry.open_saves.index(first)
+        for ticket in entry.open_saves[position:]:
+            ticket.close(TicketState.ABORTED)
+            self._counters.num_aborted_saves += 1
+        del entry.open_saves[position:]
+        self._placement.leave_dram(entry, entry.num_reserved_tokens)
+
+    def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
+        entry = self._open_loads.pop(ticket, None)
+        if entry is None:
+            raise ValueError(
+                f"wanted an open load of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+            )
+        ticket.close(state)
+        entry.num_open_loads -= 1
+        self._entries.place(entry)
+        self._placement.used(entry)
+
+    def _entry_of(self, ticket: SaveTicket) -> Entry:
+        entry = self._entries.get(ticket.key)
+        if entry is None or ticket not in entry.open_saves:
+            raise ValueError(
+                f"wanted an open save of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+            )
+        return entry
+
+
+def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
+    """Token ids as int32 `[T]`, read-only.
+
+    Raises:
+      ValueError: there are none, or they are not a list of int32.
+    """
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"token_ids wanted a non-empty list of integers, found {given.dtype}{list(given.shape)}")
+    ids = given.astype(np.int32)
+    if not np.array_equal(ids, given):
+        raise ValueError(f"token_ids wanted int32, found values in [{given.min()}, {given.max()}]")
+    ids.flags.writeable = False
+    return ids
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if differs.size else length

@@ -1,0 +1,332 @@
+"""The tool that looks after a store's directory: every command, as tables and as JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rich.console
+import safetensors
+
+from ca_jax.launch import store_report
+from ca_jax.launch.store import CommandError, Request, Result, run
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CatalogLockedError
+from tests.storage.filled_store import (
+    KEYS,
+    LAYOUT,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    block_file,
+    files_of,
+    fill,
+    open_tier,
+    save,
+)
+from tests.storage.store_helpers import as_bits
+
+
+@pytest.fixture
+def filled(tmp_path):
+    return fill(tmp_path / "store", "zarr3")
+
+
+def ask(path: Path, command: str = "list", session: str | None = None, **options) -> tuple[Result, str]:
+    """Runs a command; its result, which is JSON, and its tables."""
+    result = run(Request(directory=path / "store", command=command, session=session, **options), lambda *_: None)
+    assert json.loads(json.dumps(result.facts)) == result.facts
+    assert result.facts["command"] == command
+    assert result.facts["directory"] == str(path / "store")
+    output = io.StringIO()
+    store_report.print_facts(result.facts, rich.console.Console(file=output, width=200))
+    return result, output.getvalue()
+
+
+def cells(line: str) -> list[str]:
+    """The columns of one row of a table."""
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def damage(path: Path) -> None:
+    file = block_file(path / "store", 5)
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(data)
+
+
+def test_list_tells_of_all_sessions(tmp_path, filled):
+    result, text = ask(tmp_path)
+    assert [each["key"] for each in result.facts["sessions"]] == list(KEYS.values())
+    first, second, third, _ = result.facts["sessions"]
+    assert (first["num_tokens"], first["num_blocks"], first["num_bytes"]) == (10, 3, 3 * LAYOUT.block_bytes)
+    assert (first["expires_s"], first["expired"], first["pinned"]) == (None, False, False)
+    assert (second["expires_s"], second["expired"], second["ttl_s"]) == (1e9 + 61, True, 60.0)
+    assert (third["expired"], third["pinned"], third["tenant"]) == (False, True, "bob")
+    assert result.facts["damaged_rows"] == []
+    lines = text.splitlines()
+    assert cells(lines[0]) == [
+        "session", "tenant", "tokens", "size", "created", "last used", "expires", "pinned", "state", "weights",
+    ]  # fmt: skip
+    assert [cells(line)[0] for line in lines[1:5]] == ["chat", "notes", "chat", "x"]
+    assert cells(lines[1])[1:4] == ["alice", "10", "2.9 kB"]
+    assert cells(lines[1])[6:] == ["never", "no", "ready", "aaaa1111weig"]
+    assert "expired" in lines[2]
+    assert cells(lines[3])[6:8] == ["never, pinned", "yes"]
+    assert lines[-1] == "4 sessions, 28 tokens, 7.7 kB"
+
+
+def test_list_of_one_tenant(tmp_path, filled):
+    result, text = ask(tmp_path, tenant="bob")
+    assert [each["key"] for each in result.facts["sessions"]] == [KEYS["third"]]
+    assert "alice" not in text
+
+
+def test_names_are_text_and_steer_no_terminal(tmp_path):
+    tier = open_tier(tmp_path / "store", "zarr3")
+    with Catalog(tmp_path / "store", NAMESPACE) as catalog:
+        save(catalog, tier, KEYS["first"], [0], 4, session_id="[red]\x1b[2J", tenant="[/]", created_s=1e300)
+    tier.close()
+    for command, session in (("list", None), ("show", "a1"), ("stats", None), ("drop", "a1")):
+        _, text = ask(tmp_path, command, session)
+        assert "\x1b" not in text
+        assert "[/]" in text
+        assert "[red]\ufffd[2J" in text or command in ("stats", "drop")
+
+
+def test_show_tells_of_one_session(tmp_path, filled):
+    result, text = ask(tmp_path, "show", "b3")
+    facts = result.facts
+    assert facts["session"]["key"] == KEYS["third"]
+    assert [(each["index"], each["block_id"], each["tokens"]) for each in facts["blocks"]] == [
+        (0, 7, 4),
+        (1, 5, 4),
+        (2, 6, 1),
+    ]
+    assert facts["first_token_ids"] == list(range(3000, 3009))
+    assert facts["namespace"]["layout"]["block_tokens"] == LAYOUT.block_tokens
+    assert facts["blocks_at"].endswith(NAMESPACE.directory_name)
+    assert "3000 3001 3002" in text
+    assert "3 layers x 2 KV heads x 5, float32, blocks of 4 tokens" in text
+    assert [cells(line) for line in text.splitlines()[-3:]] == [["0", "7", "4"], ["1", "5", "4"], ["2", "6", "1"]]
+
+
+def test_verify_is_content_with_a_sound_store(tmp_path, filled):
+    result, text = ask(tmp_path, "verify")
+    assert result.ok
+    assert result.facts["damaged"] == result.facts["catalog_problems"] == []
+    assert (result.facts["num_sessions"], result.facts["num_blocks"]) == (4, 9)
+    assert text.strip() == "0 of 4 sessions damaged, 0 other problems of the catalog; 9 blocks, 7.7 kB"
+
+
+def test_verify_names_the_damaged_block(tmp_path, filled):
+    damage(tmp_path)
+    seen = []
+    result = run(Request(directory=tmp_path / "store", command="verify"), lambda *call: seen.append(call))
+    assert seen == [("verify", done, 4) for done in range(1, 5)]
+    assert not result.ok
+    (damaged,) = result.facts["damaged"]
+    assert damaged["session"]["session_id"] == "chat"
+    assert [(each["reason"], each["index"], each["block_id"]) for each in damaged["damages"]] == [("corrupt", 1, 5)]
+    _, text = ask(tmp_path, "verify")
+    row = next(line for line in text.splitlines() if line.startswith("chat"))
+    assert cells(row)[:6] == ["chat", "bob", "b30000000000", "1", "5", "corrupt"]
+    assert "1 of 4 sessions damaged" in text
+    assert ask(tmp_path, "verify", tenant="alice")[0].ok
+
+
+def test_a_damaged_row_of_the_catalog_is_told_of(tmp_path, filled):
+    with Catalog(tmp_path / "store", NAMESPACE) as catalog:
+        catalog._db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
+        catalog._db.execute(
+            "UPDATE contents SET seals = x'' WHERE session = (SELECT id FROM sessions WHERE key = ?)", [KEYS["second"]]
+        )
+        catalog._db.execute("INSERT INTO prefixes VALUES (x'00', 99)")
+    result, text = ask(tmp_path)
+    assert [row["key"] for row in result.facts["damaged_rows"]] == [KEYS["first"]]
+    assert "damaged row of the catalog" in text
+    result, text = ask(tmp_path, "show", "notes")
+    assert not result.ok
+    assert result.facts["first_token_ids"] is None
+    assert "not readable" in text
+    assert "damaged: session" in text
+    result, text = ask(tmp_path, "verify")
+    assert [each["damages"][0]["reason"] for each in result.facts["damaged"]] == ["catalog", "catalog"]
+    assert [problem["key"] for problem in result.facts["catalog_problems"]] == [None]
+    assert "of others; `compact` removes them" in text
+    result, text = ask(tmp_path, "stats")
+    assert [each["num_damaged_rows"] for each in result.facts["namespaces"]] == [1, 0]
+    result, text = ask(tmp_path, "export", output_dir=tmp_path / "out")
+    assert not result.ok
+    assert [each["key"] for each in result.facts["exported"]] == [KEYS["third"], KEYS["other"]]
+    assert text.count("not exported: ") == 2
+    result, text = ask(tmp_path, "gc")
+    assert sum(cells(line)[-1] == "damaged" for line in text.splitlines() if line) == 2
+    assert ask(tmp_path, "verify")[0].ok
+
+
+def test_stats_sums_up_by_namespace_and_tenant(tmp_path, filled):
+    orphan = tmp_path / "store" / "blocks-0123456789abcdef"
+    orphan.mkdir()
+    result, text = ask(tmp_path, "stats")
+    first, other = result.facts["namespaces"]
+    assert first["namespace"]["weights"] == NAMESPACE.weights
+    assert (first["num_sessions"], first["num_tokens"], first["num_blocks"]) == (3, 23, 7)
+    assert first["disk"]["num_files"] == 8
+    assert [(each["tenant"], each["num_sessions"], each["num_tokens"]) for each in first["tenants"]] == [
+        ("alice", 2, 14),
+        ("bob", 1, 9),
+    ]
+    assert [each["num_expired"] for each in first["tenants"]] == [1, 0]
+    assert other["num_sessions"] == 1
+    assert 0 < result.facts["free_bytes"] < result.facts["total_bytes"]
+    assert result.facts["catalog"]["num_files"] >= 1
+    assert list(result.facts["unknown"]) == [orphan.name]
+    assert cells(text.splitlines()[1])[:6] == [NAMESPACE.directory_name, "aaaa1111weig", "all", "3", "23", "7"]
+    assert cells(text.splitlines()[2])[:4] == ["alice", "2", "14", "4"]
+    assert orphan.name in text
+    result, _ = ask(tmp_path, "stats", tenant="bob")
+    assert [each["num_sessions"] for each in result.facts["namespaces"]] == [1, 0]
+
+
+def test_export_writes_what_was_stored(tmp_path, filled):
+    result, text = ask(tmp_path, "export", output_dir=tmp_path / "new" / "out")
+    assert result.ok
+    assert os.stat(tmp_path / "new" / "out").st_mode & 0o777 == 0o700
+    assert [each["key"] for each in result.facts["exported"]] == list(KEYS.values())
+    for name, each in zip(KEYS, result.facts["exported"], strict=True):
+        kept = filled[name]
+        assert each["file"] in text.replace("\n", "")
+        with safetensors.safe_open(each["file"], "np") as file:
+            kv, token_ids, metadata = file.get_tensor("kv"), file.get_tensor("token_ids"), file.metadata()
+        assert kv.dtype == kept.kv.dtype
+        assert as_bits(kv).tolist() == as_bits(kept.kv).tolist()
+        assert token_ids.tolist() == kept.token_ids.tolist()
+        assert metadata["session_id"] == kept.record.session_id
+        assert metadata["tenant"] == kept.record.tenant
+        assert metadata["weights"] == (OTHER_NAMESPACE if name == "other" else NAMESPACE).weights
+
+
+def test_export_leaves_out_what_is_damaged(tmp_path, filled):
+    damage(tmp_path)
+    result, text = ask(tmp_path, "export", output_dir=tmp_path / "out")
+    assert not result.ok
+    assert [each["session_id"] for each in result.facts["exported"]] == ["chat", "notes", "x"]
+    assert [each["key"] for each in result.facts["damaged"]] == [KEYS["third"]]
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert "not exported: session 'chat'" in text
+    result, _ = ask(tmp_path, "export", "notes", output_dir=tmp_path / "one")
+    assert result.ok
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [f"{KEYS['second']}.safetensors"]
+    with pytest.raises(CommandError, match="wanted a new or empty directory"):
+        ask(tmp_path, "export", output_dir=tmp_path / "one")
+
+
+def test_gc_says_what_it_frees(tmp_path, filled):
+    (tmp_path / "store" / "blocks-0123456789abcdef").mkdir()
+    before = files_of(tmp_path / "store")
+    result, text = ask(tmp_path, "gc", dry_run=True, drop_namespaces=("bbbb",))
+    assert files_of(tmp_path / "store") == before
+    assert "2 sessions would be forgotten, 12.3 kB would be freed" in text
+    result, text = ask(tmp_path, "gc", drop_namespaces=("bbbb",))
+    first, other = result.facts["namespaces"]
+    assert [(each["key"], each["reason"]) for each in first["forgotten"]] == [(KEYS["second"], "expired")]
+    assert (first["dropped"], other["dropped"]) == (False, True)
+    assert (first["num_blocks"], first["num_bytes"], other["num_blocks"]) == (1, 4096, 2)
+    assert result.facts["files"] == ["blocks-0123456789abcdef"]
+    assert result.facts["compacted_bytes"] > 0
+    assert "2 sessions forgotten, 12.3 kB freed" in text
+    assert [each["key"] for each in ask(tmp_path)[0].facts["sessions"]] == [KEYS["first"], KEYS["third"]]
+
+
+def test_gc_reads_blocks_if_told_to(tmp_path, filled):
+    damage(tmp_path)
+    result, _ = ask(tmp_path, "gc")
+    assert [each["key"] for each in result.facts["namespaces"][0]["forgotten"]] == [KEYS["second"]]
+    result, text = ask(tmp_path, "gc", verify_blocks=True)
+    assert [each["key"] for each in result.facts["namespaces"][0]["forgotten"]] == [KEYS["third"]]
+    assert cells(text.splitlines()[1]) == ["chat", "bob", "b30000000000", "damaged"]
+
+
+def test_drop_deletes_one_session(tmp_path, filled):
+    result, text = ask(tmp_path, "drop", "chat", tenant="bob")
+    assert result.facts["num_blocks"] == 3
+    assert text.startswith("session 'chat' of tenant 'bob' (b30000000000) dropped: 3 blocks deleted, 12.3 kB freed")
+    assert not block_file(tmp_path / "store", 7).exists()
+    assert len(ask(tmp_path)[0].facts["sessions"]) == 3
+
+
+def test_beside_an_engine_all_that_only_looks_works(tmp_path, filled):
+    before = files_of(tmp_path / "store")
+    with Catalog(tmp_path / "store", NAMESPACE):
+        for command, session, options in (
+            ("list", None, {}),
+            ("show", "notes", {}),
+            ("verify", None, {}),
+            ("stats", None, {}),
+            ("export", None, {"output_dir": tmp_path / "out"}),
+        ):
+            assert ask(tmp_path, command, session, **options)[0].ok
+        for command, session in (("gc", None), ("drop", "notes")):
+            with pytest.raises(CatalogLockedError, match="in use by process"):
+                ask(tmp_path, command, session)
+    assert files_of(tmp_path / "store") == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": "lst"}, "wanted one of list, show, .*; found 'lst'"),
+        ({"command": "show"}, "show wanted a session's id or the beginning of its key, found none"),
+        ({"command": "drop", "session": ""}, "drop wanted a session's id"),
+        ({"command": "stats", "session": "x"}, "stats wanted no session, found 'x'"),
+        ({"command": "export"}, "export wanted output_dir, found none"),
+        ({"command": "list", "dry_run": True}, "dry_run is for gc, found it with list"),
+        ({"command": "verify", "drop_namespaces": ("x",)}, "drop_namespaces is for gc, found it with verify"),
+        ({"command": "gc", "output_dir": Path("x")}, "output_dir is for export, found it with gc"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tmp_path, options, message):
+    with pytest.raises(CommandError, match=message):
+        Request(directory=tmp_path, **options)
+
+
+def launch(*arguments: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [sys.executable, "-m", "ca_jax.launch.store", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+
+
+def test_it_runs_from_the_command_line(tmp_path, filled):
+    damage(tmp_path)
+    json_out = tmp_path / "out.json"
+    done = launch(f"--ssd_dir={tmp_path / 'store'}", "verify", f"--json_out={json_out}")
+    assert done.returncode == 1
+    assert "1 of 4 sessions damaged" in done.stdout
+    assert "verify" in done.stderr
+    assert json.loads(json_out.read_text())["damaged"][0]["key"] == KEYS["third"]
+    done = launch(f"--ssd_dir={tmp_path / 'store'}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 sessions, 28 tokens" in done.stdout
+
+
+def test_errors_go_to_stderr(tmp_path):
+    nowhere = tmp_path / "none"
+    for arguments, message in (
+        (("show", "x"), f"wanted a store's directory, found nothing at {nowhere}"),
+        (("show", "x", "y"), "wanted a command and at most one session, found show x y"),
+        ((f"--json_out={tmp_path}",), f"json_out wanted a file, found the directory {tmp_path}"),
+    ):
+        done = launch(f"--ssd_dir={nowhere}", *arguments)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr == f"error: {message}\n"
