@@ -98,7 +98,7 @@ class AttentionStore:
         if config.ssd_dir is not None:
             self._ssd = open_ssd_books(
                 config,
-                Namespace(weights=weights, layout=layout),
+                Namespace(weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""),
                 table=self._entries,
                 dram=self._dram,
                 dram_blocks=self._blocks,

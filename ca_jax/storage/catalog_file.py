@@ -28,7 +28,10 @@ SCHEMA_VERSION = 1
 """Of the tables. A catalog of another version is neither read nor changed."""
 _APPLICATION_ID = 0x63614A58  # "caJX"
 
-_SCHEMA = """
+SESSION_INDEX = "CREATE UNIQUE INDEX sessions_by_key ON sessions (namespace, key)"
+"""How sessions are found; a statement of its own, so that a damaged index can be made anew."""
+
+_SCHEMA = f"""
 CREATE TABLE namespaces (
   id INTEGER PRIMARY KEY,
   fingerprint TEXT NOT NULL UNIQUE,
@@ -51,9 +54,9 @@ CREATE TABLE sessions (
   ttl_s REAL,
   state TEXT NOT NULL,
   generation INTEGER NOT NULL,
-  checksum INTEGER NOT NULL,
-  UNIQUE (namespace, key)
+  checksum INTEGER NOT NULL
 );
+{SESSION_INDEX};
 -- What a load reads: large rows, by session.
 CREATE TABLE contents (
   session INTEGER PRIMARY KEY REFERENCES sessions (id),

@@ -70,7 +70,7 @@ class CatalogReader:
             is damaged; `Catalog.forget` takes it as it is.
         """
         for row in self._all(
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE namespace = ? ORDER BY id", self._namespace_id
+            f"SELECT {SESSION_COLUMNS} FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id", self._namespace_id
         ):
             try:
                 record = session_from_row(row)

@@ -28,6 +28,10 @@ class Namespace:
     """How positions are in the stored keys."""
     mesh_shard: str = ""
     """Which part of the KV heads is stored, where several processes share them."""
+    driver: str = "zarr3"
+    """How blocks are kept: the other way's are not this one's to read, count or overwrite."""
+    location: str = ""
+    """Where blocks are kept, if not beside the catalog."""
     format_version: int = 1
     """Of the block files."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.policy import EVICTION_POLICIES
@@ -92,6 +93,11 @@ class StoreConfig:
     def dram_bytes(self) -> int:
         """Cap of the DRAM tier, bytes."""
         return int(self.dram_gib * GIB)
+
+    @property
+    def ssd_directory(self) -> Path | None:
+        """Directory of the SSD tier, `~` expanded; None without one."""
+        return None if self.ssd_dir is None else Path(self.ssd_dir).expanduser()
 
     @property
     def ssd_bytes(self) -> int:

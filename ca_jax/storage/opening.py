@@ -37,7 +37,7 @@ _DAMAGED_ROW = "their rows in the catalog are damaged"
 _MARKED = "they were found damaged before"
 _IMPOSSIBLE = "what the catalog says of them cannot be"
 _BEYOND_CAP = "their blocks lie beyond the cap"
-_OVERLAP = "their blocks or keys belong to others"
+_OVERLAP = "their blocks belong to others"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,19 +165,19 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
       The sessions, the least recently used first, and how many were forgotten.
     """
     damaged: list[str] = []
-    records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
-    refused = _refuse(records, tier.layout, tier.num_blocks)
-    reasons = collections.Counter(refused.values())
-    if damaged:
-        reasons[_DAMAGED_ROW] = len(damaged)
+    reasons: collections.Counter[str] = collections.Counter()
+    with catalog.batch():
+        records = list(catalog.load_all(lambda key, reason: damaged.append(key)))
+        if damaged or len({record.key for record in records}) < len(records):
+            reasons[_DAMAGED_ROW] = catalog.forget_damaged()
+            records = list(catalog.load_all(lambda key, reason: None))
+        refused = _refuse(records, tier.layout, tier.num_blocks)
+        reasons.update(refused.values())
+        catalog.forget(records[index].key for index in refused)
     num_lost = reasons.total()
     if num_lost:
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
-        _LOG.warning("%d stored sessions in %s are forgotten: %s", num_lost, catalog.block_directory, found)
-        with catalog.batch():
-            catalog.forget(records[index].key for index in refused)
-            if damaged:
-                catalog.forget_damaged()
+        _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
     tier.allocator.take(_all_block_ids(sound))
     sound.sort(key=lambda record: record.last_used_s)
@@ -196,18 +196,14 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
       Their indices in `records`, and why.
     """
     refused: dict[int, str] = {}
-    keys: set[str] = set()
     for index, record in enumerate(records):
         if record.state is not SessionState.READY:
             refused[index] = _MARKED
-        elif record.key in keys:  # Where an index of the catalog is damaged.
-            refused[index] = _OVERLAP
-        else:
-            try:
-                record.check_sizes(layout)
-            except ValueError:
-                refused[index] = _IMPOSSIBLE
-        keys.add(record.key)
+            continue
+        try:
+            record.check_sizes(layout)
+        except ValueError:
+            refused[index] = _IMPOSSIBLE
 
     # All block tables as one, and whose each entry is.
     left = [index for index in range(len(records)) if index not in refused]

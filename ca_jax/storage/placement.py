@@ -88,6 +88,11 @@ class Placement:
             self._dirty[entry.key] = None
         self._table.place(entry)
 
+    def saving(self, entry: Entry) -> None:
+        """A save of a session was begun."""
+        if self._ssd is not None:
+            self._dirty[entry.key] = None
+
     def enqueue(self, job: Hashable, key: str) -> None:
         """A job of a session waits."""
         self._look_ahead.append(job, key)
@@ -116,7 +121,7 @@ class Placement:
                 skipped = self.make_room(entry, num_blocks)
                 if skipped is None:
                     self._fetch(entry)
-                elif skipped is SkipReason.NO_ROOM and self.busy:  # What is flushed may leave DRAM then.
+                elif skipped is SkipReason.NO_ROOM and self._room_will_come():
                     return True
                 else:
                     entry.miss = MissReason.NO_ROOM
@@ -208,6 +213,11 @@ class Placement:
         self.leave_dram(entry)
 
     # How.
+
+    def _room_will_come(self) -> bool:
+        """Whether sessions that do not run are on their way to SSD, or are about to be: they may leave DRAM then."""
+        entries = filter(None, map(self._table.get, self._dirty))
+        return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
 
     def _fetch(self, entry: Entry) -> None:
         """Begins a fetch; there is room."""

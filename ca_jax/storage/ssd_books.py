@@ -60,10 +60,11 @@ def open_ssd_books(
       ValueError: the caps do not fit block or disk.
       NotADirectoryError, PermissionError, CatalogError: the directory cannot be used.
     """
-    if config.ssd_dir is None:
+    directory = config.ssd_directory
+    if directory is None:
         raise ValueError("wanted a config with an ssd_dir, found none")
     opened = open_ssd(
-        config.ssd_dir,
+        directory,
         namespace,
         capacity_bytes=config.ssd_bytes,
         free_floor_bytes=config.ssd_free_floor_bytes,
@@ -74,8 +75,8 @@ def open_ssd_books(
     quota_bytes = config.tenant_quota_bytes
     return SsdBooks(
         opened,
-        CatalogReader(config.ssd_dir, namespace),
-        CatalogReader(config.ssd_dir, namespace),
+        CatalogReader(directory, namespace),
+        CatalogReader(directory, namespace),
         table=table,
         dram=dram,
         dram_blocks=dram_blocks,
@@ -339,12 +340,12 @@ class SsdBooks:
 
     def set_pinned(self, entry: Entry) -> None:
         """Writes a session's pin down."""
-        if entry.ssd is not None or entry.flush is not None:
+        if entry.ssd is not None:
             self._worker.change(entry.key, pinned=entry.pinned)
 
     def set_ttl(self, entry: Entry) -> None:
         """Writes a session's time to live down."""
-        if entry.ssd is not None or entry.flush is not None:
+        if entry.ssd is not None:
             self._worker.change(entry.key, ttl_s=entry.ttl_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -420,6 +421,10 @@ class SsdBooks:
         entry.num_same_tokens = task.record.num_tokens
         if entry.note is task.note:
             entry.note = None
+        if entry.pinned != task.record.pinned:  # Changed while it was on its way.
+            self.set_pinned(entry)
+        if entry.ttl_s != task.record.ttl_s:
+            self.set_ttl(entry)
         self._counters.num_flushes += 1
         self._counters.flushed_bytes += len(move.ssd_blocks) * self._layout.block_bytes
         move.ssd_blocks = []

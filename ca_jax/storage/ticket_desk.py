@@ -93,6 +93,7 @@ class TicketDesk:
         entry.block_ids.extend(grown)
         ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids))
         entry.open_saves.append(ticket)
+        self._placement.saving(entry)
         self._keep(entry)
         return ticket
 

@@ -161,14 +161,14 @@ def test_a_note_is_kept_with_the_session(tmp_path):
         assert catalog.contents(key_of(1)).note == b"", "what is published replaces all that was"
 
 
-@pytest.mark.parametrize(
-    "damage", ["note = x'6e6f7465'", "note = zeroblob(0)", "prefixes = zeroblob(0), note = prefixes || note"]
-)
+@pytest.mark.parametrize("damage", ["changed", "gone", "boundary"])
 def test_a_note_that_was_changed_on_disk_is_noticed(tmp_path, damage):
     with Catalog(tmp_path, NAMESPACE) as catalog:
         catalog.publish(*session(1, range(8)), b"Note")
     with contextlib.closing(sqlite3.connect(tmp_path / catalog_file.CATALOG_NAME)) as db:
-        db.execute(f"UPDATE contents SET {damage}")
+        (prefixes,) = db.execute("SELECT prefixes FROM contents").fetchone()
+        found = {"changed": (prefixes, b"note"), "gone": (prefixes, b""), "boundary": (b"", prefixes + b"Note")}[damage]
+        db.execute("UPDATE contents SET prefixes = ?, note = ?", found)
         db.commit()
     with Catalog(tmp_path, NAMESPACE) as catalog, pytest.raises(DamagedRecordError, match="pass their checksum"):
         catalog.contents(key_of(1))
@@ -575,7 +575,7 @@ def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
     rng = random.Random(0)
     (tmp_path / "damaged").mkdir()
     path = tmp_path / "damaged" / catalog_file.CATALOG_NAME
-    seen = {"damaged row": 0, "damaged contents": 0, "refused": 0, "survived": 0}
+    seen = {"damaged row": 0, "damaged contents": 0, "not to be found": 0, "refused": 0, "survived": 0}
     for _ in range(150):
         damaged = bytearray(original)
         at = rng.randrange(100, len(damaged))
@@ -591,6 +591,9 @@ def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
                         contents = catalog.contents(record.key)
                     except DamagedRecordError:
                         seen["damaged contents"] += 1
+                        continue
+                    if contents is None:
+                        seen["not to be found"] += 1
                         continue
                     found = expected(record, contents.token_ids, contents.seals, contents.note)
                     mutable = ("created_s", "last_used_s", "pinned", "ttl_s", "state")
@@ -616,33 +619,45 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path):
     assert path.read_bytes() == before
 
 
-def flip(path: Path, text: bytes, occurrence: int) -> None:
-    """Changes a byte in one of the places where a file has `text`: in a table, or in an index of it."""
+def flip(path: Path, text: str, *, in_index: bool) -> None:
+    """Changes the last byte of the one place where a table has `text`, or where the index behind it has."""
     content = bytearray(path.read_bytes())
-    at = -1
-    for _ in range(occurrence + 1):
-        at = content.index(text, at + 1)
-    content[at + len(text) - 1] ^= 1
+    places = [at for at in range(len(content)) if content.startswith(text.encode(), at)]
+    assert len(places) == 1 + text.startswith("0"), "only keys are in an index too"
+    content[places[in_index] + len(text) - 1] ^= 1
     path.write_bytes(content)
 
 
 def test_sessions_whose_rows_are_damaged_can_be_forgotten(tmp_path):
-    path = filled(tmp_path, num_sessions=5)
-    content = path.read_bytes()
-    name, key = b"session 1", key_of(3).encode()
-    assert (content.count(name), content.count(key)) == (1, 2), "only keys are in an index too"
-    flip(path, name, 0)
-    # Of the key's two places one is the table's: that row becomes damaged, while the index has it as it was.
-    flip(path, key, 0 if content.index(name) // 4096 == content.index(key) // 4096 else 1)
+    path = filled(tmp_path, num_sessions=6)
+    flip(path, "session 1", in_index=False)
+    flip(path, key_of(3), in_index=False)
+    flip(path, key_of(4), in_index=True)
     skipped: list[str] = []
     with Catalog(tmp_path, NAMESPACE) as catalog:
-        assert len(list(catalog.load_all(lambda key, reason: skipped.append(key)))) == 3
-        assert skipped == [key_of(1), key_of(2)], "the name that a damaged row has is not to be relied on"
+        assert len(list(catalog.load_all(lambda key, reason: skipped.append(key)))) == 4
+        assert skipped == [key_of(1), key_of(2)], "the key that a damaged row has may be another's"
+        assert catalog.get(key_of(4)) is None, "there, and not to be found"
         assert catalog.forget_damaged() == 2
+        assert set(stored(catalog)) == {*map(key_of, (0, 2, 4, 5))}
+        assert catalog.get(key_of(4)) is not None
         assert catalog.forget_damaged() == 0
-        assert set(stored(catalog)) == {key_of(0), key_of(2), key_of(4)}
         catalog.publish(*make(3, 7))
-        assert set(stored(catalog)) == {key_of(0), key_of(2), key_of(3), key_of(4)}
+        catalog.compact()
+        assert catalog.integrity_check() == ()
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        assert set(stored(catalog)) == {*map(key_of, (0, 2, 3, 4, 5))}
+
+
+def test_of_a_session_that_a_damaged_index_has_twice_the_last_row_counts(tmp_path):
+    flip(filled(tmp_path, num_sessions=3), key_of(1), in_index=True)
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog.publish(*make(1, 7))
+        assert [record.key for record in catalog.load_all(unexpected)] == [key_of(key) for key in (0, 1, 2, 1)]
+        assert catalog.forget_damaged() == 1
+        assert stored(catalog) == {
+            key_of(key): expected(*make(key, version)) for key, version in ((0, 0), (1, 7), (2, 2))
+        }
         catalog.compact()
         assert catalog.integrity_check() == ()
 

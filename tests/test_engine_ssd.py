@@ -1,0 +1,261 @@
+"""Conversations that outlive the engine: found again by id and by prefix, by their tenant only; pinned, dropped, expired."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.records import MissReason, Residency
+from tests import engine_kit as kit
+
+PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
+
+
+@pytest.fixture(params=["zarr3", "raw"])
+def store(request, tmp_path) -> StoreConfig:
+    return ssd_store(tmp_path, ssd_driver=request.param)
+
+
+def ssd_store(directory, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes) -> StoreConfig:
+    """A store of so many blocks in DRAM and, at least, on SSD."""
+    block_gib = kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
+    return dataclasses.replace(
+        kit.SMALL.store,
+        dram_gib=dram_blocks * block_gib,
+        ssd_dir=str(directory),
+        ssd_gib=ssd_blocks * (block_gib + 8192 / GIB),
+        ssd_free_floor_gib=0.0,
+        **changes,
+    )
+
+
+def expect_right_answer(session, prompt) -> dict[str, int]:
+    """Sends a turn, checks its answer against full passes; its cached tokens by tier."""
+    expected = kit.greedy_answer(session.token_ids + prompt, 12)
+    assert kit.say(session, prompt) == expected
+    return session.usage.cached_tokens
+
+
+def test_a_conversation_goes_on_from_ssd_in_another_engine(store):
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        expect_right_answer(session, PROMPTS[0])
+        expect_right_answer(session, PROMPTS[1])
+        before = session.conversation
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        assert session.conversation == before
+        assert expect_right_answer(session, PROMPTS[2]) == {"ssd": len(before.token_ids) - 1}
+        assert expect_right_answer(session, [65]) == {"dram": len(before.token_ids) - 1 + 25 + 12}
+        stats = engine.store_stats()
+        assert (stats.ssd.num_fetches, stats.num_hits_from_ssd, sum(stats.misses.values())) == (1, 1, 0)
+        session.rewind(60)
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        assert session.token_ids == before.token_ids[:60]
+        assert expect_right_answer(session, [66]) == {"ssd": 60}
+
+
+def test_text_and_messages_come_back_too(store):
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one", system="Be brief.")
+        kit.say(session, "hello")
+        messages = session.messages
+    with kit.small_engine(store=store) as engine:
+        with pytest.raises(InvalidRequestError, match="has begun: wanted no system message"):
+            engine.session(session_id="one", system="Be long.")
+        session = engine.session(session_id="one")
+        assert session.messages == messages
+        kit.say(session, "go on")
+        assert session.usage.num_cached_tokens > 0
+        assert [message["role"] for message in session.messages] == ["system"] + ["user", "assistant"] * 2
+
+
+def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(store):
+    """The engine is not closed: only its lock is taken from it, as the system does when a process dies."""
+    engine = kit.small_engine(store=store)
+    session = engine.session(session_id="one")
+    expect_right_answer(session, PROMPTS[0])
+    engine.wait_for_saves()
+    durable = session.conversation
+    answer = session.send_ids(PROMPTS[1], max_tokens=12)
+    next(answer)
+    engine._kv._store._ssd._worker._catalog._lock.release()
+    engine._kv._store._ssd._worker._catalog._lock = None
+    with kit.small_engine(store=store) as another:
+        found = another.session(session_id="one")
+        assert found.conversation == durable
+        assert expect_right_answer(found, PROMPTS[2]) == {"ssd": 51}
+    engine.close()
+
+
+def test_a_conversation_without_a_name_is_found_by_its_tokens_and_copied(store):
+    with kit.small_engine(store=store) as engine:
+        session = engine.session()
+        expect_right_answer(session, PROMPTS[0])
+        expect_right_answer(session, PROMPTS[1])
+        token_ids = session.token_ids
+    with kit.small_engine(store=store) as engine:
+        first, second, stranger = engine.session(), engine.session(), engine.session(tenant="another")
+        assert expect_right_answer(first, [*token_ids, 65]) == {"ssd": len(token_ids) - 1}
+        assert expect_right_answer(second, token_ids[:50] + PROMPTS[2]) == {"dram": 50}
+        assert expect_right_answer(stranger, [*token_ids, 65])["dram"] == 0
+        assert expect_right_answer(first, [66])["dram"] > len(token_ids)
+        assert {info.session_id for info in engine.stored.list(tenant="another")} == {stranger.session_id}
+        assert len(engine.stored.list(tenant="")) == 3
+
+
+def test_a_store_in_dram_alone_forgets_with_its_engine():
+    with kit.small_engine() as engine:
+        expect_right_answer(engine.session(session_id="one"), PROMPTS[0])
+    with kit.small_engine() as engine:
+        assert engine.session(session_id="one").token_ids == []
+
+
+def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_path):
+    """Five conversations of five blocks and more, room for fourteen: all of them are on SSD, a few in DRAM."""
+    with kit.small_engine(store=ssd_store(tmp_path, dram_blocks=14), max_batch_size=2) as engine:
+        sessions = [engine.session() for _ in range(5)]
+        for seed, session in enumerate(sessions):
+            expect_right_answer(session, kit.prompt(60, seed))
+            engine.wait_for_saves()
+        assert {info.residency for info in engine.stored.list()} == {Residency.DRAM, Residency.SSD}
+        for turn in range(2):
+            prompts = [kit.prompt(8, seed=10 * turn + i) for i in range(5)]
+            expected = [kit.greedy_answer(s.token_ids + p, 6) for s, p in zip(sessions, prompts, strict=True)]
+            known = [len(session.token_ids) - 1 for session in sessions]
+            kit.drain(*(s.send_ids(p, max_tokens=6) for s, p in zip(sessions, prompts, strict=True)))
+            assert [s.token_ids[-6:] for s in sessions] == expected
+            assert [s.usage.num_cached_tokens for s in sessions] == known
+        stats = engine.store_stats()
+        assert stats.ssd.num_fetches >= 5
+        assert sum(stats.misses.values()) == len(sessions), "the first turn of each, and no other"
+        assert stats.used_bytes <= stats.capacity_bytes
+
+
+def test_a_damaged_block_is_a_counted_miss_and_a_recompute(tmp_path):
+    store = ssd_store(tmp_path)
+    with kit.small_engine(store=store) as engine:
+        for name in ("one", "two"):
+            expect_right_answer(engine.session(session_id=name), kit.prompt(40, seed=len(name + "x")))
+    for path in sorted(tmp_path.glob("blocks-*/zarr3/*/c.*"))[:1]:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with kit.small_engine(store=store) as engine:
+        cached = [expect_right_answer(engine.session(session_id=name), [65]) for name in ("one", "two")]
+        assert sorted(sum(tiers.values()) for tiers in cached) == [0, 51]
+        assert engine.store_stats().misses[MissReason.CORRUPT] == 1
+
+
+def test_other_weights_meet_neither_kv_nor_conversation(store, tmp_path):
+    config = kit.tiny_model().config
+    checkpoint = tmp_path / "other weights"
+    kit.tiny.write_tiny_hf(checkpoint, config, kit.tiny.tiny_params(config, seed=2))
+    other = kit.ca_jax.load_model(str(checkpoint), dtype="float32")
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        expect_right_answer(session, PROMPTS[0])
+        token_ids = session.token_ids
+    with kit.ca_jax.Engine(other, dataclasses.replace(kit.SMALL, store=store)) as engine:
+        session = engine.session(session_id="one")
+        assert session.token_ids == []
+        kit.say(session, token_ids)
+        assert session.usage.num_cached_tokens == 0
+    with kit.small_engine(store=store) as engine:
+        assert expect_right_answer(engine.session(session_id="one"), PROMPTS[1]) == {"ssd": 51}
+
+
+def test_a_session_is_its_tenants_alone(store):
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one", tenant="a")
+        with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+            engine.session(session_id="one", tenant="b")
+        expect_right_answer(session, PROMPTS[0])
+    with kit.small_engine(store=store) as engine:
+        with pytest.raises(TenantError, match="'one' wanted its own tenant, found ''"):
+            engine.session(session_id="one")
+        for call in (engine.stored.pin, engine.stored.drop):
+            with pytest.raises(TenantError, match="found 'b'"):
+                call("one", tenant="b")
+        assert len(engine.session(session_id="one", tenant="a").token_ids) == 52
+
+
+def test_pin_drop_and_list(store):
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        with pytest.raises(UnknownSessionError, match="'one'"):
+            engine.stored.pin("one")
+        expect_right_answer(session, PROMPTS[0])
+        engine.stored.pin("one")
+        engine.wait_for_saves()
+        (info,) = engine.stored.list()
+        assert (info.session_id, info.num_tokens, info.ssd_tokens, info.pinned) == ("one", 51, 51, True)
+    with kit.small_engine(store=store) as engine:
+        assert [info.pinned for info in engine.stored.list()] == [True]
+        engine.stored.unpin("one")
+        session = engine.session(session_id="one")
+        answer = session.send_ids(PROMPTS[1], max_tokens=12)
+        next(answer)
+        with pytest.raises(SessionBusyError, match="wanted it idle"):
+            engine.stored.drop("one")
+        kit.drain(answer)
+        engine.stored.drop("one")
+        assert engine.stored.list() == ()
+        assert expect_right_answer(session, [65]) == {"dram": 0}
+        session.close()
+    with kit.small_engine(store=store) as engine:
+        assert engine.stored.list() == ()
+        assert engine.session(session_id="one").token_ids == []
+
+
+def test_a_session_whose_time_is_over_is_forgotten(store):
+    with kit.small_engine(store=store) as engine:
+        for name, ttl_s in (("brief", 0.0), ("long", 1e6), ("endless", None)):
+            expect_right_answer(engine.session(session_id=name, ttl_s=ttl_s), kit.prompt(20))
+        engine.wait_for_saves()
+        assert {info.session_id for info in engine.stored.list()} == {"long", "endless"}
+        assert engine.store_stats().num_expired == 1
+        with pytest.raises(InvalidRequestError, match=r"ttl_s .* found -1"):
+            engine.session(ttl_s=-1)
+        with pytest.raises(ValueError, match=r"ttl_s .* found -1"):
+            engine.stored.set_ttl("long", -1)
+        engine.stored.set_ttl("endless", 0.0)
+    with kit.small_engine(store=store) as engine:
+        assert [(info.session_id, info.ttl_s) for info in engine.stored.list()] == [("long", 1e6)]
+
+
+def test_a_tenant_over_its_quota_gives_up_its_own(tmp_path):
+    quota = 9 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
+    with kit.small_engine(store=ssd_store(tmp_path, tenant_quota_gib=quota)) as engine:
+        expect_right_answer(engine.session(session_id="theirs", tenant="b"), PROMPTS[0])
+        for name in ("1", "2", "3"):  # Four blocks each.
+            expect_right_answer(engine.session(session_id=name, tenant="a"), PROMPTS[0])
+            engine.wait_for_saves()
+        kept = {info.session_id: info.ssd_bytes > 0 for info in engine.stored.list() if info.ssd_bytes}
+        assert set(kept) == {"theirs", "3"} | ({"2"} if len(kept) == 3 else set())
+        assert "1" not in kept
+
+
+def test_answers_are_right_whatever_the_order_of_turns(tmp_path):
+    """Small DRAM, smaller SSD than all need, turns at random: some are recomputed, none is wrong."""
+    random = np.random.default_rng(7)
+    with kit.small_engine(store=ssd_store(tmp_path, dram_blocks=16, ssd_blocks=16), max_batch_size=3) as engine:
+        sessions = [engine.session() for _ in range(7)]
+        for turn in range(6):
+            chosen = [sessions[i] for i in random.choice(7, 4, replace=False)]
+            prompts = [kit.prompt(int(random.integers(3, 30)), seed=100 * turn + i) for i in range(4)]
+            expected = [kit.greedy_answer(s.token_ids + p, 5) for s, p in zip(chosen, prompts, strict=True)]
+            kit.drain(*(s.send_ids(p, max_tokens=5) for s, p in zip(chosen, prompts, strict=True)))
+            assert [s.token_ids[-5:] for s in chosen] == expected
+            if turn == 3:
+                chosen[0].rewind(len(chosen[0].token_ids) // 2)
+        engine.wait_for_saves()
+        stats = engine.store_stats()
+        assert stats.ssd.used_bytes == sum(info.ssd_bytes for info in engine.stored.list())
+        assert stats.used_bytes == sum(info.num_bytes for info in engine.stored.list())
+        assert stats.ssd.num_evictions > 0
