@@ -1,4 +1,4 @@
-"""Conversations that outlive the engine: found again by id and by prefix, by their tenant only; pinned, dropped, expired."""
+"""Conversations that outlive the engine: found by id and by prefix, by their tenant only; pinned, dropped, expired."""
 
 from __future__ import annotations
 
@@ -259,3 +259,20 @@ def test_answers_are_right_whatever_the_order_of_turns(tmp_path):
         assert stats.ssd.used_bytes == sum(info.ssd_bytes for info in engine.stored.list())
         assert stats.used_bytes == sum(info.num_bytes for info in engine.stored.list())
         assert stats.ssd.num_evictions > 0
+
+
+def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(store):
+    """Two conversations that push each other out of DRAM, rewound while they are on SSD alone."""
+    store = dataclasses.replace(store, dram_gib=25 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB)
+    with kit.small_engine(store=store, max_batch_size=1) as engine:
+        sessions = [engine.session() for _ in range(2)]
+        for seed, session in enumerate(sessions):
+            kit.say(session, kit.prompt(272, seed), max_tokens=2)
+        for turn in range(20):
+            for session in sessions:
+                session.rewind(256)
+                kit.say(session, kit.prompt(16, turn), max_tokens=2)
+                assert session.usage.num_cached_tokens == 256
+        stats = engine.store_stats()
+        assert (stats.misses[MissReason.ABSENT], sum(stats.misses.values())) == (2, 2)
+        assert stats.num_hits_from_ssd > 20

@@ -142,7 +142,7 @@ class Placement:
         """Whether anything moves, or could be flushed now."""
         if self._ssd is None:
             return False
-        return bool(self._ssd.num_moves) or any(self._can_flush(key) for key in self._dirty)
+        return self._ssd.busy or any(self._can_flush(key) for key in self._dirty)
 
     # Room in DRAM.
 

@@ -156,9 +156,9 @@ class SsdBooks:
         return self._tier.num_blocks - self._tier.allocator.num_free
 
     @property
-    def num_moves(self) -> int:
-        """Tasks that have not settled."""
-        return len(self._moves)
+    def busy(self) -> bool:
+        """Whether a task has not settled, or a change of the catalog has not been tried."""
+        return bool(self._moves or self._worker.num_changes)
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""

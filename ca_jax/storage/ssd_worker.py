@@ -116,11 +116,11 @@ class SsdWorker:
         self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
         self._lost: collections.deque[str] = collections.deque()
         self._bounces: list[np.ndarray] = []
-        self._num_moving = 0
+        self._num_moving = self._num_changes = 0
         self._lock = threading.Lock()
-        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._writes.put(functools.partial(self._prepare, prepare))
+        self._reads: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._writes.put(prepare)
         self._threads = [
             threading.Thread(target=self._run, args=(steps,), name=f"ca_jax-ssd-{name}", daemon=True)
             for name, steps in (("reader", self._reads), ("writer", self._writes))
@@ -137,22 +137,23 @@ class SsdWorker:
 
     def forget(self, keys: Sequence[str]) -> None:
         """Has sessions forgotten. Their blocks may be given to later flushes at once."""
-        self._writes.put(functools.partial(self._forget, tuple(keys)))
+        self._change_catalog(functools.partial(self._forget, tuple(keys)))
 
     def shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
         """Has a session shortened to full blocks. Those behind may be given to later flushes at once.
 
         Where the catalog cannot be changed so, the session is forgotten; `take_lost` says it.
         """
-        self._writes.put(functools.partial(self._shorten, key, num_tokens, num_blocks))
+        self._change_catalog(functools.partial(self._shorten, key, num_tokens, num_blocks))
 
     def change(self, key: str, *, pinned: bool | None = None, ttl_s: float | None = None) -> None:
         """Has a session's pin (if not None) or else its time to live written down."""
-        self._writes.put(functools.partial(self._change, key, pinned, ttl_s))
+        self._change_catalog(functools.partial(self._change, key, pinned, ttl_s))
 
-    def run(self, step: Callable[[], None]) -> None:
-        """Has something else done by the writing thread, in its turn."""
-        self._writes.put(step)
+    @property
+    def num_changes(self) -> int:
+        """Changes of the catalog that were asked for and not tried yet."""
+        return self._num_changes
 
     def take_ended(self) -> TaskEnd | None:
         """The next task that ended; None where there is none."""
@@ -178,9 +179,23 @@ class SsdWorker:
             self._catalog.close()
         return settled
 
+    def _change_catalog(self, step: Callable[[], None]) -> None:
+        with self._lock:
+            self._num_changes += 1
+
+        def change() -> None:
+            try:
+                step()
+            finally:
+                with self._lock:
+                    self._num_changes -= 1
+                self._on_progress()
+
+        self._writes.put(change)
+
     # The threads.
 
-    def _run(self, steps: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    def _run(self, steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
         while True:
             try:
                 step = steps.get(timeout=_POLL_S if self._num_moving else None)
@@ -193,9 +208,6 @@ class SsdWorker:
                 step()
             except Exception:  # A defect: what is left open stays so, all else goes on.
                 _LOG.exception("a step of the SSD worker broke")
-
-    def _prepare(self, prepare: Callable[[], object]) -> None:
-        prepare()
 
     # Fetching, on the reading thread.
 
@@ -225,13 +237,19 @@ class SsdWorker:
             raise BlockIoError(IoFailure.CATALOG, str(error)) from error
         if contents is None:
             raise BlockIoError(IoFailure.MISSING, f"the catalog wanted session {task.key!r}, found none")
-        if len(contents.token_ids) != task.num_tokens or len(contents.seals) != len(task.block_ids):
+        # The catalog may not have been shortened yet: it is then that only full blocks are kept, whose seals stay.
+        num_blocks = len(task.block_ids)
+        exact = len(contents.token_ids) == task.num_tokens and len(contents.seals) == num_blocks
+        shortened = task.num_tokens == num_blocks * self._layout.block_tokens < len(contents.token_ids)
+        if not (exact or shortened):
             raise BlockIoError(
                 IoFailure.CORRUPT,
-                f"session {task.key!r} wanted {task.num_tokens} tokens in {len(task.block_ids)} blocks, the catalog "
+                f"session {task.key!r} wanted {task.num_tokens} tokens in {num_blocks} blocks, the catalog "
                 f"found {len(contents.token_ids)} in {len(contents.seals)}",
             )
-        return contents
+        return dataclasses.replace(
+            contents, token_ids=contents.token_ids[: task.num_tokens], seals=contents.seals[:num_blocks]
+        )
 
     def _finish_fetch(self, task: FetchTask, contents: Contents) -> None:
         for index, block in enumerate(task.into):
@@ -296,7 +314,6 @@ class SsdWorker:
             _LOG.warning("a session cannot be shortened, and is forgotten: %s", error)
             self._lost.append(key)
             self._forget((key,))
-            self._on_progress()
 
     def _change(self, key: str, pinned: bool | None, ttl_s: float | None) -> None:
         try:
@@ -324,7 +341,7 @@ class SsdWorker:
         self,
         handle: IoHandle,
         task: FetchTask | FlushTask,
-        steps: queue.SimpleQueue[Callable[[], None] | None],
+        steps: queue.SimpleQueue[Callable[[], object] | None],
         then: Callable[[], None],
     ) -> None:
         """Goes on with `then` on the same thread once a move has succeeded, and says so if it fails."""
