@@ -97,7 +97,6 @@ class Engine:
             dtype=model.dtype,
             block_tokens=self.config.store.block_tokens,
         )
-        atexit.register(_close_at_exit, weakref.ref(self))
         self._kv = SessionKV(
             layout,
             self.config.store,
@@ -107,6 +106,7 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
         )
+        atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
             target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True
         ).start()

@@ -8,6 +8,7 @@ Not here: copies (transfer), blocks and books (storage), computing (runner).
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import logging
 import threading
@@ -28,6 +29,7 @@ from ca_jax.storage.tickets import LoadTicket
 from ca_jax.transfer import AsyncSaver, DecodedPart, LayerLoader, LayerPart
 
 _LOG = logging.getLogger(__name__)
+Parts = list[LayerPart] | list[DecodedPart]
 
 
 class SessionKV:
@@ -64,7 +66,8 @@ class SessionKV:
         self._group_tokens = group_tokens
         self._metrics = metrics
         self._turns: dict[str, TurnSaver] = {}
-        self._sources: dict[Job, str] = {}  # Of waiting jobs: the key of the session whose KV they will load.
+        self._held: dict[str, TurnSaver] = {}  # Of turns that ended before the store had room for all of their KV.
+        self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._salt = hashlib.sha256(f"{fingerprint}|{layout}|unrotated|".encode()).digest()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
@@ -88,22 +91,27 @@ class SessionKV:
         key = source = self.key(session.session_id, session.tenant)
         if self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1:
             source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
-        self._sources[job] = source
+        self._queued[job] = key, source
         self._store.enqueue(job, source)
         self._store.poll()
 
     def ready(self, job: Job, is_next: bool) -> bool:
-        """Whether a queued turn would not wait for SSD. For the next one its KV is brought, at the cost of others'."""
-        source = self._sources.get(job)
-        if source is None:
+        """Whether a queued turn would not wait for SSD, nor for room to save what the turn before it computed.
+
+        For the next one its KV is brought, at the cost of others'.
+        """
+        if job not in self._queued:
             return True
+        key, source = self._queued[job]
+        if key in self._held:
+            return False
         if is_next:
             return not self._store.request(source)
         return self._store.residency(source) not in (Residency.SSD, Residency.PENDING)
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""
-        if self._sources.pop(job, None) is not None:
+        if self._queued.pop(job, None) is not None:
             self._store.dequeue(job)
 
     def prefill(self, runner: Runner, job: Job, session: Session) -> Prefill:
@@ -144,16 +152,22 @@ class SessionKV:
         return saver
 
     def end_saving(self, saver: TurnSaver) -> None:
-        """Submits what is left of a turn."""
+        """Submits what is left of a turn, or holds it until the store has room."""
         saver.flush()
-        self._store.unpin(saver.key)
-        del self._turns[saver.key]
+        if saver.is_held:
+            self._held[saver.key] = saver
+        else:
+            self._close_saver(saver)
 
     def collect(self, wait: bool = False) -> None:
         """Publishes the saves that are done and gives up those that failed; with `wait`, all that were submitted.
 
         Keeps the store's tiers going too.
         """
+        for saver in tuple(self._held.values()):
+            saver.submit_held()
+            if not saver.is_held:
+                self._close_saver(saver)
         for result in self._saver.poll(wait):
             if result.error is None:
                 self._store.complete_save(result.ticket)
@@ -189,17 +203,18 @@ class SessionKV:
 
     def truncate(self, session: Session, num_tokens: int) -> None:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run."""
-        self.collect(wait=True)
-        self._store.truncate(self.key(session.session_id, session.tenant), num_tokens)
+        key = self.key(session.session_id, session.tenant)
+        self._settle_session(key)
+        self._store.truncate(key, num_tokens)
 
     def drop(self, key: str) -> None:
         """Forgets all of a session. No turn of it may run."""
-        self.collect(wait=True)
+        self._settle_session(key)
         self._store.drop(key)
 
     def is_running(self, key: str) -> bool:
         """Whether a turn of a session runs."""
-        return key in self._turns
+        return key in self._turns and key not in self._held
 
     def list(self) -> tuple[EntryInfo, ...]:
         """What is stored, or being stored."""
@@ -220,6 +235,8 @@ class SessionKV:
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
         self.collect(wait=True)
+        for key in tuple(self._held):
+            self._settle_session(key)
         return self._store.settle()
 
     def stats(self) -> StoreStats:
@@ -228,7 +245,7 @@ class SessionKV:
 
     def close(self) -> None:
         """Finishes what was submitted and lets go of memory."""
-        self.collect(wait=True)
+        self.settle()
         self._saver.close()
         self._store.close()
 
@@ -236,10 +253,10 @@ class SessionKV:
         """The stored prefix of a prompt; its last token is never part of it, since its logits are wanted."""
         if len(job.prompt_ids) < 2:
             return None
-        self.collect(wait=True)
         key = self.key(session.session_id, session.tenant)
+        self._settle_session(key)
         wanted = job.prompt_ids[:-1]
-        source = self._sources.get(job, key)
+        _, source = self._queued.get(job, (key, key))
         if source != key and self._store.residency(key) is Residency.ABSENT:
             owner = Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)
             self._store.copy_prefix(source, key, wanted, owner)
@@ -247,6 +264,20 @@ class SessionKV:
         if ticket is None and self._store.residency(key) is Residency.DRAM:
             self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
         return ticket
+
+    def _close_saver(self, saver: TurnSaver) -> None:
+        self._held.pop(saver.key, None)
+        self._store.unpin(saver.key)
+        del self._turns[saver.key]
+
+    def _settle_session(self, key: str) -> None:
+        """Has all saves of a session published or given up, those included that wait for room."""
+        self.collect(wait=True)
+        while key in self._held and self._store.settle():  # Others get to SSD, and make room.
+            self.collect(wait=True)
+        if key in self._held:
+            self._held[key].give_up()
+            self._close_saver(self._held[key])
 
     def _touch(self) -> None:
         """Makes host memory resident in the background, so that no load or save pays for its first touch."""
@@ -257,7 +288,7 @@ class TurnSaver:
     """What of one turn's KV is still to be saved, from prefill to the last decoded token.
 
     KV leaves in order and without gaps: what the store has no room for ends the saving of this turn, and the next turn
-    prefills from there.
+    prefills from there. Where room is coming, since others are on their way to SSD, it waits on the device instead.
 
     Args:
       store: where to.
@@ -288,11 +319,12 @@ class TurnSaver:
         self._tokens: list[int] = []
         self._steps: list[jax.Array] = []
         self._rows: list[int] = []
+        self._waiting: collections.deque[tuple[list[int], Parts]] = collections.deque()
 
     def add_prefill(self, token_ids: list[int], chunks: list[PrefillChunk]) -> None:
         """Submits the KV of the prefilled tokens."""
         first = self._next_token
-        parts = [
+        parts: Parts = [
             LayerPart(layer, kv, chunk.num_tokens, chunk.start - first)
             for chunk in chunks
             for layer, kv in enumerate(chunk.kv)
@@ -318,13 +350,28 @@ class TurnSaver:
     def give_up(self) -> None:
         """Saves nothing more of this turn: what the store has now would leave a gap."""
         self._active = False
+        self._waiting.clear()
 
-    def _submit(self, token_ids: list[int], parts: list[LayerPart] | list[DecodedPart]) -> None:
-        if not self._active:
-            return
-        ticket = self._store.prepare_save(self.key, self._next_token, token_ids, self._owner)
-        if ticket is None:
-            self._active = False
-            return
-        self._next_token += len(token_ids)
-        self._saver.submit(ticket, parts)
+    @property
+    def is_held(self) -> bool:
+        """Whether KV waits for room in the store."""
+        return bool(self._waiting)
+
+    def submit_held(self) -> None:
+        """Submits what waits for room, as far as there is some."""
+        while self._waiting:
+            token_ids, parts = self._waiting[0]
+            if self._store.room_is_coming(self.key, len(token_ids), self._owner):
+                return
+            self._waiting.popleft()
+            ticket = self._store.prepare_save(self.key, self._next_token, token_ids, self._owner)
+            if ticket is None:
+                self.give_up()
+                return
+            self._next_token += len(token_ids)
+            self._saver.submit(ticket, parts)
+
+    def _submit(self, token_ids: list[int], parts: Parts) -> None:
+        if self._active:
+            self._waiting.append((token_ids, parts))
+            self.submit_held()

@@ -1,6 +1,7 @@
-"""What the benchmark leaves: one JSON object, and the same as a table to read.
+"""What the benchmark leaves: one JSON object, and the same as tables to read.
 
-Not here: measuring (`bench_suites`), what rows hold (`bench_schema`), describing the machine (`machine`).
+Not here: measuring (`bench_suites`, `bench_storage`, `bench_policy`), what rows hold (`bench_schema`,
+`bench_storage_schema`), describing the machine (`machine`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ import rich.console
 import rich.table
 
 from ca_jax.launch.bench_schema import BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Startup
+from ca_jax.launch.bench_storage_schema import (
+    DecisionRow,
+    LoopRow,
+    PolicyBenchConfig,
+    PolicyRow,
+    StartupRow,
+    StoreBenchConfig,
+    StoreRow,
+)
 
 Report = dict[str, Any]
-"""suite, model, dtype, machine, versions, command, config, peer, rows, startup, summary; JSON types only."""
+"""suite, machine, versions, command, config, rows, summary; JSON types only.
+
+Of an engine also model, dtype, peer and startup; of the other suites other_load_share, which startup has there.
+"""
 
 _QUIET_LOAD_SHARE = 0.1  # of all CPU time; what an idle machine's own housekeeping stays well under
 
@@ -64,8 +77,86 @@ def make_report(
     }
 
 
+def make_storage_report(
+    config: StoreBenchConfig | PolicyBenchConfig,
+    rows: Sequence[StoreRow] | Sequence[PolicyRow],
+    *,
+    machine: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    command: str,
+    other_load_share: float | None,
+) -> Report:
+    """Everything there is to say of one run of a suite that needs no engine.
+
+    Args:
+      config: what was asked for.
+      rows: what was measured.
+      machine: where.
+      versions: of what ran.
+      command: that does it again.
+      other_load_share: see `Startup`.
+    """
+    store_rows = [row for row in rows if isinstance(row, StoreRow)]
+    policy_rows = [row for row in rows if not isinstance(row, StoreRow)]
+    return {
+        "suite": config.suite,
+        "machine": dict(machine),
+        "versions": dict(versions),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "other_load_share": other_load_share,
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "summary": summarize_policy(policy_rows) if policy_rows else summarize_store(store_rows),
+    }
+
+
+def summarize_store(rows: Sequence[StoreRow]) -> dict[str, float]:
+    """Ratios to the plain ways, of each driver, and what the checksum costs.
+
+    `dram_vs_memcpy`, `ssd_read_cold_vs_preadv`, `ssd_read_warm_vs_preadv`, `ssd_write_vs_plain`; the SSD's of the
+    default driver, with `raw_` in front those of the other one, with `raw_vs_zarr3_` the one's speed over the other's.
+    `dram_vs_parallel_memcpy` is against a copy by all cores, if that is faster.
+    """
+    against = {"ssd_read_cold": "preadv", "ssd_read_warm": "preadv", "ssd_write": "plain"}
+    summary: dict[str, float] = {}
+    speeds: dict[tuple[str | None, str], float] = {}
+    for row in rows:
+        speeds[row.driver, row.measured] = row.gb_per_s
+        if row.measured == "crc32c":
+            summary["crc32c_cpu_s_per_gb"] = row.cpu_s_per_gb
+        elif row.measured == "dram_load":
+            summary["dram_vs_memcpy"] = row.ratio or 0.0
+            summary["dram_vs_parallel_memcpy"] = row.gb_per_s / max(row.plain_gb_per_s_of.values())
+        else:
+            prefix = "" if row.driver == "zarr3" else f"{row.driver}_"
+            summary[f"{prefix}{row.measured}_vs_{against[row.measured]}"] = row.ratio or 0.0
+    for measured in against:
+        summary[f"raw_vs_zarr3_{measured}"] = speeds["raw", measured] / speeds["zarr3", measured]
+    return summary
+
+
+def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
+    """What one step of the bookkeeping and a start-up cost, and what the scheduler-aware choice is worth.
+
+    `p50_ms`, `p99_ms`, `startup_100k_s` and `loop_vs_belady` at the queue depth that was asked for (the one that LRU
+    has a row of), `loop_lru`. Keys are named for the default sizes; rows have those that were measured.
+    """
+    (decision,) = [row for row in rows if isinstance(row, DecisionRow) and row.policy == "scheduler_aware"]
+    (startup,) = [row for row in rows if isinstance(row, StartupRow)]
+    loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
+    (lru,) = [row for row in loop.values() if row.policy == "lru"]
+    return {
+        "p50_ms": decision.p50_ms,
+        "p99_ms": decision.p99_ms,
+        "startup_100k_s": startup.startup_s,
+        "startup_100k_cold_s": startup.cold_startup_s,
+        "loop_vs_belady": loop["scheduler_aware", lru.queue_depth].vs_belady,
+        "loop_lru": lru.hit_rate,
+    }
+
+
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """The best and the worst of a suite's rows; what no row has is None.
+    """The best and the worst of an engine suite's rows; what no row has is None.
 
     Of `decode`, `batch_scaling` has for each context the largest batch's tokens per second over the smallest's.
     """
@@ -97,25 +188,35 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def print_report(report: Report, console: rich.console.Console) -> None:
-    """Prints a report as a table, with the machine and the versions it was measured on."""
-    config = report["config"]
-    beside = f", beside {report['peer']}" if report["peer"] else ""
-    what = f"{report['suite']}, {report['model']} in {report['dtype']}{beside}"
-    table = rich.table.Table(
-        title=f"{what}: medians of {config['repeats']}, in brackets the least and the largest",
-        box=rich.box.SIMPLE_HEAD,
-        title_justify="left",
-    )
-    columns = _COLUMNS[report["suite"]]
-    for heading, _, _ in columns:
-        table.add_column(heading, justify="right")
-    for row in report["rows"]:
-        table.add_row(*(_cell(row, name, form) for _, name, form in columns))
-    console.print(table)
+    """Prints a report as tables, with the machine and the versions it was measured on."""
+    kinds = itertools.groupby(report["rows"], key=lambda row: _kind(report, row))
+    for kind, rows in kinds:
+        table = rich.table.Table(title=_title(report, kind), box=rich.box.SIMPLE_HEAD, title_justify="left")
+        for heading, _, _ in _COLUMNS[kind]:
+            table.add_column(heading, justify="right")
+        for row in rows:
+            table.add_row(*(_cell(row, name, form) for _, name, form in _COLUMNS[kind]))
+        console.print(table)
     for title in ("summary", "startup", "machine", "versions"):
-        console.print(f"[bold]{title}[/bold]  {_one_line(report[title])}", highlight=False)
-    if (report["startup"]["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
+        if title in report:
+            console.print(f"[bold]{title}[/bold]  {_one_line(report[title])}", highlight=False)
+    if (report.get("startup", report)["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
         console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
+
+
+def _kind(report: Report, row: Mapping[str, Any]) -> str:
+    """Which columns a row has: those of its suite, or of its own kind where a suite has several."""
+    return report["suite"] if report["suite"] in _COLUMNS else row["measured"]
+
+
+def _title(report: Report, kind: str) -> str:
+    what = kind
+    if "model" in report:
+        beside = f", beside {report['peer']}" if report["peer"] else ""
+        what = f"{kind}, {report['model']} in {report['dtype']}{beside}"
+    if kind in _WITHOUT_MEDIANS:
+        return what
+    return f"{what}: medians of {report['config']['repeats']}, in brackets the least and the largest"
 
 
 def _extremes(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
@@ -151,6 +252,15 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}x"
 
 
+def _speed(gb_per_s: float) -> str:
+    return f"{gb_per_s:.2f}"
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}"
+
+
+_WITHOUT_MEDIANS = ("decision", "loop")
 _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
     "reuse": (
         ("history\ntokens", "history_tokens", str),
@@ -160,7 +270,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("TTFT\nreuse ms", "ttft_reuse_s", _milliseconds),
         ("speedup", "speedup", _ratio),
         ("load\nms", "load_s", _milliseconds),
-        ("load\nshare", "load_share", "{:.1%}".format),
+        ("load\nshare", "load_share", _share),
         ("load\nstall ms", "load_stall_s", _milliseconds),
         ("same\ntokens", "same_tokens", lambda same: "yes" if same else "NO"),
         ("re-\ncompiles", "recompiles", str),
@@ -183,14 +293,48 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("speedup", "speedup_vs_peer", _ratio),
         ("re-\ncompiles", "recompiles", str),
     ),
+    "store": (
+        ("measured", "measured", str),
+        ("driver", "driver", str),
+        ("GB/s", "gb_per_s", _speed),
+        ("CPU s\nper GB", "cpu_s_per_gb", _speed),
+        ("plain", "plain", str),
+        ("plain\nGB/s", "plain_gb_per_s", _speed),
+        ("plain CPU s\nper GB", "plain_cpu_s_per_gb", _speed),
+        ("ratio", "ratio", _ratio),
+    ),
+    "decision": (
+        ("policy", "policy", str),
+        ("sessions", "num_sessions", str),
+        ("jobs", "num_jobs", str),
+        ("p50 ms", "p50_ms", "{:.3f}".format),
+        ("p99 ms", "p99_ms", "{:.3f}".format),
+        ("max ms", "max_ms", "{:.3f}".format),
+        ("fetches\nper plan", "fetches_per_plan", "{:.1f}".format),
+    ),
+    "startup": (
+        ("sessions", "num_sessions", str),
+        ("blocks", "num_blocks", str),
+        ("catalog MB", "catalog_bytes", lambda num_bytes: f"{num_bytes / 1e6:,.1f}"),
+        ("start-up ms", "startup_s", _milliseconds),
+        ("cold start-up ms", "cold_startup_s", _milliseconds),
+    ),
+    "loop": (
+        ("policy", "policy", str),
+        ("sessions", "num_sessions", str),
+        ("over\ncapacity", "over_capacity", _share),
+        ("queue\ndepth", "queue_depth", _share),
+        ("hit rate", "hit_rate", _share),
+        ("vs Belady", "vs_belady", _share),
+    ),
 }
-"""Heading, field and form of each column."""
+"""Heading, field and form of each column, by suite or, where a suite has rows of several kinds, by kind."""
 
 
 def _cell(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
     if row[name] is None:
         return "-"
-    if name not in row["spread"]:
+    if name not in row.get("spread", ()):
         return form(row[name])
     least, largest = row["spread"][name]
     return f"{form(row[name])}\n({form(least)}..{form(largest)})"

@@ -1,18 +1,24 @@
-"""What the benchmark is asked and what it answers: `BenchConfig`, and the rows, whose fields are the JSON's.
+"""What the benchmark is asked of an engine and what it answers: `BenchConfig`, and rows, whose fields are the JSON's.
 
-Not here: measuring (`bench_suites`), the rest of the JSON (`bench_report`).
+What all suites share, samples and the error, is here too.
+
+Not here: the suites that need no engine (`bench_storage_schema`), measuring (`bench_suites`), the rest of the JSON
+(`bench_report`).
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import statistics
 
 from ca_jax.config import EngineConfig
+from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import StoreConfig
 
-SUITES = ("reuse", "prefill", "decode")
-"""What can be measured."""
+ENGINE_SUITES = ("reuse", "prefill", "decode")
+"""What can be measured of an engine."""
 SETTLING_STEPS = 4
 """Decode steps before the first sample, so that the last prefill's KV is in its slot."""
 
@@ -20,16 +26,44 @@ Spread = dict[str, tuple[float, float]]
 """Least and largest sample, by the name of the field that has their median."""
 
 
+class BenchError(CaJaxError):
+    """What was to be measured did not do what a row would claim, or cannot be had, so that there is no row."""
+
+
+class Samples:
+    """Samples by name; a name without samples has no median."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, list[float]] = collections.defaultdict(list)
+
+    def add(self, **samples: float) -> None:
+        """Adds one sample to each name."""
+        for name, sample in samples.items():
+            self._samples[name].append(sample)
+
+    def median(self, name: str) -> float:
+        """The median of a name's samples."""
+        return statistics.median(self._samples[name])
+
+    def median_or_none(self, name: str) -> float | None:
+        """Likewise; None where there are none."""
+        return self.median(name) if name in self._samples else None
+
+    def spread(self) -> Spread:
+        """Least and largest of each name."""
+        return {name: (min(samples), max(samples)) for name, samples in self._samples.items()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure.
+    """What to measure of an engine.
 
     Raises:
       ValueError: an unknown suite, an empty list, or a number below 1.
     """
 
     suite: str
-    """One of `SUITES`."""
+    """One of `ENGINE_SUITES`."""
     history_tokens: tuple[int, ...] = (2000,)
     """`reuse`: tokens whose KV is stored; with `new_tokens` every pair is a row."""
     new_tokens: tuple[int, ...] = (100,)
@@ -52,8 +86,8 @@ class BenchConfig:
     """Of the token ids, which are random: what is computed does not depend on them."""
 
     def __post_init__(self) -> None:
-        if self.suite not in SUITES:
-            raise ValueError(f"suite wanted one of {', '.join(SUITES)}, found {self.suite!r}")
+        if self.suite not in ENGINE_SUITES:
+            raise ValueError(f"suite wanted one of {', '.join(ENGINE_SUITES)}, found {self.suite!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, tuple) and not (value and min(value) >= 1):

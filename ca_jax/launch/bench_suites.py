@@ -1,4 +1,4 @@
-"""Measures: each suite drives the real engine, and the peer beside it, and gives rows.
+"""Measures an engine: each suite drives the real one, and the peer beside it, and gives rows.
 
 Every sample is of work that was run once before, so that nothing in it is compiled or first touched; rows count
 compiles to show that. Ours and the peer's samples take turns (A B C A B C ...), never at once, so that a machine that
@@ -12,43 +12,26 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError
 from ca_jax.launch.bench_peers import Peer
-from ca_jax.launch.bench_schema import SETTLING_STEPS, BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Spread
+from ca_jax.launch.bench_schema import (
+    SETTLING_STEPS,
+    BenchConfig,
+    BenchError,
+    DecodeRow,
+    PrefillRow,
+    ReuseRow,
+    Row,
+    Samples,
+)
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import Progress
 from ca_jax.session import SamplingParams, Session
-
-
-class BenchError(CaJaxError):
-    """The engine did not do what a row would claim, so that there is no row."""
-
-
-class _Samples:
-    """Samples by name; a name without samples has no median."""
-
-    def __init__(self) -> None:
-        self._samples: dict[str, list[float]] = collections.defaultdict(list)
-
-    def add(self, **samples: float) -> None:
-        for name, sample in samples.items():
-            self._samples[name].append(sample)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self._samples[name])
-
-    def median_or_none(self, name: str) -> float | None:
-        return self.median(name) if name in self._samples else None
-
-    def spread(self) -> Spread:
-        return {name: (min(samples), max(samples)) for name, samples in self._samples.items()}
 
 
 def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: Progress) -> list[Row]:
@@ -95,7 +78,7 @@ class _Bench:
         # Turns that begin with different tokens share the history and no more, whatever else the store still holds.
         first_ids = itertools.cycle(self.rng.permutation(self.engine.model.config.vocab_size).tolist())
 
-        def sample(samples: _Samples) -> bool:
+        def sample(samples: Samples) -> bool:
             return self._sample_reuse(session, [next(first_ids), *self._random_ids(num_new - 1)], samples)
 
         samples, same_tokens, recompiles = self._repeat(sample)
@@ -118,7 +101,7 @@ class _Bench:
         )
 
     def prefill(self, num_tokens: int) -> PrefillRow:
-        def sample(samples: _Samples) -> bool:
+        def sample(samples: Samples) -> bool:
             prompt = self._random_ids(num_tokens)
             session = self.engine.session()
             token, ours_s = self._send(session, prompt)
@@ -156,7 +139,7 @@ class _Bench:
         if peer is not None:
             peer.start_decode(prompts)
 
-        def sample(samples: _Samples) -> bool:
+        def sample(samples: Samples) -> bool:
             steps_before, started_s = engine.metrics.decode_steps, time.perf_counter()
             for _ in range(self.config.decode_steps):
                 engine.step()
@@ -189,18 +172,18 @@ class _Bench:
             spread=samples.spread(),
         )
 
-    def _repeat(self, sample: Callable[[_Samples], bool]) -> tuple[_Samples, bool, int]:
+    def _repeat(self, sample: Callable[[Samples], bool]) -> tuple[Samples, bool, int]:
         """Takes one sample for nothing, then those that count; them, whether all were good, and functions compiled."""
-        sample(_Samples())
+        sample(Samples())
         self.step()
-        samples, all_good = _Samples(), True
+        samples, all_good = Samples(), True
         with CompileCounter() as compiles:
             for _ in range(self.config.repeats):
                 all_good &= sample(samples)
                 self.step()
         return samples, all_good, compiles.count
 
-    def _sample_reuse(self, session: Session, new_ids: list[int], samples: _Samples) -> bool:
+    def _sample_reuse(self, session: Session, new_ids: list[int], samples: Samples) -> bool:
         """One turn by reuse, by recompute and by the peer; whether all drew the same token. Rewinds the session."""
         history_ids = session.token_ids
         tokens = set()

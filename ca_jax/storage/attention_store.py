@@ -40,6 +40,7 @@ from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
+_CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.
 
 
 class StoreClosedError(RuntimeError):
@@ -248,7 +249,7 @@ class AttentionStore:
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
         """Waits until all that can be on SSD is there, durably, and nothing moves; at most `timeout_s` seconds.
 
-        What a running turn holds is not waited for.
+        What a running turn holds is not waited for, nor an SSD that has missed a deadline.
 
         Returns:
           Whether that is so.
@@ -259,7 +260,7 @@ class AttentionStore:
             self._progress.clear()
             self._placement.step()
             left_s = give_up_s - time.monotonic()
-            if not self._placement.busy or left_s <= 0:
+            if not self._placement.busy or self._placement.is_late or left_s <= 0:
                 return not self._placement.busy
             self._progress.wait(left_s)
 
@@ -339,6 +340,11 @@ class AttentionStore:
         """Reserves room for the KV of a session's next tokens, evicting others; None where none can be made."""
         self._check_open()
         return self._desk.prepare_save(key, start_token, token_ids, owner)
+
+    def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
+        """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
+        self._check_open()
+        return self._desk.room_is_coming(key, num_tokens, owner)
 
     def complete_save(self, ticket: SaveTicket) -> bool:
         """Publishes a save: from here on its tokens can be loaded. False if an earlier save was aborted."""
@@ -423,10 +429,10 @@ class AttentionStore:
             return
         self._desk.abort_all()
         self._entries.clear_pins()
-        self.settle(timeout_s)
+        settled = self.settle(timeout_s)
         self._closed = True
         if self._ssd is not None:
-            self._ssd.close(timeout_s)
+            self._ssd.close(timeout_s if settled else _CLOSE_UNSETTLED_S)
         self._dram.close()
 
     # The books.

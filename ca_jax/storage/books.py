@@ -190,6 +190,7 @@ class EntryTable:
         self._put(self._on_ssd, entry, entry.ssd is not None, held)
         fetchable = (
             entry.ssd is not None
+            and entry.miss is None
             and not (in_dram or entry.fetch or entry.flush)
             and len(entry.ssd.block_ids) <= self._max_fetched_blocks
         )

@@ -84,7 +84,7 @@ class Placement:
     def changed(self, entry: Entry) -> None:
         """A session has in DRAM what SSD has not."""
         if self._ssd is not None:
-            entry.waits_for_flush = True
+            entry.waits_for_flush = not self._ssd.is_late
             self._dirty[entry.key] = None
         self._table.place(entry)
 
@@ -132,6 +132,8 @@ class Placement:
         """Takes in what has ended and begins what is due."""
         if self._ssd is not None:
             self._ssd.poll()
+            if self._ssd.is_late:
+                self._stop_waiting()
             self._flush()
             self._evict_ahead()
             self._prefetch()
@@ -144,6 +146,11 @@ class Placement:
             return False
         return self._ssd.busy or any(self._can_flush(key) for key in self._dirty)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether SSD missed a deadline: nothing should wait for it."""
+        return self._ssd is not None and self._ssd.is_late
+
     # Room in DRAM.
 
     def make_room(self, entry: Entry, num_blocks: int) -> SkipReason | None:
@@ -152,23 +159,19 @@ class Placement:
             return SkipReason.STORE_OFF
         if not self._blocks.admits(len(entry.block_ids) + num_blocks):
             return SkipReason.TOO_LARGE
-        tenant = entry.owner.tenant
-        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
-        if lacking <= 0 and excess <= 0:
-            return None
-        with self._table.kept(entry):
-            victims = choose_room(
-                self._policy,
-                self._table.in_dram,
-                tenant=tenant,
-                lacking=lacking,
-                excess=excess,
-                size_of=self._size_of_evictable,
-            )
+        victims = self._victims(entry, num_blocks)
         if victims is None:
             return SkipReason.NO_ROOM
         self._evict_all(victims)
         return None
+
+    def room_is_coming(self, entry: Entry, num_blocks: int) -> bool:
+        """Whether `entry` cannot take `num_blocks` more now, but soon: when others have got to SSD."""
+        return (
+            self._blocks.admits(len(entry.block_ids) + num_blocks)
+            and self._room_will_come()
+            and self._victims(entry, num_blocks) is None
+        )
 
     def give_up_fetch(self, entry: Entry) -> None:
         """Gives up what of a session is on its way to DRAM."""
@@ -214,8 +217,26 @@ class Placement:
 
     # How.
 
+    def _victims(self, entry: Entry, num_blocks: int) -> tuple[str, ...] | None:
+        """Who would have to leave DRAM for `entry` to take so many blocks; None if that cannot be had."""
+        tenant = entry.owner.tenant
+        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
+        if lacking <= 0 and excess <= 0:
+            return ()
+        with self._table.kept(entry):
+            return choose_room(
+                self._policy,
+                self._table.in_dram,
+                tenant=tenant,
+                lacking=lacking,
+                excess=excess,
+                size_of=self._size_of_evictable,
+            )
+
     def _room_will_come(self) -> bool:
         """Whether sessions that do not run are on their way to SSD, or are about to be: they may leave DRAM then."""
+        if self.is_late:
+            return False
         entries = filter(None, map(self._table.get, self._dirty))
         return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
 
@@ -250,6 +271,13 @@ class Placement:
                 del self._dirty[key]
                 self._ssd.flush(entry)
 
+    def _stop_waiting(self) -> None:
+        """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
+        for entry in filter(None, map(self._table.get, self._dirty)):
+            if entry.waits_for_flush:
+                entry.waits_for_flush = False
+                self._table.place(entry)
+
     def _can_flush(self, key: str) -> bool:
         """Whether nothing of a session is about to change, or on its way."""
         entry = self._table.get(key)
@@ -266,7 +294,7 @@ class Placement:
             self._evict_all(victims)
 
     def _prefetch(self) -> None:
-        if self._ssd is None or not len(self._look_ahead):
+        if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
             return
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches <= 0 or not self._table.num_on_ssd:

@@ -29,7 +29,7 @@ from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
 from ca_jax.storage.ssd_worker import FetchTask, FlushTask, SsdWorker, TaskEnd
 
-_LATE_PAUSE_S = 30.0  # After a missed deadline nothing is fetched for so long: each job would wait as long again.
+_LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
 
 
@@ -160,6 +160,11 @@ class SsdBooks:
         """Whether a task has not settled, or a change of the catalog has not been tried."""
         return bool(self._moves or self._worker.num_changes)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
+        return time.monotonic() < self._late_until_s or any(move.late for move in self._moves.values())
+
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
         counters, size = self._counters, self._tier.stored_block_bytes
@@ -185,7 +190,7 @@ class SsdBooks:
         """Whether a fetch of the session may begin; if not because the SSD was late, that is its next miss."""
         if entry.ssd is None or entry.fetch is not None or entry.flush is not None:
             return False
-        if time.monotonic() < self._late_until_s:
+        if self.is_late:
             entry.miss = MissReason.DEADLINE
             return False
         return True
@@ -253,6 +258,9 @@ class SsdBooks:
                 continue
             if not move.ended:
                 move.ended = True
+                if end.error is not None and end.error.reason is IoFailure.DEADLINE:
+                    move.late = True
+                    self._late_until_s = time.monotonic() + _LATE_PAUSE_S
                 if isinstance(end.task, FetchTask):
                     self._end_fetch(move, end.task, end)
                 else:
@@ -402,8 +410,6 @@ class SsdBooks:
             return
         reason = IoFailure.DEVICE if end.error is None else end.error.reason
         entry.miss = MissReason(reason) if reason in set(MissReason) else MissReason.DEVICE
-        if reason is IoFailure.DEADLINE:
-            self._late_until_s = time.monotonic() + _LATE_PAUSE_S
         if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
             self.forget(entry)
 
@@ -411,7 +417,10 @@ class SsdBooks:
         entry = move.entry
         entry.flush = None
         if end.error is not None:
-            reason = end.error.reason.value
+            reason = end.error.reason
+            if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
+                self.forget(entry)
+                reason = IoFailure.CATALOG
             known = reason in set(FlushFailure)
             self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
             return
@@ -488,3 +497,4 @@ class _Move:
         self.ssd_blocks = ssd_blocks
         self.read_blocks = read_blocks
         self.ended = False
+        self.late = False

@@ -295,6 +295,8 @@ class SsdWorker:
                     )
                 all_seals = np.array([*kept_seals, *seals], np.uint64).reshape(-1, self._layout.num_layers)
                 self._catalog.publish(task.record, task.token_ids, all_seals, note)
+            except DamagedRecordError as failure:
+                error = BlockIoError(IoFailure.CORRUPT, str(failure))
             except CatalogError as failure:
                 error = _of_catalog(failure)
         self._end(TaskEnd(task=task, error=error))
@@ -325,7 +327,9 @@ class SsdWorker:
             _LOG.warning("a session's pin or time to live was not written down: %s", error)
 
     def _settle_catalog(self) -> BlockIoError | None:
-        """Makes outstanding changes durable; why not, if that cannot be."""
+        """Makes outstanding changes durable; why not, if that cannot be, or if nothing can."""
+        if not self._catalog.is_in_place():
+            return BlockIoError(IoFailure.CATALOG, "wanted the catalog in its directory, found it gone or replaced")
         if not self._unforgotten:
             return None
         try:

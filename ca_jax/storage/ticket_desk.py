@@ -97,6 +97,12 @@ class TicketDesk:
         self._keep(entry)
         return ticket
 
+    def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
+        """Whether a save of so many more tokens would not begin now, but soon: when others have got to SSD."""
+        entry = self._entries.get(key) or self._new_entry(key, owner)
+        num_blocks = self._layout.num_blocks(entry.num_reserved_tokens + num_tokens) - len(entry.block_ids)
+        return self._placement.room_is_coming(entry, num_blocks)
+
     def complete_save(self, ticket: SaveTicket) -> bool:
         """Publishes a save: from here on its tokens can be loaded. Waits for writes under way.
 

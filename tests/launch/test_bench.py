@@ -14,8 +14,8 @@ import pytest
 from ca_jax.engine import Engine
 from ca_jax.launch.bench_peers import PeerUnavailableError, make_peer
 from ca_jax.launch.bench_report import summarize
-from ca_jax.launch.bench_schema import SUITES, BenchConfig, DecodeRow, PrefillRow, ReuseRow
-from ca_jax.launch.bench_suites import BenchError, run_suite
+from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig, BenchError, DecodeRow, PrefillRow, ReuseRow
+from ca_jax.launch.bench_suites import run_suite
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.testing import tiny
 
@@ -78,7 +78,7 @@ class RecordingPeer:
         self._batch = (0, 0)
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", ENGINE_SUITES)
 def test_every_cell_is_a_row_without_recompiles(model: LoadedModel, suite: str) -> None:
     config = BenchConfig(suite=suite, **SIZES)
     calls = []
@@ -213,6 +213,10 @@ def test_command_writes_json_and_prints_a_table(model_dir: Path, tmp_path: Path)
     done = bench(model_dir, tmp_path / "cache", *arguments)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text(encoding="utf-8"))
+    assert list(report) == [
+        *("suite", "model", "dtype", "machine", "versions", "command", "config", "peer", "rows", "startup", "summary")
+    ]
+    assert report["config"].keys() == {field.name for field in dataclasses.fields(BenchConfig)}
     assert report["suite"] == "decode"
     assert report["model"] == model_dir.name
     assert report["dtype"] == "float32"
@@ -245,6 +249,10 @@ def test_command_writes_json_and_prints_a_table(model_dir: Path, tmp_path: Path)
     [
         (["--suite=reuse", "--history_tokens=9,x"], "history_tokens wanted integers"),
         (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
+        (
+            ["--suite=store", "--peer=transformers"],
+            "a peer wanted one of the suites reuse, prefill, decode, found store",
+        ),
     ],
 )
 def test_command_says_what_was_wrong(model_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

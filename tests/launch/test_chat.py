@@ -11,8 +11,9 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import FinishReason, SamplingParams
-from ca_jax.launch.chat import COMMANDS, Chat, lines_of
+from ca_jax import Engine, EngineConfig, FinishReason, SamplingParams, StoreConfig
+from ca_jax.launch.chat import COMMANDS, Chat
+from ca_jax.launch.chat_input import lines_of
 
 MAX_TOKENS = 12
 
@@ -31,7 +32,10 @@ class Terminal(io.StringIO):
 
 
 class User:
-    """Types lines; at `interrupt_at` (by index) Ctrl-C falls into the answer, at `None` lines into the prompt."""
+    """Types lines; at `interrupt_at` (by index) Ctrl-C falls into the answer, at `None` lines into the prompt.
+
+    What can be called is called before the next line is typed.
+    """
 
     def __init__(self, *lines, interrupt_at=None):
         self.terminal = Terminal()
@@ -39,6 +43,8 @@ class User:
         self._interrupt_at = interrupt_at
 
     def __call__(self):
+        while self._lines and callable(self._lines[0][1]):
+            self._lines.pop(0)[1]()
         if not self._lines:
             raise EOFError
         index, line = self._lines.pop(0)
@@ -48,10 +54,10 @@ class User:
         return line
 
 
-def chat_of(engine, user, max_tokens=MAX_TOKENS, system=None):
+def chat_of(engine, user, max_tokens=MAX_TOKENS, **options):
     console = rich.console.Console(file=user.terminal, width=120)
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Chat(engine, read_line=user, console=console, sampling=sampling, system=system)
+    return Chat(engine, read_line=user, console=console, sampling=sampling, **options)
 
 
 def talk(engine, *lines, **options):
@@ -101,7 +107,7 @@ def test_stats_and_help_say_what_there_is(engine):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/foo bar", "wanted one of /new, /sessions, /switch, /stats, /help, /quit; found /foo"),
+        ("/foo bar", f"wanted one of {', '.join(COMMANDS)}; found /foo"),
         ("/switch 2", "/switch wanted the number of a conversation, 1 to 1; found '2'"),
         ("/switch", "found ''"),
         ("  ", "wanted a message with text in it, found a blank one"),
@@ -113,6 +119,63 @@ def test_bad_input_is_said_and_the_chat_goes_on(engine, line, message):
     assert re.search(rf"error: .*{re.escape(message)}", output)
     assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["hello", "again"]
     assert chat.session.usage.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("line", ["/pin", "/unpin", "/drop"])
+def test_what_is_not_stored_cannot_be_pinned_or_dropped(engine, line):
+    chat, output = talk(engine, line, "hello")
+    assert f"error: wanted a session that is stored, found '{chat.session.session_id}'" in output
+    assert chat.session.usage is not None
+
+
+def ssd_engine(tiny_model, directory):
+    store = StoreConfig(dram_gib=1 / 64, ssd_dir=str(directory), ssd_gib=1 / 64, ssd_free_floor_gib=0.0)
+    config = EngineConfig(context_window=512, max_batch_size=1, compile_cache_dir=None, store=store)
+    return Engine.from_pretrained(str(tiny_model), config)
+
+
+def test_a_conversation_is_gone_on_with_by_its_name(tiny_model, tmp_path):
+    with ssd_engine(tiny_model, tmp_path) as engine:
+        chat, output = talk(engine, "hello", "more", "/new", system="Be kind.", session_id="my trip")
+        known = len(chat._sessions[0].token_ids)
+    assert "goes on" not in output
+    assert re.findall("^kept: .*", output, re.MULTILINE) == ["kept: hello · --session_id='my trip'"]
+    with ssd_engine(tiny_model, tmp_path) as engine:
+        chat, output = talk(engine, "again", system="Be rude.", session_id="my trip")
+        assert engine.store_stats().ssd.num_fetches == 1
+    assert f"session my trip goes on: {known} tokens, 5 messages" in output
+    assert chat.session.messages[0] == {"role": "system", "content": "Be kind."}
+    assert roles(chat.session) == ["system"] + ["user", "assistant"] * 3
+    assert chat.session.usage.cached_tokens == {"ssd": known - 1}
+    assert f"(ssd {known - 1})" in output
+
+
+def test_what_is_stored_is_listed_pinned_and_dropped(tiny_model, tmp_path):
+    pinned = []
+
+    def look():
+        engine.wait_for_saves()
+        pinned.append({info.session_id: info.pinned for info in engine.stored.list()})
+
+    with ssd_engine(tiny_model, tmp_path) as engine:
+        lines = ("/stored", "hello", look, "/pin", look, "/stored", "/stats", "/unpin", look, "/drop", look, "/stored")
+        chat, output = talk(engine, *lines, session_id="[b]one[/b]")
+        assert engine.store_stats().ssd.num_sessions == 0
+    assert pinned == [{"[b]one[/b]": False}, {"[b]one[/b]": True}, {"[b]one[/b]": False}, {}]
+    listed = [line.split() for line in output.splitlines() if line.startswith("*")]
+    assert len(listed) == 1
+    assert listed[0][:4] == ["*", "[b]one[/b]", str(len(chat.session.token_ids) - 1), "dram"]
+    assert (listed[0][5], listed[0][-1]) == ("kB", "yes")
+    assert output.count("nothing is stored\n") == 2
+    assert re.search(r"^conversations on SSD +1 \(0 evicted\)", output, re.MULTILINE)
+    assert re.search(r"^writes to SSD +[1-9]\d*, [\d.]+ kB; failed: none", output, re.MULTILINE)
+    assert output.splitlines()[-1] == "not kept: hello"
+
+
+def test_a_store_in_memory_keeps_nothing_and_says_nothing_of_it(engine):
+    _, output = talk(engine, "hello", "/stats")
+    assert "kept: " not in output
+    assert "SSD" not in output
 
 
 def test_quit_ends_the_chat_before_what_follows(engine):
@@ -188,8 +251,29 @@ def test_the_program_outlives_ctrl_c_in_an_answer(tiny_model, tmp_path):
     assert "reading weights" in errors.decode()
 
 
+def test_the_program_goes_on_where_it_left_off(tiny_model, tmp_path):
+    command = [sys.executable, "-m", "ca_jax.launch.chat", f"--model={tiny_model}", "--max_tokens=4"]
+    command += [f"--ssd_dir={tmp_path / 'store'}", "--session_id=trip", "--dram_gib=0.02", "--ssd_gib=0.02"]
+    command += ["--ssd_free_floor_gib=0"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"), "JAX_PLATFORMS": "cpu"}
+    outputs = []
+    for line in ("hello", "more"):
+        done = subprocess.run(
+            command, input=line + "\n", capture_output=True, text=True, encoding="utf-8", env=environment, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "kept: hello · --session_id=trip" in outputs[0]
+    goes_on = re.search(r"^session trip goes on: (\d+) tokens, 2 messages$", outputs[1], re.MULTILINE)
+    assert f"(ssd {int(goes_on[1]) - 1})" in outputs[1]
+
+
 def test_the_program_says_what_is_wrong_with_its_flags():
-    for flag, message in (("--model=nonesuch", "unknown model 'nonesuch'"), ("--max_tokens=0", "max_tokens wanted")):
+    for flag, message in (
+        ("--model=nonesuch", "unknown model 'nonesuch'"),
+        ("--max_tokens=0", "max_tokens wanted"),
+        ("--ssd_driver=nonesuch", "ssd_driver wanted one of zarr3, raw"),
+    ):
         command = [sys.executable, "-m", "ca_jax.launch.chat", flag]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
         assert done.returncode == 1

@@ -4,16 +4,19 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import rich.console
 
-from ca_jax.launch import demo, demo_report
+from ca_jax import Engine, EngineConfig, StoreConfig
+from ca_jax.launch import demo, demo_acts, demo_report
 from ca_jax.launch.plots import plot_turns
 from ca_jax.launch.terminal import decode_rate
 from ca_jax.session import Usage
+from ca_jax.storage.records import Residency
 
 MESSAGES = ("I plan a trip.", "To Rome, say. How?", "And [then]?", "Thanks! One more thing.")
 MAX_TOKENS = 20
@@ -32,81 +35,148 @@ def recording(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def config(tiny_model, recording, tmp_path_factory):
-    return demo.DemoConfig(
-        model=str(tiny_model),
-        conversation_id="trip",
-        sharegpt_file=str(recording),
-        max_tokens=MAX_TOKENS,
-        dram_gib=1 / 64,
-        results_dir=str(tmp_path_factory.mktemp("out") / "results"),
-    )
+def results_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("out") / "results"
 
 
 @pytest.fixture(scope="module")
-def ran(config):
-    output = io.StringIO()
-    report = demo.run(config, rich.console.Console(file=output, width=100), "demo --as=tested")
-    return report, output.getvalue()
+def arguments(tiny_model, recording, results_dir):
+    return [
+        f"--model={tiny_model}",
+        f"--sharegpt_file={recording}",
+        f"--max_tokens={MAX_TOKENS}",
+        f"--results_dir={results_dir}",
+        "--dram_gib=0.016",
+        "--ssd_gib=0.016",
+        "--ssd_free_floor_gib=0",
+    ]
+
+
+@pytest.fixture(scope="module")
+def ran(arguments, results_dir, tmp_path_factory):
+    """The program, run once: its report and what it printed."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")), "PYTHONUTF8": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ca_jax.launch.demo", *arguments, "--conversation_id=trip"],
+        capture_output=True,
+        encoding="utf-8",
+        env=environment | {"COLUMNS": "100"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((results_dir / "demo.json").read_text()), done.stdout
 
 
 def test_reuse_prefills_only_what_is_new_and_says_the_same(ran):
     rows = ran[0]["rows"]
-    assert [row["turn"] for row in rows] == [1, 2, 3, 4]
+    assert [row["turn"] for row in rows] == [1, 2, 3]
     assert all(row["same_tokens"] for row in rows)
-    assert [row["answer_tokens"] for row in rows] == [MAX_TOKENS] * 4
-    assert [row["cached_tokens"] for row in rows] == [0, *(row["history_tokens"] - 1 for row in rows[1:])]
-    for before, after in itertools.pairwise(rows):
+    assert [row["answer_tokens"] for row in rows] == [MAX_TOKENS] * 3
+    assert [row["cached_tokens"] for row in rows] == [{}, *({"dram": row["history_tokens"] - 1} for row in rows[1:])]
+    for before, after in itertools.pairwise([*rows, ran[0]["resume"]]):
         assert after["history_tokens"] == before["history_tokens"] + before["new_tokens"] + before["answer_tokens"]
-    assert all(row["new_tokens"] > len(said) for row, said in zip(rows, MESSAGES, strict=True))  # a byte is a token
-    demo_report.check_same(ran[0])
+    assert all(row["new_tokens"] > len(said) for row, said in zip(rows, MESSAGES, strict=False))  # a byte is a token
+
+
+def test_the_last_turn_goes_on_from_ssd_after_the_restart(ran):
+    resume = ran[0]["resume"]
+    assert (resume["turn"], resume["session_id"], resume["num_messages"]) == (4, "demo-trip", 6)
+    assert resume["cached_tokens"] == {"ssd": resume["history_tokens"] - 1}
+    assert resume["same_tokens"]
+    assert resume["answer_tokens"] == MAX_TOKENS
+    assert resume["ratio"] == resume["ttft_recompute_s"] / resume["ttft_ssd_s"]
+    assert ran[0]["conversation_tokens"] == resume["history_tokens"] + resume["new_tokens"] + MAX_TOKENS
+    assert f"session demo-trip goes on: {resume['history_tokens']} tokens, 6 messages" in ran[1]
+    assert f"(ssd {resume['history_tokens'] - 1})" in ran[1]
 
 
 def test_nothing_is_compiled_while_a_turn_is_measured(ran):
     report, output = ran
-    assert [row["compiles"] for row in report["rows"]] == [0] * 4
+    assert [row["compiles"] for row in (*report["rows"], report["resume"])] == [0] * 4
     assert report["startup"]["compiles"] > 0
     assert "of no use" not in output
 
 
-def test_the_recompute_run_has_no_cached_tokens(engine):
-    console = rich.console.Console(file=io.StringIO())
-    reused = demo.serve(engine, MESSAGES[:3], reuse=True, max_tokens=4, console=console)
-    recomputed = demo.serve(engine, MESSAGES[:3], reuse=False, max_tokens=4, console=console)
-    assert [turn.usage.num_cached_tokens for turn in recomputed] == [0, 0, 0]
-    assert all(turn.usage.num_cached_tokens > 0 for turn in reused[1:])
-    assert [turn.answer_ids for turn in recomputed] == [turn.answer_ids for turn in reused]
-    assert [len(turn.answer_ids) for turn in reused] == [4, 4, 4]
+def test_the_store_of_the_demo_is_gone_at_its_end(ran, results_dir):
+    assert {path.name for path in results_dir.iterdir()} == {"demo.json", "demo.png"}
+    assert ran[0]["config"]["store"]["ssd_dir"] is None
+
+
+def act(tiny_model, directory):
+    store = StoreConfig(dram_gib=1 / 64, ssd_dir=str(directory), ssd_gib=1 / 64, ssd_free_floor_gib=0.0)
+    config = EngineConfig(context_window=512, max_batch_size=1, compile_cache_dir=None, store=store)
+    return {"model": str(tiny_model), "engine_config": config, "session_id": "demo", "max_tokens": 4}
+
+
+def test_only_the_reused_conversation_is_stored_and_a_second_demo_begins_anew(tiny_model, tmp_path):
+    arguments = act(tiny_model, tmp_path)
+    for _ in range(2):
+        first = demo_acts.serve_with_and_without(messages=MESSAGES[:2], **arguments)
+        assert [turn.usage.num_cached_tokens > 0 for turn in first.reused] == [False, True]
+        assert [turn.usage.num_cached_tokens for turn in first.recomputed] == [0, 0]
+        assert [turn.answer_ids for turn in first.recomputed] == [turn.answer_ids for turn in first.reused]
+        assert [len(turn.answer_ids) for turn in first.reused] == [4, 4]
+    with Engine.from_pretrained(arguments["model"], arguments["engine_config"]) as engine:
+        stored = engine.stored.list()
+        assert [(info.session_id, info.residency) for info in stored] == [("demo", Residency.SSD)]
+        known = engine.session(session_id="demo").token_ids
+    assert stored[0].ssd_tokens == len(known) - 1
+    assert known[-4:] == first.reused[-1].answer_ids
+
+
+def test_act_two_wants_what_act_one_has_left(tiny_model, tmp_path):
+    with pytest.raises(demo_report.DemoError, match="wanted the conversation of session 'demo' in the store"):
+        demo_acts.go_on(message="And now?", started_s=0.0, **act(tiny_model, tmp_path))
+
+
+def test_an_act_runs_in_a_process_of_its_own():
+    pids = {os.getpid(), *(demo_acts.in_new_process(os.getpid) for _ in range(2))}
+    assert len(pids) == 3
+    with pytest.raises(json.JSONDecodeError, match="Expecting property name"):
+        demo_acts.in_new_process(json.loads, s="{")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="wants a system that can be told so")
+def test_the_page_cache_is_told_of_every_file(tmp_path, monkeypatch):
+    (tmp_path / "blocks").mkdir()
+    files = [tmp_path / "catalog", tmp_path / "blocks" / "0"]
+    for file in files:
+        file.write_bytes(b"kv")
+    told = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *how: told.append((os.fstat(file).st_ino, how)))
+    assert demo_acts.drop_from_page_cache(tmp_path)
+    assert sorted(told) == sorted((file.stat().st_ino, (0, 0, os.POSIX_FADV_DONTNEED)) for file in files)
 
 
 def test_answers_table_and_costs_are_shown(ran):
     report, output = ran
-    assert all(output.count(f"{turn}. {said}\n") == 2 for turn, said in enumerate(MESSAGES, 1))
+    assert [output.count(f"{turn}. {said}\n") for turn, said in enumerate(MESSAGES, 1)] == [2, 2, 2, 1]
     assert output.count("TTFT ") >= 8
     table = [line.split() for line in output.splitlines() if line.strip().endswith("yes")]
+    resume = report["resume"]
     assert [(int(cells[0]), int(cells[1])) for cells in table] == [
-        (row["turn"], row["history_tokens"]) for row in report["rows"]
+        (row["turn"], row["history_tokens"]) for row in (*report["rows"], resume)
     ]
+    assert [cells[-3] for cells in table[1:]] == ["dram", "dram", "ssd"]
+    assert f"Turn 4 was served by a new process, which found {resume['history_tokens']} tokens and 6 messages" in output
     assert f"ends at {report['conversation_tokens']} tokens" in output
     assert "Model load" in output
     assert all(f"{step} " in output for step in ("reading ShareGPT", "reading weights", "compile", "touching memory"))
 
 
-def test_json_and_figure_are_written(ran, config):
-    directory = demo.Path(config.results_dir)
-    written = json.loads((directory / "demo.json").read_text())
-    assert written == ran[0]
-    assert written["command"] == "demo --as=tested"
-    assert written["engine_config"]["dtype"] == "float32"
-    assert written["config"]["max_tokens"] == MAX_TOKENS
-    assert {"machine", "versions", "startup"} <= set(written)
-    assert (directory / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
+def test_json_and_figure_are_written(ran, results_dir):
+    report = ran[0]
+    assert report["command"].startswith("python -m ca_jax.launch.demo --model=")
+    assert report["engine_config"]["dtype"] == "float32"
+    assert report["config"]["max_tokens"] == MAX_TOKENS
+    assert {"machine", "versions", "startup"} <= set(report)
+    assert (results_dir / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def served(answer_ids, ttft_s, cached, compiles=0):
+def served(answer_ids, ttft_s, cached, compiles=0, tier="dram"):
     usage = Usage(
         prompt_tokens=100,
-        cached_tokens={"dram": cached},
+        cached_tokens={tier: cached},
         completion_tokens=len(answer_ids),
         ttft_s=ttft_s,
         queued_s=0.0,
@@ -117,17 +187,43 @@ def served(answer_ids, ttft_s, cached, compiles=0):
     return demo_report.ServedTurn(history_tokens=80, answer_ids=answer_ids, usage=usage, compiles=compiles)
 
 
+def resumed(answer_ids=(1, 2), cached=79, tier="ssd"):
+    act = demo_acts.SecondAct(
+        num_messages=4,
+        reused=served(list(answer_ids), 0.5, cached, tier=tier),
+        recomputed=served([1, 2], 2.0, 0, compiles=1),
+        start_to_first_token_s=3.0,
+        startup={"model_load_s": 1.0, "warmup_s": 1.0, "first_touch_s": 0.5},
+    )
+    return demo_report.resume_row(3, "trip", act, page_cache_dropped=True)
+
+
+def as_report(rows, resume):
+    return {"rows": [dataclasses.asdict(row) for row in rows], "resume": dataclasses.asdict(resume)}
+
+
 def test_an_answer_that_differs_is_told_and_ends_the_demo():
     recomputed = [served([1, 2, 3], 2.0, 0), served([4, 5], 2.0, 0, compiles=2)]
     reused = [served([1, 2, 3], 0.25, 79), served([4, 6], 0.5, 79, compiles=1)]
     good, bad = demo_report.compare(recomputed, reused)
     assert (good.same_tokens, bad.same_tokens) == (True, False)
     assert (good.ratio, bad.ratio) == (8.0, 4.0)
-    assert (good.new_tokens, good.cached_tokens, good.compiles, bad.compiles) == (20, 79, 0, 3)
+    assert (good.new_tokens, good.cached_tokens, good.compiles, bad.compiles) == (20, {"dram": 79}, 0, 3)
     assert good.decode_tokens_per_s == decode_rate(reused[0].usage) == 4.0
-    report = {"rows": [dataclasses.asdict(row) for row in (good, bad)]}
-    with pytest.raises(demo_report.DemoError, match=r"found others in turns \[2\]"):
-        demo_report.check_same(report)
+    resume = resumed()
+    assert (resume.same_tokens, resume.ratio, resume.compiles, resume.new_tokens) == (True, 4.0, 1, 20)
+    demo_report.check(as_report([good], resume))
+    with pytest.raises(demo_report.DemoError, match=r"found others in turns \[2, 3\]"):
+        demo_report.check(as_report([good, bad], resumed(answer_ids=(1, 3))))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [({"cached": 0}, "found none"), ({"cached": 64}, "found ssd 64"), ({"tier": "dram"}, "found dram 79")],
+)
+def test_a_restart_that_found_less_than_all_on_ssd_ends_the_demo(found, message):
+    with pytest.raises(demo_report.DemoError, match=f"wanted KV of ssd 79 tokens after the restart, {message}"):
+        demo_report.check(as_report([], resumed(**found)))
 
 
 def test_turns_measured_while_compiling_are_told(ran):
@@ -138,30 +234,40 @@ def test_turns_measured_while_compiling_are_told(ran):
     assert " NO " in output.getvalue()
 
 
-def test_a_conversation_without_user_turns_is_refused(config):
-    with pytest.raises(demo_report.DemoError, match="wanted user turns in conversation 'silent'"):
-        demo.run(
-            dataclasses.replace(config, conversation_id="silent"), rich.console.Console(file=io.StringIO()), "demo"
-        )
+def test_a_conversation_that_is_too_short_is_refused(recording):
+    config = demo.DemoConfig(conversation_id="silent", sharegpt_file=str(recording))
+    with pytest.raises(demo_report.DemoError, match=r"wanted at least 2 user turns in conversation 'silent'.* found 0"):
+        demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
 
 
-@pytest.mark.parametrize("field", ["turns", "max_tokens"])
-def test_counts_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field} must be at least 1, found 0"):
-        demo.DemoConfig(**{field: 0})
+@pytest.mark.parametrize(("field", "least"), [("turns", 2), ("max_tokens", 1)])
+def test_too_few_turns_or_tokens_are_refused(field, least):
+    with pytest.raises(ValueError, match=f"{field} must be at least {least}, found {least - 1}"):
+        demo.DemoConfig(**{field: least - 1})
 
 
-def test_a_figure_wants_one_value_per_turn(tmp_path):
+def test_a_store_that_keeps_nothing_is_refused():
+    with pytest.raises(ValueError, match="dram_gib wanted room for the conversation, found 0"):
+        demo.DemoConfig(store=StoreConfig(dram_gib=0))
+
+
+def draw(path, turns=2, **changes):
+    values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), [1] * turns)
+    plot_turns(path, **(values | changes), title="", caption="")
+
+
+def test_a_figure_wants_one_value_per_turn_and_a_restart_among_them(tmp_path):
     with pytest.raises(ValueError, match=r"found lengths \[1, 2\]"):
-        plot_turns(
-            tmp_path / "x.png",
-            ttft_recompute_s=[1.0, 2.0],
-            ttft_reuse_s=[1.0],
-            history_tokens=[1],
-            new_tokens=[1],
-            title="",
-            caption="",
-        )
+        draw(tmp_path / "x.png", ttft_reuse_s=[1.0])
+    for turn in (0, 3):
+        with pytest.raises(ValueError, match=rf"before one of turns 1\.\.2, found {turn}"):
+            draw(tmp_path / "x.png", restarted_before=turn)
+
+
+def test_a_restart_is_seen_in_the_figure(tmp_path):
+    draw(tmp_path / "with.png", restarted_before=2)
+    draw(tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_the_program_says_what_it_lacks(recording):
