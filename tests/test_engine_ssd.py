@@ -268,6 +268,7 @@ def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(store):
         sessions = [engine.session() for _ in range(2)]
         for seed, session in enumerate(sessions):
             kit.say(session, kit.prompt(272, seed), max_tokens=2)
+            engine.wait_for_saves()
         for turn in range(20):
             for session in sessions:
                 session.rewind(256)

@@ -139,7 +139,7 @@ class _Books:
             self._table.use(entry, queued_s)
         found_s = time.perf_counter()
         plan = self._prefetch.plan(
-            self._table.on_ssd_only(),
+            self._table.to_fetch(),
             self._table.in_dram(),
             window_jobs=self._window_jobs,
             free_blocks=self._reserve_blocks,

@@ -103,13 +103,16 @@ class EntryTable:
     """
 
     def __init__(self, look_ahead: LookAhead, max_fetched_blocks: int) -> None:
+        self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
         self._in_dram: TierOrders[Entry] = TierOrders(look_ahead)
         self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead)
-        self._on_ssd_only: TierOrders[Entry] = TierOrders(look_ahead)
+        self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
+
+        look_ahead.watch(self._requeue)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -144,7 +147,7 @@ class EntryTable:
         names.discard(entry.key)
         if not names:
             del self._by_name[entry.owner.session_id]
-        for orders in (self._in_dram, self._on_ssd, self._on_ssd_only):
+        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
             if entry.key in orders:
                 orders.remove(entry.key)
 
@@ -170,7 +173,7 @@ class EntryTable:
     def use(self, entry: Entry, now_s: float) -> None:
         """Marks an entry as the last used."""
         entry.last_used_s = now_s
-        for orders in (self._in_dram, self._on_ssd, self._on_ssd_only):
+        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
             if entry.key in orders:
                 orders.use(entry.key)
 
@@ -189,12 +192,13 @@ class EntryTable:
         held = entry.pinned or bool(entry.num_pins) or entry.in_use or bool(entry.fetch or entry.flush)
         self._put(self._on_ssd, entry, entry.ssd is not None, held)
         fetchable = (
-            entry.ssd is not None
+            self._look_ahead.next_ticket(entry.key) is not None
+            and entry.ssd is not None
             and entry.miss is None
             and not (in_dram or entry.fetch or entry.flush)
             and len(entry.ssd.block_ids) <= self._max_fetched_blocks
         )
-        self._put(self._on_ssd_only, entry, fetchable, False)
+        self._put(self._to_fetch, entry, fetchable, False)
 
     def must_stay(self, entry: Entry) -> bool:
         """Whether a session must not leave DRAM."""
@@ -226,9 +230,15 @@ class EntryTable:
         """What a policy may see of SSD, likewise."""
         return self._on_ssd.view(_describe_on_ssd, tenant)
 
-    def on_ssd_only(self) -> StoreView:
-        """What could be fetched, likewise."""
-        return self._on_ssd_only.view(_describe_on_ssd)
+    def to_fetch(self) -> StoreView:
+        """What is on SSD only, can be fetched and has a job waiting, likewise."""
+        return self._to_fetch.view(_describe_on_ssd)
+
+    def _requeue(self, key: str, before: int | None, after: int | None) -> None:
+        """A session's next job is another one now: only what a job waits for is fetched."""
+        entry = self._entries.get(key)
+        if entry is not None and (before is None) != (after is None):
+            self.place(entry)
 
     def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
         if belongs != (entry.key in orders):

@@ -59,7 +59,9 @@ class TierOrders(Generic[T]):
         if key in self._slots:
             raise ValueError(f"wanted a key that the tier does not hold, found {key!r}, which it does")
         slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
-        for orders in (self._all, self._of_tenant.setdefault(tenant, _Orders())):
+        if tenant not in self._of_tenant:
+            self._of_tenant[tenant] = _Orders()
+        for orders in (self._all, self._of_tenant[tenant]):
             orders.by_created[key] = slot
             orders.enter(slot, self._look_ahead.next_ticket(key))
 

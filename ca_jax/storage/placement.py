@@ -302,7 +302,7 @@ class Placement:
         block_bytes = self._layout.block_bytes
         mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
         plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
-            self._table.on_ssd_only(),
+            self._table.to_fetch(),
             self._table.in_dram(),
             window_jobs=look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes),
             free_blocks=self._blocks.num_free,
