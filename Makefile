@@ -26,7 +26,7 @@ setup: $(VENV)/.setup ## Make .venv with the package, its tests and benches, the
 
 setup-parity: $(VENV)/.setup-parity ## The same, and torch and transformers to compare numerics with
 
-demo: setup ## Serve a real conversation with and without reuse, and tabulate the difference
+demo: setup ## Serve a real conversation with and without reuse, restart, and go on with it from SSD
 	$(BIN)/python -m ca_jax.launch.demo $(ARGS)
 
 chat: setup ## Chat with the default model in the terminal

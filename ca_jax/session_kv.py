@@ -61,6 +61,7 @@ class SessionKV:
         on_progress: Callable[[], None],
     ) -> None:
         self._store = AttentionStore(layout, config, weights=fingerprint, on_progress=on_progress)
+        self._warn_of_small_caps(layout, max_tokens)
         self._loader = LayerLoader(layout, max_tokens)
         self._saver = AsyncSaver(on_progress)
         self._group_tokens = group_tokens
@@ -264,6 +265,20 @@ class SessionKV:
         if ticket is None and self._store.residency(key) is Residency.DRAM:
             self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
         return ticket
+
+    def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:
+        stats = self._store.stats()
+        caps = {"dram_gib": stats.capacity_bytes // layout.block_bytes}
+        if stats.ssd is not None:
+            caps["ssd_gib"] = stats.ssd.capacity_bytes // layout.block_bytes
+        for name, num_blocks in caps.items():
+            if 0 < num_blocks < layout.num_blocks(max_tokens):
+                _LOG.warning(
+                    "%s holds %d tokens, of a context window of %d: longer conversations are not kept whole",
+                    name,
+                    num_blocks * layout.block_tokens,
+                    max_tokens,
+                )
 
     def _close_saver(self, saver: TurnSaver) -> None:
         self._held.pop(saver.key, None)
