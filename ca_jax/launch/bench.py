@@ -2,16 +2,18 @@
 
     python -m ca_jax.launch.bench --suite=reuse --history_tokens=500,2000 --new_tokens=100 --json_out=reuse.json
     python -m ca_jax.launch.bench --suite=decode --batch_sizes=1,8 --peer=transformers --json_out=decode.json
+    python -m ca_jax.launch.bench --suite=tiers --ssd_dir=/mnt/ssd --json_out=tiers.json
     python -m ca_jax.launch.bench --suite=store --ssd_dir=/mnt/ssd --json_out=store.json
     python -m ca_jax.launch.bench --suite=policy --json_out=policy.json
 
+`tiers` is a turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere.
 `store` (how fast its tiers move bytes) and `policy` (what its bookkeeping costs and is worth) need no model.
 
 Let nothing else run meanwhile. `transformers` waits for all its threads at every operation: where one of them shares
 its core it becomes many times slower, and a comparison with it worthless. Medians, their spread, the machine and the
 versions are printed and written as JSON.
 
-Not here: measuring (`bench_suites`, `bench_storage`, `bench_policy`), the JSON's rows (`bench_schema`,
+Not here: measuring (`bench_suites`, `bench_tiers`, `bench_storage`, `bench_policy`), the JSON's rows (`bench_schema`,
 `bench_storage_schema`) and form (`bench_report`).
 """
 
@@ -29,18 +31,21 @@ from typing import Any, TypeVar
 import rich.console
 from absl import app, flags, logging
 
-from ca_jax.engine import Engine
+from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import bench_report, machine
+from ca_jax.launch.bench_disk import scratch_on_disk
 from ca_jax.launch.bench_peers import PEER_PACKAGES, make_peer
 from ca_jax.launch.bench_policy import run_policy_suite
-from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig, BenchError, Startup
+from ca_jax.launch.bench_schema import ENGINE_SUITES, PEER_SUITES, BenchConfig, BenchError, Row, Startup
 from ca_jax.launch.bench_storage import run_store_suite
 from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
 from ca_jax.launch.bench_suites import run_suite
+from ca_jax.launch.bench_tiers import run_tiers_suite, tiers_engine_config
 from ca_jax.launch.progress import progress_bars
 from ca_jax.metrics import CompileCounter
-from ca_jax.pretrained import Progress
+from ca_jax.pretrained import Progress, load_model
+from ca_jax.storage.config import SSD_DRIVERS
 
 Config = TypeVar("Config", BenchConfig, StoreBenchConfig, PolicyBenchConfig)
 
@@ -61,8 +66,8 @@ _PEER = flags.DEFINE_enum(
     "peer", None, list(PEER_PACKAGES), "Engine to measure beside ours on the same weights, dtype and threads."
 )
 flags.DEFINE_enum("dtype", BenchConfig.dtype, ["float32", "bfloat16"], "Of weights and KV.")
-_define_integers("history_tokens", BenchConfig.history_tokens, "reuse: tokens whose KV is stored.")
-_define_integers("new_tokens", BenchConfig.new_tokens, "reuse: tokens of the turn over them.")
+_define_integers("history_tokens", BenchConfig.history_tokens, "reuse, tiers: tokens whose KV is stored.")
+_define_integers("new_tokens", BenchConfig.new_tokens, "reuse, tiers: tokens of the turn over them.")
 _define_integers("prefill_tokens", BenchConfig.prefill_tokens, "prefill: tokens of the prompts.")
 _define_integers("batch_sizes", BenchConfig.batch_sizes, "decode: sessions that decode together.")
 _define_integers("context_tokens", BenchConfig.context_tokens, "decode: tokens before decoding.")
@@ -74,7 +79,10 @@ flags.DEFINE_integer("head_dim", StoreBenchConfig.head_dim, "store: size of a he
 flags.DEFINE_integer("block_tokens", StoreBenchConfig.block_tokens, "store: tokens in a block.")
 flags.DEFINE_integer("session_tokens", StoreBenchConfig.session_tokens, "store: tokens that are loaded from DRAM.")
 flags.DEFINE_float("store_gib", StoreBenchConfig.store_gib, "store: what is written to disk and read again, GiB.")
-flags.DEFINE_string("ssd_dir", None, "store, policy: directory on the disk to measure; by default a temporary one.")
+flags.DEFINE_string(
+    "ssd_dir", None, "tiers, store, policy: directory on the disk to measure; by default where temporary files are."
+)
+flags.DEFINE_enum("ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers: how KV is kept on SSD.")
 flags.DEFINE_integer("num_sessions", PolicyBenchConfig.num_sessions, "policy: sessions stored.")
 flags.DEFINE_integer("num_jobs", PolicyBenchConfig.num_jobs, "policy: jobs that wait.")
 flags.DEFINE_integer("num_steps", PolicyBenchConfig.num_steps, "policy: choices that percentiles are of.")
@@ -112,7 +120,8 @@ def run(
       console: where the engine's configuration is printed.
 
     Raises:
-      BenchError: the engine cannot be as large as the suite wants it, or did other work than a row would say it did.
+      BenchError: the engine cannot be as large as the suite wants it, the disk cannot be used for it, or the engine did
+        other work than a row would say it did.
       PeerUnavailableError: the peer is not installed.
       CaJaxError: the model cannot be loaded.
     """
@@ -121,13 +130,17 @@ def run(
     with CompileCounter() as compiles, contextlib.ExitStack() as stack:
         with progress_bars() as progress:
             started_s = time.perf_counter()
-            engine = stack.enter_context(_make_engine(config, model, progress))
+            engine = _make_engine(config, model, progress, stack)
             engine_start_s = time.perf_counter() - started_s
         resolved = dataclasses.replace(engine.config, dtype=engine.model.dtype)
         console.print(repr(resolved), style="dim", markup=False, highlight=False, soft_wrap=True)
         peer = None if peer_name is None else make_peer(peer_name, engine.model)
         with progress_bars() as progress:
-            rows = run_suite(engine, config, peer, progress)
+            rows: Sequence[Row]
+            if config.suite == "tiers":
+                rows = run_tiers_suite(engine, config, progress)
+            else:
+                rows = run_suite(engine, config, peer, progress)
     startup = Startup(
         other_load_share=other_load_share,
         model_load_s=engine.metrics.model_load_s,
@@ -177,9 +190,15 @@ def run_storage(config: StoreBenchConfig | PolicyBenchConfig, command: str) -> b
     )
 
 
-def _make_engine(config: BenchConfig, model: str, progress: Progress) -> Engine:
+def _make_engine(config: BenchConfig, model: str, progress: Progress, stack: contextlib.ExitStack) -> Engine:
+    """The engine that a suite wants; `stack` closes it, and removes the directory it has if it has one."""
     try:
-        return Engine.from_pretrained(model, config.engine_config(), progress=progress)
+        if config.suite != "tiers":
+            return stack.enter_context(Engine.from_pretrained(model, config.engine_config(), progress=progress))
+        directory = stack.enter_context(scratch_on_disk(config.ssd_dir))
+        enable_compile_cache(config.engine_config().compile_cache_dir)
+        loaded = load_model(model, dtype=config.dtype, progress=progress)
+        return stack.enter_context(Engine(loaded, tiers_engine_config(config, loaded, directory)))
     except ValueError as error:
         if isinstance(error, CaJaxError):
             raise
@@ -208,8 +227,8 @@ def main(argv: Sequence[str]) -> None:
             config.engine_config()
         else:
             config = _config(StoreBenchConfig) if suite == "store" else _config(PolicyBenchConfig)
-            if _PEER.value is not None:
-                raise ValueError(f"a peer wanted one of the suites {', '.join(ENGINE_SUITES)}, found {suite}")
+        if _PEER.value is not None and suite not in PEER_SUITES:
+            raise ValueError(f"a peer wanted one of the suites {', '.join(PEER_SUITES)}, found {suite}")
     except ValueError as error:
         sys.exit(f"error: {error}")
     json_out = Path(_JSON_OUT.value).expanduser()

@@ -21,6 +21,7 @@ import numpy as np
 from ca_jax.launch.bench_schema import BenchError
 
 _PROBE_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 _DROPPED_SHARE = 0.05  # Of its pages a file may keep in memory and still count as dropped: some are in use.
 
 
@@ -47,6 +48,22 @@ def scratch_directory(ssd_dir: str | None) -> Iterator[Path]:
         yield Path(path)
 
 
+@contextlib.contextmanager
+def scratch_on_disk(ssd_dir: str | None) -> Iterator[Path]:
+    """As `scratch_directory`, where reads can be made to reach the disk.
+
+    Raises:
+      BenchError: files stay in memory there, too.
+    """
+    with scratch_directory(ssd_dir) as directory:
+        if not can_drop(directory):
+            raise BenchError(
+                f"ssd_dir wanted a disk, whose page cache can be emptied; found {directory.parent}, where files stay "
+                "in memory (tmpfs?)"
+            )
+        yield directory
+
+
 def drop_cached(paths: Iterable[Path]) -> None:
     """Has the system forget what it keeps of files in memory; they are made durable first, since that is kept."""
     for path in paths:
@@ -56,6 +73,15 @@ def drop_cached(paths: Iterable[Path]) -> None:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
+
+
+def fill_cached(paths: Iterable[Path]) -> None:
+    """Has the system keep files in memory, as far as it has some to spare: reads them."""
+    buffer = bytearray(_READ_BYTES)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
 def cached_share(path: Path) -> float:
@@ -112,6 +138,11 @@ class Extent:
     """How far from its beginning, bytes."""
 
 
+def block_files(directory: Path, block_bytes: int) -> list[Path]:
+    """Finds the files of a tier that hold blocks of `block_bytes`: those that are large enough for one."""
+    return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= block_bytes]
+
+
 def block_extents(directory: Path, block_bytes: int, stored_block_bytes: int, num_blocks: int) -> list[Extent]:
     """Finds the blocks of a tier: in a file each, or in slots of one file. In the order of their ids.
 
@@ -124,7 +155,7 @@ def block_extents(directory: Path, block_bytes: int, stored_block_bytes: int, nu
     Raises:
       BenchError: there are fewer.
     """
-    files = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= block_bytes]
+    files = block_files(directory, block_bytes)
     files.sort(key=lambda path: (path.parent, len(path.name), path.name))
     extents = [Extent(path, offset) for path in files for offset in range(0, path.stat().st_size, stored_block_bytes)]
     if len(extents) < num_blocks:

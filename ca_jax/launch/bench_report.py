@@ -1,6 +1,6 @@
 """What the benchmark leaves: one JSON object, and the same as tables to read.
 
-Not here: measuring (`bench_suites`, `bench_storage`, `bench_policy`), what rows hold (`bench_schema`,
+Not here: measuring (`bench_suites`, `bench_tiers`, `bench_storage`, `bench_policy`), what rows hold (`bench_schema`,
 `bench_storage_schema`), describing the machine (`machine`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import rich.box
 import rich.console
 import rich.table
 
-from ca_jax.launch.bench_schema import BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Startup
+from ca_jax.launch.bench_schema import BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Startup, TiersRow
 from ca_jax.launch.bench_storage_schema import (
     DecisionRow,
     LoopRow,
@@ -158,12 +158,14 @@ def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """The best and the worst of an engine suite's rows; what no row has is None.
 
-    Of `decode`, `batch_scaling` has for each context the largest batch's tokens per second over the smallest's.
+    Of `decode`, `batch_scaling` has for each context the largest batch's tokens per second over the smallest's. Of
+    `tiers`, the speed-ups of the first row.
     """
     summary: dict[str, Any] = {"recompiles": sum(row.recompiles for row in rows)}
     reuse = [row for row in rows if isinstance(row, ReuseRow)]
     prefill = [row for row in rows if isinstance(row, PrefillRow)]
     decode = [row for row in rows if isinstance(row, DecodeRow)]
+    tiers = [row for row in rows if isinstance(row, TiersRow)]
     if reuse:
         summary |= _extremes("speedup", [row.speedup for row in reuse])
         summary["worst_load_share"] = max(row.load_share for row in reuse)
@@ -174,6 +176,11 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     if decode:
         summary |= _extremes("speedup_vs_peer", [row.speedup_vs_peer for row in decode])
         summary["batch_scaling"] = _batch_scaling(decode)
+    if tiers:
+        for source, times in tiers[0].sources.items():
+            if source != "recompute":
+                summary[f"ttft_{source}_vs_recompute"] = times.speedup
+        summary["same_tokens"] = all(row.same_tokens for row in tiers)
     return summary
 
 
@@ -189,7 +196,7 @@ def write_json(report: Report, path: Path) -> None:
 
 def print_report(report: Report, console: rich.console.Console) -> None:
     """Prints a report as tables, with the machine and the versions it was measured on."""
-    kinds = itertools.groupby(report["rows"], key=lambda row: _kind(report, row))
+    kinds = itertools.groupby(_lines(report), key=lambda row: _kind(report, row))
     for kind, rows in kinds:
         table = rich.table.Table(title=_title(report, kind), box=rich.box.SIMPLE_HEAD, title_justify="left")
         for heading, _, _ in _COLUMNS[kind]:
@@ -202,6 +209,16 @@ def print_report(report: Report, console: rich.console.Console) -> None:
             console.print(f"[bold]{title}[/bold]  {_one_line(report[title])}", highlight=False)
     if (report.get("startup", report)["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
         console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
+
+
+def _lines(report: Report) -> Iterator[Mapping[str, Any]]:
+    """What is a line of a table each: a row, or each source of one."""
+    for row in report["rows"]:
+        if "sources" not in row:
+            yield row
+            continue
+        for source, times in row["sources"].items():
+            yield {**row, **times, "source": source}
 
 
 def _kind(report: Report, row: Mapping[str, Any]) -> str:
@@ -291,6 +308,18 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("tokens/s\nper slot", "tokens_per_s_per_slot", _rate),
         ("peer tokens/s", "peer_tokens_per_s", _rate),
         ("speedup", "speedup_vs_peer", _ratio),
+        ("re-\ncompiles", "recompiles", str),
+    ),
+    "tiers": (
+        ("history\ntokens", "history_tokens", str),
+        ("new\ntokens", "new_tokens", str),
+        ("history\nfrom", "source", str),
+        ("cached\ntokens", "cached_tokens", lambda tiers: ", ".join(f"{n} {tier}" for tier, n in tiers.items()) or "0"),
+        ("TTFT ms", "ttft_s", _milliseconds),
+        ("speedup", "speedup", _ratio),
+        ("fetch ms", "fetch_s", _milliseconds),
+        ("load\nstall ms", "load_stall_s", _milliseconds),
+        ("same\ntokens", "same_tokens", lambda same: "yes" if same else "NO"),
         ("re-\ncompiles", "recompiles", str),
     ),
     "store": (

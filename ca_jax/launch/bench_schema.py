@@ -2,8 +2,8 @@
 
 What all suites share, samples and the error, is here too.
 
-Not here: the suites that need no engine (`bench_storage_schema`), measuring (`bench_suites`), the rest of the JSON
-(`bench_report`).
+Not here: the suites that need no engine (`bench_storage_schema`), measuring (`bench_suites`, `bench_tiers`), the rest
+of the JSON (`bench_report`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import StoreConfig
 
-ENGINE_SUITES = ("reuse", "prefill", "decode")
+PEER_SUITES = ("reuse", "prefill", "decode")
+"""What can be measured of an engine and of a peer beside it."""
+ENGINE_SUITES = (*PEER_SUITES, "tiers")
 """What can be measured of an engine."""
+SOURCES = ("dram", "ssd_warm", "ssd", "ssd_restart", "recompute")
+"""Where `tiers` has a turn's history come from: DRAM; SSD, with the files in the page cache; SSD, without; the same, by
+a new engine over the same directory; nowhere."""
 SETTLING_STEPS = 4
 """Decode steps before the first sample, so that the last prefill's KV is in its slot."""
 
@@ -65,9 +70,9 @@ class BenchConfig:
     suite: str
     """One of `ENGINE_SUITES`."""
     history_tokens: tuple[int, ...] = (2000,)
-    """`reuse`: tokens whose KV is stored; with `new_tokens` every pair is a row."""
+    """`reuse`, `tiers`: tokens whose KV is stored; with `new_tokens` every pair is a row."""
     new_tokens: tuple[int, ...] = (100,)
-    """`reuse`: tokens of the turn over them."""
+    """`reuse`, `tiers`: tokens of the turn over them."""
     prefill_tokens: tuple[int, ...] = (1024,)
     """`prefill`: tokens of the prompts."""
     batch_sizes: tuple[int, ...] = (1, 8)
@@ -81,7 +86,12 @@ class BenchConfig:
     dtype: str | None = None
     """Of weights and KV; None as for `EngineConfig`."""
     dram_gib: float = StoreConfig.dram_gib
-    """Cap of the DRAM tier, GiB; `reuse` needs room for the longest history with its new tokens."""
+    """Cap of the DRAM tier, GiB; `reuse` needs room for the longest history with its new tokens. `tiers` takes just
+    that, whatever is said here, since a session must push another one out."""
+    ssd_dir: str | None = None
+    """`tiers`: where; a directory of its own is made there and removed. None: where temporary files are."""
+    ssd_driver: str = StoreConfig.ssd_driver
+    """`tiers`: how KV is kept on SSD, see `StoreConfig`."""
     seed: int = 0
     """Of the token ids, which are random: what is computed does not depend on them."""
 
@@ -110,17 +120,21 @@ class BenchConfig:
         return 1 + max(self.batch_sizes) + SETTLING_STEPS + (1 + self.repeats) * self.decode_steps
 
     def engine_config(self) -> EngineConfig:
-        """The engine that has room for the suite's longest row and largest batch, and else is the default one."""
+        """The engine that has room for the suite's longest row and largest batch, and else is the default one.
+
+        `tiers` adds its SSD (`bench_tiers.tiers_engine_config`).
+        """
         longest = {
             "reuse": max(self.history_tokens) + max(self.new_tokens) + 1,
             "prefill": max(self.prefill_tokens) + 1,
             "decode": max(self.context_tokens) + self.max_answer_tokens + 1,
+            "tiers": max(self.history_tokens) + max(self.new_tokens) + 1,
         }[self.suite]
         return EngineConfig(
             dtype=self.dtype,
             context_window=longest,
             max_batch_size=max(self.batch_sizes) if self.suite == "decode" else 1,
-            store=StoreConfig(dram_gib=self.dram_gib),
+            store=StoreConfig(dram_gib=self.dram_gib, ssd_driver=self.ssd_driver),
         )
 
 
@@ -200,7 +214,47 @@ class DecodeRow:
     """See `Spread`."""
 
 
-Row = ReuseRow | PrefillRow | DecodeRow
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceTimes:
+    """What a turn took whose history came from one source."""
+
+    ttft_s: float
+    """From sending to the first token, as the caller sees it."""
+    speedup: float
+    """Recompute's TTFT over this one."""
+    fetch_s: float
+    """Of those, seconds until prefill began, which are spent waiting for SSD where the history is there."""
+    load_s: float
+    """Seconds in which KV was being copied from DRAM; they overlap compute."""
+    load_stall_s: float
+    """Seconds in which compute waited for such a copy."""
+    cached_tokens: dict[str, int]
+    """History tokens whose KV was loaded, by the tier they were in: the same in every sample."""
+    spread: Spread
+    """See `Spread`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TiersRow:
+    """TTFT of the same turn by where its history's KV is."""
+
+    history_tokens: int
+    """Tokens whose KV is stored, exactly."""
+    new_tokens: int
+    """Tokens of the turn."""
+    ssd_driver: str
+    """See `StoreConfig`. `raw` reads past the page cache, where the disk allows it: warm and cold are one then."""
+    kv_bytes: int
+    """What a fetch brings: the blocks of the history."""
+    sources: dict[str, SourceTimes]
+    """By the names in `SOURCES`."""
+    same_tokens: bool
+    """Whether all sources gave the same first token in every round."""
+    recompiles: int
+    """Functions compiled in the measured turns; 0 unless the first round, which is for nothing, missed one."""
+
+
+Row = ReuseRow | PrefillRow | DecodeRow | TiersRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,9 @@ from ca_jax.launch.bench_disk import (
     Extent,
     PlainDisk,
     block_extents,
-    can_drop,
     drop_cached,
     is_dropped,
-    scratch_directory,
+    scratch_on_disk,
 )
 from ca_jax.launch.bench_schema import BenchError, Samples
 from ca_jax.launch.bench_storage_schema import StoreBenchConfig, StoreRow
@@ -63,12 +62,7 @@ def run_store_suite(config: StoreBenchConfig, num_cores: int, progress: Progress
     Raises:
       BenchError: the disk has no room, is memory (tmpfs), or gave other bytes than were written.
     """
-    with scratch_directory(config.ssd_dir) as directory:
-        if not can_drop(directory):
-            raise BenchError(
-                f"ssd_dir wanted a disk, whose page cache can be emptied; found {directory.parent}, where files stay "
-                "in memory (tmpfs?)"
-            )
+    with scratch_on_disk(config.ssd_dir) as directory:
         try:
             rows = [_measure_dram(config, num_cores, progress)]
             for driver in DRIVERS:

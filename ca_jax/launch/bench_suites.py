@@ -4,7 +4,8 @@ Every sample is of work that was run once before, so that nothing in it is compi
 compiles to show that. Ours and the peer's samples take turns (A B C A B C ...), never at once, so that a machine that
 slows down slows all alike. Numbers are medians; `spread` has the least and the largest sample.
 
-Not here: what rows hold (`bench_schema`), flags and main (`bench`), other engines (`bench_peers`).
+Not here: what rows hold (`bench_schema`), the suite that goes through the tiers of the store (`bench_tiers`), flags and
+main (`bench`), other engines (`bench_peers`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ca_jax.session import SamplingParams, Session
 
 
 def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: Progress) -> list[Row]:
-    """Measures every row of a suite. Blocks; the engine must be idle and is idle again afterwards.
+    """Measures every row of one of `PEER_SUITES`. Blocks; the engine must be idle and is idle again afterwards.
 
     Args:
       engine: made with `config.engine_config()`.
@@ -59,6 +60,19 @@ def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: 
     bench = _Bench(engine, config, peer, np.random.default_rng(config.seed), step)
     measures: dict[str, Callable[..., Row]] = {"reuse": bench.reuse, "prefill": bench.prefill, "decode": bench.decode}
     return [measures[config.suite](*cell) for cell in cells]
+
+
+def send_turn(engine: Engine, session: Session, new_ids: list[int]) -> tuple[int, float]:
+    """A turn of one answer token, on an idle engine: that token, and seconds from sending until the caller has it.
+
+    On return its KV is stored.
+    """
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    started_s = time.perf_counter()
+    collections.deque(session.send_ids(new_ids, sampling=params), maxlen=0)
+    elapsed_s = time.perf_counter() - started_s
+    _settle(engine)
+    return session.token_ids[-1], elapsed_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,13 +223,7 @@ class _Bench:
         return len(tokens) == 1
 
     def _send(self, session: Session, new_ids: list[int]) -> tuple[int, float]:
-        """A turn of one answer token: that token, and seconds from sending until the caller has it."""
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
-        started_s = time.perf_counter()
-        collections.deque(session.send_ids(new_ids, sampling=params), maxlen=0)
-        elapsed_s = time.perf_counter() - started_s
-        _settle(self.engine)
-        return session.token_ids[-1], elapsed_s
+        return send_turn(self.engine, session, new_ids)
 
     def _random_ids(self, num_tokens: int) -> list[int]:
         return self.rng.integers(self.engine.model.config.vocab_size, size=num_tokens).tolist()

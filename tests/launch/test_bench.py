@@ -12,11 +12,26 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
+from ca_jax.launch import bench_tiers
+from ca_jax.launch.bench_disk import can_drop, drop_cached, fill_cached, scratch_on_disk
 from ca_jax.launch.bench_peers import PeerUnavailableError, make_peer
 from ca_jax.launch.bench_report import summarize
-from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig, BenchError, DecodeRow, PrefillRow, ReuseRow
+from ca_jax.launch.bench_schema import (
+    PEER_SUITES,
+    SOURCES,
+    BenchConfig,
+    BenchError,
+    DecodeRow,
+    PrefillRow,
+    ReuseRow,
+    SourceTimes,
+    TiersRow,
+)
 from ca_jax.launch.bench_suites import run_suite
+from ca_jax.launch.bench_tiers import run_tiers_suite, tiers_engine_config
 from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.session import Session
+from ca_jax.storage.config import SSD_DRIVERS
 from ca_jax.testing import tiny
 
 ROW_TYPES = {"reuse": ReuseRow, "prefill": PrefillRow, "decode": DecodeRow}
@@ -78,7 +93,7 @@ class RecordingPeer:
         self._batch = (0, 0)
 
 
-@pytest.mark.parametrize("suite", ENGINE_SUITES)
+@pytest.mark.parametrize("suite", PEER_SUITES)
 def test_every_cell_is_a_row_without_recompiles(model: LoadedModel, suite: str) -> None:
     config = BenchConfig(suite=suite, **SIZES)
     calls = []
@@ -150,7 +165,7 @@ def test_a_history_the_store_has_no_room_for_is_no_row(model: LoadedModel) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"suite": "speed"}, "suite wanted one of reuse, prefill, decode, found 'speed'"),
+        ({"suite": "speed"}, "suite wanted one of reuse, prefill, decode, tiers, found 'speed'"),
         ({"suite": "reuse", "history_tokens": ()}, "history_tokens wanted one or more"),
         ({"suite": "decode", "batch_sizes": (1, 0)}, "batch_sizes wanted one or more"),
         ({"suite": "reuse", "repeats": 0}, "repeats wanted at least 1, found 0"),
@@ -159,6 +174,115 @@ def test_a_history_the_store_has_no_room_for_is_no_row(model: LoadedModel) -> No
 def test_config_refuses_what_cannot_be_measured(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BenchConfig(**changes)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    if not can_drop(tmp_path):
+        pytest.skip("wants temporary files on a disk whose page cache can be emptied")
+    return tmp_path / "disk"
+
+
+def make_tiers_engine(model: LoadedModel, config: BenchConfig, directory: Path, **store_changes: object) -> Engine:
+    engine_config = tiers_engine_config(config, model, directory)
+    store = dataclasses.replace(engine_config.store, **store_changes)
+    return Engine(model, dataclasses.replace(engine_config, compile_cache_dir=None, store=store))
+
+
+@pytest.mark.parametrize("driver", SSD_DRIVERS)
+def test_tiers_are_what_the_history_came_from(model: LoadedModel, disk: Path, driver: str) -> None:
+    config = BenchConfig(suite="tiers", **(SIZES | {"repeats": 2, "ssd_driver": driver}))
+    calls = []
+    engine = make_tiers_engine(model, config, disk)
+    rows = run_tiers_suite(engine, config, lambda *call: calls.append(call))
+    assert [(row.history_tokens, row.new_tokens, row.ssd_driver) for row in rows] == [(150, 9, driver), (40, 9, driver)]
+    assert calls == [("tiers", done, 6) for done in range(7)]
+    block_bytes = 128 * model.config.kv_bytes_per_token(itemsize=4)
+    assert [row.kv_bytes for row in rows] == [2 * block_bytes, block_bytes]
+    for row in rows:
+        assert (row.recompiles, row.same_tokens) == (0, True)
+        assert {source: times.cached_tokens for source, times in row.sources.items()} == {
+            "dram": {"dram": row.history_tokens},
+            "ssd_warm": {"ssd": row.history_tokens},
+            "ssd": {"ssd": row.history_tokens},
+            "ssd_restart": {"ssd": row.history_tokens},
+            "recompute": {},
+        }
+        for times in row.sources.values():
+            assert times.speedup == pytest.approx(row.sources["recompute"].ttft_s / times.ttft_s)
+            assert times.spread.keys() == {"ttft_s", "fetch_s", "load_s", "load_stall_s"}
+            for name, (least, largest) in times.spread.items():
+                assert 0 <= least <= getattr(times, name) <= largest
+        assert row.sources["recompute"].speedup == 1
+        assert row.sources["recompute"].load_s == 0 < row.sources["dram"].load_s
+    first = rows[0].sources
+    assert summarize(rows) == {
+        "recompiles": 0,
+        "same_tokens": True,
+        "ttft_dram_vs_recompute": first["dram"].speedup,
+        "ttft_ssd_warm_vs_recompute": first["ssd_warm"].speedup,
+        "ttft_ssd_vs_recompute": first["ssd"].speedup,
+        "ttft_ssd_restart_vs_recompute": first["ssd_restart"].speedup,
+    }
+
+
+ONE_ROW = SIZES | {"history_tokens": (150,), "repeats": 1}
+
+
+@pytest.mark.parametrize(
+    ("store_changes", "message"),
+    [
+        ({"dram_gib": 0.01}, "ssd_warm of 150 .* wanted 150 tokens from ssd, found 150 tokens from dram"),
+        ({"dram_gib": 0.0001}, "dram of 150 .* wanted 150 tokens from dram, found no tokens from the store"),
+        ({"ssd_dir": None}, "wanted an engine with an SSD tier"),
+    ],
+    ids=["too much DRAM", "too little DRAM", "no SSD"],
+)
+def test_a_sample_from_another_tier_is_no_row(
+    model: LoadedModel, disk: Path, store_changes: dict, message: str
+) -> None:
+    config = BenchConfig(suite="tiers", **ONE_ROW)
+    engine = make_tiers_engine(model, config, disk, **store_changes)
+    with pytest.raises(BenchError, match=message):
+        run_tiers_suite(engine, config, lambda *_: None)
+    assert not engine.keep(), "it is closed"
+
+
+@pytest.mark.parametrize(
+    ("name", "instead", "message"),
+    [
+        ("drop_cached", fill_cached, "ssd wanted the page cache without stored KV"),
+        ("fill_cached", drop_cached, "ssd_warm wanted stored KV in the page cache"),
+    ],
+)
+def test_a_page_cache_of_the_other_kind_is_no_row(
+    model: LoadedModel, disk: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead, message: str
+) -> None:
+    config = BenchConfig(suite="tiers", **ONE_ROW)
+    monkeypatch.setattr(bench_tiers, name, instead)
+    with pytest.raises(BenchError, match=message):
+        run_tiers_suite(make_tiers_engine(model, config, disk), config, lambda *_: None)
+
+
+def test_a_conversation_that_a_restart_loses_is_no_row(
+    model: LoadedModel, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = BenchConfig(suite="tiers", **ONE_ROW)
+    find, engine = Engine.session, make_tiers_engine(model, config, disk)
+
+    def find_nothing(found_by: Engine, *, session_id: str | None = None) -> Session:
+        return find(found_by, session_id=session_id if found_by is engine else None)
+
+    monkeypatch.setattr(Engine, "session", find_nothing)
+    with pytest.raises(BenchError, match="ssd_restart wanted a conversation of 150 tokens in the store, found 0"):
+        run_tiers_suite(engine, config, lambda *_: None)
+
+
+def test_a_recompute_that_finds_kv_is_no_row(model: LoadedModel, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = BenchConfig(suite="tiers", **ONE_ROW)
+    monkeypatch.setattr(Engine, "drop_stored", lambda *_: None)
+    with pytest.raises(BenchError, match=r"recompute of 150 .* wanted no tokens from the store, found 150 tokens"):
+        run_tiers_suite(make_tiers_engine(model, config, disk), config, lambda *_: None)
 
 
 @wants_torch
@@ -244,9 +368,42 @@ def test_command_writes_json_and_prints_a_table(model_dir: Path, tmp_path: Path)
     assert report["machine"]["cpu"] in done.stdout
 
 
+def test_command_measures_tiers_and_removes_what_it_wrote(model_dir: Path, tmp_path: Path, disk: Path) -> None:
+    out = tmp_path / "tiers.json"
+    arguments = ["--suite=tiers", "--history_tokens=150", "--new_tokens=9", "--repeats=1", "--ssd_driver=raw"]
+    done = bench(model_dir, tmp_path / "cache", *arguments, f"--ssd_dir={disk}", f"--json_out={out}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["config"].keys() == {field.name for field in dataclasses.fields(BenchConfig)}
+    assert (report["config"]["ssd_driver"], report["config"]["ssd_dir"]) == ("raw", str(disk))
+    (row,) = report["rows"]
+    assert row.keys() == {field.name for field in dataclasses.fields(TiersRow)}
+    assert list(row["sources"]) == list(SOURCES)
+    for times in row["sources"].values():
+        assert times.keys() == {field.name for field in dataclasses.fields(SourceTimes)}
+    summary = {"ttft_ssd_vs_recompute", "ttft_ssd_restart_vs_recompute", "ttft_dram_vs_recompute"}
+    assert all(report["summary"][name] > 0 for name in summary)
+    assert (report["summary"]["recompiles"], report["peer"]) == (0, None)
+    assert "150 ssd" in done.stdout
+    assert "ssd_restart" in done.stdout
+    assert list(disk.iterdir()) == []
+
+
+def test_tiers_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ca_jax.launch.bench_disk.cached_share", lambda path: 1.0)
+    with pytest.raises(BenchError, match="ssd_dir wanted a disk"), scratch_on_disk(str(tmp_path)):
+        pytest.fail("wanted no directory")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--suite=tiers", "--ssd_dir=/dev/null/below"], "ssd_dir wanted a directory"),
+        (
+            ["--suite=tiers", "--peer=transformers"],
+            "a peer wanted one of the suites reuse, prefill, decode, found tiers",
+        ),
         (["--suite=reuse", "--history_tokens=9,x"], "history_tokens wanted integers"),
         (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
         (
