@@ -106,9 +106,9 @@ class SessionKV:
         key, source = self._queued[job]
         if key in self._held:
             return False
-        if is_next:
-            return not self._store.request(source)
-        return self._store.residency(source) not in (Residency.SSD, Residency.PENDING)
+        if not is_next and self._store.residency(source) in (Residency.SSD, Residency.PENDING):
+            return False
+        return not self._store.request(source)  # One that runs now is held too: it must not be evicted before it loads.
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""

@@ -277,3 +277,16 @@ def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(store):
         stats = engine.store_stats()
         assert (stats.misses[MissReason.ABSENT], sum(stats.misses.values())) == (2, 2)
         assert stats.num_hits_from_ssd > 20
+
+
+def test_a_rewind_of_what_is_on_ssd_alone_is_remembered(store):
+    with kit.small_engine(store=store) as engine:
+        expect_right_answer(engine.session(session_id="one"), PROMPTS[0])
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        session.rewind(40)
+        left = session.conversation
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        assert session.conversation == left
+        assert expect_right_answer(session, [65]) == {"ssd": 32}

@@ -192,13 +192,15 @@ class AttentionStore:
         return entry.note if entry.note is not None else self._ssd.note(key)
 
     def set_note(self, key: str, note: bytes) -> None:
-        """Has `note` kept with a session, on SSD, from its next flush on; forgotten with it."""
+        """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place."""
         self._check_open()
         entry = self._entries.get(key)
         if entry is not None and self._ssd is not None:
             entry.note = note
             if entry.block_ids:
                 self._placement.changed(entry)
+            else:
+                self._ssd.set_note(entry)
 
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike) -> str | None:
         """The tenant's session on SSD that begins with the same tokens for longest, at least a block of them.

@@ -354,6 +354,11 @@ class SsdBooks:
         if entry.ssd is not None:
             self._worker.change(entry.key, pinned=entry.pinned)
 
+    def set_note(self, entry: Entry) -> None:
+        """Writes down what a session's owner wants kept with it; its KV there stays as it is."""
+        if entry.ssd is not None and entry.note is not None:
+            self._worker.change(entry.key, note=entry.note)
+
     def set_ttl(self, entry: Entry) -> None:
         """Writes a session's time to live down."""
         if entry.ssd is not None:
@@ -365,9 +370,8 @@ class SsdBooks:
         Returns:
           Whether all has settled.
         """
-        settled = self._worker.close(timeout_s)
-        self._reader.close()
-        return settled
+        self._reader.close()  # First: the last one to close has to be one that may merge the log.
+        return self._worker.close(timeout_s)
 
     # How.
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle
 from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogError, CatalogFullError
+from ca_jax.storage.catalog_file import CatalogCorruptError, CatalogError, CatalogFullError, quarantine
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents, DamagedRecordError
@@ -115,6 +115,7 @@ class SsdWorker:
         self._ended: collections.deque[TaskEnd] = collections.deque()
         self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
         self._lost: collections.deque[str] = collections.deque()
+        self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
         self._bounces: list[np.ndarray] = []
         self._num_moving = self._num_changes = 0
         self._lock = threading.Lock()
@@ -146,9 +147,11 @@ class SsdWorker:
         """
         self._change_catalog(functools.partial(self._shorten, key, num_tokens, num_blocks))
 
-    def change(self, key: str, *, pinned: bool | None = None, ttl_s: float | None = None) -> None:
-        """Has a session's pin (if not None) or else its time to live written down."""
-        self._change_catalog(functools.partial(self._change, key, pinned, ttl_s))
+    def change(
+        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
+    ) -> None:
+        """Has a session's pin or note (if not None) or else its time to live written down."""
+        self._change_catalog(functools.partial(self._change, key, pinned, note, ttl_s))
 
     @property
     def num_changes(self) -> int:
@@ -177,6 +180,8 @@ class SsdWorker:
         if not any(thread.is_alive() for thread in self._threads):
             self._reader.close()
             self._catalog.close()
+            if self._is_beyond_use:
+                self._move_catalog_aside()
         return settled
 
     def _change_catalog(self, step: Callable[[], None]) -> None:
@@ -298,7 +303,7 @@ class SsdWorker:
             except DamagedRecordError as failure:
                 error = BlockIoError(IoFailure.CORRUPT, str(failure))
             except CatalogError as failure:
-                error = _of_catalog(failure)
+                error = self._of_catalog(failure)
         self._end(TaskEnd(task=task, error=error))
 
     def _forget(self, keys: tuple[str, ...]) -> None:
@@ -317,14 +322,18 @@ class SsdWorker:
             self._lost.append(key)
             self._forget((key,))
 
-    def _change(self, key: str, pinned: bool | None, ttl_s: float | None) -> None:
+    def _change(self, key: str, pinned: bool | None, note: bytes | None, ttl_s: float | None) -> None:
         try:
             if pinned is not None:
                 self._catalog.set_pinned(key, pinned)
+            elif note is not None:
+                record = self._catalog.get(key)
+                if record is not None:
+                    self._catalog.shorten(key, record.num_tokens, record.num_blocks, note=note)
             else:
                 self._catalog.set_ttl(key, ttl_s)
         except CatalogError as error:
-            _LOG.warning("a session's pin or time to live was not written down: %s", error)
+            _LOG.warning("a session's pin, note or time to live was not written down: %s", error)
 
     def _settle_catalog(self) -> BlockIoError | None:
         """Makes outstanding changes durable; why not, if that cannot be, or if nothing can."""
@@ -335,9 +344,23 @@ class SsdWorker:
         try:
             self._catalog.forget(self._unforgotten)
         except CatalogError as error:
-            return _of_catalog(error)
+            return self._of_catalog(error)
         self._unforgotten.clear()
         return None
+
+    def _of_catalog(self, error: CatalogError) -> BlockIoError:
+        self._is_beyond_use |= isinstance(error, CatalogCorruptError)
+        reason = IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG
+        return BlockIoError(reason, str(error))
+
+    def _move_catalog_aside(self) -> None:
+        """Lets the next engine start empty: with this catalog nothing could ever be written again."""
+        try:
+            moved = quarantine(self._catalog.block_directory.parent)
+        except CatalogError as error:
+            _LOG.warning("a damaged catalog stays where it is: %s", error)
+        else:
+            _LOG.warning("the catalog is damaged, and was moved to %s", moved)
 
     # Both.
 
@@ -374,8 +397,3 @@ class SsdWorker:
 
 def _cancelled() -> BlockIoError:
     return BlockIoError(IoFailure.CANCELLED, "the task was cancelled")
-
-
-def _of_catalog(error: CatalogError) -> BlockIoError:
-    reason = IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG
-    return BlockIoError(reason, str(error))

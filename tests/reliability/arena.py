@@ -1,0 +1,242 @@
+"""Conversations over an SSD directory that things are done to, with callers who know what was said and check it all."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.session import Answer, Session
+from ca_jax.storage import ssd_books
+from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.records import Residency
+from tests import engine_kit as kit
+from tests.reliability import workload
+
+NUM_CONVERSATIONS = 6
+_RENEW_TOKENS = 200
+_NEW_TOKENS = 6
+
+
+@dataclasses.dataclass
+class Tally:
+    """What was done to an arena, and what came of it."""
+
+    faults: int = 0
+    answers: int = 0
+    wrong_tokens: int = 0
+    failed_requests: int = 0
+    cached_tokens: int = 0
+    reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """The store's counters of misses and failed flushes, by kind and reason."""
+
+    def add(self, other: Tally) -> None:
+        """Takes in another one."""
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+@dataclasses.dataclass
+class Turn:
+    """A turn that runs."""
+
+    name: str
+    session: Session
+    answer: Answer
+
+
+class Arena:
+    """An engine whose sessions leave DRAM as soon as they are on SSD, and its callers.
+
+    Args:
+      directory: of the SSD tier.
+      driver: of it.
+      seed: of what is said.
+      **store: fields of the store's config.
+    """
+
+    def __init__(self, directory: Path, driver: str, seed: int, **store: object) -> None:
+        self.directory = directory
+        self.driver = driver
+        self.random = np.random.default_rng(seed)
+        self.tally = Tally()
+        self._model = kit.tiny_model()
+        self._config = workload.ssd_store(
+            directory, driver, **{"dram_blocks": 200, "ssd_blocks": 300, "dram_free_fraction": 0.995} | store
+        )
+        self._known: dict[str, list[int]] = {}  # What was said, as the callers know it.
+        self._num_named = 0
+        self._counted: collections.Counter[str] = collections.Counter()
+        self.names: list[str] = []
+        self.open()
+        self.renew()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.engine.close()
+
+    @property
+    def tier(self) -> DiskTier:
+        """The blocks on SSD."""
+        return workload.ssd_of(self.engine)._tier
+
+    @property
+    def block_directory(self) -> Path:
+        """Where they are."""
+        (found,) = self.directory.glob(f"blocks-*/{self.driver}")
+        return found
+
+    def open(self, model: LoadedModel | None = None) -> None:
+        """Starts an engine."""
+        self._model = model or self._model
+        self.engine = Engine(self._model, dataclasses.replace(kit.SMALL, store=self._config))
+        self._counted.clear()
+
+    def restart(self, model: LoadedModel | None = None) -> None:
+        """Closes the engine and starts another."""
+        self.engine.close()
+        self.open(model)
+
+    def wipe(self) -> None:
+        """Begins anew, in a directory that is empty."""
+        self.engine.close()
+        shutil.rmtree(self.directory)
+        self._known.clear()
+        self.names.clear()
+        self.open()
+        self.renew()
+
+    def begin_anew(self) -> None:
+        """Lets conversations of new names take the place of all."""
+        self.names.clear()
+        self._known.clear()
+        self.renew()
+
+    def change_callers(self, model: LoadedModel, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+        """Restarts with another model, and with callers who know what they said to it: nothing, if not given.
+
+        Returns:
+          What was said to the model before.
+        """
+        self.restart(model)
+        known, self._known = self._known, known or {}
+        return known
+
+    def repeat(self, known: dict[str, list[int]]) -> None:
+        """Begins conversations by what was said in others of the same names."""
+        self.finish([self.begin(name, new=known[name][:-1]) for name in self.names])
+
+    def renew(self) -> None:
+        """Lets new conversations begin in place of long ones, and waits until all of them are on SSD alone."""
+        for name in [name for name in self.names if len(self._known[name]) > _RENEW_TOKENS]:
+            self.engine.session(session_id=name).close()
+            self.names.remove(name)
+            del self._known[name]
+        new = [f"conversation {self._num_named + i}" for i in range(NUM_CONVERSATIONS - len(self.names))]
+        self._num_named += len(new)
+        self.names += new
+        self.converse(new, num_new=(20, 40))
+        self.rest()
+
+    def rest(self) -> None:
+        """Waits until conversations are on SSD alone."""
+        self.engine.wait_for_saves()
+        where = {info.residency for info in self.engine.stored.list()}
+        assert where <= {Residency.SSD}, f"wanted all on SSD, found {where}"
+        self.take_counts()
+
+    def begin(
+        self,
+        name: str,
+        num_new: tuple[int, int] = (2, 12),
+        max_tokens: int = _NEW_TOKENS,
+        new: Sequence[int] | None = None,
+    ) -> Turn:
+        """Queues a turn. A caller whose conversation the engine has lost says all of it again."""
+        session = self.engine.session(session_id=name)
+        known = self._known.setdefault(name, [])
+        num_held = len(session.token_ids)
+        assert session.token_ids == known[:num_held], f"{name}: the engine tells another conversation"
+        if new is None:
+            new = self.random.integers(0x20, 0x7F, self.random.integers(*num_new)).tolist()
+        return Turn(name, session, session.send_ids([*known[num_held:], *new], max_tokens=max_tokens))
+
+    def finish(self, turns: Sequence[Turn]) -> None:
+        """Runs turns to their ends, a token of each at a time, and checks their answers."""
+        pending, ended = list(turns), []
+        while pending:
+            for turn in tuple(pending):
+                try:
+                    if next(turn.answer, None) is not None:
+                        continue
+                    ended.append(turn)
+                except Exception:  # Any at all is a failed request, and counted.
+                    self.tally.failed_requests += 1
+                pending.remove(turn)
+        for turn in ended:
+            usage, token_ids = turn.session.usage, turn.session.token_ids
+            assert usage is not None
+            self.tally.answers += 1
+            self.tally.cached_tokens += usage.num_cached_tokens
+            self.tally.wrong_tokens += workload.num_wrong(self._model, token_ids, usage.completion_tokens)
+            self._known[turn.name] = list(token_ids)
+
+    def converse(self, names: Sequence[str] | None = None, num_new: tuple[int, int] = (2, 12)) -> None:
+        """A turn of each conversation, all in parallel."""
+        self.finish([self.begin(name, num_new) for name in (self.names if names is None else names)])
+
+    def converse_one(self) -> None:
+        """A turn of one conversation, of each in its turn."""
+        self.names.append(self.names.pop(0))
+        self.converse(self.names[-1:])
+
+    def counts(self) -> collections.Counter[str]:
+        """What the store has counted since `take_counts`: misses and failed flushes."""
+        stats = self.engine.store_stats()
+        assert stats.ssd is not None
+        now = collections.Counter({f"miss {reason}": number for reason, number in stats.misses.items()})
+        now.update({f"flush {reason}": number for reason, number in stats.ssd.failed_flushes.items()})
+        return now - self._counted
+
+    def take_counts(self) -> collections.Counter[str]:
+        """The same, from the last time to now."""
+        counts = self.counts()
+        self._counted += counts
+        return counts
+
+    def count(self, num_faults: int) -> collections.Counter[str]:
+        """Takes the counts into the tally, as those of so many faults."""
+        counts = self.take_counts()
+        self.tally.faults += num_faults
+        self.tally.reasons += counts
+        return counts
+
+    def block_tables(self, names: Sequence[str]) -> dict[str, list[int]]:
+        """Which blocks hold each conversation."""
+        with workload.reader_of(self.engine, self.directory) as reader:
+            tables = {r.session_id: r.block_ids.tolist() for r in reader.load_all(lambda key, reason: None)}
+        return {name: tables[name] for name in names}
+
+    def check_books(self) -> None:
+        """Holds the store's books against the disk."""
+        workload.check_books(self.engine, self.directory)
+
+
+@contextlib.contextmanager
+def without_pause() -> Iterator[None]:
+    """Lets the store try its SSD again at once after a missed deadline, so that each stall is one of its own."""
+    usual = ssd_books._LATE_PAUSE_S
+    ssd_books._LATE_PAUSE_S = 0.0
+    try:
+        yield
+    finally:
+        ssd_books._LATE_PAUSE_S = usual

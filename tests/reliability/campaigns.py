@@ -1,0 +1,231 @@
+"""Campaigns of faults: each brings so many of one kind upon conversations that run, and checks what the store counts.
+
+A campaign works in waves: some conversations run, damage is done, all others take a turn beside them. Whatever is
+done, every turn must end with the right answer; the counters must name the reason.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests import engine_kit as kit
+from tests.reliability import damage, workload
+from tests.reliability.arena import NUM_CONVERSATIONS, Arena, Tally, without_pause
+
+_RESTART_EVERY = 4  # Waves.
+_PATIENCE_S = 60.0
+# What a damaged catalog may lead to: it cannot be read, says what cannot be, or does not know a session any more.
+_OF_CATALOG = {
+    *("miss absent", "miss catalog", "miss corrupt", "miss missing"),
+    *("flush catalog", "flush device"),
+}
+
+Campaign = Callable[[Path, str, int, int], Tally]
+
+
+def damaged_blocks(
+    damage_blocks: Callable[[Arena, Sequence[str]], set[str]], *reasons: str, num_damaged: int = 3
+) -> Campaign:
+    """Blocks on disk are damaged; each conversation of which one was is a miss for a reason of these, no other is."""
+
+    def campaign(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+        with Arena(directory, driver, seed) as arena:
+            wave = 0
+            while arena.tally.faults < num_faults:
+                arena.renew()
+                wave += 1
+                restarts = not wave % _RESTART_EVERY
+                # All blocks of the raw driver are in one file, which is not cut under those that run.
+                runs = not restarts and not (damage_blocks is damage.truncate and driver == "raw")
+                running = [arena.begin(name, max_tokens=16) for name in arena.names[:2] if runs]
+                for turn in running:
+                    next(turn.answer)
+                idle = arena.names[2:]
+                names = arena.random.permutation(idle)[:num_damaged].tolist()
+                damaged = damage_blocks(arena, names)
+                if restarts:
+                    arena.restart()
+                arena.finish([*running, *(arena.begin(n) for n in (idle if runs else arena.names))])
+                counts = arena.count(len(names))
+                assert counts.keys() <= set(reasons), f"wanted counts among {reasons}, counted {counts}"
+                assert counts.total() == len(damaged), f"wanted {len(damaged)} misses, counted {counts}"
+            arena.check_books()
+            return arena.tally
+
+    return campaign
+
+
+def stalled_reads(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """The disk does not answer reads: all that wait for it are misses once the deadline has passed."""
+    with without_pause(), Arena(directory, driver, seed, ssd_deadline_s=0.4) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.held(arena, "_read"):
+                arena.converse()
+            _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
+            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+            arena.converse()
+            arena.check_books()
+            arena.renew()
+        return arena.tally
+
+
+def stalled_writes(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """The disk does not answer writes: what waits for it is given up, and turns go on meanwhile."""
+    with without_pause(), Arena(directory, driver, seed, ssd_deadline_s=0.4) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.held(arena, "_write"):
+                arena.converse()
+                _wait_until(arena, lambda: arena.counts()["flush deadline"] > 0, arena.converse_one)
+            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+            arena.converse()
+            num_late = arena.counts()["flush deadline"]
+            counts = arena.count(num_late)
+            # A session whose only copy left DRAM while SSD was late is absent, which is no fault of its own.
+            assert counts.keys() <= {"flush deadline", "miss absent"}, f"counted {counts}"
+            arena.check_books()
+            arena.renew()
+        return arena.tally
+
+
+def failing_reads(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """The disk reports errors for reads: each is a miss, and what is stored stays."""
+    with Arena(directory, driver, seed) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.failing(arena, "_read", errno.EIO):
+                arena.converse()
+            _expect(arena, {"miss device": NUM_CONVERSATIONS})
+            arena.converse()
+            arena.renew()
+        arena.check_books()
+        return arena.tally
+
+
+def no_space(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """The disk is full, whether that is seen in time or met: sessions are served, and not written on."""
+    with damage.small_disk(directory, 16) as disk, Arena(directory / "store", driver, seed) as arena:
+        wave = 0
+        while arena.tally.faults < num_faults or wave < 2:
+            unnoticed = bool(wave % 2)
+            with damage.full_disk(arena, disk, unnoticed=unnoticed):
+                arena.converse()
+                arena.engine.wait_for_saves()
+            num_failed = arena.counts()["flush no_space"]
+            # Slots of the raw driver that have had bytes before can be written on a full disk.
+            assert num_failed == NUM_CONVERSATIONS or (unnoticed and driver == "raw")
+            _expect(arena, {"flush no_space": num_failed})
+            arena.converse()
+            arena.renew()
+            wave += 1
+        arena.check_books()
+        return arena.tally
+
+
+def read_only(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """The directory of blocks becomes read-only: sessions are served, and not written on."""
+    with Arena(directory, driver, seed) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.read_only(arena):
+                arena.converse()
+                arena.engine.wait_for_saves()
+            _expect(arena, {"flush device": NUM_CONVERSATIONS})
+            arena.converse()
+            arena.renew()
+        arena.check_books()
+        return arena.tally
+
+
+def catalog_damaged(damage_catalog: Callable[[Arena], None], *, while_running: bool) -> Campaign:
+    """The catalog is deleted or overwritten: sessions that it does not know any more are recomputed."""
+    deletes = damage_catalog is damage.delete_catalog
+
+    def campaign(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+        with Arena(directory, driver, seed) as arena:
+            while arena.tally.faults < num_faults:
+                if while_running:
+                    running = [arena.begin(name, max_tokens=16) for name in arena.names[:2]]
+                    for turn in running:
+                        next(turn.answer)
+                    damage_catalog(arena)
+                    arena.finish([*running, *(arena.begin(name) for name in arena.names[2:])])
+                    arena.converse()
+                    arena.engine.wait_for_saves()
+                    _expect_among(arena, {"flush catalog"} if deletes else _OF_CATALOG, num_faults=1)
+                    arena.restart()
+                else:
+                    arena.engine.close()
+                    damage_catalog(arena)
+                    arena.tally.faults += 1
+                    arena.open()
+                if deletes:
+                    workload.check_books(arena.engine, arena.directory, fresh=True)
+                arena.converse()
+                _expect_among(arena, {"miss absent"} if deletes else _OF_CATALOG)
+                arena.converse()
+                arena.wipe()
+            return arena.tally
+
+    return campaign
+
+
+def other_weights(directory: Path, driver: str, num_faults: int, seed: int) -> Tally:
+    """Other weights under the same names, saying the same: they meet neither KV nor conversation, and spoil none."""
+    with Arena(directory, driver, seed) as arena:
+        while arena.tally.faults < num_faults:
+            arena.begin_anew()
+            num_cached = arena.tally.cached_tokens
+            known = arena.change_callers(workload.other_model())
+            arena.repeat(known)
+            _expect(arena, {"miss absent": NUM_CONVERSATIONS})
+            assert arena.tally.cached_tokens == num_cached
+            arena.change_callers(kit.tiny_model(), known)
+            arena.converse()
+            _expect(arena, {})
+            assert arena.tally.cached_tokens > num_cached
+        arena.check_books()
+        return arena.tally
+
+
+CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
+    "bit flipped in a block": (damaged_blocks(damage.flip_bits, "miss corrupt"), 180),
+    # The one file of raw blocks grows again with the next write; what was cut off reads as zeros then.
+    "block cut short": (damaged_blocks(damage.truncate, "miss corrupt", "miss missing", num_damaged=1), 100),
+    "block missing": (damaged_blocks(damage.remove, "miss missing"), 150),
+    "blocks swapped": (damaged_blocks(damage.swap, "miss corrupt", num_damaged=4), 150),
+    "reads that stall": (stalled_reads, 60),
+    "writes that stall": (stalled_writes, 40),
+    "reads that fail": (failing_reads, 60),
+    "disk full": (no_space, 80),
+    "directory read-only": (read_only, 80),
+    "catalog deleted while in use": (catalog_damaged(damage.delete_catalog, while_running=True), 20),
+    "catalog deleted before a start": (catalog_damaged(damage.delete_catalog, while_running=False), 20),
+    "catalog overwritten while in use": (catalog_damaged(damage.overwrite_catalog, while_running=True), 30),
+    "catalog overwritten before a start": (catalog_damaged(damage.overwrite_catalog, while_running=False), 30),
+    "other weights under the same names": (other_weights, 60),
+}
+"""Kinds of faults, how they are brought about, and how many of each the long form takes: 1,060."""
+
+
+def _expect(arena: Arena, wanted: dict[str, int], only: str = "") -> None:
+    """Counts a wave of as many faults as are wanted, and checks that nothing else was counted."""
+    counts = arena.count(sum(wanted.values()))
+    found = {name: number for name, number in counts.items() if name.startswith(only)}
+    assert found == {name: number for name, number in wanted.items() if number}, f"wanted {wanted}, counted {counts}"
+
+
+def _expect_among(arena: Arena, allowed: set[str], num_faults: int = 0) -> None:
+    counts = arena.count(num_faults)
+    assert counts.keys() <= allowed, f"wanted counts among {sorted(allowed)}, counted {counts}"
+
+
+def _wait_until(arena: Arena, reached: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
+    """Keeps the engine's tiers going until something is so."""
+    give_up_s = time.monotonic() + _PATIENCE_S
+    while not reached():
+        assert time.monotonic() < give_up_s, "wanted the SSD tier to go on, found it where it was"
+        if meanwhile is not None:
+            meanwhile()
+        arena.engine._wakeup.wait(arena.engine._wakeup.count, 0.05)
+        arena.engine.keep()

@@ -1,0 +1,159 @@
+"""What cannot be is refused at start or by the call, with an error that says what was wanted and what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sqlite3
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ca_jax.errors import InvalidRequestError, TenantError, UnknownSessionError
+from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
+from ca_jax.storage.config import GIB, StoreConfig
+from tests import engine_kit as kit
+from tests.reliability import workload
+
+
+def store_in(directory: Path, driver: str = "zarr3", **changes: object) -> StoreConfig:
+    return dataclasses.replace(workload.ssd_store(directory, driver, dram_blocks=10, ssd_blocks=10), **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dram_gib": -1.0}, "dram_gib wanted a number of GiB >= 0, found -1"),
+        ({"dram_gib": float("nan")}, "dram_gib wanted a number of GiB >= 0, found nan"),
+        ({"ssd_gib": -0.5}, "ssd_gib wanted a number of GiB >= 0, found -0.5"),
+        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib wanted a number of GiB >= 0, found -1"),
+        ({"tenant_quota_gib": -1.0}, "tenant_quota_gib wanted a number of GiB >= 0, found -1"),
+        ({"ssd_dir": "d", "ssd_gib": 0.0}, "wanted ssd_gib above 0, found 0"),
+        ({"ssd_dir": "d", "dram_gib": 0.0}, "wanted dram_gib above 0, since its blocks pass through DRAM; found 0"),
+        ({"ssd_dir": ""}, "ssd_dir wanted a directory, found an empty name"),
+        ({"ssd_url": "memory://x"}, "ssd_url wanted an ssd_dir for its catalog, found none"),
+        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_url wanted ssd_driver zarr3, found raw"),
+        ({"ssd_driver": "tape"}, "ssd_driver wanted one of zarr3, raw; found 'tape'"),
+        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s wanted seconds above 0, found 0"),
+        ({"ttl_s": -1.0}, "found -1"),
+        ({"ttl_s": float("inf")}, "found inf"),
+        ({"dram_free_fraction": 1.0}, r"dram_free_fraction wanted a share in \[0, 1\), found 1"),
+        ({"eviction_policy": "random"}, "eviction_policy wanted one of .*; found 'random'"),
+    ],
+)
+def test_a_config_that_cannot_be(fields, message):
+    with pytest.raises(ValueError, match=message):
+        StoreConfig(**fields)
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_an_ssd_cap_below_one_block(tmp_path, driver):
+    with pytest.raises(ValueError, match=r"SSD capacity wanted at least one block of \d+ bytes .* found 1073 bytes"):
+        kit.small_engine(store=store_in(tmp_path, driver, ssd_gib=1e-6))
+
+
+def test_a_dram_cap_below_one_block(tmp_path):
+    with pytest.raises(ValueError, match="found 1073"):
+        kit.small_engine(store=store_in(tmp_path, dram_gib=1e-6))
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_an_ssd_cap_above_what_the_disk_has(tmp_path, driver):
+    with pytest.raises(ValueError, match=r"SSD capacity in .* wanted at most \d+ bytes .* found \d+"):
+        kit.small_engine(store=store_in(tmp_path, driver, ssd_gib=float(1 << 20)))
+
+
+def test_a_cap_below_what_one_session_needs_is_told_when_it_matters(tmp_path):
+    """A conversation may stay shorter than the window, so it is no error: the rest of it is a counted miss."""
+    block_gib = kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
+    with kit.small_engine(store=store_in(tmp_path, ssd_gib=2 * (block_gib + 4096 / GIB))) as engine:
+        session = engine.session()
+        kit.say(session, kit.prompt(60))
+        engine.wait_for_saves()
+        stats = engine.store_stats()
+        assert stats.ssd is not None
+        assert {str(reason): n for reason, n in stats.ssd.failed_flushes.items() if n} == {"too_large": 1}
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_directory_that_is_a_file(tmp_path, driver, below):
+    file = tmp_path / "file"
+    file.write_text("of somebody")
+    with pytest.raises(CatalogAccessError, match=r"wanted a directory to write in, found .*file"):
+        kit.small_engine(store=store_in(file / below, driver))
+    assert file.read_text() == "of somebody"
+
+
+@contextlib.contextmanager
+def unwritable(directory: Path) -> Iterator[None]:
+    """No write permission; for root, whom modes do not stop, a file system that is mounted read-only."""
+    directory.mkdir()
+    if os.geteuid():
+        directory.chmod(0o500)
+        yield
+        directory.chmod(0o700)
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(directory)]
+    try:
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("wants to be somebody whom modes stop, or who may mount")
+    except FileNotFoundError:
+        pytest.skip("wants to be somebody whom modes stop, or who may mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_directory_without_write_permission(tmp_path, below):
+    with (
+        unwritable(tmp_path / "store"),
+        pytest.raises(CatalogAccessError, match=r"wanted a directory to write in, found .*store.*(denied|Read-only)"),
+    ):
+        kit.small_engine(store=store_in(tmp_path / "store" / below))
+
+
+def test_a_catalog_of_another_version_is_left_alone(tmp_path):
+    with kit.small_engine(store=store_in(tmp_path)):
+        pass
+    db = sqlite3.connect(tmp_path / CATALOG_NAME)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(CatalogVersionError, match="wanted a catalog of version 1, found version 99"):
+        kit.small_engine(store=store_in(tmp_path))
+
+
+def test_names_of_others_and_times_that_cannot_be(tmp_path):
+    store = store_in(tmp_path)
+    with kit.small_engine(store=store) as engine:
+        kit.say(engine.session(session_id="one", tenant="a"), kit.prompt(20))
+    with kit.small_engine(store=store) as engine:
+        stored = engine.stored
+        for call in (
+            stored.pin,
+            stored.unpin,
+            stored.drop,
+            lambda name, tenant: stored.set_ttl(name, 1.0, tenant=tenant),
+        ):
+            with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+                call("one", tenant="b")
+            with pytest.raises(UnknownSessionError, match="wanted a session that is stored, found 'two'"):
+                call("two", tenant="b")
+        with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+            engine.session(session_id="one", tenant="b")
+        for ttl_s in (-1.0, float("nan")):
+            with pytest.raises(InvalidRequestError, match=f"ttl_s wanted a number of seconds >= 0, found {ttl_s}"):
+                engine.session(ttl_s=ttl_s)
+            with pytest.raises(ValueError, match=f"found {ttl_s}"):
+                stored.set_ttl("one", ttl_s, tenant="a")
+        session = engine.session(session_id="one", tenant="a")
+        with pytest.raises(InvalidRequestError, match=r"wanted to keep 0\.\.\d+ tokens, found 1000"):
+            session.rewind(1000)
+        assert kit.say(session, [65]) == kit.greedy_answer(session.token_ids[:-12], 12)
+        assert session.usage is not None
+        assert session.usage.cached_tokens["ssd"] > 0

@@ -1,0 +1,50 @@
+"""Nothing that a disk does changes a token or ends a request, and the store says what it was."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from ca_jax.storage.catalog_file import CATALOG_NAME
+from tests.reliability import campaigns, damage, workload
+from tests.reliability.arena import NUM_CONVERSATIONS, Arena
+
+
+def run(directory, name: str, driver: str, num_faults: int, seed: int) -> None:
+    campaign, _ = campaigns.CAMPAIGNS[name]
+    tally = campaign(directory / "arena", driver, num_faults, seed)
+    assert tally.faults >= num_faults
+    assert tally.answers > 0
+    assert tally.cached_tokens > 0, "nothing was ever read from SSD"
+    assert (tally.wrong_tokens, tally.failed_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
+def test_a_few_faults(tmp_path, name, driver):
+    run(tmp_path, name, driver, 2, seed=1)
+
+
+@pytest.mark.parametrize("offset", [0, 16, 44, 68], ids=["magic", "page size", "schema format", "application"])
+def test_a_catalog_with_a_damaged_header_is_moved_aside(tmp_path, offset):
+    with Arena(tmp_path, "raw", seed=3) as arena:
+        arena.engine.close()
+        damage.checkpoint_catalog(arena)
+        for log in tmp_path.glob(f"{CATALOG_NAME}-*"):
+            log.unlink()
+        with (tmp_path / CATALOG_NAME).open("r+b") as file:
+            os.pwrite(file.fileno(), b"\xee" * 4, offset)
+        arena.open()
+        workload.check_books(arena.engine, tmp_path, fresh=True)
+        arena.converse()
+        assert arena.take_counts() == {"miss absent": NUM_CONVERSATIONS}
+        assert len([*tmp_path.glob(f"{CATALOG_NAME}.corrupt-*")]) == 1
+        assert (arena.tally.wrong_tokens, arena.tally.failed_requests) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
+def test_many_faults(tmp_path, name, driver):
+    run(tmp_path, name, driver, campaigns.CAMPAIGNS[name][1] // 2, seed=2)

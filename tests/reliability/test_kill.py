@@ -1,0 +1,29 @@
+"""A process killed at any moment leaves what it had said to be stored: all of it, served rightly, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.reliability import killing, workload
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_what_was_published_outlives_kill_9(tmp_path, compile_cache, driver):
+    report = killing.run_rounds(tmp_path, driver, 4, seed=3, compile_cache=compile_cache)
+    assert report.rounds == 4
+    assert report.wrong_tokens == 0
+    assert report.turns > 0
+    assert report.sessions_checked > 0
+    assert report.changes["publish"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_what_was_published_outlives_kill_9_a_hundred_times(tmp_path, compile_cache, driver):
+    report = killing.run_rounds(tmp_path, driver, 100, seed=4, compile_cache=compile_cache)
+    assert report.rounds == 100
+    assert report.wrong_tokens == 0
+    assert report.killed_at["serving"] > 20
+    assert report.killed_at["start"] > 5
+    assert report.rounds_with_unheld_blocks > 0, "no round was cut short between a write and its publication"

@@ -1,0 +1,55 @@
+"""One engine at a time has a directory: the second is refused and told why, and the first does not notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ca_jax.storage.catalog_file import CatalogLockedError
+from tests import engine_kit as kit
+from tests.reliability import killing, workload
+from tests.reliability.arena import Arena
+
+REFUSED = "for this engine alone, found it in use by process {} on .*; stop that one"
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_a_second_engine_in_the_same_process_is_refused(tmp_path, driver):
+    with Arena(tmp_path / "store", driver, seed=5) as arena:
+        for other_driver in workload.DRIVERS:  # Whose blocks would be others.
+            store = workload.ssd_store(arena.directory, other_driver, dram_blocks=10, ssd_blocks=10)
+            with pytest.raises(CatalogLockedError, match=REFUSED.format(os.getpid())):
+                kit.small_engine(store=store)
+        arena.converse()
+        assert arena.take_counts().total() == 0, "all were on SSD, and are still"
+        assert arena.tally.wrong_tokens == arena.tally.failed_requests == 0
+        arena.check_books()
+
+
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+def test_a_second_process_is_refused_whichever_is_first(tmp_path, compile_cache, driver):
+    directory = tmp_path / "store"
+    with killing.Nursery(directory, driver, compile_cache) as nursery:
+        with Arena(directory, driver, seed=6) as arena:
+            nursery.begin(1)
+            line = nursery.line(60)
+            assert line is not None
+            assert line.startswith("broken CatalogLockedError"), line
+            assert f"found it in use by process {os.getpid()} on " in line
+            assert nursery.line(60) == "end"
+            arena.converse()
+            assert arena.take_counts().total() == 0
+            arena.check_books()
+        pid = nursery.begin(2)
+        line = nursery.line(60)
+        assert line is not None
+        assert line.startswith("open 6 "), "six conversations of the engine that was closed"
+        with pytest.raises(CatalogLockedError, match=REFUSED.format(pid)):
+            kit.small_engine(store=workload.ssd_store(directory, driver, dram_blocks=10, ssd_blocks=300))
+        os.kill(pid, signal.SIGKILL)
+        while nursery.line(60) != "end":
+            pass
+        with kit.small_engine(store=workload.ssd_store(directory, driver, dram_blocks=10, ssd_blocks=300)) as engine:
+            workload.check_books(engine, directory, fresh=True)

@@ -1,0 +1,145 @@
+"""What the tests of reliability share: small stores, answers checked without a store, books held against the disk.
+
+Everything here belongs to tests that see an engine from within: its store, tier and catalog are looked at directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ca_jax
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.catalog_reader import CatalogReader
+from ca_jax.storage.catalog_records import SessionRecord
+from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.ssd_books import SsdBooks
+from tests import engine_kit as kit
+
+DRIVERS = ("zarr3", "raw")
+_STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
+_KNOWN_FILES = re.compile(
+    rf"{re.escape(CATALOG_NAME)}(-wal|-shm|\.corrupt-.*)?|catalog\.lock"
+    r"|blocks-[0-9a-f]{16}/(zarr3/\d{6}/(zarr\.json|c\.\d+(\.0){5})|raw/(layout\.json|blocks))"
+)
+
+
+def ssd_store(directory: Path, driver: str, *, dram_blocks: int, ssd_blocks: int, **changes: object) -> StoreConfig:
+    """A store of so many blocks in each tier."""
+    return dataclasses.replace(
+        kit.SMALL.store,
+        dram_gib=dram_blocks * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB,
+        ssd_dir=str(directory),
+        ssd_gib=ssd_blocks * _STORED_BLOCK_BYTES / GIB,
+        ssd_driver=driver,
+        ssd_free_floor_gib=0.0,
+        **changes,
+    )
+
+
+@functools.cache
+def other_model() -> LoadedModel:
+    """The tiny model with other weights."""
+    config = kit.tiny_model().config
+    with tempfile.TemporaryDirectory() as directory:
+        kit.tiny.write_tiny_hf(directory, config, kit.tiny.tiny_params(config, seed=2))
+        return ca_jax.load_model(directory, dtype="float32")
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _likeliest(model, params, tokens):
+    return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0].argmax(-1)
+
+
+def num_wrong(model: LoadedModel, token_ids: Sequence[int], num_generated: int) -> int:
+    """How many of the last `num_generated` tokens are not what one pass without a store finds likeliest there."""
+    padded = np.zeros((1, kit.WINDOW), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    likeliest = np.asarray(_likeliest(model.model, model.params, padded))[0]
+    start, stop = len(token_ids) - num_generated, len(token_ids)
+    return int(np.sum(likeliest[start - 1 : stop - 1] != padded[0, start:stop]))
+
+
+def store_of(engine: Engine) -> AttentionStore:
+    """The engine's store."""
+    return engine._kv._store
+
+
+def ssd_of(engine: Engine) -> SsdBooks:
+    """Its SSD tier's books."""
+    ssd = store_of(engine)._ssd
+    assert ssd is not None
+    return ssd
+
+
+def wait_for_reclaim(engine: Engine) -> None:
+    """Returns when what an earlier process left behind is removed: the writing thread's first step."""
+    done = threading.Event()
+    ssd_of(engine)._worker._writes.put(done.set)
+    assert done.wait(60), "the writing thread of the SSD tier does not answer"
+
+
+def reader_of(engine: Engine, directory: Path) -> CatalogReader:
+    """Another reader of the engine's catalog."""
+    return CatalogReader(directory, ssd_of(engine)._reader.namespace)
+
+
+def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None:
+    """Checks that sizes, free lists, catalog and, after a start, the files say the same. The engine must be idle.
+
+    Args:
+      engine: whose.
+      directory: of its SSD tier.
+      fresh: whether nothing was written since the start: then there are no bytes of nobody either.
+    """
+    engine.wait_for_saves()
+    wait_for_reclaim(engine)
+    store, ssd = store_of(engine), ssd_of(engine)
+    tier, stats, infos = ssd._tier, store.stats(), store.list()
+    with reader_of(engine, directory) as reader:
+        problems = reader.integrity_check()
+        assert problems == (), problems
+        records = list(reader.load_all(lambda key, reason: None))
+    held = sorted(block for record in records for block in record.block_ids.tolist())
+    assert len(set(held)) == len(held), "two sessions hold a block"
+    taken = [block for block, is_taken in enumerate(tier.allocator._taken) if is_taken]
+    assert taken == held, f"the free list wanted {held} to be taken, found {taken}"
+    assert tier.allocator.num_free == tier.num_blocks - len(held)
+    assert stats.ssd is not None
+    assert stats.ssd.used_bytes == len(held) * tier.stored_block_bytes
+    assert stats.ssd.used_bytes == sum(info.ssd_bytes for info in infos)
+    assert stats.used_bytes == sum(info.num_bytes for info in infos)
+    assert stats.ssd.num_sessions == len(records)
+    strange = strange_files(directory)
+    assert strange == [], f"wanted only files of the store, found {strange}"
+    stored = tier.stored_block_ids()
+    assert set(held) <= set(stored), f"wanted bytes of blocks {held}, found {stored}"
+    if fresh:
+        assert stored == held, f"wanted bytes of blocks {held} alone, found {stored}"
+
+
+def strange_files(directory: Path) -> list[str]:
+    """Files in a store's directory that it has no use for: leftovers."""
+    files = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir())
+    return sorted(name for name in files if not _KNOWN_FILES.fullmatch(name))
+
+
+def digest(record: SessionRecord, contents: Contents) -> str:
+    """Of all that a catalog says of a session's KV and conversation."""
+    parts = (record.block_ids.astype("<i8"), contents.token_ids.astype("<i4"), contents.seals.astype("<u8"))
+    data = [np.ascontiguousarray(part).tobytes() for part in parts] + [contents.note]
+    return hashlib.sha256(b"|".join(data)).hexdigest()[:16]
