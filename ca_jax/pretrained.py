@@ -1,6 +1,6 @@
 """A model ready for research code: pure `apply`, its parameters on the device, its tokenizer.
 
-Not here: serving (engine), reading files (models.checkpoint).
+Not here: serving (engine), reading files (models.checkpoint), drawing weights (models.random_weights).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax.errors import InvalidRequestError
+from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import PRESETS, ModelConfig
 from ca_jax.models.llama import Llama
+from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.steps import Params
 from ca_jax.transfer import params_to_device, to_device, to_host
@@ -95,9 +96,7 @@ def load_model(model: str, *, dtype: str | None = None, progress: Progress | Non
       UnsupportedQuantizationError: a tensor's type cannot be read.
     """
     started_s = time.perf_counter()
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    checkpoint = load_checkpoint(model, dtype=dtype, progress=progress)
+    checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress)
     params = params_to_device(checkpoint.params)
     return LoadedModel(
         name=checkpoint.name,
@@ -109,3 +108,40 @@ def load_model(model: str, *, dtype: str | None = None, progress: Progress | Non
         stop_token_ids=checkpoint.stop_token_ids,
         load_s=time.perf_counter() - started_s,
     )
+
+
+def random_model(preset: str, *, dtype: str | None = None, seed: int = 0) -> LoadedModel:
+    """Makes a model of a published architecture with random weights: as fast as the real one, and as large.
+
+    Nothing is downloaded and no weight is ever on the host: they are drawn on the device. The model has no tokenizer
+    and no stop tokens, it takes and gives token ids. Waits until the weights are there.
+
+    Args:
+      preset: one of `models.config.PRESETS`.
+      dtype: of the weights; None as for `load_model`.
+      seed: of the weights, in [0, 2^32).
+
+    Raises:
+      UnknownModelError: there is no such preset.
+      ValueError: an unknown dtype, or a seed out of range.
+    """
+    started_s = time.perf_counter()
+    if preset not in PRESETS:
+        raise UnknownModelError(f"wanted a preset, one of {', '.join(sorted(PRESETS))}; found {preset!r}")
+    config = PRESETS[preset]
+    dtype = dtype or _default_dtype()
+    params = jax.block_until_ready(random_params(config, dtype=dtype, seed=seed))
+    return LoadedModel(
+        name=f"{preset} (random weights)",
+        config=config,
+        model=Llama(config),
+        params=params,
+        tokenizer=None,
+        fingerprint=random_fingerprint(config, dtype=dtype, seed=seed),
+        load_s=time.perf_counter() - started_s,
+    )
+
+
+def _default_dtype() -> str:
+    """float32 on CPU, where bfloat16 is slower."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

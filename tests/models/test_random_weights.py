@@ -1,0 +1,156 @@
+"""Published architectures in their exact sizes, and random weights of any: their tree, their numbers, their scale."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax.errors import UnknownModelError
+from ca_jax.metrics import CompileCounter
+from ca_jax.models import config as model_config
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.models.config import PRESETS
+from ca_jax.models.llama import Llama
+from ca_jax.models.random_weights import random_fingerprint, random_params
+from ca_jax.pretrained import random_model
+from ca_jax.testing import tiny
+
+TOKENS = [5, 200, 17, 17, 0, 255]
+
+NUM_PARAMS = {  # as published with each model's weights
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+
+
+@pytest.fixture
+def preset(monkeypatch):
+    def add(**changes):
+        monkeypatch.setitem(model_config.PRESETS, "tiny", tiny.tiny_config(**changes))
+        return "tiny"
+
+    return add
+
+
+def shapes(tree):
+    return jax.tree.map(lambda leaf: (tuple(leaf.shape), np.dtype(leaf.dtype)), tree)
+
+
+def abstract_params(config, dtype="bfloat16"):
+    return jax.eval_shape(lambda: random_params(config, dtype=dtype))
+
+
+def test_there_is_a_published_size_for_every_preset():
+    assert set(NUM_PARAMS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", NUM_PARAMS)
+def test_a_preset_has_as_many_parameters_as_published(name):
+    config = PRESETS[name]
+    params = abstract_params(config)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == NUM_PARAMS[name]
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    logits, kv = jax.eval_shape(Llama(config).apply, params, tokens, tokens)  # refuses any other shape
+    assert logits.shape == (1, 2, config.vocab_size)
+    kv_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(kv.layers))
+    assert kv_bytes == 2 * config.kv_bytes_per_token(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes"),
+    [("llama2-7b", 512 << 10), ("llama2-13b", 800 << 10), ("llama3-8b", 128 << 10), ("smollm2-135m", 23040)],
+)
+def test_a_token_leaves_as_many_bytes_as_the_papers_say(name, kv_bytes):
+    # CachedAttention: a token of LLaMA-13B takes 0.78 MB in fp16, that is 800 KiB.
+    assert PRESETS[name].kv_bytes_per_token(2) == kv_bytes
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(False, "float32"), (True, "bfloat16"), (True, "float16")])
+def test_the_tree_is_that_of_a_checkpoint(preset, tmp_path, tied, dtype):
+    model = random_model(preset(tie_embeddings=tied), dtype=dtype)
+    tiny.write_tiny_hf(tmp_path, model.config, tiny.tiny_params(model.config))
+    assert shapes(model.params) == shapes(load_checkpoint(str(tmp_path), dtype=dtype).params)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model.params))
+    assert model.dtype == dtype
+
+
+def test_a_model_says_what_it_is(preset):
+    model = random_model(preset())
+    assert model.name == "tiny (random weights)"
+    assert (model.tokenizer, model.stop_token_ids) == (None, ())
+    assert model.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    assert model.load_s > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # bfloat16 has the range of float32
+def test_logits_of_a_deep_model_are_of_order_one(preset, dtype):
+    logits = random_model(preset(num_layers=20), dtype=dtype).logits(TOKENS)
+    assert np.isfinite(logits).all()
+    assert 0.5 < logits.std() < 2
+
+
+def test_what_came_before_moves_the_logits(preset):
+    model = random_model(preset())
+    other = model.logits([6, *TOKENS[1:]])
+    assert np.abs(model.logits(TOKENS) - other)[-1].max() > 1e-2
+
+
+def test_a_seed_decides_every_matrix_and_no_two_are_alike():
+    config = tiny.tiny_config()
+    matrices = {}
+    for label, seed in (("first", 0), ("again", 0), ("other", 1)):
+        leaves = jax.tree.leaves(random_params(config, dtype="float32", seed=seed))
+        matrices[label] = [leaf for leaf in leaves if leaf.ndim > 1]
+    for first, again, other in zip(*matrices.values(), strict=True):
+        assert np.array_equal(first, again)
+        assert not np.array_equal(first, other)
+    beginnings = {tuple(matrix.ravel()[:4].tolist()) for matrix in matrices["first"]}
+    assert len(beginnings) == len(matrices["first"])
+
+
+def test_narrow_weights_are_the_wide_ones_rounded():
+    config = tiny.tiny_config()
+    wide, narrow = (random_params(config, dtype=dtype, seed=3) for dtype in ("float32", "bfloat16"))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.astype(jnp.bfloat16), b), wide, narrow)
+
+
+def test_more_layers_compile_nothing_more():
+    random_params(tiny.tiny_config(num_layers=1, mlp_dim=96), dtype="float32")
+    with CompileCounter() as compiles:
+        random_params(tiny.tiny_config(num_layers=2, mlp_dim=96), dtype="float32", seed=7)
+    assert compiles.count == 0
+
+
+def test_a_fingerprint_differs_with_all_that_the_weights_depend_on(preset):
+    config = tiny.tiny_config()
+    base = random_fingerprint(config, dtype="float32", seed=0)
+    others = {
+        random_fingerprint(config, dtype="float32", seed=1),
+        random_fingerprint(config, dtype="bfloat16", seed=0),
+        random_fingerprint(tiny.tiny_config(num_layers=4), dtype="float32", seed=0),
+    }
+    assert len({base, *others}) == 4
+    assert random_model(preset(), dtype="float32", seed=0).fingerprint == base
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(UnknownModelError, match=r"one of llama2-13b, .*smollm2-360m; found 'llama9'"):
+        random_model("llama9")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(seed):
+    for make in (random_params, random_fingerprint):
+        with pytest.raises(ValueError, match=rf"seed wanted in \[0, 4294967296\), found {seed}"):
+            make(tiny.tiny_config(), dtype="float32", seed=seed)
+
+
+def test_an_unknown_dtype_is_refused(preset):
+    with pytest.raises(ValueError, match=r"dtype must be one of .* found 'int8'"):
+        random_model(preset(), dtype="int8")
