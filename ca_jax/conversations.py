@@ -43,5 +43,5 @@ class Conversation:
                 messages=[{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]],
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
             )
-        except (zlib.error, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error

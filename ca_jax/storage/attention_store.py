@@ -189,7 +189,9 @@ class AttentionStore:
         entry = self._entries.get(key)
         if entry is None or self._ssd is None:
             return b""
-        return entry.note if entry.note is not None else self._ssd.note(key)
+        if entry.note is not None or entry.ssd is None:  # The catalog may still know of an earlier session of this key.
+            return entry.note or b""
+        return self._ssd.note(key)
 
     def set_note(self, key: str, note: bytes) -> None:
         """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place."""

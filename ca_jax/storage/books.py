@@ -184,6 +184,8 @@ class EntryTable:
         """
         if self._entries.get(entry.key) is not entry:  # Gone, and there may be another one of its name.
             return
+        if not entry.requested and self._look_ahead.next_ticket(entry.key) is None:
+            entry.miss = None  # No job is left to be told.
         in_dram = bool(entry.block_ids)
         if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.miss):
             self.remove(entry)

@@ -267,9 +267,8 @@ class Placement:
             if not self._ssd.can_flush:
                 return
             entry = self._table.get(key)
-            if entry is not None:
+            if entry is not None and self._ssd.flush(entry):
                 del self._dirty[key]
-                self._ssd.flush(entry)
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
@@ -308,11 +307,22 @@ class Placement:
             free_blocks=self._blocks.num_free,
             reserve_blocks=self._reserve_blocks,
         )
+        admitted = [entry for entry in filter(None, map(self._table.get, plan.fetch)) if self._may_prefetch(entry)]
+        if not admitted:
+            return
         self._evict_all(plan.evict)
-        for entry in filter(None, map(self._table.get, plan.fetch)):
-            num_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
-            if entry.miss is None and self._ssd.can_fetch(entry) and self._blocks.lacking(num_blocks) <= 0:
+        for entry in admitted:
+            if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 self._fetch(entry)
+
+    def _may_prefetch(self, entry: Entry) -> bool:
+        """Whether nothing but room is against fetching a session early; its tenant's quota may be."""
+        num_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
+        return (
+            self._ssd is not None
+            and self._ssd.can_fetch(entry)
+            and not self._blocks.excess(entry.owner.tenant, num_blocks)
+        )
 
     def _expire(self) -> None:
         now_s = self._clock()

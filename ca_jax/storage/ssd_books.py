@@ -132,8 +132,12 @@ class SsdBooks:
         self._counters = SsdCounters(num_lost_sessions=opened.num_lost)
         self._moves: dict[FetchTask | FlushTask, _Move] = {}
         self._late_until_s = -np.inf
-        for record in opened.records:
-            self._adopt(record)
+        for record in sorted(opened.records, key=lambda record: record.created_s):
+            table.add(self._adopted(record))
+        for record in opened.records:  # The least recently used first.
+            entry = table.get(record.key)
+            if entry is not None:
+                table.use(entry, record.last_used_s)
         self._worker = SsdWorker(
             opened.tier, opened.catalog, worker_reader, prepare=opened.reclaim, on_progress=on_progress
         )
@@ -214,7 +218,8 @@ class SsdBooks:
         """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
 
         Returns:
-          Whether it began. If not, that is counted, and the session does not wait for it any more.
+          Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
+          more. If not, room may come when other moves have settled.
         """
         layout, num_tokens = self._layout, entry.num_tokens
         num_blocks = layout.num_blocks(num_tokens)
@@ -222,10 +227,13 @@ class SsdBooks:
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
         num_kept = self._num_kept_blocks(entry)
         failure = self._make_room(entry, num_blocks - num_kept)
+        if failure is not None and self._moves:
+            return False
         if failure is not None and entry.ssd is not None:  # Rather its new state alone than its old one.
-            self.forget(entry)
-            num_kept = 0
-            failure = self._make_room(entry, num_blocks)
+            failure = self._make_room(entry, num_blocks - len(entry.ssd.block_ids))
+            if failure is None:
+                self._forget_copy(entry)
+                num_kept = 0
         new_ids = None if failure else self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept)
         if new_ids is None:
             return self._skip_flush(entry, FlushFailure.NO_ROOM)
@@ -301,7 +309,7 @@ class SsdBooks:
             return
         num_blocks = num_tokens // self._layout.block_tokens
         if not num_blocks:
-            self.forget(entry)
+            self._forget_copy(entry)
             return
         kept_tokens = num_blocks * self._layout.block_tokens
         self._blocks.free(entry.owner.tenant, entry.ssd.block_ids[num_blocks:].tolist())
@@ -319,7 +327,7 @@ class SsdBooks:
             self._moves[entry.flush].ended = True
             self._counters.failed_flushes[FlushFailure.CANCELLED] += 1
             entry.flush = None
-            self.forget(entry, published=True)
+            self._forget_copy(entry, published=True)
 
     def forget(self, entry: Entry, *, published: bool = False) -> None:
         """Forgets what of a session is on SSD.
@@ -370,12 +378,13 @@ class SsdBooks:
         Returns:
           Whether all has settled.
         """
+        self._worker.use({entry.key: entry.last_used_s for entry in self._table if entry.ssd is not None})
         self._reader.close()  # First: the last one to close has to be one that may merge the log.
         return self._worker.close(timeout_s)
 
     # How.
 
-    def _adopt(self, record: SessionRecord) -> None:
+    def _adopted(self, record: SessionRecord) -> Entry:
         """Takes in a session that an earlier process published."""
         entry = Entry(
             key=record.key,
@@ -387,7 +396,7 @@ class SsdBooks:
             ssd=SsdCopy(num_tokens=record.num_tokens, block_ids=record.block_ids),
         )
         self._blocks.adopt(record.tenant, record.num_blocks)
-        self._table.add(entry)
+        return entry
 
     def _begin(
         self,
@@ -480,7 +489,13 @@ class SsdBooks:
         self._counters.failed_flushes[failure] += 1
         entry.waits_for_flush = False
         self._table.place(entry)
-        return False
+        return True
+
+    def _forget_copy(self, entry: Entry, *, published: bool = False) -> None:
+        """Forgets what is on SSD of a session that goes on in DRAM, with its note."""
+        if entry.note is None and entry.ssd is not None:
+            entry.note = self.note(entry.key)
+        self.forget(entry, published=published)
 
     def _num_ssd_blocks(self, key: str) -> int:
         entry = self._table.get(key)

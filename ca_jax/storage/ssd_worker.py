@@ -22,7 +22,7 @@ import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -152,6 +152,10 @@ class SsdWorker:
     ) -> None:
         """Has a session's pin or note (if not None) or else its time to live written down."""
         self._change_catalog(functools.partial(self._change, key, pinned, note, ttl_s))
+
+    def use(self, times_s: Mapping[str, float]) -> None:
+        """Has written down when sessions were last used, seconds since the epoch."""
+        self._change_catalog(functools.partial(self._use, times_s))
 
     @property
     def num_changes(self) -> int:
@@ -334,6 +338,12 @@ class SsdWorker:
                 self._catalog.set_ttl(key, ttl_s)
         except CatalogError as error:
             _LOG.warning("a session's pin, note or time to live was not written down: %s", error)
+
+    def _use(self, times_s: Mapping[str, float]) -> None:
+        try:
+            self._catalog.touch_used(times_s)
+        except CatalogError as error:
+            _LOG.warning("when sessions were last used was not written down: %s", error)
 
     def _settle_catalog(self) -> BlockIoError | None:
         """Makes outstanding changes durable; why not, if that cannot be, or if nothing can."""

@@ -1,15 +1,27 @@
-"""Small stores for the tests of `ca_jax.storage`: four blocks of four tokens, to be followed by hand."""
+"""Small stores for the tests of `ca_jax.storage`: a few blocks of four tokens, to be followed by hand."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ca_jax.storage import AttentionStore, EvictionPolicy, KVLayout, StoreConfig
+from ca_jax.storage import AttentionStore, EvictionPolicy, KVLayout, StoreConfig, ssd_books
+from ca_jax.storage.block_io import BlockIoError, IoHandle, IoQueue
 from ca_jax.storage.config import GIB
+from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.opening import open_ssd
+from ca_jax.storage.records import Owner
 
 BLOCK_TOKENS = 4
+SLOT_BYTES = {"zarr3": 4096, "raw": 2 * 4096}  # What a block takes on SSD.
+PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 BITS = {2: np.uint16, 4: np.uint32}
 
 
@@ -29,14 +41,36 @@ def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVL
 
 
 def make_store(
-    num_blocks: int = 4, *, dtype: str = "float32", policy: EvictionPolicy | None = None, eviction_policy: str = "lru"
+    num_blocks: int = 4,
+    *,
+    dtype: str = "float32",
+    policy: EvictionPolicy | None = None,
+    eviction_policy: str = "lru",
+    ssd_dir: Path | None = None,
+    ssd_blocks: int = 16,
+    ssd_driver: str = "zarr3",
+    quota_bytes: int | None = None,
+    clock: Callable[[], float] | None = None,
+    weights: str = "weights",
+    **fields: Any,
 ) -> AttentionStore:
-    """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show."""
+    """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show.
+
+    With `ssd_dir` it has an SSD of `ssd_blocks` blocks too.
+    """
     layout = make_layout(dtype)
     config = StoreConfig(
-        dram_gib=num_blocks * layout.block_bytes / GIB, block_tokens=BLOCK_TOKENS, eviction_policy=eviction_policy
+        dram_gib=num_blocks * layout.block_bytes / GIB,
+        block_tokens=BLOCK_TOKENS,
+        eviction_policy=eviction_policy,
+        ssd_dir=None if ssd_dir is None else str(ssd_dir),
+        ssd_gib=ssd_blocks * SLOT_BYTES[ssd_driver] / GIB,
+        ssd_driver=ssd_driver,
+        ssd_free_floor_gib=0.0,
+        tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
+        **fields,
     )
-    store = AttentionStore(layout, config, policy, clock=FakeClock())
+    store = AttentionStore(layout, config, policy, clock=clock or FakeClock(), weights=weights)
     fill_blocks_with_nan(store)
     return store
 
@@ -60,9 +94,11 @@ def as_bits(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).view(BITS[array.dtype.itemsize])
 
 
-def save(store: AttentionStore, key: str, token_ids, kv: np.ndarray, start_token: int = 0) -> bool:
+def save(
+    store: AttentionStore, key: str, token_ids, kv: np.ndarray, start_token: int = 0, owner: Owner | None = None
+) -> bool:
     """Saves `token_ids` in one go; False where the save was skipped."""
-    ticket = store.prepare_save(key, start_token, token_ids)
+    ticket = store.prepare_save(key, start_token, token_ids, owner)
     if ticket is None:
         return False
     ticket.write_all(kv)
@@ -85,3 +121,116 @@ def load(store: AttentionStore, key: str, token_ids) -> np.ndarray | None:
         layers.append(staging[:, : ticket.num_tokens].copy())
     store.complete_load(ticket)
     return np.stack(layers)
+
+
+def fetch(store: AttentionStore, key: str) -> None:
+    """Asks for a session until it is in DRAM, or not worth waiting for."""
+    wait_until(store, lambda: not store.request(key))
+
+
+def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
+    """Turns the store's wheel until something is so; fails if it does not become so."""
+    for _ in range(10_000):
+        store._progress.clear()
+        store.poll()
+        if reached():
+            return
+        assert store._progress.wait(PATIENCE_S), "nothing happens any more, and what was waited for is not so"
+    raise AssertionError("much happens, and what was waited for does not become so")
+
+
+class Gate:
+    """Holds moves back while it is closed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._held: list[Callable[[], None]] = []
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_closed = False
+            held, self._held = self._held, []
+        for go_on in held:
+            go_on()
+
+    def wait_held(self, num_moves: int = 1) -> None:
+        """Waits until so many moves stand before the gate."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._held) >= num_moves, PATIENCE_S), "no move came to the gate"
+
+    def pass_through(self, go_on: Callable[[], None]) -> None:
+        with self._changed:
+            if self._is_closed:
+                self._held.append(go_on)
+                self._changed.notify_all()
+                return
+        go_on()
+
+
+class GatedTier:
+    """A DiskTier whose reads and writes stand before gates, and are late by a clock that a test moves."""
+
+    def __init__(self, tier: DiskTier, deadline_s: float):
+        self._tier = tier
+        self.now_s = 0.0
+        self.reads, self.writes = Gate(), Gate()
+        self._queue = IoQueue(max_in_flight=64, deadline_s=deadline_s, describe=_as_it_is, clock=lambda: self.now_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray]) -> IoHandle:
+        return self._gated(self.reads, functools.partial(self._tier.read_blocks, block_ids, into))
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray]) -> IoHandle:
+        return self._gated(self.writes, functools.partial(self._tier.write_blocks, block_ids, blocks))
+
+    def let_time_pass(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._queue.poll()
+
+    def poll(self) -> None:
+        self._queue.poll()
+        self._tier.poll()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        self._queue.close()
+        return self._queue.wait_empty(timeout_s) and self._tier.close(timeout_s)
+
+    def _gated(self, gate: Gate, begin: Callable[[], IoHandle]) -> IoHandle:
+        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def settled(handle: IoHandle) -> None:
+            if handle.error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(handle.error)
+
+        def operation() -> concurrent.futures.Future[None]:
+            gate.pass_through(lambda: begin().add_settled_callback(settled))
+            return future
+
+        return self._queue.submit([operation])
+
+
+def _as_it_is(error: BaseException) -> BlockIoError:
+    assert isinstance(error, BlockIoError)
+    return error
+
+
+def open_gated(monkeypatch, deadline_s: float = 5.0) -> list[GatedTier]:
+    """Has the stores made from now on get gated tiers, which are added to the list."""
+    tiers: list[GatedTier] = []
+
+    def open_it(*args: Any, **options: Any):
+        opened = open_ssd(*args, **options)
+        tiers.append(GatedTier(opened.tier, deadline_s))
+        return dataclasses.replace(opened, tier=tiers[-1])
+
+    monkeypatch.setattr(ssd_books, "open_ssd", open_it)
+    return tiers

@@ -12,7 +12,8 @@ from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.policy import SchedulerAwarePolicy
-from ca_jax.storage.quota import TenantQuota
+from ca_jax.storage.quota import ChargedBlocks, TenantQuota
+from ca_jax.storage.tier import BlockAllocator
 
 from .policy_simulator import Stored, describe
 
@@ -127,3 +128,49 @@ def test_a_tenant_over_quota_loses_its_own_sessions_only():
     assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 2)) == ("x2",)
     assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 4)) == ("x2", "x1")
     assert policy.choose_victims(orders.view(describe, tenant="x"), quota.excess("x", 5)) == ()
+
+
+def charged(num_blocks: int = 6, quota_blocks: int | None = 4) -> ChargedBlocks:
+    return ChargedBlocks(BlockAllocator(num_blocks), quota_blocks)
+
+
+def test_blocks_are_charged_to_who_takes_them():
+    blocks = charged()
+    assert blocks.alloc("x", 3) == (0, 1, 2)
+    assert blocks.alloc("y", 2, after=2) == (3, 4)
+    assert (blocks.num_blocks, blocks.num_free, blocks.lacking(1), blocks.lacking(3)) == (6, 1, 0, 2)
+    assert blocks.alloc("y", 2) is None
+    assert (blocks.excess("x", 1), blocks.excess("x", 3), blocks.excess("y", 2), blocks.excess("z", 5)) == (0, 2, 0, 1)
+    blocks.free("x", [1, 0])
+    assert (blocks.num_free, blocks.excess("x", 3), blocks.excess("y", 3)) == (3, 0, 1)
+    blocks.free("x", [])
+    assert blocks.alloc("x", 0) == ()
+    assert blocks.excess("x", 4) == 1
+
+
+def test_a_sequence_must_fit_tier_and_quota():
+    assert charged().admits(4)
+    assert not charged().admits(5)
+    assert charged(quota_blocks=None).admits(6)
+    assert not charged(quota_blocks=None).admits(7)
+    assert charged(quota_blocks=None).excess("x", 100) == 0
+
+
+def test_what_was_taken_before_is_charged_afterwards():
+    allocator = BlockAllocator(6)
+    allocator.take([1, 3])
+    blocks = ChargedBlocks(allocator, 4)
+    blocks.adopt("x", 2)
+    assert (blocks.num_free, blocks.excess("x", 3)) == (4, 1)
+    blocks.free("x", [1, 3])
+    assert (blocks.num_free, blocks.excess("x", 4)) == (6, 0)
+
+
+def test_nobody_gives_back_what_is_not_taken():
+    blocks = charged()
+    blocks.alloc("x", 3)
+    with pytest.raises(ValueError, match="block 1 is freed twice"):
+        blocks.free("x", [1, 1])
+    with pytest.raises(ValueError, match="block 4 is freed twice"):
+        blocks.free("x", [4])
+    assert (blocks.num_free, blocks.excess("x", 2)) == (3, 1)

@@ -1,0 +1,204 @@
+"""How fast one model on one machine loads, saves and prefills: rates, and how they are fitted to measured samples.
+
+Not here: measuring (engine, bench), what follows from the rates (costs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+_PRECISION = 1e-9  # A fit that is better by less is no better.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferSample:
+    """One measured transfer of one layer.
+
+    Raises:
+      ValueError: a size or time that is not positive.
+    """
+
+    num_bytes: int
+    """What was moved."""
+    seconds: float
+    """What that took."""
+
+    def __post_init__(self) -> None:
+        check(self.num_bytes > 0, "num_bytes", "a positive number", self.num_bytes)
+        check(0 < self.seconds < math.inf, "seconds", "a positive number", self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillSample:
+    """One measured prefill of all layers, its history on the device already.
+
+    Raises:
+      ValueError: a number of tokens that cannot be, or a time that is not positive.
+    """
+
+    history_tokens: int
+    """Of history, as padded."""
+    new_tokens: int
+    """Prefilled, as padded."""
+    seconds: float
+    """What that took."""
+
+    def __post_init__(self) -> None:
+        check(self.history_tokens >= 0, "history_tokens", "at least 0", self.history_tokens)
+        check(self.new_tokens > 0, "new_tokens", "at least 1", self.new_tokens)
+        check(0 < self.seconds < math.inf, "seconds", "a positive number", self.seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferRate:
+    """A link that moves layers one after the other: `seconds = fixed_s + num_bytes / bytes_per_s`.
+
+    Raises:
+      ValueError: a rate that is not positive, or a negative time.
+    """
+
+    bytes_per_s: float
+    """Bandwidth; infinite where bytes cost nothing."""
+    fixed_s: float = 0.0
+    """Of each transfer, however small."""
+
+    def __post_init__(self) -> None:
+        check(self.bytes_per_s > 0, "bytes_per_s", "a positive number", self.bytes_per_s)
+        check(0 <= self.fixed_s < math.inf, "fixed_s", "at least 0", self.fixed_s)
+
+    @classmethod
+    def fit(cls, samples: Iterable[TransferSample]) -> TransferRate:
+        """The rate of least relative error. Samples of one size give a bandwidth alone.
+
+        Raises:
+          ValueError: there is no sample.
+        """
+        samples = tuple(samples)
+        byte_s, fixed_s = _fit([(sample.num_bytes, 1.0) for sample in samples], [each.seconds for each in samples])
+        return cls(bytes_per_s=1 / byte_s if byte_s else math.inf, fixed_s=fixed_s)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of one transfer; nothing for no bytes."""
+        return self.fixed_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillRate:
+    """Prefill of all layers: `seconds = fixed_s + token_s * new + pair_s * new * (history + new / 2)`.
+
+    The three are what is paid once, what goes through the weights, and the (query, key) pairs of attention. Embedding
+    and logits are within the first two.
+
+    Raises:
+      ValueError: a time that is negative.
+    """
+
+    fixed_s: float = 0.0
+    """Of each prefill, however short."""
+    token_s: float
+    """Of each new token."""
+    pair_s: float = 0.0
+    """Of each pair of a new token and one that it attends to."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check(0 <= getattr(self, field.name) < math.inf, field.name, "at least 0", getattr(self, field.name))
+
+    @classmethod
+    def fit(cls, samples: Iterable[PrefillSample]) -> PrefillRate:
+        """The rate of least relative error. Samples of one size give `token_s` alone.
+
+        Raises:
+          ValueError: there is no sample.
+        """
+        samples = tuple(samples)
+        rows = [(each.new_tokens, _num_pairs(each.history_tokens, each.new_tokens), 1.0) for each in samples]
+        token_s, pair_s, fixed_s = _fit(rows, [each.seconds for each in samples])
+        return cls(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s)
+
+    def seconds(self, history_tokens: int, new_tokens: int) -> float:
+        """Of one prefill with its history on the device."""
+        return self.fixed_s + self.token_s * new_tokens + self.pair_s * _num_pairs(history_tokens, new_tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one model on one machine does per second.
+
+    Raises:
+      ValueError: a size that is not positive.
+    """
+
+    num_layers: int
+    """L."""
+    layer_token_bytes: int
+    """Of one token's keys and values in one layer."""
+    load: TransferRate
+    """Of one layer, from DRAM to the device."""
+    save: TransferRate
+    """Of one layer, from the device to DRAM."""
+    prefill: PrefillRate
+    """Of all layers."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "layer_token_bytes"):
+            check(getattr(self, name) > 0, name, "a positive number", getattr(self, name))
+
+    @classmethod
+    def fit(
+        cls,
+        *,
+        num_layers: int,
+        layer_token_bytes: int,
+        loads: Iterable[TransferSample],
+        saves: Iterable[TransferSample],
+        prefills: Iterable[PrefillSample],
+    ) -> Rates:
+        """Fits each rate to its samples.
+
+        Raises:
+          ValueError: no sample of one kind, or a size that is not positive.
+        """
+        return cls(
+            num_layers=num_layers,
+            layer_token_bytes=layer_token_bytes,
+            load=TransferRate.fit(loads),
+            save=TransferRate.fit(saves),
+            prefill=PrefillRate.fit(prefills),
+        )
+
+
+def _num_pairs(history_tokens: int, new_tokens: int) -> float:
+    return new_tokens * (history_tokens + new_tokens / 2)
+
+
+def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 of least relative error; of equally good ones those with fewer terms, then of earlier columns.
+
+    The best under that bound is the unbounded best of the terms that are not 0, so all sets of terms are tried.
+    """
+    if not rows:
+        raise ValueError("wanted at least one sample to fit a rate to, found none")
+    weighted = np.array(rows, float) / np.array(seconds)[:, None]  # Of relative errors: short times count as well.
+    scale = weighted.max(axis=0)
+    weighted = weighted / scale
+    best, least_error = np.zeros(weighted.shape[1]), math.inf
+    for num_terms in range(1, weighted.shape[1] + 1):
+        for terms in map(list, itertools.combinations(range(weighted.shape[1]), num_terms)):
+            found, *_ = np.linalg.lstsq(weighted[:, terms], np.ones(len(weighted)))
+            error = float(np.linalg.norm(weighted[:, terms] @ found - 1))
+            if found.min() >= 0 and error < least_error - _PRECISION:
+                best, least_error = np.zeros_like(best), error
+                best[terms] = found
+    return [float(value) for value in best / scale]
+
+
+def check(is_so: bool, name: str, wanted: str, found: float) -> None:
+    """Raises ValueError that says what was wanted of a number and what was found, if it is not so."""
+    if not is_so:
+        raise ValueError(f"{name} wanted {wanted}, found {found}")

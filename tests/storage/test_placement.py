@@ -1,0 +1,358 @@
+"""What moves between the tiers and when, told at a few blocks of four tokens."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import MissReason, Residency, SkipReason
+from ca_jax.storage.records import FlushFailure, Owner
+
+from .ssd_helpers import StoppedClock
+from .store_helpers import (
+    PATIENCE_S,
+    SLOT_BYTES,
+    as_bits,
+    fetch,
+    load,
+    make_kv,
+    make_layout,
+    make_store,
+    open_gated,
+    save,
+    wait_until,
+)
+
+LAYOUT = make_layout()
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """The gated tiers of the stores of this test."""
+    return open_gated(monkeypatch)
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Opens stores of one directory, and closes them at the end. Who is needed last goes first, by default."""
+    with contextlib.ExitStack() as at_the_end:
+
+        def open_it(num_blocks: int = 6, **options):
+            options = {"dram_free_fraction": 0.0, "eviction_policy": "scheduler_aware", **options}
+            store = make_store(num_blocks, ssd_dir=tmp_path / "store", **options)
+            at_the_end.callback(store.close)
+            return store
+
+        yield open_it
+
+
+def ids(num_tokens: int) -> list[int]:
+    return list(range(100, 100 + num_tokens))
+
+
+def kv_of(num_tokens: int) -> np.ndarray:
+    return make_kv(LAYOUT, num_tokens, seed=num_tokens)
+
+
+def put(store, key: str, num_tokens: int, owner: Owner | None = None) -> None:
+    """Saves a session and waits until it is on SSD."""
+    assert save(store, key, ids(num_tokens), kv_of(num_tokens), owner=owner)
+    assert store.settle(PATIENCE_S)
+
+
+def where(store, residency: Residency) -> str:
+    """The keys of the sessions that are there."""
+    return "".join(sorted(info.key for info in store.list() if info.residency is residency))
+
+
+def used_blocks(store) -> int:
+    return store.stats().used_bytes // store.layout.block_bytes
+
+
+def on_ssd(open_store, sizes: dict[str, int], num_blocks: int = 6, **options):
+    """A store of sessions of so many tokens, all of which are on SSD only."""
+    store = open_store(num_blocks, **options)
+    for key, num_tokens in sizes.items():
+        put(store, key, num_tokens)
+    store.close()
+    return open_store(num_blocks, **options)
+
+
+# Ahead of need.
+
+
+def test_a_part_of_dram_is_kept_free_of_what_is_on_ssd(open_store, gates):
+    store = open_store(6, dram_free_fraction=0.5, eviction_policy="lru")
+    gates[0].writes.close()
+    for key in "abcde":
+        save(store, key, ids(4), kv_of(4))
+        store.poll()
+    assert where(store, Residency.DRAM) == "abcde", "evicted what is not on SSD"
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    stats = store.stats()
+    assert used_blocks(store) == 3
+    assert (stats.num_evictions, stats.num_sessions, stats.ssd.num_sessions) == (2, 5, 5)
+    assert len(where(store, Residency.SSD)) == 2
+
+
+def test_without_an_ssd_nothing_is_evicted_before_its_room_is_needed():
+    store = make_store(6, dram_free_fraction=0.5)
+    for key in "abcde":
+        save(store, key, ids(4), kv_of(4))
+        store.poll()
+    assert store.settle()
+    assert where(store, Residency.DRAM) == "abcde"
+
+
+def test_waiting_jobs_are_fetched_in_the_order_of_the_queue(open_store, gates):
+    store = on_ssd(open_store, {"a": 8, "b": 7, "c": 6, "d": 5}, num_blocks=4)
+    gates[1].reads.close()
+    for job, key in enumerate("cadb"):
+        store.enqueue(job, key)
+    store.poll()
+    assert where(store, Residency.PENDING) == "ac", "there is room for two"
+    gates[1].reads.open()
+    wait_until(store, lambda: where(store, Residency.DRAM) == "ac")
+    store.settle()
+    assert where(store, Residency.SSD) == "bd", "what waits longer pushes nothing out"
+    store.dequeue(0)
+    store.settle()
+    assert where(store, Residency.DRAM) == "ad", "c has run: it makes room for the next in the queue"
+    assert store.stats().ssd.num_fetches == 3
+    for key, num_tokens in (("a", 8), ("d", 5)):
+        np.testing.assert_array_equal(as_bits(load(store, key, ids(num_tokens))), as_bits(kv_of(num_tokens)))
+    assert store.stats().num_hits_from_ssd == 2
+
+
+def test_prefetching_looks_as_far_as_sessions_of_average_size_fit(open_store, gates):
+    store = on_ssd(open_store, {"x": 20, "a": 4, "b": 4, "c": 4, "d": 4}, num_blocks=6)  # On average 1.8 blocks.
+    gates[1].reads.close()
+    for key in "abcd":
+        store.enqueue(key, key)
+    store.poll()
+    assert where(store, Residency.PENDING) == "abc"
+    gates[1].reads.open()
+    store.dequeue("a")
+    wait_until(store, lambda: where(store, Residency.DRAM) == "abcd")
+
+
+def test_prefetching_evicts_who_is_needed_later_and_never_who_is_needed_before(open_store):
+    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
+    store.enqueue(0, "b")
+    store.settle()
+    put(store, "n", 8)
+    assert where(store, Residency.DRAM) == "bn"
+    store.enqueue(1, "n")
+    store.enqueue(2, "a")
+    store.settle()
+    assert where(store, Residency.DRAM) == "bn", "whose jobs come before"
+    store.dequeue(1)
+    store.settle()
+    assert where(store, Residency.DRAM) == "ab", "n has run"
+
+
+def test_a_late_ssd_evicts_nothing_for_what_is_not_fetched(open_store, gates):
+    store = on_ssd(open_store, {"a": 8, "b": 8}, num_blocks=4)
+    gates[1].reads.close()
+    store.enqueue(0, "a")
+    assert store.request("a")
+    gates[1].reads.wait_held()
+    gates[1].let_time_pass(6)
+    wait_until(store, lambda: store.residency("a") is Residency.SSD)
+    save(store, "n", ids(8), kv_of(8))
+    store.enqueue(1, "b")
+    store.poll()
+    assert where(store, Residency.DRAM) == "n"
+    assert store.stats().num_evictions == 0
+    gates[1].reads.open()
+    store._ssd._late_until_s = -np.inf  # The pause is over: n may be written, and leave.
+    wait_until(store, lambda: store.residency("b") is Residency.DRAM)
+
+
+# When it is needed.
+
+
+def test_the_next_job_takes_the_room_of_later_ones(open_store):
+    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
+    for key in "ab":
+        fetch_for_nobody(store, key)
+    for key in "cab":
+        store.enqueue(key, key)
+    assert store.request("c")
+    assert where(store, Residency.SSD) == "b", "whose job is the last"
+    wait_until(store, lambda: not store.request("c"))
+    np.testing.assert_array_equal(as_bits(load(store, "c", ids(8))), as_bits(kv_of(8)))
+
+
+def fetch_for_nobody(store, key: str) -> None:
+    """Brings a session to DRAM for a job that is gone by then."""
+    store.enqueue("nobody", key)
+    fetch(store, key)
+    store.dequeue("nobody")
+    assert store.residency(key) is Residency.DRAM
+
+
+def test_what_is_requested_stays_until_its_job_has_run(open_store):
+    store = on_ssd(open_store, {"a": 8, "b": 12}, num_blocks=4)
+    store.enqueue(0, "a")
+    fetch(store, "a")
+    assert store.prepare_save("n", 0, ids(12)) is None
+    assert not store.request("b")
+    assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
+    assert where(store, Residency.DRAM) == "a"
+    store.dequeue(0)
+    assert store.prepare_save("n", 0, ids(12)) is not None
+
+
+def test_a_request_without_room_is_a_miss_and_not_waited_for(open_store):
+    store = on_ssd(open_store, {"a": 8}, num_blocks=4)
+    store.pin("n")
+    save(store, "n", ids(12), kv_of(12))
+    for number in (1, 2):
+        store.enqueue(number, "a")
+        assert not store.request("a")
+        assert not store.request("a")
+        assert load(store, "a", ids(8)) is None
+        assert store.stats().misses[MissReason.NO_ROOM] == number
+        store.dequeue(number)
+    assert store.settle(PATIENCE_S)
+    assert store.stats().ssd.num_fetches == 0
+    store.unpin("n")
+    fetch(store, "a")
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv_of(8)))
+
+
+def test_a_request_waits_for_a_flush_that_will_make_room(open_store, gates):
+    store = on_ssd(open_store, {"a": 8}, num_blocks=4)
+    gates[1].writes.close()
+    save(store, "n", ids(12), kv_of(12))
+    store.poll()
+    gates[1].writes.wait_held()
+    store.enqueue(0, "a")
+    assert store.request("a"), "n may leave once it is on SSD"
+    assert store.residency("a") is Residency.SSD
+    gates[1].writes.open()
+    fetch(store, "a")
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv_of(8)))
+    assert store.residency("n") is Residency.SSD
+
+
+def test_a_session_larger_than_dram_is_no_reason_to_evict(open_store):
+    store = on_ssd(open_store, {"a": 20}, num_blocks=6)
+    store.close()
+    store = open_store(4)
+    put(store, "b", 4)
+    store.enqueue(0, "a")
+    assert not store.request("a")
+    assert load(store, "a", ids(20)) is None
+    assert store.stats().misses[MissReason.NO_ROOM] == 1
+    assert where(store, Residency.DRAM) == "b"
+
+
+def test_a_save_gives_up_the_fetch_of_its_session(open_store, gates):
+    store = on_ssd(open_store, {"a": 8}, num_blocks=6)
+    gates[1].reads.close()
+    assert store.request("a")
+    gates[1].reads.wait_held()
+    new = make_kv(LAYOUT, 9, seed=77)
+    assert save(store, "a", range(900, 909), new)
+    gates[1].reads.open()
+    assert store.settle(PATIENCE_S)
+    assert used_blocks(store) == 3
+    np.testing.assert_array_equal(as_bits(load(store, "a", range(900, 909))), as_bits(new))
+    store.close()
+    store = open_store()
+    fetch(store, "a")
+    np.testing.assert_array_equal(as_bits(load(store, "a", range(900, 909))), as_bits(new))
+
+
+# SSD full, and quotas.
+
+
+@pytest.mark.parametrize(("policy", "goes"), [("scheduler_aware", "b"), ("lru", "a"), ("fifo", "a")])
+def test_on_a_full_ssd_the_policy_chooses_and_waiting_sessions_stay_while_there_are_others(open_store, policy, goes):
+    store = open_store(6, ssd_blocks=4, eviction_policy=policy)
+    put(store, "a", 8)
+    put(store, "b", 8)
+    store.enqueue(0, "a")
+    put(store, "c", 8)
+    assert {info.key for info in store.list() if info.ssd_tokens} == {*"abc"} - {goes}
+    stats = store.stats().ssd
+    assert (stats.num_evictions, stats.evicted_bytes) == (1, 2 * SLOT_BYTES["zarr3"])
+    assert store.residency(goes) is Residency.DRAM
+    put(store, "d", 16)
+    assert [info.key for info in store.list() if info.ssd_tokens] == ["d"], "waiting sessions too, if need be"
+
+
+def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
+    store = open_store(4, ssd_blocks=4)
+    put(store, "a", 8)
+    store.set_pinned("a", True)
+    put(store, "b", 12)
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] == 1
+    assert store.residency("a") is Residency.SSD
+    store.set_pinned("a", False)
+    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=12)
+    store.settle()
+    assert [info.key for info in store.list()] == ["b"]
+
+
+def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):
+    store = open_store(40, quota_bytes=4 * SLOT_BYTES["zarr3"])
+    alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
+    put(store, "a", 8, alice)
+    put(store, "x", 8, bob)
+    put(store, "b", 8, alice)
+    put(store, "c", 8, alice)
+    kept = {info.key for info in store.list() if info.ssd_tokens}
+    assert kept == {"b", "c", "x"}
+    put(store, "d", 20, alice)
+    assert store.stats().ssd.failed_flushes[FlushFailure.TOO_LARGE] == 1
+    assert {info.key for info in store.list() if info.ssd_tokens} == kept
+    assert store.stats().num_evictions == 0, "in DRAM she is within it"
+
+
+def test_prefetching_does_not_take_a_tenant_over_its_quota(open_store):
+    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES["zarr3"]}  # 17 blocks of DRAM, 4 of SSD.
+    store = on_ssd(open_store, {"a": 16}, **options)
+    with store.pinned("big"):
+        assert save(store, "big", ids(64), make_kv(LAYOUT, 64))
+        store.enqueue(0, "a")
+        store.poll()
+        store.settle()
+        assert used_blocks(store) <= 17
+    store.dequeue(0)
+
+
+# Times to live.
+
+
+def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
+    clock = StoppedClock()
+    store = open_store(8, clock=clock, ttl_s=10.0)
+    put(store, "a", 4)
+    put(store, "b", 4, Owner(ttl_s=100.0))
+    put(store, "c", 4)
+    put(store, "d", 4)
+    put(store, "e", 4)
+    store.set_pinned("c", True)
+    store.enqueue(0, "d")
+    clock.now_s = 9.0
+    store.lookup("e")
+    clock.now_s = 10.0
+    store.poll()
+    assert where(store, Residency.DRAM) == "bcde"
+    assert store.stats().num_expired == 1
+    assert store.stats().ssd.num_sessions == 4
+    store.close()
+    clock.now_s = 50.0
+    store = open_store(8, clock=clock, ttl_s=10.0)
+    store.poll()
+    assert where(store, Residency.SSD) == "bc", "whose job no longer waits is forgotten after a restart too"
+    store.set_ttl("b", None)
+    clock.now_s = 1e6
+    store.poll()
+    assert where(store, Residency.SSD) == "bc"

@@ -1,0 +1,771 @@
+"""The AttentionStore with an SSD, told at a few blocks of four tokens: what is written, what comes back, what outlives
+the store, and what faults and races leave behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import AttentionStore, EntryInfo, MissReason, Residency, SkipReason
+from ca_jax.storage.catalog_reader import CatalogReader
+from ca_jax.storage.catalog_records import Namespace
+from ca_jax.storage.records import FlushFailure, Owner
+
+from .ssd_helpers import StoppedClock
+from .store_helpers import (
+    PATIENCE_S,
+    SLOT_BYTES,
+    as_bits,
+    fetch,
+    load,
+    make_kv,
+    make_layout,
+    make_store,
+    open_gated,
+    save,
+    wait_until,
+)
+
+LAYOUT = make_layout()
+
+
+@pytest.fixture(params=["zarr3", "raw"])
+def driver(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """The gated tiers of the stores of this test."""
+    return open_gated(monkeypatch)
+
+
+@pytest.fixture
+def open_store(directory):
+    """Opens stores of one directory, and closes them at the end."""
+    with contextlib.ExitStack() as at_the_end:
+
+        def open_it(num_blocks: int = 6, **options) -> AttentionStore:
+            store = make_store(num_blocks, ssd_dir=directory, **options)
+            at_the_end.callback(store.close)
+            return store
+
+        yield open_it
+
+
+def ids(num_tokens: int, first: int = 100) -> list[int]:
+    return list(range(first, first + num_tokens))
+
+
+def info(store: AttentionStore, key: str) -> EntryInfo | None:
+    return next((each for each in store.list() if each.key == key), None)
+
+
+def ssd_tokens(store: AttentionStore, key: str) -> int:
+    found = info(store, key)
+    return 0 if found is None else found.ssd_tokens
+
+
+def used_blocks(store: AttentionStore) -> int:
+    return store.stats().used_bytes // store.layout.block_bytes
+
+
+def in_catalog(directory: Path, driver: str = "zarr3") -> set[str]:
+    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT, driver=driver)) as reader:
+        return {record.key for record in reader.load_all(lambda key, reason: pytest.fail(reason))}
+
+
+def put(store: AttentionStore, key: str, num_tokens: int, *, seed: int = 0, first: int = 100, owner=None) -> np.ndarray:
+    """Saves a session, waits until it is on SSD, and returns its KV."""
+    kv = make_kv(LAYOUT, num_tokens, seed)
+    assert save(store, key, ids(num_tokens, first), kv, owner=owner)
+    assert store.settle(PATIENCE_S)
+    return kv
+
+
+def assert_loads(store: AttentionStore, key: str, token_ids: list[int], kv: np.ndarray) -> None:
+    """A session is fetched, if it is on SSD only, and all of it is what was saved."""
+    fetch(store, key)
+    found = load(store, key, token_ids)
+    assert found is not None, store.stats().misses
+    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+
+
+# Flushing.
+
+
+def test_a_flush_writes_only_what_is_new(open_store, driver):
+    store = open_store(ssd_driver=driver)
+    kv = make_kv(LAYOUT, 10)
+    save(store, "a", ids(6), kv[:, :, :6])
+    assert ssd_tokens(store, "a") == 0
+    store.settle()
+    assert ssd_tokens(store, "a") == 6
+    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes
+    save(store, "a", ids(10)[6:], kv[:, :, 6:], start_token=6)
+    store.settle()
+    stats = store.stats().ssd
+    assert (stats.num_flushes, stats.flushed_bytes) == (2, 4 * LAYOUT.block_bytes), "the full block was written again"
+    assert stats.used_bytes == 3 * SLOT_BYTES[driver]
+    store.settle()
+    assert store.stats().ssd.num_flushes == 2
+    store.close()
+    store = open_store(ssd_driver=driver)
+    assert_loads(store, "a", ids(10), kv)
+
+
+def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, driver):
+    store = open_store(4, ssd_driver=driver)
+    kv = put(store, "a", 7)
+    put(store, "b", 8, seed=1)
+    written = store.stats().ssd.flushed_bytes
+    assert store.prepare_save("c", 0, ids(8)) is not None  # Makes room: a goes.
+    assert store.residency("a") is Residency.SSD
+    assert store.lookup("a").num_tokens == 7
+    assert store.stats().num_evictions == 1
+    assert store.stats().ssd.flushed_bytes == written
+    assert load(store, "a", ids(7)) is None
+    assert store.stats().misses[MissReason.PENDING] == 1
+    assert_loads(store, "a", ids(7), kv)
+    stats = store.stats()
+    assert (stats.num_hits, stats.num_hits_from_ssd, stats.ssd.num_fetches) == (1, 1, 1)
+    load(store, "a", ids(7))
+    assert store.stats().num_hits_from_ssd == 1, "the second load came from DRAM"
+
+
+def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
+    store = open_store(4)
+    with store.pinned("a"):
+        save(store, "a", ids(12), make_kv(LAYOUT, 12))
+        assert store.settle(PATIENCE_S)
+        assert ssd_tokens(store, "a") == 0
+        assert store.prepare_save("b", 0, ids(8)) is None
+        assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
+        assert info(store, "a").num_tokens == 12
+    assert store.settle(PATIENCE_S)
+    assert ssd_tokens(store, "a") == 12
+    assert save(store, "b", ids(8), make_kv(LAYOUT, 8))
+
+
+def test_a_save_into_the_tail_block_while_it_is_flushed(open_store, gates, driver):
+    store = open_store(ssd_driver=driver)
+    kv = make_kv(LAYOUT, 11)
+    gates[0].writes.close()
+    save(store, "a", ids(6), kv[:, :, :6])
+    store.poll()
+    gates[0].writes.wait_held()
+    save(store, "a", ids(11)[6:], kv[:, :, 6:], start_token=6)
+    gates[0].writes.open()
+    wait_until(store, lambda: ssd_tokens(store, "a") == 6)
+    store.settle()
+    assert ssd_tokens(store, "a") == 11
+    assert store.stats().ssd.flushed_bytes == (2 + 2) * LAYOUT.block_bytes
+    store.close()
+    assert_loads(open_store(ssd_driver=driver), "a", ids(11), kv)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
+def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
+    store = open_store(ssd_driver=driver)
+    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(5), kv[:, :, :5])
+    if is_known:
+        store.settle()
+    gates[0].writes.close()
+    save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
+    store.poll()
+    gates[0].writes.wait_held()
+    assert store.truncate("a", 6) == 6
+    assert save(store, "a", ids(5, 900), other, start_token=6)
+    assert ssd_tokens(store, "a") == 0
+    gates[0].writes.open()
+    store.settle()
+    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
+    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES[driver]
+    store.close()
+    wanted = np.concatenate([kv[:, :, :6], other], axis=2)
+    assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
+
+
+def test_blocks_of_a_truncated_flush_may_hold_another_session(open_store, gates, driver):
+    store = open_store(4, ssd_driver=driver)
+    kv, other = make_kv(LAYOUT, 16), make_kv(LAYOUT, 12, seed=1)
+    gates[0].writes.close()
+    save(store, "a", ids(16), kv)
+    store.poll()
+    gates[0].writes.wait_held()
+    store.truncate("a", 3)
+    assert save(store, "b", ids(12), other)
+    gates[0].writes.open()
+    store.settle()
+    store.close()
+    store = open_store(4, ssd_driver=driver)
+    assert_loads(store, "a", ids(3), kv[:, :, :3])
+    assert_loads(store, "b", ids(12), other)
+
+
+def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gates):
+    store = open_store(4)
+    gates[0].writes.close()
+    save(store, "a", ids(16), make_kv(LAYOUT, 16))
+    store.poll()
+    gates[0].writes.wait_held()
+    assert store.drop("a")
+    assert info(store, "a") is None
+    assert used_blocks(store) == 4
+    assert store.prepare_save("b", 0, ids(1)) is None, "memory that is still being read was given away"
+    assert store.stats().ssd.used_bytes == 4 * SLOT_BYTES["zarr3"]
+    gates[0].writes.open()
+    wait_until(store, lambda: used_blocks(store) == 0)
+    assert store.stats().ssd.used_bytes == 0
+    put(store, "b", 16)
+    assert ssd_tokens(store, "b") == 16
+
+
+def test_a_session_that_is_dropped_and_saved_anew_while_its_flush_is_under_way(open_store, gates, directory):
+    store = open_store(8)
+    gates[0].writes.close()
+    save(store, "a", ids(7), make_kv(LAYOUT, 7))
+    store.poll()
+    gates[0].writes.wait_held()
+    store.drop("a")
+    kv = make_kv(LAYOUT, 9, seed=1)
+    save(store, "a", ids(9, 500), kv)
+    store.poll()
+    gates[0].writes.open()
+    store.settle()
+    assert ssd_tokens(store, "a") == 9
+    store.close()
+    assert_loads(open_store(8), "a", ids(9, 500), kv)
+
+
+def test_what_is_dropped_is_forgotten_on_ssd_too(open_store, directory):
+    store = open_store()
+    put(store, "a", 9)
+    put(store, "b", 4)
+    store.drop("a")
+    assert store.stats().ssd.used_bytes == SLOT_BYTES["zarr3"]
+    store.close()
+    assert in_catalog(directory) == {"b"}
+
+
+def test_a_session_too_large_for_the_ssd_is_counted_and_stays_in_dram(open_store):
+    store = open_store(6, ssd_blocks=3)
+    kv = put(store, "a", 16)
+    assert store.stats().ssd.failed_flushes[FlushFailure.TOO_LARGE] == 1
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(16))), as_bits(kv))
+    store.close()
+    assert open_store(6, ssd_blocks=3).list() == ()
+
+
+def test_a_flush_that_finds_no_room_leaves_what_is_on_ssd(open_store):
+    store = open_store(8, ssd_blocks=4)
+    put(store, "p", 8)
+    store.set_pinned("p", True)
+    kv = put(store, "a", 8, seed=1)
+    save(store, "a", ids(12)[8:], make_kv(LAYOUT, 4, seed=2), start_token=8)
+    store.settle()
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] == 1
+    assert ssd_tokens(store, "a") == 8
+    store.close()
+    assert_loads(open_store(8, ssd_blocks=4), "a", ids(12), kv)
+
+
+def test_a_flush_may_take_the_room_of_the_sessions_old_state(open_store):
+    store = open_store(8, ssd_blocks=4)
+    put(store, "a", 11)
+    kv = make_kv(LAYOUT, 12, seed=1)
+    store.truncate("a", 1)  # Nothing of it stays on SSD.
+    save(store, "a", ids(11, 500), kv[:, :, 1:], start_token=1)
+    store.settle()
+    assert ssd_tokens(store, "a") == 12
+
+
+def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
+    store = open_store(8, ssd_blocks=4)
+    put(store, "a", 8)
+    gates[0].writes.close()
+    save(store, "a", ids(9)[8:], make_kv(LAYOUT, 1), start_token=8)
+    store.poll()
+    gates[0].writes.wait_held()  # a holds three blocks, and cannot be evicted now.
+    save(store, "b", ids(8), make_kv(LAYOUT, 8))
+    store.poll()
+    gates[0].writes.open()
+    store.settle()
+    assert ssd_tokens(store, "b") == 8, "it could have been written once the other flush had ended"
+
+
+# Restarts.
+
+
+def test_sessions_outlive_the_store(open_store, directory, driver):
+    owner = Owner(tenant="alice", session_id="chat", ttl_s=1e9)
+    store = open_store(ssd_driver=driver)
+    kv = put(store, "a", 10, owner=owner)
+    store.set_note("a", b"note")
+    store.set_pinned("a", True)
+    store.close()
+    store = open_store(ssd_driver=driver)
+    (found,) = store.list()
+    assert (found.key, found.tenant, found.session_id, found.ttl_s) == ("a", "alice", "chat", 1e9)
+    assert (found.residency, found.num_tokens, found.ssd_tokens, found.num_bytes) == (Residency.SSD, 10, 10, 0)
+    assert found.pinned
+    assert store.note("a") == b"note"
+    assert store.stats().ssd.num_lost_sessions == 0
+    assert used_blocks(store) == 0
+    assert_loads(store, "a", ids(10), kv)
+    more = make_kv(LAYOUT, 3, seed=1)
+    save(store, "a", ids(13)[10:], more, start_token=10)
+    store.settle()
+    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "full blocks stay over a restart too"
+    assert store.note("a") == b"note"
+
+
+def test_a_note_goes_with_the_next_flush_and_is_told_before(open_store):
+    store = open_store()
+    put(store, "a", 5)
+    store.set_note("a", b"first")
+    assert store.note("a") == b"first"
+    store.settle()
+    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "a note alone writes no block"
+    assert store.note("a") == b"first"
+    save(store, "a", [7], make_kv(LAYOUT, 1), start_token=5)
+    store.settle()
+    assert store.note("a") == b"first"
+    assert store.note("nobody") == b""
+    store.drop("a")
+    assert store.note("a") == b""
+
+
+def test_a_note_survives_a_truncation_while_a_flush_is_under_way(open_store, gates):
+    store = open_store()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"note")
+    store.settle()
+    gates[0].writes.close()
+    save(store, "a", [7], make_kv(LAYOUT, 1), start_token=5)
+    store.poll()
+    gates[0].writes.wait_held()
+    store.truncate("a", 4)
+    gates[0].writes.open()
+    store.settle()
+    assert ssd_tokens(store, "a") == 4
+    assert store.note("a") == b"note"
+
+
+def test_a_new_session_does_not_inherit_the_note_of_a_dropped_one(open_store):
+    store = open_store()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"secret")
+    store.settle()
+    with writer_stopped(store):
+        store.drop("a")
+        save(store, "a", ids(5), make_kv(LAYOUT, 5))
+        assert store.note("a") == b""
+    store.settle()
+    assert store.note("a") == b""
+
+
+@pytest.mark.parametrize("change", ["pinned", "ttl"])
+def test_a_change_while_a_flush_is_under_way_is_not_lost(open_store, gates, change):
+    store = open_store()
+    gates[0].writes.close()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.poll()
+    gates[0].writes.wait_held()
+    store.set_pinned("a", True) if change == "pinned" else store.set_ttl("a", 1e6)
+    gates[0].writes.open()
+    store.close()
+    (found,) = open_store().list()
+    assert (found.pinned, found.ttl_s) == ((True, None) if change == "pinned" else (False, 1e6))
+
+
+def test_with_a_smaller_cap_what_fits_stays(open_store, driver, directory):
+    store = open_store(ssd_blocks=8, ssd_driver=driver)
+    kv = put(store, "a", 8)
+    put(store, "b", 8, seed=1)
+    store.close()
+    store = open_store(ssd_blocks=3, ssd_driver=driver)
+    assert [found.key for found in store.list()] == ["a"]
+    stats = store.stats().ssd
+    assert stats.num_lost_sessions == 1
+    assert (stats.used_bytes, stats.free_bytes) == (2 * SLOT_BYTES[driver], SLOT_BYTES[driver])
+    assert_loads(store, "a", ids(8), kv)
+    store.close()
+    assert in_catalog(directory, driver) == {"a"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("zarr3", "raw"), ("raw", "zarr3")])
+def test_another_driver_sees_nothing_and_harms_nothing(open_store, before, after):
+    store = open_store(ssd_blocks=3, ssd_driver=before)
+    kv = put(store, "a", 12)
+    store.close()
+    other = open_store(ssd_blocks=3, ssd_driver=after)
+    assert other.list() == ()
+    fetch(other, "a")
+    assert load(other, "a", ids(12)) is None
+    other_kv = put(other, "a", 12, seed=1)
+    assert ssd_tokens(other, "a") == 12
+    other.close()
+    store = open_store(ssd_blocks=3, ssd_driver=before)
+    assert_loads(store, "a", ids(12), kv)
+    store.close()
+    assert_loads(open_store(ssd_blocks=3, ssd_driver=after), "a", ids(12), other_kv)
+
+
+def test_other_weights_see_nothing_and_harm_nothing(open_store, directory):
+    store = open_store(ssd_blocks=3)
+    kv = put(store, "a", 12)
+    store.close()
+    other = open_store(ssd_blocks=3, weights="others")
+    assert other.list() == ()
+    assert other.find_prefix("", ids(12)) is None
+    other_kv = put(other, "a", 12, seed=1)
+    assert ssd_tokens(other, "a") == 12
+    other.close()
+    store = open_store(ssd_blocks=3)
+    assert_loads(store, "a", ids(12), kv)
+    store.close()
+    assert_loads(open_store(ssd_blocks=3, weights="others"), "a", ids(12), other_kv)
+
+
+def test_blocks_may_be_kept_elsewhere_than_the_catalog(open_store, directory):
+    store = open_store(2, ssd_url="memory://kv")
+    kv = put(store, "a", 7)
+    assert store.prepare_save("b", 0, ids(8)) is not None
+    assert store.residency("a") is Residency.SSD
+    store.close()
+    assert not list(directory.rglob("c.*"))
+    store = open_store(2, ssd_url="memory://kv")  # Another memory: the catalog names what is gone.
+    fetch(store, "a")
+    assert load(store, "a", ids(7)) is None
+    assert store.stats().misses[MissReason.MISSING] == 1
+    assert store.list() == ()
+    store.settle()
+    put(store, "a", 7)
+    store.abort_save(store.prepare_save("b", 0, ids(8)))
+    assert_loads(store, "a", ids(7), kv)
+
+
+def test_a_used_session_that_gets_a_time_to_live_is_there_after_a_restart(open_store):
+    clock = StoppedClock()
+    store = open_store(clock=clock)
+    put(store, "a", 5)
+    clock.now_s = 1000.0
+    store.set_ttl("a", 60.0)
+    store.close()
+    clock.now_s = 1010.0
+    store = open_store(clock=clock)
+    store.poll()
+    assert store.residency("a") is Residency.SSD, "its time ended 950 s before it was set"
+    clock.now_s = 1061.0
+    store.poll()
+    assert store.residency("a") is Residency.ABSENT
+
+
+def test_first_in_is_first_out_after_a_restart_too(open_store):
+    store = open_store(ssd_blocks=4, eviction_policy="fifo")
+    put(store, "a", 4)
+    put(store, "b", 4)
+    save(store, "a", [7], make_kv(LAYOUT, 1), start_token=4)
+    store.close()
+    store = open_store(ssd_blocks=4, eviction_policy="fifo")
+    put(store, "c", 8)
+    assert {found.key for found in store.list()} == {"b", "c"}
+
+
+# Faults.
+
+
+def damage(directory: Path, driver: str) -> None:
+    """Flips a byte in every block."""
+    if driver == "raw":
+        (file,) = (file for file in directory.rglob("*") if file.is_file() and file.stat().st_size >= 16 * 8192)
+        with file.open("r+b") as blocks:
+            for offset in range(100, file.stat().st_size, 8192):
+                blocks.seek(offset)
+                (byte,) = blocks.read(1)
+                blocks.seek(offset)
+                blocks.write(bytes([byte ^ 1]))
+        return
+    for file in directory.rglob("c.*.0.0.0.0.0"):
+        found = bytearray(file.read_bytes())
+        found[100] ^= 1
+        file.write_bytes(found)
+
+
+def remove_blocks(directory: Path, driver: str) -> None:
+    for file in directory.rglob("c.*.0.0.0.0.0"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("driver", "fault", "reason"),
+    [
+        ("zarr3", damage, MissReason.CORRUPT),
+        ("raw", damage, MissReason.CORRUPT),
+        ("zarr3", remove_blocks, MissReason.MISSING),
+    ],
+)
+def test_a_fetch_that_fails_is_a_counted_miss_and_the_session_is_saved_anew(
+    open_store, directory, driver, fault, reason
+):
+    store = open_store(ssd_driver=driver)
+    put(store, "a", 9)
+    store.close()
+    fault(directory, driver)
+    store = open_store(ssd_driver=driver)
+    fetch(store, "a")
+    assert load(store, "a", ids(9)) is None
+    misses = store.stats().misses
+    assert misses[reason] == sum(misses.values()) == 1
+    assert store.list() == ()
+    store.settle()
+    assert (used_blocks(store), store.stats().ssd.used_bytes) == (0, 0)
+    assert load(store, "a", ids(9)) is None
+    assert store.stats().misses[MissReason.ABSENT] == 1
+    kv = put(store, "a", 9, seed=1)
+    store.close()
+    assert in_catalog(directory, driver) == {"a"}
+    assert_loads(open_store(ssd_driver=driver), "a", ids(9), kv)
+
+
+def test_a_miss_that_nobody_asks_about_leaves_nothing_behind(open_store, gates, directory):
+    store = open_store()
+    put(store, "a", 9)
+    store.close()
+    damage(directory, "zarr3")
+    store = open_store()
+    gates[1].reads.close()
+    store.enqueue("job", "a")
+    store.poll()
+    gates[1].reads.wait_held()
+    store.dequeue("job")  # Cancelled.
+    gates[1].reads.open()
+    store.settle()
+    assert store.list() == ()
+
+
+def test_a_miss_is_told_of_one_fetch_only(open_store):
+    """What was wrong when a fetch was wanted says nothing about the session that is saved afterwards."""
+    store = open_store(4)
+    put(store, "a", 8)
+    with store.pinned("b"):
+        save(store, "b", ids(12), make_kv(LAYOUT, 12))
+        store.enqueue("job", "a")
+        assert not store.request("a")  # No room.
+    store.drop("b")
+    kv = put(store, "a", 8, seed=1)
+    store.dequeue("job")
+    put(store, "b", 16)
+    assert store.residency("a") is Residency.SSD
+    store.drop("b")
+    assert_loads(store, "a", ids(8), kv)
+
+
+def test_a_late_read_is_a_miss_and_its_memory_stays_taken(open_store, gates):
+    store = open_store(4)
+    kv = put(store, "a", 8)
+    other_kv = put(store, "b", 8, seed=1)
+    store.close()
+    store = open_store(4)
+    tier = gates[1]
+    tier.reads.close()
+    assert store.request("a")
+    tier.reads.wait_held()
+    tier.let_time_pass(4.9)
+    assert store.request("a")
+    assert store.residency("a") is Residency.PENDING
+    tier.let_time_pass(0.2)
+    wait_until(store, lambda: store.residency("a") is Residency.SSD)
+    assert used_blocks(store) == 2
+    assert load(store, "a", ids(8)) is None
+    assert not store.request("b"), "the SSD has just been late"
+    assert load(store, "b", ids(8)) is None
+    assert store.stats().misses[MissReason.DEADLINE] == sum(store.stats().misses.values()) == 2
+    assert store._ssd.num_fetching == 1
+    tier.reads.open()
+    wait_until(store, lambda: used_blocks(store) == 0)
+    store._ssd._late_until_s = -np.inf  # The pause is over.
+    assert_loads(store, "b", ids(8), other_kv)
+    assert_loads(store, "a", ids(8), kv)
+    assert not store.stats().ssd.num_lost_sessions
+
+
+def test_nobody_waits_for_room_that_a_stalled_read_holds(open_store, gates):
+    store = open_store(4)
+    put(store, "a", 8)
+    put(store, "b", 12)
+    store.close()
+    store = open_store(4)
+    tier = gates[1]
+    tier.reads.close()
+    assert store.request("a")
+    tier.reads.wait_held()
+    tier.let_time_pass(6)
+    wait_until(store, lambda: store.residency("a") is Residency.SSD)
+    store._ssd._late_until_s = -np.inf
+    assert not store.request("b"), "it would be waited for as long as the read stalls"
+    assert load(store, "b", ids(12)) is None
+    misses = store.stats().misses
+    assert misses[MissReason.NO_ROOM] + misses[MissReason.DEADLINE] == sum(misses.values()) == 1
+    tier.reads.open()
+
+
+def test_nobody_waits_for_room_that_stalled_writes_hold(open_store, gates):
+    store = open_store(6)
+    put(store, "s", 8)
+    store.close()
+    store = open_store(6)
+    tier = gates[1]
+    tier.writes.close()
+    for key in "abc":  # Two are written at once, the third waits for its turn.
+        save(store, key, ids(8), make_kv(LAYOUT, 8))
+    store.poll()
+    tier.writes.wait_held(2)
+    assert store.request("s"), "there will be room once something is written"
+    tier.let_time_pass(6)
+    wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 2)
+    fetched_or_given_up = not store.request("s") or store.residency("s") is Residency.PENDING
+    assert fetched_or_given_up, "it would be waited for as long as the writes stall"
+    tier.writes.open()
+
+
+def test_a_flush_that_fails_is_counted_and_changes_nothing(open_store, gates):
+    store = open_store()
+    kv = put(store, "a", 6)
+    tier = gates[0]
+    tier.writes.close()
+    save(store, "a", ids(9)[6:], make_kv(LAYOUT, 3), start_token=6)
+    store.poll()
+    tier.writes.wait_held()
+    tier.let_time_pass(6)
+    wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1)
+    assert ssd_tokens(store, "a") == 6
+    assert store.stats().ssd.used_bytes == (2 + 2) * SLOT_BYTES["zarr3"]
+    tier.writes.open()
+    wait_until(store, lambda: store.stats().ssd.used_bytes == 2 * SLOT_BYTES["zarr3"])
+    store.close()
+    assert_loads(open_store(), "a", ids(9), kv)
+
+
+# Races with the thread that writes.
+
+
+@contextlib.contextmanager
+def writer_stopped(store: AttentionStore):
+    """Keeps the writing thread from going on with the catalog."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        reached.set()
+        assert go_on.wait(PATIENCE_S)
+
+    store._ssd._worker._writes.put(stop)
+    assert reached.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_shortened(open_store):
+    store = open_store()
+    kv = put(store, "a", 10)
+    store.close()
+    store = open_store()
+    with writer_stopped(store):
+        assert store.truncate("a", 7) == 4
+        fetch(store, "a")
+        found = load(store, "a", ids(10))
+    assert found is not None, store.stats().misses
+    np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :4]))
+    assert ssd_tokens(store, "a") == 4
+
+
+def test_a_truncation_that_only_an_old_state_on_ssd_is_longer_than(open_store, gates):
+    store = open_store()
+    put(store, "a", 14)
+    store.close()
+    store = open_store()
+    kv = make_kv(LAYOUT, 5, seed=1)
+    gates[1].writes.close()
+    save(store, "a", ids(5), kv)  # Recomputed: it was not fetched.
+    store.poll()
+    gates[1].writes.wait_held()
+    assert store.truncate("a", 8) == 5
+    with writer_stopped(store):
+        gates[1].writes.open()
+    store.settle()
+    before = ssd_tokens(store, "a")
+    store.close()
+    store = open_store()
+    assert before == ssd_tokens(store, "a") == 5
+    assert_loads(store, "a", ids(5), kv)
+
+
+def test_a_session_on_ssd_only_is_shortened_to_full_blocks(open_store, driver):
+    store = open_store(ssd_driver=driver)
+    kv = put(store, "a", 14)
+    put(store, "b", 4)
+    store.close()
+    store = open_store(ssd_driver=driver)
+    assert store.truncate("a", 11) == 8
+    assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES[driver]
+    assert store.truncate("b", 3) == 0
+    assert store.residency("b") is Residency.ABSENT
+    store.close()
+    store = open_store(ssd_driver=driver)
+    assert store.residency("b") is Residency.ABSENT
+    assert_loads(store, "a", ids(14), kv[:, :, :8])
+
+
+# Other sessions' KV.
+
+
+def test_a_session_begins_with_what_another_has_on_ssd(open_store):
+    store = open_store(8)
+    kv = put(store, "a", 10, owner=Owner(tenant="alice"))
+    put(store, "b", 9, first=500, owner=Owner(tenant="bob"))
+    store.close()
+    store = open_store(8)
+    wanted = [*ids(9), 7, 7]
+    assert store.find_prefix("bob", wanted) is None
+    assert store.find_prefix("alice", ids(3)) is None, "less than a block"
+    source = store.find_prefix("alice", wanted)
+    assert source == "a"
+    assert store.copy_prefix(source, "c", wanted) == 0, "it is not in DRAM yet"
+    fetch(store, "a")
+    assert store.copy_prefix(source, "c", wanted, Owner(tenant="alice", session_id="mine")) == 9
+    with pytest.raises(ValueError, match="found 'c', of which something is"):
+        store.copy_prefix(source, "c", wanted)
+    save(store, "c", [7, 7], make_kv(LAYOUT, 2, seed=3), start_token=9)
+    store.drop("a")
+    store.settle()
+    store.close()
+    store = open_store(8)
+    assert [found.key for found in store.of_name("mine")] == ["c"]
+    both = np.concatenate([kv[:, :, :9], make_kv(LAYOUT, 2, seed=3)], axis=2)
+    assert_loads(store, "c", wanted, both)
+
+
+def test_names_are_of_any_tenant_and_keys_of_one(open_store):
+    store = open_store()
+    for key, tenant in (("k1", "alice"), ("k2", "bob")):
+        put(store, key, 4, owner=Owner(tenant=tenant, session_id="chat"))
+    put(store, "k3", 4)
+    assert [(found.key, found.tenant) for found in store.of_name("chat")] == [("k1", "alice"), ("k2", "bob")]
+    assert [found.key for found in store.of_name("k3")] == ["k3"], "by default a session is known by its key"
+    store.drop("k1")
+    assert [found.key for found in store.of_name("chat")] == ["k2"]
+    assert store.of_name("nobody") == ()
