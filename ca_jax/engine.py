@@ -260,10 +260,12 @@ class Engine:
             self._sessions.pop(session.session_id, None)
             self._kv.truncate(session, 0)
 
-    def remember(self, session: Session) -> None:
-        """Has a conversation kept with its KV, as it is now; for `Session.rewind`."""
-        with self._lock:
+    def rewind(self, session: Session, left: Conversation) -> None:
+        """Takes a conversation back to what is left of it, its KV too; for `Session.rewind`."""
+        with self._lock:  # At once: what is written to SSD is either state.
             self._check_open()
+            self._kv.truncate(session, len(left.token_ids))
+            session.resume(left)
             self._kv.remember(session)
 
     @property
@@ -364,7 +366,7 @@ class Engine:
             return self._kv.stats()
 
     def truncate_stored(self, session: Session, num_tokens: int) -> None:
-        """Forgets a conversation's KV behind its first `num_tokens` tokens; for `Session.rewind`."""
+        """Forgets a conversation's KV behind its first `num_tokens` tokens, but not the conversation."""
         with self._lock:
             self._check_open()
             self._kv.truncate(session, num_tokens)

@@ -332,12 +332,18 @@ class Session:
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"wanted to keep 0..{len(self.token_ids)} tokens, found {num_tokens}")
-        self._engine.truncate_stored(self, num_tokens)
-        self.token_ids = self.token_ids[:num_tokens]
-        while self._turn_starts and self._turn_starts[-1][0] >= num_tokens:
-            _, num_messages = self._turn_starts.pop()
-            self.messages = self.messages[:num_messages]
-        self._engine.remember(self)
+        turn_starts = [start for start in self._turn_starts if start[0] < num_tokens]
+        num_messages = self._turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self._turn_starts) else None
+        left = Conversation(
+            token_ids=self.token_ids[:num_tokens], messages=self.messages[:num_messages], turn_starts=turn_starts
+        )
+        self._engine.rewind(self, left)
+
+    def resume(self, conversation: Conversation) -> None:
+        """Makes the conversation another one; for the engine."""
+        self.token_ids = list(conversation.token_ids)
+        self.messages = list(conversation.messages)
+        self._turn_starts = list(conversation.turn_starts)
 
     def _check_ready(self) -> None:
         self._engine.end_abandoned()

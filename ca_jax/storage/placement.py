@@ -196,11 +196,13 @@ class Placement:
 
     def shorten(self, entry: Entry, num_tokens: int) -> None:
         """Keeps only a session's first tokens, in both tiers and of what is on its way; it must not be in use."""
-        if self._ssd is not None:
-            self._ssd.shorten(entry, num_tokens)
-        if num_tokens < entry.num_tokens:
+        shorter = num_tokens < entry.num_tokens
+        if shorter:  # First: a flush may read what is freed.
             entry.token_ids = entry.token_ids[:num_tokens].copy()
             self.leave_dram(entry, num_tokens)
+        if self._ssd is not None:
+            self._ssd.shorten(entry, num_tokens)
+        if shorter:
             self.changed(entry)
         self._table.place(entry)
 

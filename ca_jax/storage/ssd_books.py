@@ -29,7 +29,7 @@ from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
-from ca_jax.storage.ssd_worker import FetchTask, FlushTask, SsdWorker, TaskEnd
+from ca_jax.storage.ssd_worker import FetchTask, FlushTask, Lost, SsdWorker, TaskEnd
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -264,6 +264,12 @@ class SsdBooks:
     def poll(self) -> None:
         """Takes in what the worker has done. Never waits."""
         while (end := self._worker.take_ended()) is not None:
+            if isinstance(end, Lost):
+                entry = self._table.get(end.key)
+                if entry is not None and entry.ssd is not None:
+                    self._let_go(entry)
+                    self._table.place(entry)
+                continue
             move = self._moves.get(end.task)
             if move is None:  # Settled already: told of twice, in the other order.
                 continue
@@ -281,11 +287,6 @@ class SsdBooks:
                 self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
                 self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
             self._table.place(move.entry)
-        while (key := self._worker.take_lost()) is not None:
-            entry = self._table.get(key)
-            if entry is not None and entry.ssd is not None:
-                self._let_go(entry)
-                self._table.place(entry)
 
     def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
@@ -471,6 +472,7 @@ class SsdBooks:
         for victim in filter(None, map(self._table.get, victims)):
             self._counters.num_evictions += 1
             self._counters.evicted_bytes += self._num_ssd_blocks(victim.key) * self._tier.stored_block_bytes
+            self._take_note_back(victim)
             self._let_go(victim)
             self._table.place(victim)
         if victims:
@@ -493,9 +495,13 @@ class SsdBooks:
 
     def _forget_copy(self, entry: Entry, *, published: bool = False) -> None:
         """Forgets what is on SSD of a session that goes on in DRAM, with its note."""
-        if entry.note is None and entry.ssd is not None:
-            entry.note = self.note(entry.key)
+        self._take_note_back(entry)
         self.forget(entry, published=published)
+
+    def _take_note_back(self, entry: Entry) -> None:
+        """Keeps a session's note for its next flush, before SSD forgets it."""
+        if entry.note is None and entry.ssd is not None and entry.num_tokens:
+            entry.note = self.note(entry.key)
 
     def _num_ssd_blocks(self, key: str) -> int:
         entry = self._table.get(key)

@@ -87,6 +87,14 @@ class TaskEnd:
     """Of a fetched session."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A session that had to be forgotten, since it could not be shortened."""
+
+    key: str
+    """Of the session."""
+
+
 class SsdWorker:
     """The threads. `submit` calls never wait; all public methods belong to the bookkeeping thread.
 
@@ -112,9 +120,8 @@ class SsdWorker:
         self._catalog = catalog
         self._reader = reader
         self._on_progress = on_progress
-        self._ended: collections.deque[TaskEnd] = collections.deque()
+        self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
         self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
-        self._lost: collections.deque[str] = collections.deque()
         self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
         self._bounces: list[np.ndarray] = []
         self._num_moving = self._num_changes = 0
@@ -143,7 +150,7 @@ class SsdWorker:
     def shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
         """Has a session shortened to full blocks. Those behind may be given to later flushes at once.
 
-        Where the catalog cannot be changed so, the session is forgotten; `take_lost` says it.
+        Where the catalog cannot be changed so, the session is forgotten; `take_ended` says it.
         """
         self._change_catalog(functools.partial(self._shorten, key, num_tokens, num_blocks))
 
@@ -162,13 +169,9 @@ class SsdWorker:
         """Changes of the catalog that were asked for and not tried yet."""
         return self._num_changes
 
-    def take_ended(self) -> TaskEnd | None:
-        """The next task that ended; None where there is none."""
+    def take_ended(self) -> TaskEnd | Lost | None:
+        """The next thing that happened, in order; None where there is none."""
         return self._ended.popleft() if self._ended else None
-
-    def take_lost(self) -> str | None:
-        """The next session that had to be forgotten against the wish of its owner; None where there is none."""
-        return self._lost.popleft() if self._lost else None
 
     def close(self, timeout_s: float) -> bool:
         """Ends the threads after what was submitted, waits at most so long, and closes tier and catalog.
@@ -323,7 +326,7 @@ class SsdWorker:
             self._catalog.shorten(key, num_tokens, num_blocks)
         except (CatalogError, ValueError) as error:  # ValueError: the catalog has less than the books thought.
             _LOG.warning("a session cannot be shortened, and is forgotten: %s", error)
-            self._lost.append(key)
+            self._ended.append(Lost(key=key))
             self._forget((key,))
 
     def _change(self, key: str, pinned: bool | None, note: bytes | None, ttl_s: float | None) -> None:

@@ -25,5 +25,4 @@ def test_what_was_published_outlives_kill_9_a_hundred_times(tmp_path, compile_ca
     assert report.rounds == 100
     assert report.wrong_tokens == 0
     assert report.killed_at["serving"] > 20
-    assert report.killed_at["start"] > 5
     assert report.rounds_with_unheld_blocks > 0, "no round was cut short between a write and its publication"

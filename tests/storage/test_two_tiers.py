@@ -197,7 +197,7 @@ def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_k
     assert_loads(open_store(ssd_driver=driver), "a", ids(6) + ids(5, 900), wanted)
 
 
-def test_blocks_of_a_truncated_flush_may_hold_another_session(open_store, gates, driver):
+def test_blocks_of_a_truncated_flush_are_free_once_it_has_settled(open_store, gates, driver):
     store = open_store(4, ssd_driver=driver)
     kv, other = make_kv(LAYOUT, 16), make_kv(LAYOUT, 12, seed=1)
     gates[0].writes.close()
@@ -205,9 +205,10 @@ def test_blocks_of_a_truncated_flush_may_hold_another_session(open_store, gates,
     store.poll()
     gates[0].writes.wait_held()
     store.truncate("a", 3)
-    assert save(store, "b", ids(12), other)
+    assert not save(store, "b", ids(12), other), "memory that is still being read was given away"
     gates[0].writes.open()
     store.settle()
+    assert save(store, "b", ids(12), other)
     store.close()
     store = open_store(4, ssd_driver=driver)
     assert_loads(store, "a", ids(3), kv[:, :, :3])
@@ -769,3 +770,18 @@ def test_names_are_of_any_tenant_and_keys_of_one(open_store):
     store.drop("k1")
     assert [found.key for found in store.of_name("chat")] == ["k2"]
     assert store.of_name("nobody") == ()
+
+
+def test_a_note_survives_its_sessions_eviction_from_ssd(open_store):
+    store = open_store(8, ssd_blocks=4)
+    put(store, "a", 8)
+    store.set_note("a", b"note")
+    store.settle()
+    put(store, "b", 12)
+    store.settle()
+    assert ssd_tokens(store, "a") == 0, "evicted for b"
+    store.truncate("a", 4)
+    store.settle()
+    assert ssd_tokens(store, "a") == 4
+    store.close()
+    assert open_store(8, ssd_blocks=4).note("a") == b"note"
