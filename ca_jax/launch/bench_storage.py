@@ -158,6 +158,7 @@ class _DiskBench:
         self._ids = range(len(blocks))
         self._samples: dict[str, Samples] = collections.defaultdict(Samples)
         self._ways: dict[str, dict[str, Callable[[], None]]] = {}
+        self._num_rounds = 0
         self._plain = _plain_directory(directory)
         self._plain.mkdir()
         self._write()
@@ -175,13 +176,15 @@ class _DiskBench:
     def round(self, keep: bool) -> None:
         """Takes one sample of everything; for nothing, unless they are to be kept."""
         for measured, ways in self._ways.items():
-            for name, work in ways.items():
+            names = list(ways)[self._num_rounds % len(ways) :] + list(ways)[: self._num_rounds % len(ways)]
+            for name in names:  # Each has every place in turn: what was written before it costs whoever writes next.
                 if measured == "ssd_read_cold":  # Whoever comes last leaves a full cache for the warm reads.
                     drop_cached(self._paths)
                     if not is_dropped(self._paths):
                         raise BenchError(f"wanted the page cache without the files of {self._driver}, found them there")
                 samples = self._samples[measured] if keep else Samples()
-                _sample(samples, name, self._into.nbytes, work)
+                _sample(samples, name, self._into.nbytes, ways[name])
+        self._num_rounds += 1
 
     def rows(self) -> list[StoreRow]:
         """What was measured."""
