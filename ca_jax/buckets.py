@@ -16,6 +16,12 @@ def new_token_buckets(chunk_tokens: int) -> tuple[int, ...]:
     return (*(size for size in ladder if size < chunk_tokens), chunk_tokens)
 
 
+def pass_sizes(chunk_tokens: int) -> tuple[int, ...]:
+    """Numbers of new tokens of a pass that is not a prompt's last: powers of two from 16, and the chunk itself."""
+    sizes = (1 << power for power in range(4, chunk_tokens.bit_length()))
+    return (*(size for size in sizes if size < chunk_tokens), chunk_tokens)
+
+
 def history_buckets(window_tokens: int) -> tuple[int, ...]:
     """Padded numbers of history tokens: none, steps of 256 to 1,024, of 512 to 4,096, of 1,024 beyond."""
     ladder = [0]

@@ -6,8 +6,12 @@ Not here: the model's architecture (`models.config`), sizes of the store (`stora
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from ca_jax.storage.config import StoreConfig
+
+READ_BUFFERS = ("auto", "all", "off")
+"""What `EngineConfig.read_buffer` may be besides a number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,22 @@ class EngineConfig:
     max_batch_size: int = 8
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512
-    """Most new tokens prefilled in one pass."""
+    """Most new tokens prefilled in one pass; other jobs decode between passes."""
+    max_tpot_ms: float | None = None
+    """Most milliseconds between two tokens of a decoding job for the sake of others' prefill: passes are shortened to
+    what measured rates say fits, down to 16 tokens. None: a whole pass."""
+    read_buffer: int | str = "auto"
+    """Layers of a history that are loaded ahead of the one that computes, from before its job begins: a number, `all`,
+    `auto` (the paper's `S_buf` from measured rates; all until there are some), or `off` (first all are loaded, then all
+    computed)."""
+    read_buffer_gib: float | None = None
+    """Cap of that buffer, GiB; None: room for all layers of a full context window."""
+    write_buffer_gib: float = 1.0
+    """Cap of new KV on the device that waits to be saved, GiB. Where it is full no prefill begins."""
+    async_save: bool = True
+    """Save while computing; False saves at the end of a turn, which waits for it."""
+    recompute_if_faster: bool = True
+    """Recompute a stored history, or its end, where measured rates say that this is faster than to load it."""
     save_group_tokens: int = 64
     """Decoded tokens are saved in groups of this many, and at the end of a turn."""
     compile_cache_dir: str | None = "~/.cache/ca_jax/xla"
@@ -42,3 +61,15 @@ class EngineConfig:
                 raise ValueError(f"{name} must be positive, found {value}")
         if self.prefill_chunk_tokens % 64:
             raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, found {self.prefill_chunk_tokens}")
+        if isinstance(self.read_buffer, str):
+            if self.read_buffer not in READ_BUFFERS:
+                wanted = ", ".join(READ_BUFFERS)
+                raise ValueError(
+                    f"read_buffer wanted a number of layers or one of {wanted}, found {self.read_buffer!r}"
+                )
+        elif self.read_buffer < 0:
+            raise ValueError(f"read_buffer wanted at least 0 layers, found {self.read_buffer}")
+        for name in ("max_tpot_ms", "read_buffer_gib", "write_buffer_gib"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} wanted a number >= 0, found {value}")

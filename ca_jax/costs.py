@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ca_jax.rates import Rates, check
@@ -152,6 +152,22 @@ def best_depth(
     ]
     shortest_s = min(times_s) * (1 + _ROUNDING)
     return next(depth for depth, time_s in enumerate(times_s) if time_s <= shortest_s)
+
+
+# Passes between decode steps.
+
+
+def largest_pass(rates: Rates, history_tokens: int, sizes: Sequence[int], budget_s: float) -> int:
+    """The most new tokens whose prefill fits a time; the least there is where none does.
+
+    Args:
+      rates: of model and machine.
+      history_tokens: before them, on the device.
+      sizes: to choose from, ascending, at least one.
+      budget_s: seconds.
+    """
+    fitting = [size for size in sizes if prefill_s(rates, history_tokens, size) <= budget_s]
+    return max(fitting, default=sizes[0])
 
 
 # Load or recompute.

@@ -1,10 +1,11 @@
 """The engine: sessions and jobs in, tokens out. Composes scheduler, runner and stored KV; computes nothing itself.
 
-One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, decodes a token for every running job
-and prefills one waiting job over its stored history; `_finish` hands the last KV to be saved. Whoever iterates an
-answer runs the engine, one thread at a time.
+One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, begins to load what comes next, decodes a
+token for every running job and runs a pass of one prefill; `_finish` hands the last KV to be saved. Whoever iterates
+an answer runs the engine, one thread at a time.
 
-Not here: jitted code (steps), device state (runner), loading and saving (session_kv), text to tokens (prompts).
+Not here: jitted code (steps), device state (runner), one job's prefill (prefilling), loading and saving (session_kv),
+text to tokens (prompts).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
+from ca_jax import costs
+from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
 from ca_jax.decoder import Decoder, DecodeRow
@@ -33,17 +36,22 @@ from ca_jax.errors import (
     TenantError,
 )
 from ca_jax.metrics import EngineMetrics
+from ca_jax.prefilling import Prefilling
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
-from ca_jax.runner import Prefill, Runner
+from ca_jax.rates import Rates
+from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
 from ca_jax.session import Completion, FinishReason, Job, SamplingParams, Session
-from ca_jax.session_kv import SessionKV, TurnSaver
+from ca_jax.session_kv import SessionKV, check_buffers
+from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
+from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.turn_saver import TurnSaver
 from ca_jax.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
@@ -60,12 +68,21 @@ class Engine:
     Args:
       model: what to serve.
       config: how.
+      timeline: gets spans of what happens when; by default nothing is recorded.
+      store_wrapper: given the store, returns what is used in its place; for `ca_jax.testing`.
 
     Raises:
       ValueError: the context window is above what the model was trained for, or a size does not fit the machine.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig | None = None,
+        *,
+        timeline: Timeline = NO_TIMELINE,
+        store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    ) -> None:
         self.config = config or EngineConfig()
         self.model = model
         self.metrics = EngineMetrics(model_load_s=model.load_s)
@@ -78,7 +95,10 @@ class Engine:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._savers: dict[Job, TurnSaver] = {}
-        self._prefilled: tuple[Job, Prefill] | None = None
+        self._timeline = timeline
+        self._watch = ComputeWatch(timeline)
+        self._prefilling: Prefilling | None = None
+        self._decode_s: float | None = None  # What a decode step takes, as the last ones did.
         self._abandoned: collections.deque[Job] = collections.deque()
         self._scheduler = Scheduler(self.config.max_batch_size)
         self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
@@ -88,6 +108,8 @@ class Engine:
             window=self.window,
             max_batch_size=self.config.max_batch_size,
             chunk_tokens=self.config.prefill_chunk_tokens,
+            shorter_passes=self.config.max_tpot_ms is not None,
+            timeline=timeline,
         )
         self._decoder = Decoder(self._runner, self._sampler)
         layout = KVLayout(
@@ -97,14 +119,16 @@ class Engine:
             dtype=model.dtype,
             block_tokens=self.config.store.block_tokens,
         )
+        check_buffers(self.config, layout, self._runner)
         self._kv = SessionKV(
             layout,
-            self.config.store,
+            self.config,
+            self._runner,
             fingerprint=model.fingerprint,
-            max_tokens=self._runner.history_buckets[-1],
-            group_tokens=self.config.save_group_tokens,
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
+            timeline=timeline,
+            store_wrapper=store_wrapper,
         )
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
@@ -165,7 +189,9 @@ class Engine:
         """Conversations that are open, oldest first."""
         return tuple(self._sessions.values())
 
-    def submit_turn(self, session: Session, message: str | Sequence[int], params: SamplingParams) -> Job:
+    def submit_turn(
+        self, session: Session, message: str | Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> Job:
         """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
         with self._lock:
             self._check_open()
@@ -174,7 +200,7 @@ class Engine:
             else:
                 new_ids = prompt_ids(self.model, message)
                 ids, message = session.token_ids + new_ids, text_of(self.model, new_ids)
-            job = self._make_job(ids, params, session, message)
+            job = self._make_job(ids, params, session, message, priority)
             self._scheduler.submit(job)
             self._kv.announce(job, session)
             return job
@@ -276,9 +302,10 @@ class Engine:
     # Running.
 
     def step(self) -> bool:
-        """Decodes one token for every running job and prefills at most one waiting one.
+        """Decodes one token for every running job and runs at most one pass of one prefill.
 
-        Where nothing can run because the KV of all waiting jobs is on its way from SSD, waits until something arrives.
+        Where nothing can run, because the KV of all waiting jobs is on its way from SSD or the write buffer is full,
+        waits until something moves.
 
         Returns:
           Whether there was anything to do.
@@ -289,20 +316,20 @@ class Engine:
             self.end_abandoned()
             self._kv.collect()
             self._insert_prefilled()
-            plan = self._scheduler.schedule(self._kv.ready)
+            plan = self._scheduler.schedule(self._kv.ready, self._admits)
+            if plan.prefill is not None:
+                self._begin_prefill(plan.prefill)
+            if plan.preload is not None and plan.preload.session is not None:
+                self._kv.preload(plan.preload, plan.preload.session)
             if plan.decode:
                 self._decode(list(plan.decode))
-            for job in plan.prefill:  # Last, so that a first token goes out at once.
-                try:
-                    self._prefill(job)
-                except Exception as error:  # One broken job must not end the others; its caller gets the error.
-                    self._fail(job, error)
-                    self._runner.wait()
-                    self._kv.release_staging()
-            stalled = not (plan.prefill or plan.decode or self._scheduler.idle)
+            if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
+                self._run_pass(plan.prefill, is_alone=not plan.decode)
+            has_run = plan.prefill is not None or bool(plan.decode)
+            stalled = not (has_run or self._scheduler.idle)
         if stalled:
             self._wakeup.wait(seen, _STALL_S)
-        return bool(stalled or plan.prefill or plan.decode)
+        return stalled or has_run
 
     def warmup(
         self,
@@ -311,7 +338,9 @@ class Engine:
         max_new_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> float:
-        """Compiles what turns up to these sizes need, so that none of them waits for it. The engine must be idle.
+        """Compiles what turns up to these sizes need, so that none of them waits for it, and measures `rates`.
+
+        The engine must be idle.
 
         Args:
           max_history_tokens: largest history; None means the context window.
@@ -330,13 +359,18 @@ class Engine:
                 raise SessionBusyError("wanted an idle engine to warm up, found jobs running or waiting")
             self._insert_prefilled()
             started_s = time.perf_counter()
-            self._runner.warmup(
-                self.window if max_history_tokens is None else max_history_tokens,
-                self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens,
-                progress,
-            )
+            history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
+            new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
+            self._runner.warmup(history, new, progress)
             self._sampler.warmup(self._runner.batch_buckets)
+            self._measure(history, new)
             return time.perf_counter() - started_s
+
+    @property
+    def rates(self) -> Rates | None:
+        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns."""
+        with self._lock:
+            return self._kv.meter.rates
 
     def wait_until_ready(self) -> None:
         """Returns when memory that is made resident in the background is; until then saves and loads are slower."""
@@ -383,6 +417,7 @@ class Engine:
             for job in (*self._scheduler.waiting, *self._scheduler.running):
                 self.cancel(job)
             self._kv.close()
+            self._watch.close()
             self._closed = True
             self._wakeup.tell()
 
@@ -400,6 +435,7 @@ class Engine:
         params: SamplingParams,
         session: Session | None = None,
         message: str = "",
+        priority: int = 0,
     ) -> Job:
         if len(ids) >= self.window:
             raise ContextWindowError(
@@ -414,36 +450,69 @@ class Engine:
             stop_ids=frozenset(stops),
             session=session,
             message=message,
+            priority=priority,
         )
 
-    def _prefill(self, job: Job) -> None:
+    def _admits(self, job: Job) -> bool:
+        return job.session is None or self._kv.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
+
+    def _begin_prefill(self, job: Job) -> None:
+        """Begins to load a job's history, if this is its first step."""
+        if self._prefilling is not None and self._prefilling.job is job:
+            return
         job.started_s = time.perf_counter()
-        if job.slot is None:
-            raise RuntimeError(f"job {job.job_id} was planned without a slot")
-        self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
-        if job.session is None:
-            prefill = self._runner.prefill(job.prompt_ids, 0, None)
-        else:
-            prefill = self._kv.prefill(self._runner, job, job.session)
-        token = self._sampler.draw(prefill.logits, np.array([len(job.prompt_ids)]), job.slot)[0]
-        self.metrics.prefill_steps += 1
+        try:
+            if job.slot is None:
+                raise RuntimeError(f"job {job.job_id} was planned without a slot")
+            self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
+            self._prefilling = Prefilling(job, self._runner, self._kv, self.metrics, self._watch)
+        except Exception as error:  # One broken job must not end the others; its caller gets the error.
+            self._fail(job, error)
+
+    def _run_pass(self, job: Job, is_alone: bool) -> None:
+        """Runs a pass of the prefill; with the last one, draws the first token."""
+        prefilling = self._prefilling
+        if prefilling is None or job.slot is None:
+            raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
+        try:
+            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
+            if logits is None:
+                return
+            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids)]), job.slot)[0])
+        except Exception as error:  # As above.
+            self._fail(job, error)
+            return
+        prefilling.finish()
+        if prefilling.saver is not None:
+            self._savers[job] = prefilling.saver
         self.metrics.prompt_tokens += len(job.prompt_ids)
         self.metrics.cached_tokens += job.cached_tokens
-        if job.session is not None:
-            saver = self._savers[job] = self._kv.begin_saving(job.session, job.cached_tokens)
-            saver.add_prefill(job.prompt_ids[job.cached_tokens :], prefill.chunks)
-        self._prefilled = (job, prefill)
-        self._accept(job, int(token))
+        self._scheduler.prefilled(job)
+        self._accept(job, token)
+
+    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
+        """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
+        most = self._runner.chunk_tokens
+        rates = self._kv.meter.rates
+        if not is_alone and self.config.max_tpot_ms is not None and rates is not None:
+            budget_s = self.config.max_tpot_ms / 1e3 - (self._decode_s or 0.0)
+            most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
+        return min(most, prefilling.num_left)
 
     def _insert_prefilled(self) -> None:
         """Moves the last prefill into its decode slot; put off until now so that its first token did not wait."""
-        if self._prefilled is None:
-            return
-        (job, prefill), self._prefilled = self._prefilled, None
-        if not job.done and job.slot is not None:
-            self._runner.insert(job.slot, prefill)
-        self._runner.wait()
-        self._kv.release_staging()
+        prefilling = self._prefilling
+        if prefilling is not None and prefilling.is_complete:
+            self._prefilling = None
+            prefilling.insert()
+            prefilling.release()
+
+    def _measure(self, num_history: int, num_new: int) -> None:
+        """Measures rates of what was warmed up."""
+        self._kv.meter.forget()
+        for sample in self._runner.measure_prefill(num_history, num_new):
+            self._kv.meter.add_prefill(*sample)
+        self._kv.measure()
 
     def _decode(self, jobs: list[Job]) -> None:
         rows = [
@@ -452,7 +521,13 @@ class Engine:
             if job.slot is not None
         ]
         more = all(len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self.window for job in jobs)
-        drawn, kv = self._decoder.step(rows, run_ahead=more and not self._scheduler.waiting)
+        is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
+        self._kv.make_room_to_save(len(rows))
+        started_s = time.perf_counter()
+        with self._timeline.annotate("engine", "decode", rows=len(rows)):
+            drawn, kv = self._decoder.step(rows, run_ahead=more and is_alone)
+        self._decode_s = time.perf_counter() - started_s
+        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self.metrics.decode_steps += 1
         for row, job in zip(rows, jobs, strict=True):
             if job in self._savers:
@@ -464,6 +539,7 @@ class Engine:
         if not job.output_ids:
             job.first_token_s = time.perf_counter()
         job.output_ids.append(token)
+        job.token_times_s.append(time.perf_counter())
         if job.slot is not None:
             self._sampler.mark(job.slot, token)
         if token in job.stop_ids:
@@ -477,10 +553,10 @@ class Engine:
             self._finish(job, FinishReason.LENGTH)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
-        job.finished_s = time.perf_counter()
         if piece := job.output.finish():
             job.pieces.append(piece)
         self._release(job)
+        job.finished_s = time.perf_counter()
         job.finish_reason = reason
         self.metrics.completion_tokens += len(job.output_ids)
         if reason is not FinishReason.CANCELLED:
@@ -494,12 +570,16 @@ class Engine:
         job.error = error
 
     def _release(self, job: Job) -> None:
-        """Gives back a job's slot and submits what is left to save."""
+        """Gives back a job's slot and its staging, and submits what is left to save."""
+        saver = self._savers.pop(job, None)
+        if self._prefilling is not None and self._prefilling.job is job:
+            saver = self._prefilling.saver
+            self._prefilling.release()
+            self._prefilling = None
         if job.slot is not None:
             self._sampler.free_slot(job.slot)
         self._scheduler.remove(job)
         self._kv.withdraw(job)
-        saver = self._savers.pop(job, None)
         if saver is not None:
             self._kv.end_saving(saver)
 

@@ -5,11 +5,13 @@ Not here: counts of the store (`storage.records.StoreStats`), latencies of one t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 
 import jax
 
+_KEPT_ERRORS = 256
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -29,8 +31,26 @@ class EngineMetrics:
     """Tokens generated."""
     prefill_steps: int = 0
     """Jobs prefilled."""
+    prefill_passes: int = 0
+    """Passes that took."""
     decode_steps: int = 0
     """Decode steps run."""
+    loaded_histories: int = 0
+    """Turns whose stored history was loaded, all of it."""
+    mixed_histories: int = 0
+    """Turns whose stored history was loaded in part and recomputed behind that, which was predicted to be faster."""
+    recomputed_histories: int = 0
+    """Turns whose stored history was recomputed, which was predicted to be faster."""
+    preloads: int = 0
+    """Loads that began while another job still ran."""
+    load_stall_s: float = 0.0
+    """Seconds in which compute waited for a load."""
+    write_stall_s: float = 0.0
+    """Seconds in which compute waited for room in the write buffer."""
+    prediction_errors: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_KEPT_ERRORS)
+    )
+    """Predicted over measured time of prefills that had the device to themselves, minus 1; of the last ones."""
     failed_loads: int = 0
     """Loads that broke and were recomputed."""
     failed_saves: int = 0

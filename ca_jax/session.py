@@ -104,6 +104,8 @@ class Usage:
     """Seconds in which compute waited for such a copy."""
     decode_s: float
     """Seconds from the first token to the last."""
+    token_times_s: tuple[float, ...]
+    """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -151,6 +153,8 @@ class Job:
     """Generated so far."""
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
     """Text not yet taken by the caller."""
+    priority: int = 0
+    """Jobs of lower values go first; among equals the first to come."""
     slot: int | None = None
     """Decode slot while running."""
     finish_reason: FinishReason | None = None
@@ -169,6 +173,8 @@ class Job:
     """When its first token was there."""
     finished_s: float = 0.0
     """When it ended."""
+    token_times_s: list[float] = dataclasses.field(default_factory=list)
+    """When each token was there."""
     load_s: float = 0.0
     """See `Usage`."""
     load_stall_s: float = 0.0
@@ -200,6 +206,7 @@ class Job:
             load_s=self.load_s,
             load_stall_s=self.load_stall_s,
             decode_s=max(self.finished_s - self.first_token_s, 0.0),
+            token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
         )
 
     def completion(self) -> Completion:
@@ -283,7 +290,14 @@ class Session:
         """All that is to be known to go on with it elsewhere, but for its KV."""
         return Conversation(token_ids=self.token_ids, messages=self.messages, turn_starts=self._turn_starts)
 
-    def send(self, message: str, *, max_tokens: int | None = None, sampling: SamplingParams | None = None) -> Answer:
+    def send(
+        self,
+        message: str,
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
 
         The turn is queued by this call; iterating runs the engine. A caller that stops early, closes the answer or lets
@@ -293,6 +307,7 @@ class Session:
           message: of the user.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
+          priority: turns of lower values go first; none waits forever.
 
         Raises:
           SessionClosedError: the session or its engine is closed.
@@ -304,10 +319,15 @@ class Session:
         self._check_ready()
         if not message.strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        return self._submit(message, max_tokens, sampling)
+        return self._submit(message, max_tokens, sampling, priority)
 
     def send_ids(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, sampling: SamplingParams | None = None
+        self,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
     ) -> Answer:
         """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
 
@@ -317,7 +337,7 @@ class Session:
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
         self._check_ready()
-        return self._submit(token_ids, max_tokens, sampling)
+        return self._submit(token_ids, max_tokens, sampling, priority)
 
     def rewind(self, num_tokens: int) -> None:
         """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
@@ -352,11 +372,13 @@ class Session:
         if self._job is not None and not self._job.done:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def _submit(self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None) -> Answer:
+    def _submit(
+        self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None, priority: int
+    ) -> Answer:
         params = sampling or SamplingParams()
         if max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max_tokens)
-        self._job = self._engine.submit_turn(self, message, params)
+        self._job = self._engine.submit_turn(self, message, params, priority)
         return Answer(self._engine, self._job)
 
     def adopt(self, job: Job) -> None:

@@ -57,6 +57,12 @@ def make_slots(config: ModelConfig, num_slots: int, capacity: int, dtype: str) -
     return Slots(*([jnp.zeros(shape, dtype) for _ in range(config.num_layers)] for _ in range(2)))
 
 
+@partial(jax.jit, static_argnames=("config", "num_tokens", "dtype"))
+def empty_kv(config: ModelConfig, num_tokens: int, dtype: str) -> jax.Array:
+    """One layer's unrotated KV of so many tokens `[2, T, K, H]`, all zeros."""
+    return jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype)
+
+
 @partial(jax.jit, static_argnames=("config",))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
@@ -105,22 +111,30 @@ def last_logits(config: ModelConfig, params: Params, x: jax.Array, index: jax.Ar
 
 
 @partial(jax.jit, static_argnames=("capacity",))
-def extend_history(history: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
-    """Unrotated history with a chunk's KV behind it: `[2, S, K, H]`, `[2, T, K, H]` to `[2, capacity, K, H]`.
+def grow_history(history: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]`, and a scalar.
 
-    `capacity` holds `length` and the chunk's real tokens; of its padding whatever fits is kept, behind the length.
+    The scalar is ready when the copy is, and outlives it: the copy is donated later on.
     """
-    _, num_new, num_kv, head_dim = new.shape
-    room = jnp.zeros((2, capacity + num_new, num_kv, head_dim), new.dtype)
-    if history is not None:
-        room = lax.dynamic_update_slice(room, history[:, : capacity + num_new], (0, 0, 0, 0))
-    return lax.dynamic_update_slice(room, new, (0, length, 0, 0))[:, :capacity]
+    _, num_places, num_kv, head_dim = history.shape
+    room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
+    room = lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0))
+    return room, room[0, 0, 0, 0] * 0 + num_places
+
+
+@partial(jax.jit, donate_argnames=("history",))
+def append_history(history: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
+    """Puts new unrotated KV `[2, T, K, H]` behind the `length` tokens of `[2, S, K, H]`, which is donated.
+
+    `length + T` is at most S.
+    """
+    return lax.dynamic_update_slice(history, new, (0, length, 0, 0))
 
 
 @partial(jax.jit, donate_argnames=("keys", "values"))
 def insert_slot(
     keys: jax.Array, values: jax.Array, kv: jax.Array, slot: jax.Array, start: jax.Array, table: rope.Rotation
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
 
     Args:
@@ -130,12 +144,15 @@ def insert_slot(
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
+
+    Returns:
+      The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
     """
     rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]))
     at = (slot, 0, start, 0)
     keys = lax.dynamic_update_slice(keys, rotated.transpose(1, 0, 2)[None].astype(keys.dtype), at)
     values = lax.dynamic_update_slice(values, kv[1].transpose(1, 0, 2)[None].astype(values.dtype), at)
-    return keys, values
+    return keys, values, start + kv.shape[1]
 
 
 @partial(jax.jit, static_argnames=("config", "num_blocks"), donate_argnames=("slots",))

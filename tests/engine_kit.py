@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing import tiny
+from ca_jax.timeline import NO_TIMELINE, Timeline
 
 WINDOW = 512
 BLOCK_TOKENS = 16
@@ -34,6 +35,7 @@ SMALL = EngineConfig(
     prefill_chunk_tokens=64,
     save_group_tokens=8,
     compile_cache_dir=None,
+    recompute_if_faster=False,  # As it is for a model as small as this.
     store=StoreConfig(dram_gib=0.05, block_tokens=BLOCK_TOKENS),
 )
 """The configuration of every engine here, but for what a test is about."""
@@ -58,9 +60,14 @@ def tiny_model() -> LoadedModel:
         return ca_jax.load_model(directory, dtype="float32")
 
 
-def small_engine(**changes: object) -> Engine:
+def small_engine(
+    *,
+    timeline: Timeline = NO_TIMELINE,
+    store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    **changes: object,
+) -> Engine:
     """An engine of the tiny model, with `SMALL` but for the changes."""
-    return Engine(tiny_model(), dataclasses.replace(SMALL, **changes))
+    return Engine(tiny_model(), dataclasses.replace(SMALL, **changes), timeline=timeline, store_wrapper=store_wrapper)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

@@ -204,7 +204,7 @@ def broken(*_: object) -> None:
     raise RuntimeError("the device is on fire")
 
 
-@pytest.mark.parametrize("step", ["prefill", "draw"])
+@pytest.mark.parametrize("step", ["run_pass", "draw"])
 def test_a_job_that_breaks_is_its_callers_alone(monkeypatch, step):
     """Its caller gets the error, its session stays as it was, and nobody loses stored KV."""
     with kit.small_engine() as engine:
@@ -216,7 +216,7 @@ def test_a_job_that_breaks_is_its_callers_alone(monkeypatch, step):
         next(other)
         answer = breaks.send("Break.")
         with monkeypatch.context() as patch:
-            patch.setattr(engine._runner if step == "prefill" else engine._sampler, step, broken)
+            patch.setattr(engine._runner if step == "run_pass" else engine._sampler, step, broken)
             patch.setattr(engine, "_decode", lambda _: None)
             with pytest.raises(RuntimeError, match="the device is on fire"):
                 next(answer)
@@ -229,7 +229,7 @@ def test_a_job_that_breaks_is_its_callers_alone(monkeypatch, step):
         for session in sessions:
             answered = kit.say(session, "And on and on.")
             assert answered == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 12)
-        assert engine.metrics.failed_loads == (step == "prefill"), "the load of the prefill that broke, if any"
+        assert engine.metrics.failed_loads == (step == "run_pass"), "the load of the prefill that broke, if any"
         assert engine._scheduler.idle
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import transfer
+from ca_jax import layer_loader
+from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.layer_loader import LayerLoader, StagingInUseError
 from ca_jax.metrics import CompileCounter
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.read_buffer import ReadBuffer
 from ca_jax.session import SamplingParams
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.testing import tiny
-from ca_jax.transfer import AsyncSaver, DecodedPart, LayerLoader, LayerPart, StagingInUseError, to_device, to_host
+from ca_jax.transfer import to_device, to_host
 from tests import engine_kit as kit
 from tests.storage.store_helpers import as_bits, make_kv
 from tests.tolerances import LOGITS_ATOL, PROJECTION_ATOL
@@ -57,17 +60,17 @@ def test_reuse_equals_recompute(engine, monkeypatch):
     """Every logit the engine drew from, in four turns over stored KV, is that of one pass over the conversation."""
     drawn: list[tuple[int, np.ndarray]] = []
 
-    def prefill(self, tokens, history_length, load_layer, original=ca_jax.runner.Runner.prefill):
-        result = original(self, tokens, history_length, load_layer)
-        drawn.append((history_length + len(tokens), to_host(result.logits)[0]))
-        return result
+    def run_pass(self, prefill, *args, original=ca_jax.runner.Runner.run_pass):
+        original(self, prefill, *args)
+        if prefill.logits is not None:
+            drawn.append((prefill.history_length + len(prefill.tokens), to_host(prefill.logits)[0]))
 
     def decode(self, tokens, lengths, original=ca_jax.runner.Runner.decode):
         logits, new_kv = original(self, tokens, lengths)
         drawn.append((int(lengths[0]) + 1, to_host(logits)[0]))
         return logits, new_kv
 
-    monkeypatch.setattr(ca_jax.runner.Runner, "prefill", prefill)
+    monkeypatch.setattr(ca_jax.runner.Runner, "run_pass", run_pass)
     monkeypatch.setattr(ca_jax.runner.Runner, "decode", decode)
     session = engine.session(system="Answer briefly.")
     for message in MESSAGES:
@@ -202,9 +205,9 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
     """
     gate = threading.Event()
 
-    def held_back(ticket, part, original=transfer._write):
+    def held_back(self, ticket, part, original=AsyncSaver._write):
         assert gate.wait(60)
-        original(ticket, part)
+        original(self, ticket, part)
 
     with kit.small_engine() as engine, contextlib.ExitStack() as opening:
         opening.callback(gate.set)  # Whatever fails, the engine must be able to close.
@@ -213,7 +216,7 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
         kit.say(session, prompt_ids, 30)
         expected = kit.stored_kv(engine, session)
 
-        monkeypatch.setattr(transfer, "_write", held_back)
+        monkeypatch.setattr(AsyncSaver, "_write", held_back)
         late = engine.session()
         num_saves = engine.store_stats().num_saves
         slots = engine._runner._slots
@@ -261,75 +264,94 @@ class LateSum:
             self.result = float(to_host(self._array.sum()))
         return self
 
+    def is_ready(self) -> bool:
+        """Whether it has run."""
+        return self.result is not None
 
-def sum_while_staging_is_reused(release: Callable[[LayerLoader, LateSum], None]) -> float:
-    """The sum of a layer of ones that is still to be read when staging is released and twos are loaded; its size is 1.
+
+LAYER_BYTES = 2 * 16 * 2 * 16 * 4
+
+
+def open_layers(loader: LayerLoader, store: AttentionStore, key: str, **options: object):
+    load = loader.open(open_load(store, key), 16, LAYOUT.num_layers, **options)
+    load.begin(lambda layer: None)
+    return load
+
+
+def sum_while_staging_is_reused(loader: LayerLoader) -> float:
+    """The mean of a layer of ones that is still to be read when the read buffer, full of it, is wanted for twos.
 
     Returns:
       1 if the ones were read, 2 if the twos were.
     """
     ones, twos = (np.full((2, 2, 16, 2, 16), value, np.float32) for value in (1, 2))
     with store_with(LAYOUT, ones=ones, twos=twos) as store:
-        loader = LayerLoader(LAYOUT, max_tokens=32)
-        loader.start(open_load(store, "ones"), 16)
-        late = LateSum(loader.layer(0))
-        release(loader, late)
-        loader.start(open_load(store, "twos"), 16)
-        loader.layer(0)
-        total = late.block_until_ready().result
-        loader.release()
+        first = open_layers(loader, store, "ones")
+        late = [LateSum(first.layer(layer)) for layer in range(LAYOUT.num_layers)]
+        for layer, reader in enumerate(late):
+            first.computed(layer, reader)
+            first.used(layer, reader)
+        first.release()
+        second = open_layers(loader, store, "twos")
+        for layer in range(LAYOUT.num_layers):
+            jax.block_until_ready(second.layer(layer))
+        total = late[0].block_until_ready().result
+        second.release()
+        store.complete_load(first.ticket)
+        store.complete_load(second.ticket)
     return total / ones[0].size
 
 
 def test_no_staging_buffer_is_rewritten_while_in_use():
-    assert sum_while_staging_is_reused(LayerLoader.release) == 1
+    assert sum_while_staging_is_reused(LayerLoader(LAYOUT, LAYOUT.num_layers * LAYER_BYTES)) == 1
 
 
 @on_cpu
-def test_a_release_that_does_not_wait_is_seen_to_corrupt_what_is_still_read():
-    def careless(loader: LayerLoader, _: LateSum) -> None:
-        loader._views, loader._futures, loader._arrays = [], [], []
-
-    assert sum_while_staging_is_reused(careless) == 2
+def test_a_loader_that_does_not_wait_is_seen_to_corrupt_what_is_still_read(monkeypatch):
+    monkeypatch.setattr(layer_loader._Stage, "is_idle", lambda stage: True)
+    assert sum_while_staging_is_reused(LayerLoader(LAYOUT, LAYOUT.num_layers * LAYER_BYTES)) == 2
 
 
-def test_a_load_over_one_not_released_is_refused():
+def test_staging_that_nothing_will_free_is_refused():
     with store_with(LAYOUT, a=make_kv(LAYOUT, 16)) as store:
-        loader = LayerLoader(LAYOUT, max_tokens=16)
-        loader.start(open_load(store, "a"), 16)
-        with pytest.raises(StagingInUseError, match="wanted the last load released, found its staging still in use"):
-            loader.start(open_load(store, "a"), 16)
-        loader.release()
-        loader.start(open_load(store, "a"), 16)
-        loader.release()
+        loader = LayerLoader(LAYOUT, LAYOUT.num_layers * LAYER_BYTES)
+        held = open_layers(loader, store, "a")
+        held.layer(1)
+        next_one = open_layers(loader, store, "a")
+        with pytest.raises(StagingInUseError, match="found all of it held by other loads"):
+            next_one.layer(0)
+        held.release()
+        next_one.layer(0)
 
 
-def test_the_engine_releases_staging_only_when_the_slots_have_what_was_loaded(monkeypatch):
-    """The order of every load, insertion into the slots, wait for the slots and release, over turns of two sessions."""
-    events: list[str] = []
+def test_the_engine_gives_staging_back_only_when_the_slots_have_what_was_loaded(monkeypatch):
+    """A region is free once both its readers, prefill and insertion into the slot, are done."""
+    freed: list[layer_loader._Stage] = []
 
-    def spied(owner: type, method: str) -> None:
-        original = getattr(owner, method)
+    def give_back(self, region, original=ReadBuffer.give_back):
+        _, stage = loader.staged_before
+        freed.append(stage)
+        original(self, region)
 
-        def call(*args, **kwargs):
-            events.append(method)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, method, call)
+    def free(self, original=LayerLoader._free):
+        while self.staged:
+            loader.staged_before = self.staged[0]
+            if not loader.staged_before[1].is_idle():
+                return
+            original(self)
 
     with kit.small_engine() as engine:
+        loader = engine._kv._loader
         sessions = [engine.session(), engine.session()]
         kit.drain(*(session.send("Hello.", max_tokens=5) for session in sessions))
-        for owner, method in (
-            (LayerLoader, "start"),
-            (ca_jax.runner.Runner, "insert"),
-            (ca_jax.runner.Runner, "wait"),
-            (LayerLoader, "release"),
-        ):
-            spied(owner, method)
+        monkeypatch.setattr(ReadBuffer, "give_back", give_back)
+        monkeypatch.setattr(LayerLoader, "_free", free)
         kit.drain(*(session.send("And now?", max_tokens=5) for session in sessions))
         assert [session.usage.num_cached_tokens > 0 for session in sessions] == [True, True]
-    assert events == ["start", "insert", "wait", "release"] * 2
+    num_layers = kit.tiny_model().config.num_layers
+    assert freed
+    assert len(freed) <= 2 * num_layers
+    assert all(stage.computed is not None and stage.used is not None for stage in freed)
 
 
 # 7
@@ -360,15 +382,18 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
             assert store.complete_save(result.ticket)
         saver.close()
 
-        loader = LayerLoader(layout, max_tokens=64)
+        loader = LayerLoader(layout, layout.num_layers * 64 * layout.token_bytes // layout.num_layers)
         ticket = open_load(store, "a")
         assert ticket.num_tokens == 45
-        loader.start(ticket, 64)
+        load = loader.open(ticket, 64, depth=1)
+        load.begin(lambda layer: None)
         for layer in range(layout.num_layers):
-            loaded = loader.layer(layer)
+            loaded = load.layer(layer)
             assert (loaded.shape, loaded.dtype) == ((2, 64, 2, 16), layout.numpy_dtype)
             np.testing.assert_array_equal(as_bits(to_host(loaded)[:, :45]), as_bits(kv[layer]))
-        loader.release()
+            load.computed(layer, loaded)
+            load.used(layer, loaded)
+        load.release()
         store.complete_load(ticket)
 
 
@@ -431,6 +456,6 @@ def test_the_store_on_or_off_with_unused_memory_full_of_nan_the_tokens_are_the_s
         expected = answers(engine, num_cached=False)
     with kit.small_engine() as engine:
         engine._kv._store._dram.slab[...] = np.nan
-        engine._kv._loader._staging[...] = np.nan
+        engine._kv._loader.buffer.memory.view(np.float32)[...] = np.nan
         engine._runner._slots = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner._slots)
         assert answers(engine, num_cached=True) == expected

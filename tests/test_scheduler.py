@@ -1,6 +1,11 @@
-"""The scheduler, against its promises: first come, first served; the lowest free slot; one prefill a step."""
+"""The scheduler, against its promises: the order, the lowest free slot, one prefill at a time, nobody starves."""
 
-from hypothesis import settings
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -9,41 +14,135 @@ from ca_jax.session import Job, SamplingParams
 from ca_jax.text_output import TextOutput
 
 NUM_SLOTS = 3
+MAX_OVERTAKEN = 32
+PASSED_JOBS = 16
+PRIORITIES = st.integers(-2, 2)
 
 
-def job() -> Job:
-    return Job(prompt_ids=[1], params=SamplingParams(), output=TextOutput(None), stop_ids=frozenset())
+def job(priority: int = 0) -> Job:
+    return Job(
+        prompt_ids=[1], params=SamplingParams(), output=TextOutput(None), stop_ids=frozenset(), priority=priority
+    )
+
+
+def submitted(scheduler: Scheduler, *priorities: int) -> list[Job]:
+    jobs = [job(priority) for priority in priorities]
+    for each in jobs:
+        scheduler.submit(each)
+    return jobs
+
+
+def run_one(scheduler: Scheduler, ready=lambda job, is_next: True) -> Job | None:
+    """Has a job prefilled and ended, if there is one that can run."""
+    taken = scheduler.schedule(ready).prefill
+    if taken is not None:
+        scheduler.prefilled(taken)
+        scheduler.remove(taken)
+    return taken
+
+
+@dataclasses.dataclass(eq=False)
+class Waiting:
+    """A waiting job, and what the machine knows of it."""
+
+    job: Job
+    overtaken: int = 0
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        may_be_overtaken = self.overtaken < MAX_OVERTAKEN
+        return may_be_overtaken, self.job.priority if may_be_overtaken else 0, self.job.job_id
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Jobs come, run and go in any order; lists of Python say what is expected."""
+    """Jobs come, run and go in any order; lists of Python, sorted and counted anew each time, say what is expected."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(NUM_SLOTS)
-        self.waiting: list[Job] = []
+        self.waiting: list[Waiting] = []
         self.slots: dict[int, Job] = {}
+        self.prefilling: Job | None = None
+        self.taken: set[Job] = set()
 
-    @rule()
-    def submit(self) -> None:
-        self.waiting.append(job())
-        self.scheduler.submit(self.waiting[-1])
+    def in_order(self) -> list[Waiting]:
+        return sorted(self.waiting, key=lambda each: each.rank)
 
-    @rule()
-    def schedule(self) -> None:
-        plan = self.scheduler.schedule()
-        assert plan.decode == tuple(self.slots[slot] for slot in sorted(self.slots))
+    def take(self, taken: Waiting, slot: int) -> None:
+        assert taken.job not in self.taken, "a job was taken twice"
+        assert slot not in self.slots, "a slot was given away twice"
+        self.taken.add(taken.job)
+        self.waiting.remove(taken)
+        for each in self.waiting:
+            each.overtaken += each.job.job_id < taken.job.job_id
+            assert each.overtaken <= MAX_OVERTAKEN
+        self.slots[slot] = self.prefilling = taken.job
+
+    @rule(priority=PRIORITIES)
+    def submit(self, priority: int) -> None:
+        self.waiting.append(Waiting(job(priority)))
+        self.scheduler.submit(self.waiting[-1].job)
+
+    @rule(data=st.data())
+    def schedule(self, data: st.DataObject) -> None:
+        """Some jobs wait for their KV, and some for room; what is asked of whom is part of the promise."""
+        order = self.in_order()
+        on_their_way = set(data.draw(st.lists(st.integers(0, PASSED_JOBS), unique=True), "positions not ready"))
+        admitted = data.draw(st.booleans(), "admitted")
         free = sorted(set(range(NUM_SLOTS)) - set(self.slots))
-        if self.waiting and free:
-            self.slots[free[0]] = self.waiting.pop(0)
-            assert plan.prefill == (self.slots[free[0]],)
-        else:
-            assert plan.prefill == ()
+        decode = tuple(self.slots[slot] for slot in sorted(self.slots) if self.slots[slot] is not self.prefilling)
+        will_ask, chosen = [], None
+        if self.prefilling is None and free:
+            for position, each in enumerate(order[:PASSED_JOBS]):
+                will_ask.append((each.job, position == 0))
+                chosen = None if position in on_their_way else each
+                if chosen is not None or each.overtaken == MAX_OVERTAKEN:
+                    break
+        asked, asked_room = [], []
+
+        def ready(asked_of: Job, is_next: bool) -> bool:
+            asked.append((asked_of, is_next))
+            return [each.job for each in order].index(asked_of) not in on_their_way
+
+        def admits(asked_of: Job) -> bool:
+            asked_room.append(asked_of)
+            return admitted
+
+        plan = self.scheduler.schedule(ready, admits)
+        assert asked == will_ask
+        assert asked_room == ([] if chosen is None else [chosen.job])
+        if chosen is not None and admitted:
+            self.take(chosen, free[0])
+        assert plan.decode == decode
+        assert plan.prefill is self.prefilling
+        assert plan.preload is (self.in_order()[0].job if self.waiting else None)
+
+    @precondition(lambda self: self.prefilling)
+    @rule()
+    def complete_prefill(self) -> None:
+        self.scheduler.prefilled(self.prefilling)
+        self.prefilling = None
+
+    @precondition(lambda self: self.prefilling is None and len(self.slots) < NUM_SLOTS)
+    @rule(num_jobs=st.integers(1, MAX_OVERTAKEN + 2), priority=st.sampled_from((-9, 9)))
+    def a_stream_of_jobs_comes_and_goes(self, num_jobs: int, priority: int) -> None:
+        for _ in range(num_jobs):
+            self.submit(priority)
+            first = self.in_order()[0]
+            taken = self.scheduler.schedule().prefill
+            assert taken is first.job
+            self.take(first, taken.slot)
+            self.scheduler.prefilled(taken)
+            del self.slots[taken.slot]
+            self.prefilling = None
+            self.scheduler.remove(taken)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def end_running(self, data: st.DataObject) -> None:
         ended = self.slots.pop(data.draw(st.sampled_from(sorted(self.slots))))
+        if ended is self.prefilling:
+            self.prefilling = None
         self.scheduler.remove(ended)
         assert ended.slot is None
 
@@ -51,16 +150,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up_waiting(self, data: st.DataObject) -> None:
         ended = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.scheduler.remove(ended)
+        self.scheduler.remove(ended.job)
 
     @rule()
     def remove_a_stranger(self) -> None:
-        self.scheduler.remove(job())
+        stranger = job()
+        self.scheduler.remove(stranger)
+        stranger.slot = 0  # In another engine.
+        self.scheduler.remove(stranger)
+        assert stranger.slot == 0
 
     @invariant()
     def agrees(self) -> None:
-        assert self.scheduler.waiting == tuple(self.waiting)
+        assert self.scheduler.waiting == tuple(each.job for each in self.in_order())
+        assert self.scheduler.num_waiting == len(self.waiting)
         assert self.scheduler.running == tuple(self.slots[slot] for slot in sorted(self.slots))
+        assert self.scheduler.prefilling is self.prefilling
         assert {slot: each.slot for slot, each in self.slots.items()} == {slot: slot for slot in self.slots}
         assert self.scheduler.idle == (not self.waiting and not self.slots)
 
@@ -69,10 +174,105 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_job_prefilled_in_a_step_does_not_decode_in_it():
+def test_a_job_is_prefilled_over_many_steps_and_decodes_after_them():
     scheduler = Scheduler(2)
-    first, second = job(), job()
-    scheduler.submit(first)
-    scheduler.submit(second)
-    assert (scheduler.schedule().prefill, scheduler.schedule().prefill) == ((first,), (second,))
-    assert scheduler.schedule().decode == (first, second)
+    first, second = submitted(scheduler, 0, 0)
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert (plan.decode, plan.prefill, plan.preload) == ((), first, second)
+    scheduler.prefilled(first)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert (plan.decode, plan.prefill, plan.preload) == ((first,), second, None)
+    scheduler.prefilled(second)
+    plan = scheduler.schedule()
+    assert (plan.decode, plan.prefill, plan.preload) == ((first, second), None, None)
+
+
+def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_next():
+    scheduler = Scheduler(1)
+    first, second = submitted(scheduler, 0, 0)
+    assert scheduler.schedule().prefill is first
+    scheduler.remove(first)
+    assert scheduler.schedule().prefill is second
+    assert second.slot == 0
+    with pytest.raises(ValueError, match=f"wanted job {first.job_id} .* found that job {second.job_id} is"):
+        scheduler.prefilled(first)
+    scheduler.prefilled(second)
+    with pytest.raises(ValueError, match=f"wanted job {second.job_id} .* found that none is"):
+        scheduler.prefilled(second)
+
+
+def test_a_job_is_submitted_once():
+    scheduler = Scheduler(1)
+    first, second = submitted(scheduler, 0, 0)
+    assert scheduler.schedule().prefill is first
+    for each in (first, second):
+        with pytest.raises(ValueError, match=f"found job {each.job_id}, which does"):
+            scheduler.submit(each)
+
+
+@settings(deadline=None)
+@given(st.lists(PRIORITIES, max_size=MAX_OVERTAKEN))
+def test_jobs_run_by_priority_then_in_the_order_of_their_submission(priorities):
+    scheduler = Scheduler(1)
+    jobs = submitted(scheduler, *priorities)
+    wanted = sorted(jobs, key=lambda each: each.priority)
+    assert list(scheduler.waiting) == wanted
+    assert [run_one(scheduler) for _ in jobs] == wanted
+    assert scheduler.idle
+
+
+def test_under_a_stream_of_urgent_jobs_each_other_one_waits_for_as_many_as_are_allowed():
+    scheduler = Scheduler(1)
+    patient = submitted(scheduler, 5, 7, 6)
+    order = []
+    for _ in range(MAX_OVERTAKEN + len(patient) + 1):
+        (urgent,) = submitted(scheduler, 0)
+        order.append(run_one(scheduler))
+    assert [each.priority for each in order] == [0] * MAX_OVERTAKEN + [5, 7, 6] + [0]
+    assert order[MAX_OVERTAKEN : MAX_OVERTAKEN + 3] == patient, "of several the earliest"
+    assert urgent in scheduler.waiting
+
+
+def test_a_job_whose_kv_does_not_come_is_passed_by_as_often_as_is_allowed():
+    """From then on it has the room and the disk to itself: what others save could keep its KV from coming."""
+    scheduler = Scheduler(1)
+    (late,) = submitted(scheduler, 0)
+    asked = []
+
+    def ready(each: Job, is_next: bool) -> bool:
+        asked.append((each, is_next))
+        return each is not late
+
+    others = submitted(scheduler, *[0] * (MAX_OVERTAKEN + 2))
+    assert [run_one(scheduler, ready) for _ in range(MAX_OVERTAKEN)] == others[:MAX_OVERTAKEN]
+    asked.clear()
+    plan = scheduler.schedule(ready)
+    assert (plan.prefill, plan.preload) == (None, late)
+    assert asked == [(late, True)]
+    assert [run_one(scheduler), run_one(scheduler)] == [late, others[MAX_OVERTAKEN]]
+
+
+def test_who_came_later_does_not_count_as_overtaken_by_who_came_before():
+    scheduler = Scheduler(1)
+    early = submitted(scheduler, *[0] * (2 * MAX_OVERTAKEN))
+    (patient,) = submitted(scheduler, 1)
+    assert [run_one(scheduler) for _ in early] == early
+    urgent = submitted(scheduler, *[0] * (MAX_OVERTAKEN + 1))
+    assert [run_one(scheduler) for _ in range(MAX_OVERTAKEN + 1)] == [*urgent[:-1], patient]
+
+
+def test_a_job_that_finds_no_room_is_not_passed_by():
+    scheduler = Scheduler(2)
+    large, small = submitted(scheduler, 0, 0)
+    plan = scheduler.schedule(admits=lambda each: each is small)
+    assert (plan.prefill, plan.preload) == (None, large)
+    assert scheduler.schedule().prefill is large
+
+
+def test_so_many_are_looked_at_for_one_that_can_run():
+    scheduler = Scheduler(1)
+    jobs = submitted(scheduler, *[0] * (PASSED_JOBS + 1))
+    assert scheduler.schedule(lambda each, is_next: each is jobs[PASSED_JOBS]).prefill is None
+    assert scheduler.schedule(lambda each, is_next: each is jobs[PASSED_JOBS - 1]).prefill is jobs[PASSED_JOBS - 1]

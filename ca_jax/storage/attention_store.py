@@ -34,10 +34,11 @@ from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.policy import EvictionPolicy, make_policy
 from ca_jax.storage.quota import ChargedBlocks
-from ca_jax.storage.records import EntryInfo, Lookup, Owner, Residency, StoreStats
+from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Owner, Residency, StoreStats
 from ca_jax.storage.ssd_books import SsdBooks, open_ssd_books
 from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
+from ca_jax.timeline import NO_TIMELINE, Timeline
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 _CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.
@@ -65,6 +66,7 @@ class AttentionStore:
       weights: fingerprint of the weights and of whatever else decides what KV they give; other KV is not found on SSD.
       clock: seconds since the epoch, which times to live are counted by.
       on_progress: called from any thread when `poll` has something to do.
+      timeline: gets a span of every fetch and flush.
 
     Raises:
       ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
@@ -82,6 +84,7 @@ class AttentionStore:
         weights: str = "",
         clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] | None = None,
+        timeline: Timeline = NO_TIMELINE,
     ):
         if layout.block_tokens != config.block_tokens:
             raise ValueError(f"layout wanted blocks of {config.block_tokens} tokens, found {layout.block_tokens}")
@@ -106,6 +109,7 @@ class AttentionStore:
                 policy=policy,
                 clock=clock,
                 on_progress=self._progressed,
+                timeline=timeline,
             )
         self._placement = Placement(
             layout,
@@ -218,14 +222,19 @@ class AttentionStore:
 
     # The job queue, and what goes on in the background.
 
-    def enqueue(self, job: Hashable, key: str) -> None:
-        """Says that a job of a session waits, behind all others: the future that placement looks at.
+    def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
+        """Says that a job of a session waits, behind all others of its priority: the future that placement looks at.
+
+        Args:
+          job: anything that tells it from other jobs.
+          key: of the session.
+          priority: lower values run first.
 
         Raises:
           ValueError: the job waits already.
         """
         self._check_open()
-        self._placement.enqueue(job, key)
+        self._placement.enqueue(job, key, priority)
 
     def dequeue(self, job: Hashable) -> None:
         """Says that a job waits no more: its load is open, or nobody wants it.
@@ -360,20 +369,20 @@ class AttentionStore:
         self._check_open()
         self._desk.abort_save(ticket)
 
-    def prepare_load(self, key: str, token_ids: npt.ArrayLike) -> LoadTicket | None:
+    def prepare_load(self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False) -> LoadTicket | None:
         """Holds the longest published prefix of `token_ids` for reading; None for a miss."""
         self._check_open()
-        return self._desk.prepare_load(key, token_ids)
+        return self._desk.prepare_load(key, token_ids, truncate=truncate)
 
     def complete_load(self, ticket: LoadTicket) -> None:
         """Ends a load, a hit."""
         self._check_open()
         self._desk.complete_load(ticket)
 
-    def abort_load(self, ticket: LoadTicket) -> None:
-        """Gives a load up, a miss."""
+    def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
+        """Gives a load up, a miss for that reason."""
         self._check_open()
-        self._desk.abort_load(ticket)
+        self._desk.abort_load(ticket, reason)
 
     def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
         """Copies what session `source` has in DRAM of `token_ids` to a new session; how many tokens that are."""

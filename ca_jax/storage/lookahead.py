@@ -11,15 +11,18 @@ import bisect
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 
+_TICKETS_PER_PRIORITY = 2**48  # More than jobs ever come; an integer compares faster than a pair.
+
 Watcher = Callable[[str, int | None, int | None], None]
 """Told of a key whose next job changed: the key, the ticket of its next job before and after (None: no job)."""
 
 
 class LookAhead:
-    """Waiting jobs in queue order, with the place of every session's next one.
+    """Waiting jobs in queue order, by priority and then by arrival, with the place of every session's next one.
 
     Each job holds a ticket, an integer that grows from the queue's head to its tail and never changes while the job
-    waits, so that orders by next job can be kept without renumbering.
+    waits, so that orders by next job can be kept without renumbering: arrivals counted from the number that the job's
+    priority begins at.
 
     A change costs O(log n) comparisons and one move of up to 8n bytes within a list: 3 us at 10,000 jobs, where a
     tree in Python would take longer. Belongs to the thread that keeps the books.
@@ -31,7 +34,7 @@ class LookAhead:
         self._key_of: dict[int, str] = {}
         self._waiting: dict[str, list[int]] = {}  # Tickets of a session's jobs, ascending. Nearly always one.
         self._watchers: list[Watcher] = []
-        self._next_ticket = 0
+        self._num_arrived = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -39,22 +42,24 @@ class LookAhead:
     def __contains__(self, job: Hashable) -> bool:
         return job in self._ticket_of
 
-    def append(self, job: Hashable, key: str) -> None:
-        """Queues a job of session `key` at the tail.
+    def append(self, job: Hashable, key: str, priority: int = 0) -> None:
+        """Queues a job of session `key` behind all others of its priority; lower values stand nearer to the head.
 
         Raises:
           ValueError: the job waits already.
         """
-        self._add(job, key, self._next_ticket)
-        self._next_ticket += 1
+        self._add(job, key, priority * _TICKETS_PER_PRIORITY + self._num_arrived)
+        self._num_arrived += 1
 
     def append_front(self, job: Hashable, key: str) -> None:
         """Puts a job of session `key` at the head, before all that wait: one that was taken and has to wait again.
 
+        It counts as of the priority that was first, or of 0 where none waits: more urgent ones still come before it.
+
         Raises:
           ValueError: the job waits already.
         """
-        self._add(job, key, self._tickets[0] - 1 if self._tickets else self._next_ticket - 1)
+        self._add(job, key, (self._tickets[0] if self._tickets else self._num_arrived) - 1)
 
     def remove(self, job: Hashable) -> str:
         """Takes a job out, wherever it stands: to run it, or because nobody wants it any more.

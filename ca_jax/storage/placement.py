@@ -93,9 +93,9 @@ class Placement:
         if self._ssd is not None:
             self._dirty[entry.key] = None
 
-    def enqueue(self, job: Hashable, key: str) -> None:
+    def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
         """A job of a session waits."""
-        self._look_ahead.append(job, key)
+        self._look_ahead.append(job, key, priority)
 
     def dequeue(self, job: Hashable) -> None:
         """A job waits no more: it has its KV, or nobody wants it."""

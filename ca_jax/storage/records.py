@@ -48,6 +48,8 @@ class MissReason(enum.StrEnum):
     """The catalog could not be read."""
     CANCELLED = "cancelled"
     """The fetch was given up."""
+    RECOMPUTED = "recomputed"
+    """It is there, and recomputing it was predicted to be faster than loading it."""
 
 
 class SkipReason(enum.StrEnum):

@@ -30,6 +30,7 @@ from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
 from ca_jax.storage.ssd_worker import FetchTask, FlushTask, Lost, SsdWorker, TaskEnd
+from ca_jax.timeline import Timeline
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -45,6 +46,7 @@ def open_ssd_books(
     policy: EvictionPolicy,
     clock: Callable[[], float],
     on_progress: Callable[[], None],
+    timeline: Timeline,
 ) -> SsdBooks:
     """Opens the directory that the config names, and takes in what is stored there.
 
@@ -57,6 +59,7 @@ def open_ssd_books(
       policy: likewise.
       clock: likewise.
       on_progress: likewise.
+      timeline: likewise.
 
     Raises:
       ValueError: the caps do not fit block or disk.
@@ -87,6 +90,7 @@ def open_ssd_books(
             quota_blocks=None if quota_bytes is None else quota_bytes // opened.tier.stored_block_bytes,
             clock=clock,
             on_progress=on_progress,
+            timeline=timeline,
         )
 
 
@@ -104,6 +108,7 @@ class SsdBooks:
       quota_blocks: most blocks a tenant may hold; None for no limit.
       clock: seconds since the epoch.
       on_progress: called from any thread when `poll` has something to do.
+      timeline: gets a span of every move.
     """
 
     def __init__(
@@ -119,6 +124,7 @@ class SsdBooks:
         quota_blocks: int | None,
         clock: Callable[[], float],
         on_progress: Callable[[], None],
+        timeline: Timeline,
     ) -> None:
         self._tier = opened.tier
         self._layout = opened.tier.layout
@@ -139,7 +145,12 @@ class SsdBooks:
             if entry is not None:
                 table.use(entry, record.last_used_s)
         self._worker = SsdWorker(
-            opened.tier, opened.catalog, worker_reader, prepare=opened.reclaim, on_progress=on_progress
+            opened.tier,
+            opened.catalog,
+            worker_reader,
+            prepare=opened.reclaim,
+            on_progress=on_progress,
+            timeline=timeline,
         )
 
     @property

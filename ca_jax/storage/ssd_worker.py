@@ -22,6 +22,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -35,9 +36,11 @@ from ca_jax.storage.catalog_rows import Contents, DamagedRecordError
 from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.host_memory import host_array
 from ca_jax.storage.seal import seal_block, verify_block
+from ca_jax.timeline import ArgValue, Timeline, Track
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25  # How often moves under way are held against their deadline.
+_SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -104,6 +107,8 @@ class SsdWorker:
       reader: of the same catalog, likewise.
       prepare: run before the first write, on the writing thread.
       on_progress: called, from the threads, whenever `take_ended` has something new.
+      timeline: gets a span of every fetch, from reading the catalog to the last seal, and of every flush, from the
+        first seal to the catalog; that of a move which fails says why.
     """
 
     def __init__(
@@ -114,12 +119,15 @@ class SsdWorker:
         *,
         prepare: Callable[[], object],
         on_progress: Callable[[], None],
+        timeline: Timeline,
     ) -> None:
         self._tier = tier
         self._layout = tier.layout
         self._catalog = catalog
         self._reader = reader
         self._on_progress = on_progress
+        self._timeline = timeline
+        self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
         self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
         self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
         self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
@@ -227,6 +235,7 @@ class SsdWorker:
         if task.cancelled:
             self._end(TaskEnd(task=task, error=_cancelled()))
             return
+        self._mark_begin(task)
         try:
             contents = self._expected(task)
         except BlockIoError as error:
@@ -278,6 +287,7 @@ class SsdWorker:
         if error is not None:
             self._end(TaskEnd(task=task, error=error))
             return
+        self._mark_begin(task)
         sources = list(task.sources)
         seals = [
             seal_block(block, self._layout.tokens_in_block(index, task.record.num_tokens))
@@ -403,9 +413,29 @@ class SsdWorker:
         handle.add_done_callback(done)
         handle.add_settled_callback(settled)
 
+    def _mark_begin(self, task: FetchTask | FlushTask) -> None:
+        if self._timeline.enabled:
+            self._began_s[task] = time.perf_counter()
+
     def _end(self, end: TaskEnd) -> None:
+        self._record(end)
         self._ended.append(end)
         self._on_progress()
+
+    def _record(self, end: TaskEnd) -> None:
+        """Tells the timeline of a task, once. It was no thread's: others were under way with it."""
+        began_s = self._began_s.pop(end.task, None)
+        if began_s is None:
+            return
+        track: Track
+        if isinstance(end.task, FetchTask):
+            track, key, num_blocks = "fetch", end.task.key, len(end.task.block_ids)
+        else:
+            track, key, num_blocks = "flush", end.task.record.key, len(end.task.sources)
+        args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self._layout.block_bytes}
+        if end.error is not None:
+            args["error"] = end.error.reason.value
+        self._timeline.add(track, track, began_s, time.perf_counter(), **args)
 
 
 def _cancelled() -> BlockIoError:

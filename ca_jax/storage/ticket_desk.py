@@ -146,7 +146,7 @@ class TicketDesk:
 
     # Loads.
 
-    def prepare_load(self, key: str, token_ids: npt.ArrayLike) -> LoadTicket | None:
+    def prepare_load(self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False) -> LoadTicket | None:
         """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
 
         A caller that gets fewer tokens than are stored wants other tokens from there on, and truncates before it saves.
@@ -154,6 +154,7 @@ class TicketDesk:
         Args:
           key: session id.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+          truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open.
 
         Returns:
           A ticket to read by; None where nothing can be served (a miss, counted with its reason).
@@ -173,6 +174,8 @@ class TicketDesk:
                 self._entries.place(entry)
             return None
         num_tokens = _common_prefix(entry.token_ids, token_ids)
+        if truncate and num_tokens < len(entry.token_ids) and not (entry.num_open_loads or entry.open_saves):
+            self._placement.shorten(entry, num_tokens)
         block_ids = np.array(entry.block_ids[: self._layout.num_blocks(num_tokens)])
         ticket = LoadTicket(self._dram, key, num_tokens, block_ids, from_ssd=entry.fetched)
         entry.fetched = False
@@ -192,14 +195,14 @@ class TicketDesk:
         self._counters.num_hits_from_ssd += ticket.from_ssd
         self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes
 
-    def abort_load(self, ticket: LoadTicket) -> None:
+    def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
         """Gives a load up, a miss. Waits for copies under way.
 
         Raises:
           ValueError: the ticket is closed, or not of this store.
         """
         self._end_load(ticket, TicketState.ABORTED)
-        self._counters.misses[MissReason.ABORTED] += 1
+        self._counters.misses[reason] += 1
 
     def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
         """Copies what a session in DRAM has of the beginning of `token_ids` to a new session. Waits for the copy.

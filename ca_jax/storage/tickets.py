@@ -170,6 +170,18 @@ class LoadTicket:
         """What became of the load."""
         return self._state
 
+    def shorten(self, num_tokens: int) -> None:
+        """Reads only the first so many tokens from here on.
+
+        Raises:
+          ValueError: none, or more than there are.
+        """
+        if not 0 < num_tokens <= self.num_tokens:
+            raise ValueError(f"wanted 1 to {self.num_tokens} tokens, found {num_tokens}")
+        self.num_tokens = num_tokens
+        self._split = self._tier.layout.split(0, num_tokens)
+        self._whole = self._tier.blocks[self._block_ids[: len(self._split.whole)]]
+
     def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.records import MissReason
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.testing.paced import Transfer, Transfers
 
@@ -34,6 +35,11 @@ class ControlledLoad:
     def state(self) -> TicketState:
         """What became of the load."""
         return self.ticket.state
+
+    def shorten(self, num_tokens: int) -> None:
+        """As `LoadTicket.shorten`."""
+        self.ticket.shorten(num_tokens)
+        self.num_tokens = num_tokens
 
     def read(self, layer: int, dst: np.ndarray) -> Future[None]:
         """As `LoadTicket.read`, but for when it copies and how errors come."""
@@ -107,9 +113,11 @@ class ControlledStore:
         """As `AttentionStore.complete_load`: waits for reads under way."""
         self.store.complete_load(_settled(ticket))
 
-    def abort_load(self, ticket: LoadTicket | ControlledLoad) -> None:
+    def abort_load(
+        self, ticket: LoadTicket | ControlledLoad, reason: MissReason = MissReason.ABORTED
+    ) -> None:
         """As `AttentionStore.abort_load`: waits for reads under way."""
-        self.store.abort_load(_settled(ticket))
+        self.store.abort_load(_settled(ticket), reason)
 
     def prepare_save(self, *args: Any, **options: Any) -> SaveTicket | ControlledSave | None:
         """As `AttentionStore.prepare_save`."""

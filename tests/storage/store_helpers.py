@@ -18,6 +18,7 @@ from ca_jax.storage.config import GIB
 from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.records import Owner
+from ca_jax.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
 SLOT_BYTES = {"zarr3": 4096, "raw": 2 * 4096}  # What a block takes on SSD.
@@ -52,6 +53,7 @@ def make_store(
     quota_bytes: int | None = None,
     clock: Callable[[], float] | None = None,
     weights: str = "weights",
+    timeline: Timeline = NO_TIMELINE,
     **fields: Any,
 ) -> AttentionStore:
     """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show.
@@ -70,7 +72,7 @@ def make_store(
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
         **fields,
     )
-    store = AttentionStore(layout, config, policy, clock=clock or FakeClock(), weights=weights)
+    store = AttentionStore(layout, config, policy, clock=clock or FakeClock(), weights=weights, timeline=timeline)
     fill_blocks_with_nan(store)
     return store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import pytest
@@ -32,6 +33,29 @@ def test_positions_are_those_of_the_queue():
     assert len(queue) == 4
     assert 0 in queue
     assert 9 not in queue
+
+
+def test_urgent_jobs_stand_before_others_and_equals_in_the_order_of_their_arrival():
+    queue = LookAhead()
+    for job, (key, priority) in enumerate([("a", 0), ("b", 2), ("c", -1), ("d", 0), ("e", 2), ("b", -1)]):
+        queue.append(job, key, priority)
+    assert list(queue.keys()) == ["c", "b", "a", "d", "b", "e"]
+    assert [queue.position(key) for key in "abcde"] == [2, 1, 0, 3, 5]
+    queue.append_front(6, "f")
+    queue.append(7, "g", -2)
+    assert list(queue.keys(3)) == ["g", "f", "c"]
+
+
+def test_a_session_whose_later_job_is_more_urgent_is_watched_by_that():
+    queue = LookAhead()
+    heard = []
+    queue.watch(lambda key, before, after: heard.append((before, after)))
+    queue.append(1, "a")
+    queue.append(2, "a", -1)
+    (_, late), (before, urgent) = heard
+    assert late == before > urgent == queue.next_ticket("a")
+    queue.remove(2)
+    assert heard[2:] == [(urgent, late)]
 
 
 def test_a_job_waits_once():
@@ -82,6 +106,7 @@ class OrdersMachine(RuleBasedStateMachine):
     def open(self, keys):
         self.queue = LookAhead()
         self.jobs: list[tuple[int, str]] = []
+        self.priorities: list[int] = []  # Of those.
         self.num_jobs = 0
         self.tick = 0
         self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue), {})]
@@ -93,25 +118,30 @@ class OrdersMachine(RuleBasedStateMachine):
         self.tick += 1
         return self.tick
 
-    def append(self, key):
-        self.queue.append(self.num_jobs, key)
-        self.jobs.append((self.num_jobs, key))
+    def append(self, key, priority=0):
+        self.queue.append(self.num_jobs, key, priority)
+        position = bisect.bisect_right(self.priorities, priority)
+        self.priorities.insert(position, priority)
+        self.jobs.insert(position, (self.num_jobs, key))
         self.num_jobs += 1
 
-    @rule(key=KEYS)
-    def append_job(self, key):
-        self.append(key)
+    @rule(key=KEYS, priority=st.integers(-2, 2))
+    def append_job(self, key, priority):
+        self.append(key, priority)
 
     @rule(key=KEYS)
     def append_job_in_front(self, key):
         self.queue.append_front(self.num_jobs, key)
+        self.priorities.insert(0, self.priorities[0] if self.priorities else 0)
         self.jobs.insert(0, (self.num_jobs, key))
         self.num_jobs += 1
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), first=st.booleans())
     def remove_job(self, data, first):
-        job, key = self.jobs.pop(0 if first else data.draw(st.integers(0, len(self.jobs) - 1)))
+        position = 0 if first else data.draw(st.integers(0, len(self.jobs) - 1))
+        del self.priorities[position]
+        job, key = self.jobs.pop(position)
         assert self.queue.remove(job) == key
         if key not in [other for _, other in self.jobs]:
             for _, model in self.tiers:

@@ -127,6 +127,21 @@ def test_waiting_jobs_are_fetched_in_the_order_of_the_queue(open_store, gates):
     assert store.stats().num_hits_from_ssd == 2
 
 
+def test_urgent_jobs_are_fetched_for_before_others_and_take_their_room(open_store, gates):
+    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
+    gates[1].reads.close()
+    for key, priority in (("a", 0), ("b", 1), ("c", -1)):
+        store.enqueue(key, key, priority)
+    store.poll()
+    assert where(store, Residency.PENDING) == "ac", "there is room for two"
+    gates[1].reads.open()
+    store.settle()
+    assert where(store, Residency.DRAM) == "ac"
+    store.enqueue("b again", "b", -2)
+    store.settle()
+    assert where(store, Residency.DRAM) == "bc", "a is needed last now"
+
+
 def test_prefetching_looks_as_far_as_sessions_of_average_size_fit(open_store, gates):
     store = on_ssd(open_store, {"x": 20, "a": 4, "b": 4, "c": 4, "d": 4}, num_blocks=6)  # On average 1.8 blocks.
     gates[1].reads.close()

@@ -437,11 +437,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert in_dram * self.layout.block_bytes == self.store.stats().used_bytes
             assert sum(info.ssd_bytes for info in self.store.list()) == self.store.stats().ssd.used_bytes
 
-    @rule(key=KEYS)
-    def enqueue(self, key):
+    @rule(key=KEYS, priority=st.integers(-1, 1))
+    def enqueue(self, key, priority):
         self.num_jobs += 1
         self.jobs.append((self.num_jobs, key))
-        self.store.enqueue(*self.jobs[-1])
+        self.store.enqueue(*self.jobs[-1], priority)
 
     @rule(which=WHICH)
     def dequeue(self, which):

@@ -15,6 +15,7 @@ from ca_jax.storage import AttentionStore, EntryInfo, MissReason, Residency, Ski
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.timeline import Timeline
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (
@@ -539,6 +540,32 @@ def test_a_fetch_that_fails_is_a_counted_miss_and_the_session_is_saved_anew(
     store.close()
     assert in_catalog(directory, driver) == {"a"}
     assert_loads(open_store(ssd_driver=driver), "a", ids(9), kv)
+
+
+def test_a_timeline_shows_each_flush_and_each_fetch(open_store, directory, driver):
+    timeline = Timeline()
+
+    def taken() -> list[tuple[str, dict[str, object]]]:
+        """What it shows and did not show before."""
+        spans = timeline.spans()
+        timeline.clear()
+        assert {span.thread_id for span in spans} == {None}, "others are under way on the same threads"
+        return [(span.track, dict(span.args)) for span in spans]
+
+    store = open_store(ssd_driver=driver, timeline=timeline)
+    kv = put(store, "a session's key", 10)
+    put(store, "b", 1)
+    shown = {"key": "a session's ", "num_bytes": 3 * LAYOUT.block_bytes}
+    assert taken() == [("flush", shown), ("flush", {"key": "b", "num_bytes": LAYOUT.block_bytes})]
+    store.close()
+    store = open_store(ssd_driver=driver, timeline=timeline)
+    assert_loads(store, "a session's key", ids(10), kv)
+    assert taken() == [("fetch", shown)]
+    store.close()
+    damage(directory, driver)
+    store = open_store(ssd_driver=driver, timeline=timeline)
+    fetch(store, "a session's key")
+    assert taken() == [("fetch", {**shown, "error": "corrupt"})]
 
 
 def test_a_miss_that_nobody_asks_about_leaves_nothing_behind(open_store, gates, directory):

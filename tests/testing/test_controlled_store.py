@@ -5,6 +5,8 @@ import threading
 import numpy as np
 import pytest
 
+from ca_jax.async_saver import AsyncSaver, LayerPart
+from ca_jax.layer_loader import LayerLoader
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -12,7 +14,7 @@ from ca_jax.storage.tickets import TicketState
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, PacedLink, Transfer
 from ca_jax.testing.timers import ManualTimer
-from ca_jax.transfer import AsyncSaver, LayerLoader, LayerPart, to_device
+from ca_jax.transfer import to_device
 from tests import engine_kit as kit
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
@@ -165,18 +167,18 @@ def test_a_save_that_is_given_up_writes_nothing_more(store, kv):
 def test_loader_and_saver_work_over_one_link_of_both(store, kv):
     with PacedLink(layer_s=1e-3) as link:
         controlled = ControlledStore(store, loads=link, saves=link)
-        saver, loader = AsyncSaver(), LayerLoader(LAYOUT, 16)
+        saver, loader = AsyncSaver(), LayerLoader(LAYOUT, 3 * 16 * TOKEN_BYTES)
         save = controlled.prepare_save("a", 0, range(NUM_TOKENS))
         saver.submit(save, [LayerPart(layer, to_device(kv[layer]), NUM_TOKENS, 0) for layer in range(3)])
         (result,) = saver.poll(wait=True)
         assert (result.ticket, result.error) == (save, None)
         assert controlled.complete_save(save)
         load = controlled.prepare_load("a", range(NUM_TOKENS))
-        loader.start(load, 16)
-        loaded = [loader.layer(layer)[:, :NUM_TOKENS] for layer in range(3)]
+        layers = loader.open(load, 16, depth=3)
+        layers.begin(lambda layer: None)
         for layer in range(3):
-            np.testing.assert_array_equal(loaded[layer], kv[layer])
-        loader.release(loaded)
+            np.testing.assert_array_equal(layers.layer(layer)[:, :NUM_TOKENS], kv[layer])
+        layers.release()
         controlled.complete_load(load)
         saver.close()
     assert link.busy_s == pytest.approx(6e-3)
@@ -185,24 +187,26 @@ def test_loader_and_saver_work_over_one_link_of_both(store, kv):
 def test_a_layer_that_breaks_on_its_way_breaks_its_load(store, kv):
     fill(store, kv)
     gate = GatedTransfers()
-    controlled, loader = ControlledStore(store, loads=gate), LayerLoader(LAYOUT, 16)
+    controlled, loader = ControlledStore(store, loads=gate), LayerLoader(LAYOUT, 3 * 16 * TOKEN_BYTES)
     load = controlled.prepare_load("a", range(NUM_TOKENS))
-    loader.start(load, 16)
-    layers = gate.wait_held(3)
-    gate.let_through(layers[1], error=OSError("broken"))
+    layers = loader.open(load, 16, depth=3)
+    held = gate.wait_held(3)
+    gate.let_through(held[1], error=OSError("broken"))
     gate.open()
-    np.testing.assert_array_equal(loader.layer(0)[:, :NUM_TOKENS], kv[0])
+    layers.begin(lambda layer: None)
+    np.testing.assert_array_equal(layers.layer(0)[:, :NUM_TOKENS], kv[0])
     with pytest.raises(OSError, match="broken"):
-        loader.layer(1)
-    loader.release()
+        layers.layer(1)
+    layers.release()
     controlled.abort_load(load)
 
 
 def test_an_engine_answers_the_same_over_transfers_that_overtake_one_another():
     messages = [kit.prompt(40, seed) for seed in range(3)]
-    with kit.small_engine() as engine, DelayedTransfers(2e-3, seed=0) as delayed:
-        store = engine._kv._store
-        engine._kv._store = ControlledStore(store, loads=delayed, saves=delayed)
+    with (
+        DelayedTransfers(2e-3, seed=0) as delayed,
+        kit.small_engine(store_wrapper=lambda store: ControlledStore(store, loads=delayed, saves=delayed)) as engine,
+    ):
         session = engine.session()
         answers = kit.converse(session, messages)
         engine.wait_for_saves()

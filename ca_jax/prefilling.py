@@ -1,0 +1,167 @@
+"""One job's prefill, from its stored history to its first token's logits: passes, what they load, what they save.
+
+A pass runs some of the new tokens through all layers. Each layer's history is taken from the load just before it is
+dispatched, and its new KV handed to be saved right after. Between passes other jobs decode.
+
+Not here: which job and how many tokens (engine), staging (layer_loader), jitted code (steps).
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+
+from ca_jax.compute_watch import ComputeWatch
+from ca_jax.metrics import EngineMetrics
+from ca_jax.runner import Prefill, Runner
+from ca_jax.session import Job
+from ca_jax.session_kv import OpenHistory, SessionKV
+from ca_jax.turn_saver import TurnSaver
+
+_NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
+
+
+class Prefilling:
+    """The prefill of one job. Belongs to the engine's thread.
+
+    Args:
+      job: whose; its slot is set.
+      runner: computes.
+      kv: has its history, and takes what is new.
+      metrics: where passes, and how well their time was predicted, are counted.
+      watch: told of every pass.
+    """
+
+    def __init__(self, job: Job, runner: Runner, kv: SessionKV, metrics: EngineMetrics, watch: ComputeWatch) -> None:
+        if job.slot is None:
+            raise RuntimeError(f"job {job.job_id} was planned without a slot")
+        self.job = job
+        """Whose."""
+        self.saver: TurnSaver | None = None
+        """What of the turn is to be saved; None for a job without a session."""
+        self._slot = job.slot
+        self._runner = runner
+        self._kv = kv
+        self._metrics = metrics
+        self._watch = watch
+        self._history: OpenHistory | None = None
+        self._was_alone = True
+        self._computing_s = 0.0
+        if job.session is not None:
+            self._history = kv.open_history(job, job.session)
+            self.saver = kv.begin_saving(job.session, self._history.num_stored)
+        self._prefill = self._start(job.cached_tokens)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are to be dispatched."""
+        return self._prefill.num_left
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens were dispatched, so that the logits are there."""
+        return self._prefill.logits is not None
+
+    @property
+    def num_before(self) -> int:
+        """Tokens before those."""
+        return self._prefill.history_length + self._prefill.num_done
+
+    def run_pass(self, num_tokens: int, is_alone: bool) -> jax.Array | None:
+        """Dispatches some of the tokens that are left.
+
+        A load that breaks is a miss and a recompute of everything, never a failed turn.
+
+        Args:
+          num_tokens: how many.
+          is_alone: whether no other job computes in between.
+
+        Returns:
+          The last token's logits f32 `[1, V]`, once all tokens are dispatched; None before.
+        """
+        self._was_alone &= is_alone
+        started_s = time.perf_counter()
+        history = self._history
+        if history is None or history.load is None or self._prefill.num_done:
+            self._dispatch(num_tokens)
+        else:
+            try:
+                history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
+                self._dispatch(num_tokens)
+                self._kv.complete_history(self.job, history)
+            except Exception:
+                self._begin_anew()
+                self._dispatch(min(self.num_left, self._runner.chunk_tokens))
+        self._metrics.prefill_passes += 1
+        if self._prefill.logits is not None:
+            self._wait()
+        self._computing_s += time.perf_counter() - started_s
+        return self._prefill.logits
+
+    def finish(self) -> None:
+        """Measures what it took. Its logits were waited for."""
+        self._metrics.prefill_steps += 1
+        new_tokens = len(self._prefill.tokens)
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens:
+            return
+        load = None if self._history is None else self._history.load
+        padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)
+        if load is None or load.stall_s < _NO_STALL * self._computing_s:
+            self._kv.meter.add_prefill(padded_history, padded_new, self._computing_s)
+        predicted_s = None if self._history is None else self._history.predicted_s
+        if predicted_s is not None:
+            self._metrics.prediction_errors.append(predicted_s / self._computing_s - 1)
+
+    def insert(self) -> None:
+        """Moves the KV into its decode slot. Does not wait."""
+        done = self._runner.insert(self._prefill)
+        if self._history is not None and self._history.load is not None:
+            for layer, marker in done.items():
+                self._history.load.used(layer, marker)
+
+    def release(self) -> None:
+        """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
+        if self._history is None or self._history.load is None:
+            return
+        self._kv.release_history(self._history)
+
+    def _start(self, num_loaded: int) -> Prefill:
+        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
+
+    def _dispatch(self, num_tokens: int) -> None:
+        prefill = self._prefill
+        start = self.num_before
+        is_first = not prefill.num_done
+        load = None if self._history is None or not is_first else self._history.load
+        if self.saver is None:
+            self._runner.run_pass(prefill, num_tokens, load)
+        else:
+            tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+            self._kv.make_room_to_save(len(tokens))
+            self.saver.begin_pass(tokens, start)
+            self._runner.run_pass(prefill, num_tokens, load, self.saver.add_layer)
+            self.saver.end_pass()
+        self._watch.layers(prefill.outputs, job=self.job.job_id, start=start)
+
+    def _begin_anew(self) -> None:
+        """Forgets the history, and what was computed from it: all of the prompt is prefilled."""
+        job, history = self.job, self._history
+        if history is None or job.session is None or self.saver is None:
+            raise RuntimeError(f"job {job.job_id} has no history that could break")
+        jax.block_until_ready(self._prefill.outputs)
+        self.saver.give_up()
+        self._kv.end_saving(self.saver)
+        self._kv.fail_history(self.saver.key, history)
+        self.saver = self._kv.begin_saving(job.session, 0)
+        self._history, job.cached_tokens = None, 0
+        self._prefill = self._start(0)
+
+    def _wait(self) -> None:
+        """Waits for the last pass, and has the next job's load go on meanwhile."""
+        for output in self._prefill.outputs:
+            if not self._kv.is_preloading:
+                break
+            output.block_until_ready()
+            self._kv.pump()
+        jax.block_until_ready(self._prefill.logits)
