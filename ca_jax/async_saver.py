@@ -135,6 +135,10 @@ class AsyncSaver:
         """Saves that were ended and not yet returned by `poll`."""
         return self._open.total()
 
+    def is_open(self, key: str) -> bool:
+        """Whether a save of a session was ended and not yet returned by `poll`."""
+        return key in self._open
+
     @property
     def pending_bytes(self) -> int:
         """What was added and is not written yet, as it is held on the device."""

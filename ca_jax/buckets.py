@@ -10,8 +10,13 @@ Not here: what is compiled (steps), who pads (runner).
 from __future__ import annotations
 
 
-def new_token_buckets(chunk_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of new tokens of one pass: 8, steps of 16 to 128, of 32 to 256, of 64 beyond, the chunk itself."""
+def new_token_buckets(chunk_tokens: int, coarse: bool = False) -> tuple[int, ...]:
+    """Padded numbers of new tokens of one pass: 8, steps of 16 to 128, of 32 to 256, of 64 beyond, the chunk itself.
+
+    Coarse ones are powers of two from 16: on a GPU few tokens take as long as some more, and compiling takes longer.
+    """
+    if coarse:
+        return pass_sizes(chunk_tokens)
     ladder = [8, *range(16, 128, 16), *range(128, 256, 32), *range(256, chunk_tokens, 64)]
     return (*(size for size in ladder if size < chunk_tokens), chunk_tokens)
 
@@ -22,8 +27,16 @@ def pass_sizes(chunk_tokens: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < chunk_tokens), chunk_tokens)
 
 
-def history_buckets(window_tokens: int) -> tuple[int, ...]:
-    """Padded numbers of history tokens: none, steps of 256 to 1,024, of 512 to 4,096, of 1,024 beyond."""
+def history_buckets(window_tokens: int, coarse: bool = False) -> tuple[int, ...]:
+    """Padded numbers of history tokens: none, steps of 256 to 1,024, of 512 to 4,096, of 1,024 beyond.
+
+    Coarse ones are 512 and its doublings, and what lies halfway between them from 2,048 on.
+    """
+    if coarse:
+        ladder = [0, 512, 1024]
+        while ladder[-1] < window_tokens:
+            ladder += [ladder[-1] * 2] if ladder[-1] < 2048 else [ladder[-1] * 3 // 2, ladder[-1] * 2]
+        return tuple(size for index, size in enumerate(ladder) if not index or ladder[index - 1] < window_tokens)
     ladder = [0]
     while ladder[-1] < window_tokens:
         last = ladder[-1]

@@ -28,6 +28,7 @@ from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
 from ca_jax.decoder import Decoder, DecodeRow
+from ca_jax.device_memory import check_buffers
 from ca_jax.errors import (
     ContextWindowError,
     InvalidRequestError,
@@ -44,13 +45,14 @@ from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
 from ca_jax.session import Completion, FinishReason, Job, SamplingParams, Session
-from ca_jax.session_kv import SessionKV, check_buffers
+from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
 from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.transfer import to_host_memory
 from ca_jax.turn_saver import TurnSaver
 from ca_jax.wakeup import Wakeup
 
@@ -454,7 +456,7 @@ class Engine:
         )
 
     def _admits(self, job: Job) -> bool:
-        return job.session is None or self._kv.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
+        return job.session is None or self._kv.write_buffer.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -522,13 +524,15 @@ class Engine:
         ]
         more = all(len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self.window for job in jobs)
         is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
-        self._kv.make_room_to_save(len(rows))
+        self._kv.write_buffer.make_room(len(rows))
         started_s = time.perf_counter()
         with self._timeline.annotate("engine", "decode", rows=len(rows)):
             drawn, kv = self._decoder.step(rows, run_ahead=more and is_alone)
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self.metrics.decode_steps += 1
+        if self._savers:
+            kv = to_host_memory(kv)  # Once for all of its rows.
         for row, job in zip(rows, jobs, strict=True):
             if job in self._savers:
                 self._savers[job].add_decoded(row.token, kv, row.slot)
@@ -581,7 +585,7 @@ class Engine:
         self._scheduler.remove(job)
         self._kv.withdraw(job)
         if saver is not None:
-            self._kv.end_saving(saver)
+            self._kv.write_buffer.end(saver)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -33,7 +33,7 @@ from ca_jax.storage.tickets import LoadTicket
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
 _EXECUTION_REGIONS = 2  # Behind the read buffer: one that is computed on, one that is filled.
-_DEVICE_AHEAD = 2
+_DEVICE_AHEAD = 1
 """Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
 waits for whatever was dispatched before that buffer was allocated."""
 
@@ -236,11 +236,9 @@ class LayerLoad:
             timeline.add("load", f"load {stage.layer}", start_s, stage.done_s, layer=stage.layer, job=self._job)
 
     def _put(self, stop: int) -> None:
-        """Puts layers up to `stop` on the device whose bytes are there, in order."""
+        """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
-            if stage.array is None:
-                if not stage.future.done():
-                    return
+            if stage.array is None and stage.future.done():
                 stage.array = transfer.staging_to_device(stage.view, self._loader.sharding)
 
 

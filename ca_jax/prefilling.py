@@ -13,10 +13,11 @@ import time
 import jax
 
 from ca_jax.compute_watch import ComputeWatch
+from ca_jax.histories import History
 from ca_jax.metrics import EngineMetrics
 from ca_jax.runner import Prefill, Runner
 from ca_jax.session import Job
-from ca_jax.session_kv import OpenHistory, SessionKV
+from ca_jax.session_kv import SessionKV
 from ca_jax.turn_saver import TurnSaver
 
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
@@ -45,7 +46,7 @@ class Prefilling:
         self._kv = kv
         self._metrics = metrics
         self._watch = watch
-        self._history: OpenHistory | None = None
+        self._history: History | None = None
         self._was_alone = True
         self._computing_s = 0.0
         if job.session is not None:
@@ -89,7 +90,7 @@ class Prefilling:
             try:
                 history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
                 self._dispatch(num_tokens)
-                self._kv.complete_history(self.job, history)
+                self._kv.histories.complete(self.job, history)
             except Exception:
                 self._begin_anew()
                 self._dispatch(min(self.num_left, self._runner.chunk_tokens))
@@ -122,9 +123,8 @@ class Prefilling:
 
     def release(self) -> None:
         """Lets go of staging, however far it is; waits for what reads it unless it was inserted."""
-        if self._history is None or self._history.load is None:
-            return
-        self._kv.release_history(self._history)
+        if self._history is not None:
+            self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> Prefill:
         return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
@@ -138,7 +138,7 @@ class Prefilling:
             self._runner.run_pass(prefill, num_tokens, load)
         else:
             tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
-            self._kv.make_room_to_save(len(tokens))
+            self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
             self._runner.run_pass(prefill, num_tokens, load, self.saver.add_layer)
             self.saver.end_pass()
@@ -151,8 +151,8 @@ class Prefilling:
             raise RuntimeError(f"job {job.job_id} has no history that could break")
         jax.block_until_ready(self._prefill.outputs)
         self.saver.give_up()
-        self._kv.end_saving(self.saver)
-        self._kv.fail_history(self.saver.key, history)
+        self._kv.write_buffer.end(self.saver)
+        self._kv.fail_history(history)
         self.saver = self._kv.begin_saving(job.session, 0)
         self._history, job.cached_tokens = None, 0
         self._prefill = self._start(0)
@@ -160,8 +160,7 @@ class Prefilling:
     def _wait(self) -> None:
         """Waits for the last pass, and has the next job's load go on meanwhile."""
         for output in self._prefill.outputs:
-            if not self._kv.is_preloading:
+            if not self._kv.histories.pump():
                 break
             output.block_until_ready()
-            self._kv.pump()
         jax.block_until_ready(self._prefill.logits)

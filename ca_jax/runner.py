@@ -16,7 +16,7 @@ import numpy as np
 
 from ca_jax import steps
 from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes
-from ca_jax.models.attention import SLOT_BLOCK
+from ca_jax.models.attention import SLOT_BLOCK, slot_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import to_device
@@ -105,9 +105,10 @@ class Runner:
         outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
         self._outer = {"params": outer}
         self.chunk_tokens = chunk_tokens
-        self.new_token_buckets = new_token_buckets(chunk_tokens)
+        coarse = jax.default_backend() != "cpu"  # There padding is cheap and compiling is not.
+        self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)
         self.pass_sizes = pass_sizes(chunk_tokens) if shorter_passes else (chunk_tokens,)
-        self.history_buckets = history_buckets(window)
+        self.history_buckets = history_buckets(window, coarse)
         self.batch_buckets = batch_buckets(max_batch_size)
         # Padding behind a job's tokens must fit too: an update that overlaps the end would be moved, not cut.
         widest = max(window + self._max_padding(), self.history_buckets[-1])
@@ -115,7 +116,9 @@ class Runner:
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
         self._table = steps.rotation_table(config, self._capacity + chunk_tokens)
         self._slots = steps.make_slots(config, max_batch_size, self._capacity, self._dtype)
-        self._needs_static_extent = jax.default_backend() != "cpu"
+        is_gpu = jax.default_backend() != "cpu"
+        self._scatters = is_gpu
+        self._needs_static_extent = is_gpu and slot_attention(self._slots.keys[0]) != "kernel"
 
     @property
     def slot_bytes(self) -> int:
@@ -274,6 +277,7 @@ class Runner:
             to_device(lengths, np.int32),
             self._table,
             num_blocks,
+            self._scatters,
         )
         return logits, kv
 

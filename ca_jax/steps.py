@@ -155,7 +155,22 @@ def insert_slot(
     return keys, values, start + kv.shape[1]
 
 
-@partial(jax.jit, static_argnames=("config", "num_blocks"), donate_argnames=("slots",))
+def _update(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Writes `new [n, 1, K, H]` behind the lengths of the first n slots `[slots, K, C, H]`, row by row."""
+    for row in range(new.shape[0]):
+        at = (row, 0, lengths[row], 0)
+        slots = lax.dynamic_update_slice(slots, new[row].transpose(1, 0, 2)[None].astype(slots.dtype), at)
+    return slots
+
+
+def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+    """The same, all rows at once."""
+    rows = jnp.arange(new.shape[0])
+    at = slots.at[rows, :, lengths]
+    return at.set(new[:, 0].astype(slots.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+
+
+@partial(jax.jit, static_argnames=("config", "num_blocks", "scatter"), donate_argnames=("slots",))
 def decode(
     config: ModelConfig,
     params: Params,
@@ -164,6 +179,7 @@ def decode(
     lengths: jax.Array,
     table: rope.Rotation,
     num_blocks: int | None = None,
+    scatter: bool = False,
 ) -> tuple[jax.Array, jax.Array, Slots]:
     """One token for the first n slots. Donates the slots.
 
@@ -175,6 +191,7 @@ def decode(
       lengths: i32 `[n]`, tokens already in each slot: the position of the new one.
       table: rotations of all positions.
       num_blocks: static, see `attend_slots`.
+      scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
 
     Returns:
       Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots.
@@ -190,10 +207,10 @@ def decode(
             q: jax.Array, new: LayerKV, keys: jax.Array = slots.keys[i], values: jax.Array = slots.values[i]
         ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
-            for row in range(num_rows):
-                at = (row, 0, lengths[row], 0)
-                keys = lax.dynamic_update_slice(keys, rotated[row].transpose(1, 0, 2)[None], at)
-                values = lax.dynamic_update_slice(values, new.v[row].transpose(1, 0, 2)[None].astype(values.dtype), at)
+            if scatter:
+                keys, values = _scatter(keys, rotated, lengths), _scatter(values, new.v, lengths)
+            else:
+                keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
             q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
             out = attend_slots(q, keys, values, lengths + 1, num_blocks)
             kv = jnp.stack([new.k[:, 0], new.v[:, 0]])

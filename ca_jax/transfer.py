@@ -62,7 +62,7 @@ def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Arra
       memory_kind: None: `pinned_host` on an accelerator; on CPU the array stays where it is.
     """
     if memory_kind is None:
-        if _platform(array) == "cpu":
+        if _platform(array) == "cpu" or array.sharding.memory_kind == PINNED_HOST:
             return array
         memory_kind = PINNED_HOST
     return jax.device_put(array, array.sharding.with_memory_kind(memory_kind))

@@ -1,7 +1,7 @@
-"""What the benchmark leaves: one JSON object, and the same as tables to read.
+"""What the benchmark leaves: one JSON object.
 
-Not here: measuring (`bench_suites`, `bench_tiers`, `bench_storage`, `bench_policy`), what rows hold (`bench_schema`,
-`bench_storage_schema`), describing the machine (`machine`).
+Not here: measuring (`bench_run` and what it runs), what rows hold (`bench_schema`, `bench_serving_schema`,
+`bench_overlap_schema`, `bench_storage_schema`), tables to read (`bench_tables`), describing the machine (`machine`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
-
+from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_schema import BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Startup, TiersRow
+from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig, TtftBenchConfig
 from ca_jax.launch.bench_storage_schema import (
     DecisionRow,
     LoopRow,
@@ -34,12 +32,14 @@ Report = dict[str, Any]
 Of an engine also model, dtype, peer and startup; of the other suites other_load_share, which startup has there.
 """
 
-_QUIET_LOAD_SHARE = 0.1  # of all CPU time; what an idle machine's own housekeeping stays well under
+EngineBenchConfig = BenchConfig | TtftBenchConfig | ThroughputBenchConfig | PreloadBenchConfig | SaveBenchConfig
+"""What is asked of the suites that serve a model."""
 
 
 def make_report(
-    config: BenchConfig,
-    rows: Sequence[Row],
+    config: EngineBenchConfig,
+    rows: Sequence[Any],
+    summary: Mapping[str, Any],
     startup: Startup,
     *,
     model: str,
@@ -53,7 +53,8 @@ def make_report(
 
     Args:
       config: what was asked for.
-      rows: what was measured.
+      rows: what was measured, each a row of the suite's schema.
+      summary: what the rows come to.
       startup: what came before.
       model: which.
       dtype: of its weights and KV.
@@ -73,7 +74,7 @@ def make_report(
         "peer": peer,
         "rows": [dataclasses.asdict(row) for row in rows],
         "startup": dataclasses.asdict(startup),
-        "summary": summarize(rows),
+        "summary": dict(summary),
     }
 
 
@@ -156,7 +157,7 @@ def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """The best and the worst of an engine suite's rows; what no row has is None.
+    """The best and the worst of the rows of one of `bench_schema.ENGINE_SUITES`; what no row has is None.
 
     Of `decode`, `batch_scaling` has for each context the largest batch's tokens per second over the smallest's. Of
     `tiers`, the speed-ups of the first row.
@@ -194,48 +195,6 @@ def write_json(report: Report, path: Path) -> None:
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def print_report(report: Report, console: rich.console.Console) -> None:
-    """Prints a report as tables, with the machine and the versions it was measured on."""
-    kinds = itertools.groupby(_lines(report), key=lambda row: _kind(report, row))
-    for kind, rows in kinds:
-        table = rich.table.Table(title=_title(report, kind), box=rich.box.SIMPLE_HEAD, title_justify="left")
-        for heading, _, _ in _COLUMNS[kind]:
-            table.add_column(heading, justify="right")
-        for row in rows:
-            table.add_row(*(_cell(row, name, form) for _, name, form in _COLUMNS[kind]))
-        console.print(table)
-    for title in ("summary", "startup", "machine", "versions"):
-        if title in report:
-            console.print(f"[bold]{title}[/bold]  {_one_line(report[title])}", highlight=False)
-    if (report.get("startup", report)["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
-        console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
-
-
-def _lines(report: Report) -> Iterator[Mapping[str, Any]]:
-    """What is a line of a table each: a row, or each source of one."""
-    for row in report["rows"]:
-        if "sources" not in row:
-            yield row
-            continue
-        for source, times in row["sources"].items():
-            yield {**row, **times, "source": source}
-
-
-def _kind(report: Report, row: Mapping[str, Any]) -> str:
-    """Which columns a row has: those of its suite, or of its own kind where a suite has several."""
-    return report["suite"] if report["suite"] in _COLUMNS else row["measured"]
-
-
-def _title(report: Report, kind: str) -> str:
-    what = kind
-    if "model" in report:
-        beside = f", beside {report['peer']}" if report["peer"] else ""
-        what = f"{kind}, {report['model']} in {report['dtype']}{beside}"
-    if kind in _WITHOUT_MEDIANS:
-        return what
-    return f"{what}: medians of {report['config']['repeats']}, in brackets the least and the largest"
-
-
 def _extremes(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
     found = [value for value in values if value is not None]
     return {f"best_{name}": max(found, default=None), f"worst_{name}": min(found, default=None)}
@@ -255,121 +214,3 @@ def _batch_scaling(rows: Sequence[DecodeRow]) -> list[dict[str, Any]]:
             }
         )
     return scaling
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}"
-
-
-def _rate(tokens_per_s: float) -> str:
-    return f"{tokens_per_s:,.1f}"
-
-
-def _ratio(ratio: float) -> str:
-    return f"{ratio:.2f}x"
-
-
-def _speed(gb_per_s: float) -> str:
-    return f"{gb_per_s:.2f}"
-
-
-def _share(share: float) -> str:
-    return f"{share:.1%}"
-
-
-_WITHOUT_MEDIANS = ("decision", "loop")
-_COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
-    "reuse": (
-        ("history\ntokens", "history_tokens", str),
-        ("new\ntokens", "new_tokens", str),
-        ("TTFT\nrecompute ms", "ttft_recompute_s", _milliseconds),
-        ("TTFT peer\nrecompute ms", "ttft_peer_recompute_s", _milliseconds),
-        ("TTFT\nreuse ms", "ttft_reuse_s", _milliseconds),
-        ("speedup", "speedup", _ratio),
-        ("load\nms", "load_s", _milliseconds),
-        ("load\nshare", "load_share", _share),
-        ("load\nstall ms", "load_stall_s", _milliseconds),
-        ("same\ntokens", "same_tokens", lambda same: "yes" if same else "NO"),
-        ("re-\ncompiles", "recompiles", str),
-    ),
-    "prefill": (
-        ("tokens", "tokens", str),
-        ("prefill ms", "prefill_s", _milliseconds),
-        ("tokens/s", "tokens_per_s", _rate),
-        ("peer tokens/s", "peer_tokens_per_s", _rate),
-        ("ratio", "ratio", _ratio),
-        ("same\ntokens", "same_tokens", lambda same: "yes" if same else "NO"),
-        ("re-\ncompiles", "recompiles", str),
-    ),
-    "decode": (
-        ("batch", "batch_size", str),
-        ("context\ntokens", "context_tokens", str),
-        ("tokens/s", "tokens_per_s", _rate),
-        ("tokens/s\nper slot", "tokens_per_s_per_slot", _rate),
-        ("peer tokens/s", "peer_tokens_per_s", _rate),
-        ("speedup", "speedup_vs_peer", _ratio),
-        ("re-\ncompiles", "recompiles", str),
-    ),
-    "tiers": (
-        ("history\ntokens", "history_tokens", str),
-        ("new\ntokens", "new_tokens", str),
-        ("history\nfrom", "source", str),
-        ("cached\ntokens", "cached_tokens", lambda tiers: ", ".join(f"{n} {tier}" for tier, n in tiers.items()) or "0"),
-        ("TTFT ms", "ttft_s", _milliseconds),
-        ("speedup", "speedup", _ratio),
-        ("fetch ms", "fetch_s", _milliseconds),
-        ("load\nstall ms", "load_stall_s", _milliseconds),
-        ("same\ntokens", "same_tokens", lambda same: "yes" if same else "NO"),
-        ("re-\ncompiles", "recompiles", str),
-    ),
-    "store": (
-        ("measured", "measured", str),
-        ("driver", "driver", str),
-        ("GB/s", "gb_per_s", _speed),
-        ("CPU s\nper GB", "cpu_s_per_gb", _speed),
-        ("plain", "plain", str),
-        ("plain\nGB/s", "plain_gb_per_s", _speed),
-        ("plain CPU s\nper GB", "plain_cpu_s_per_gb", _speed),
-        ("ratio", "ratio", _ratio),
-    ),
-    "decision": (
-        ("policy", "policy", str),
-        ("sessions", "num_sessions", str),
-        ("jobs", "num_jobs", str),
-        ("p50 ms", "p50_ms", "{:.3f}".format),
-        ("p99 ms", "p99_ms", "{:.3f}".format),
-        ("max ms", "max_ms", "{:.3f}".format),
-        ("fetches\nper plan", "fetches_per_plan", "{:.1f}".format),
-    ),
-    "startup": (
-        ("sessions", "num_sessions", str),
-        ("blocks", "num_blocks", str),
-        ("catalog MB", "catalog_bytes", lambda num_bytes: f"{num_bytes / 1e6:,.1f}"),
-        ("start-up ms", "startup_s", _milliseconds),
-        ("cold start-up ms", "cold_startup_s", _milliseconds),
-    ),
-    "loop": (
-        ("policy", "policy", str),
-        ("sessions", "num_sessions", str),
-        ("over\ncapacity", "over_capacity", _share),
-        ("queue\ndepth", "queue_depth", _share),
-        ("hit rate", "hit_rate", _share),
-        ("vs Belady", "vs_belady", _share),
-    ),
-}
-"""Heading, field and form of each column, by suite or, where a suite has rows of several kinds, by kind."""
-
-
-def _cell(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
-    if row[name] is None:
-        return "-"
-    if name not in row.get("spread", ()):
-        return form(row[name])
-    least, largest = row["spread"][name]
-    return f"{form(row[name])}\n({form(least)}..{form(largest)})"
-
-
-def _one_line(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in values.items()
-    )

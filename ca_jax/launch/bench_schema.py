@@ -2,8 +2,8 @@
 
 What all suites share, samples and the error, is here too.
 
-Not here: the suites that need no engine (`bench_storage_schema`), measuring (`bench_suites`, `bench_tiers`), the rest
-of the JSON (`bench_report`).
+Not here: the suites that make their engines themselves (`bench_serving_schema`, `bench_overlap_schema`) or need none
+(`bench_storage_schema`), measuring (`bench_suites`, `bench_tiers`), the rest of the JSON (`bench_report`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ca_jax.storage.config import StoreConfig
 PEER_SUITES = ("reuse", "prefill", "decode")
 """What can be measured of an engine and of a peer beside it."""
 ENGINE_SUITES = (*PEER_SUITES, "tiers")
-"""What can be measured of an engine."""
+"""What can be measured of one engine."""
 SOURCES = ("dram", "ssd_warm", "ssd", "ssd_restart", "recompute")
 """Where `tiers` has a turn's history come from: DRAM; SSD, with the files in the page cache; SSD, without; the same, by
 a new engine over the same directory; nowhere."""
@@ -92,6 +92,9 @@ class BenchConfig:
     """`tiers`: where; a directory of its own is made there and removed. None: where temporary files are."""
     ssd_driver: str = StoreConfig.ssd_driver
     """`tiers`: how KV is kept on SSD, see `StoreConfig`."""
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    """The engine, but for dtype, sizes and store, which are said here or are the longest row's. Stored histories are
+    always loaded."""
     seed: int = 0
     """Of the token ids, which are random: what is computed does not depend on them."""
 
@@ -120,7 +123,7 @@ class BenchConfig:
         return 1 + max(self.batch_sizes) + SETTLING_STEPS + (1 + self.repeats) * self.decode_steps
 
     def engine_config(self) -> EngineConfig:
-        """The engine that has room for the suite's longest row and largest batch, and else is the default one.
+        """The engine that has room for the suite's longest row and largest batch.
 
         `tiers` adds its SSD (`bench_tiers.tiers_engine_config`).
         """
@@ -130,10 +133,12 @@ class BenchConfig:
             "decode": max(self.context_tokens) + self.max_answer_tokens + 1,
             "tiers": max(self.history_tokens) + max(self.new_tokens) + 1,
         }[self.suite]
-        return EngineConfig(
+        return dataclasses.replace(
+            self.engine,
             dtype=self.dtype,
             context_window=longest,
             max_batch_size=max(self.batch_sizes) if self.suite == "decode" else 1,
+            recompute_if_faster=False,
             store=StoreConfig(dram_gib=self.dram_gib, ssd_driver=self.ssd_driver),
         )
 
@@ -264,11 +269,11 @@ class Startup:
     other_load_share: float | None
     """Share of the machine's CPU time that went to something else just before; None where that is not known."""
     model_load_s: float
-    """Of reading the model."""
-    engine_start_s: float
-    """Until the engine took turns, the model's loading included."""
-    first_touch_s: float
-    """Of making host memory resident; in the background, from the engine's start on."""
+    """Of reading the model, or of making its random weights."""
+    engine_start_s: float | None
+    """Until the engine took turns, the model's loading included; None where a suite has several engines."""
+    first_touch_s: float | None
+    """Of making host memory resident; in the background, from the engine's start on. None likewise."""
     compile_s: float
     """Of compiling, or of reading from the compile cache, in the whole run."""
     compiles: int

@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
-from ca_jax.launch import store_flags
+from ca_jax.launch import engine_flags, store_flags
 from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
@@ -48,6 +48,7 @@ COMMANDS = {
 }
 """What lines that begin with / may be: name to argument and meaning."""
 
+_DEFAULT_CONFIG = EngineConfig(max_batch_size=1)  # One user waits for one answer.
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
 
 
@@ -242,6 +243,7 @@ def _define_flags() -> None:
     flags.DEFINE_string(
         "session_id", None, "Name of the conversation to go on with, or to begin; made up if not given."
     )
+    engine_flags.define(_DEFAULT_CONFIG)
     store_flags.define()
 
 
@@ -261,10 +263,10 @@ def main(argv: Sequence[str]) -> None:
             repetition_penalty=FLAGS.repetition_penalty,
             seed=FLAGS.seed,
         )
-        config = EngineConfig(
+        config = dataclasses.replace(
+            engine_flags.engine_config(_DEFAULT_CONFIG),
             dtype=FLAGS.dtype,
             context_window=FLAGS.context_window,
-            max_batch_size=1,  # One user waits for one answer.
             store=store_flags.store_config(),
         )
         with contextlib.ExitStack() as stack:

@@ -1,28 +1,41 @@
 """Attention over unrotated history, and over the decode slots. Every model uses these two functions.
 
 Both take masks from lengths, never from values: what lies behind a row's length, NaN included, cannot reach a result.
+Each has one implementation for CPUs, one for GPUs, and one that serves everywhere; which is taken is said by the
+backend, or by the caller. They differ in rounding alone.
 
 Shapes: B batch, T new tokens, S history tokens, N query heads, K KV heads, G = N / K, H head dim.
 
-Not here: projections (the models), rotation angles (rope), where slots live (steps).
+Not here: projections (the models), rotation angles (rope), where slots live (steps), kernels (gpu_attention).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.models import rope
+from ca_jax.models import gpu_attention, rope
 from ca_jax.models.kv import LayerKV
+
+PrefillAttention = Literal["blocks", "batched", "flash"]
+"""How `attend` is computed. `blocks`: heads and blocks of queries one by one, as CPUs like it. `batched`: all heads at
+once, in large blocks, on any backend. `flash`: cuDNN's."""
+
+SlotAttention = Literal["blocks", "kernel"]
+"""How `attend_slots` is computed. `blocks`: a loop over blocks of keys, on any backend. `kernel`: a GPU kernel."""
 
 MASKED = -1e30
 """Score of a key that must not be seen. Finite, so that a wholly masked block of keys gives no NaN."""
 
 QUERY_BLOCK = 128
 """Queries per block: a block attends only to keys up to its own end, and its scores stay in cache."""
+
+BATCHED_QUERY_BLOCK = 512
+"""The same where heads are batched: few kernels, and scores of 512 queries over 16K keys still fit."""
 
 SLOT_BLOCK = 512
 """Keys per block of the decode loop; slots are a multiple of it long. Of 128, 256, 512 and 1,024 the fastest on CPU, or
@@ -64,6 +77,7 @@ def attend(
     history_lengths: jax.Array,
     rotation: rope.Rotation,
     history_rotation: rope.Rotation | None,
+    implementation: PrefillAttention | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over their unrotated history and themselves.
 
@@ -81,25 +95,67 @@ def attend(
       history_lengths: i32 `[B]`, history tokens that count, at most S.
       rotation: of the new tokens' positions, `[B, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
+      implementation: None: the backend's.
 
     Returns:
       `[B, T, N, H]` in q's dtype.
     """
+    implementation = implementation or prefill_attention(q.dtype, q.shape[-1])
     keys, values = rope.rotate(new.k, rotation), new.v
     num_history = 0
     if history is not None and history_rotation is not None:
         num_history = history.k.shape[1]
         used = jnp.arange(num_history)[None, :, None, None] < history_lengths[:, None, None, None]
-        keys = jnp.concatenate([rope.rotate(history.k, history_rotation), keys], axis=1)
+        old_keys = rope.rotate(history.k, history_rotation)
+        if implementation == "flash":  # It adds to the scores of masked keys: they must be numbers.
+            old_keys = jnp.where(used, old_keys, 0)
+        keys = jnp.concatenate([old_keys, keys], axis=1)
         values = jnp.concatenate([jnp.where(used, history.v, 0).astype(values.dtype), values], axis=1)
     q = rope.rotate(q, rotation)
+    if implementation == "flash":
+        mask = _visible(history_lengths, num_history, q.shape[1]) if num_history else None
+        return gpu_attention.attend_flash(q, keys, values, mask)
+
+    def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array) -> jax.Array:
+        return _attend_row(q, k, v, history_length, num_history, is_batched=implementation == "batched")
+
     if q.shape[0] == 1:  # Unbatched matmuls are what the CPU backend is best at.
-        return _attend_row(q[0], keys[0], values[0], history_lengths[0], num_history)[None]
-    return jax.vmap(_attend_row, in_axes=(0, 0, 0, 0, None))(q, keys, values, history_lengths, num_history)
+        return attend_row(q[0], keys[0], values[0], history_lengths[0])[None]
+    return jax.vmap(attend_row)(q, keys, values, history_lengths)
 
 
-def _attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array, num_history: int) -> jax.Array:
+def prefill_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
+    """What `attend` is computed with on this backend, for heads of this kind."""
+    if jax.default_backend() != "gpu":
+        return "blocks"
+    served = gpu_attention.fits_flash(dtype, head_dim) and gpu_attention.flash_is_served(jnp.dtype(dtype), head_dim)
+    return "flash" if served else "batched"
+
+
+def slot_attention(slot_keys: jax.Array) -> SlotAttention:
+    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind.
+
+    With `kernel` its `num_blocks` says nothing: each row's own length decides, on the device.
+    """
+    if jax.default_backend() != "gpu" or not gpu_attention.fits_kernel(slot_keys):
+        return "blocks"
+    is_served = gpu_attention.kernel_is_served(jnp.dtype(slot_keys.dtype), slot_keys.shape[-1])
+    return "kernel" if is_served else "blocks"
+
+
+def _visible(history_lengths: jax.Array, num_history: int, num_new: int) -> jax.Array:
+    """Which keys each new token sees, bool `[B, T, S + T]`."""
+    key_index = jnp.arange(num_history + num_new)
+    used = key_index[None, :] < history_lengths[:, None]  # [B, S + T]
+    causal = key_index[None, :] - num_history <= jnp.arange(num_new)[:, None]  # [T, S + T]
+    return jnp.where(key_index < num_history, used[:, None], causal[None])
+
+
+def _attend_row(
+    q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array, num_history: int, is_batched: bool
+) -> jax.Array:
     """One sequence: rotated `q [T, N, H]`, rotated `k` and `v` `[S + T, K, H]` to `[T, N, H]`."""
+    query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
     num_new, num_heads, head_dim = q.shape
     num_kv = k.shape[1]
     groups = num_heads // num_kv
@@ -108,14 +164,14 @@ def _attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Ar
     k_heads, v_heads = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, S + T, H]
 
     blocks = []
-    for start in range(0, num_new, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, num_new)
+    for start in range(0, num_new, query_block):
+        stop = min(start + query_block, num_new)
         extent = num_history + stop
         key_index = jnp.arange(extent)[None, :]
         query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
         mask = jnp.where(key_index < num_history, key_index < history_length, key_index - num_history <= query_index)
         rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
-        if num_kv <= UNROLLED_KV_HEADS:
+        if num_kv <= UNROLLED_KV_HEADS and not is_batched:
             out = jnp.stack(
                 [_softmax_weighted(rows[h], k_heads[h, :extent], v_heads[h, :extent], mask) for h in range(num_kv)]
             )
@@ -127,13 +183,18 @@ def _attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Ar
 
 
 def attend_slots(
-    q: jax.Array, slot_keys: jax.Array, slot_values: jax.Array, lengths: jax.Array, num_blocks: int | None = None
+    q: jax.Array,
+    slot_keys: jax.Array,
+    slot_values: jax.Array,
+    lengths: jax.Array,
+    num_blocks: int | None = None,
+    implementation: SlotAttention | None = None,
 ) -> jax.Array:
     """One new token per row over the decode slots, block of keys by block of keys with a running softmax.
 
-    Only as many blocks are read as the longest row needs, so that slots may be as wide as the context window. Measured
-    on 2 CPU cores, 30 layers, K=3 H=64: for 8 rows of 1,000 tokens in slots of 2,048 this took 25 ms, one pair of
-    matmuls over a slice of the slots 133 ms (the slice is a copy), over slots of exactly 1,024 36 ms.
+    On CPU only as many blocks are read as the longest row needs, so that slots may be as wide as the context window.
+    Measured on 2 CPU cores, 30 layers, K=3 H=64: for 8 rows of 1,000 tokens in slots of 2,048 this took 25 ms, one pair
+    of matmuls over a slice of the slots 133 ms (the slice is a copy), over slots of exactly 1,024 36 ms.
 
     Args:
       q: `[B, K, G, H]`, rotated.
@@ -141,11 +202,14 @@ def attend_slots(
       slot_values: `[slots, K, S, H]`.
       lengths: i32 `[B]`, keys of each row that count, its own new token among them.
       num_blocks: blocks to read; None lets the longest row decide at run time, which costs a GPU a host round trip
-        per layer and a CPU nothing.
+        per layer and a CPU nothing. The kernel reads what each row needs, whatever is said here.
+      implementation: None: the backend's.
 
     Returns:
       `[B, K, G, H]` in q's dtype. A row of length 0 gives zeros.
     """
+    if (implementation or slot_attention(slot_keys)) == "kernel":
+        return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths)
     batch_size, num_kv, groups, head_dim = q.shape
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
     blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks

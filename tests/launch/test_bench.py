@@ -2,19 +2,24 @@
 
 import dataclasses
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.console
 
 from ca_jax.engine import Engine
-from ca_jax.launch import bench_tiers
+from ca_jax.launch import bench_engines, bench_run
 from ca_jax.launch.bench_disk import can_drop, drop_cached, fill_cached, scratch_on_disk
+from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_peers import PeerUnavailableError, make_peer
+from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_report import summarize
 from ca_jax.launch.bench_schema import (
     PEER_SUITES,
@@ -27,8 +32,11 @@ from ca_jax.launch.bench_schema import (
     SourceTimes,
     TiersRow,
 )
+from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig, TtftBenchConfig, TtftRow
 from ca_jax.launch.bench_suites import run_suite
 from ca_jax.launch.bench_tiers import run_tiers_suite, tiers_engine_config
+from ca_jax.models.config import PRESETS
+from ca_jax.models.random_weights import random_fingerprint
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.session import Session
 from ca_jax.storage.config import SSD_DRIVERS
@@ -46,6 +54,17 @@ SIZES = {
     "dram_gib": 0.004,
     "dtype": "float32",
 }
+TINY_ROW = PrefillRow(
+    tokens=1,
+    prefill_s=1.0,
+    tokens_per_s=1.0,
+    peer_prefill_s=None,
+    peer_tokens_per_s=None,
+    ratio=None,
+    same_tokens=True,
+    recompiles=0,
+    spread={},
+)
 has_torch = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("transformers") is not None
 wants_torch = pytest.mark.skipif(not has_torch, reason="wants torch and transformers: make setup-parity")
 
@@ -259,7 +278,7 @@ def test_a_page_cache_of_the_other_kind_is_no_row(
     model: LoadedModel, disk: Path, monkeypatch: pytest.MonkeyPatch, name: str, instead, message: str
 ) -> None:
     config = BenchConfig(suite="tiers", **ONE_ROW)
-    monkeypatch.setattr(bench_tiers, name, instead)
+    monkeypatch.setattr(bench_engines, name, instead)
     with pytest.raises(BenchError, match=message):
         run_tiers_suite(make_tiers_engine(model, config, disk), config, lambda *_: None)
 
@@ -389,6 +408,61 @@ def test_command_measures_tiers_and_removes_what_it_wrote(model_dir: Path, tmp_p
     assert list(disk.iterdir()) == []
 
 
+def test_command_measures_ttft_and_shows_one_turn(model_dir: Path, tmp_path: Path) -> None:
+    out, trace, plot = (tmp_path / "new" / name for name in ("ttft.json", "trace.json", "turn.png"))
+    arguments = ["--suite=ttft", "--history_tokens=150", "--new_tokens=9", "--repeats=1", "--read_buffer=1"]
+    written = [f"--json_out={out}", f"--trace_out={trace}", f"--plot_out={plot}"]
+    done = bench(model_dir, tmp_path / "cache", *arguments, *written)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["config"].keys() == {field.name for field in dataclasses.fields(TtftBenchConfig)}
+    assert report["config"]["engine"]["read_buffer"] == 1
+    (row,) = report["rows"]
+    assert row.keys() == {field.name for field in dataclasses.fields(TtftRow)}
+    assert report["summary"].keys() == {"ratio_dram", "ratio_ssd", "ratio_ideal", "same_tokens", "recompiles"}
+    assert (report["startup"]["engine_start_s"], report["startup"]["compiles"] > 0) == (None, True)
+    assert "ratio_ideal" in done.stdout
+    assert f"written to {out}, {trace}, {plot}" in done.stdout.replace("\n", "")
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def run(config: object, model: LoadedModel) -> dict:
+    quiet = rich.console.Console(file=io.StringIO())
+    return bench_run.run(config, lambda _: model, peer_name=None, recorder=Recorder(), command="python", console=quiet)
+
+
+@pytest.mark.parametrize(
+    ("suite", "config"),
+    [
+        ("ttft", TtftBenchConfig()),
+        ("throughput", ThroughputBenchConfig()),
+        ("preload", PreloadBenchConfig()),
+        ("save", SaveBenchConfig()),
+    ],
+)
+def test_every_suite_of_a_model_is_run(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, suite: str, config: object
+) -> None:
+    def run_fake(of_model: LoadedModel, asked: object, progress: object, *_: object) -> types.SimpleNamespace:
+        assert (of_model, asked) == (model, config)
+        return types.SimpleNamespace(rows=[TINY_ROW], summary={"speedup": 2.0})
+
+    monkeypatch.setattr(bench_run, f"run_{suite}_suite", run_fake)
+    report = run(config, model)
+    assert (report["suite"], report["model"], report["summary"]) == (suite, model.name, {"speedup": 2.0})
+    assert report["rows"] == [dataclasses.asdict(TINY_ROW)]
+
+
+def test_a_model_is_loaded_or_a_preset_drawn(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config())
+    loaded = bench_run.model_loader(str(model_dir), None, dtype="float32", seed=3)(lambda *_: None)
+    drawn = bench_run.model_loader(str(model_dir), "tiny", dtype="bfloat16", seed=3)(lambda *_: None)
+    assert (loaded.name, loaded.dtype) == (model_dir.name, "float32")
+    assert (drawn.name, drawn.dtype, drawn.tokenizer) == ("tiny (random weights)", "bfloat16", None)
+    assert drawn.fingerprint == random_fingerprint(tiny.tiny_config(), dtype="bfloat16", seed=3)
+
+
 def test_tiers_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ca_jax.launch.bench_disk.cached_share", lambda path: 1.0)
     with pytest.raises(BenchError, match="ssd_dir wanted a disk"), scratch_on_disk(str(tmp_path)):
@@ -410,6 +484,10 @@ def test_tiers_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             ["--suite=store", "--peer=transformers"],
             "a peer wanted one of the suites reuse, prefill, decode, found store",
         ),
+        (["--suite=reuse", "--trace_out=t.json"], "trace_out wanted one of the suites ttft, throughput, found reuse"),
+        (["--suite=throughput", "--plot_out=t.png"], "plot_out wanted one of the suites ttft, found throughput"),
+        (["--suite=ttft", "--model_preset=llama2-7b"], "wanted model or model_preset, found"),
+        (["--suite=ttft", "--plot_out=."], "plot_out wanted a file, found the directory ."),
     ],
 )
 def test_command_says_what_was_wrong(model_dir: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

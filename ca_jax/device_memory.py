@@ -1,0 +1,42 @@
+"""What the engine's buffers take of the device, and whether that fits.
+
+Not here: the buffers themselves (layer_loader, write_buffer, runner).
+"""
+
+from __future__ import annotations
+
+from ca_jax.config import EngineConfig
+from ca_jax.runner import Runner
+from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
+from ca_jax.transfer import device_memory_bytes
+
+_EXECUTION_REGIONS = 2  # Of the read buffer's memory, behind its cap.
+
+
+def read_buffer_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
+    """Bytes of staging: the read buffer under its cap, and the execution regions behind it."""
+    layer_bytes = layout.token_bytes // layout.num_layers * max_tokens
+    everything = layout.num_layers * layer_bytes
+    if config.read_buffer_gib is None:
+        return everything
+    return min(int(config.read_buffer_gib * GIB) + _EXECUTION_REGIONS * layer_bytes, everything)
+
+
+def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
+    """Checks that the read and the write buffer fit beside the weights and the decode slots.
+
+    Raises:
+      ValueError: they do not.
+    """
+    read_bytes = read_buffer_bytes(layout, config, runner.history_buckets[-1])
+    wanted = {
+        "the read buffer": read_bytes,
+        "write_buffer_gib": int(config.write_buffer_gib * GIB),
+        "the weights": runner.param_bytes,
+        "the decode slots": runner.slot_bytes,
+    }
+    capacity = device_memory_bytes()
+    if capacity is not None and sum(wanted.values()) > capacity:
+        parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
+        raise ValueError(f"wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {parts}")

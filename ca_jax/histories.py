@@ -1,0 +1,229 @@
+"""Stored histories on their way to the device: what of them is loaded, how deep, and from when on.
+
+The first of the waiting jobs has its history opened early (`preload`), while others run; every job has it when its turn
+has come (`open`). Measured rates decide how much of it is loaded and how much recomputed.
+
+Not here: staging and copies (layer_loader), arithmetic (costs), what is stored (storage), saving (write_buffer).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+
+from ca_jax import costs
+from ca_jax.config import EngineConfig
+from ca_jax.layer_loader import LayerLoad, LayerLoader
+from ca_jax.metrics import EngineMetrics
+from ca_jax.rate_meter import RateMeter
+from ca_jax.runner import Runner
+from ca_jax.session import Job
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.tickets import LoadTicket, TicketState
+
+_MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
+_SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
+
+
+@dataclasses.dataclass(eq=False)
+class History:
+    """What of a turn's history is loaded."""
+
+    key: str
+    """Of its session, in the store."""
+    load: LayerLoad | None
+    """On its way; None where nothing is loaded."""
+    num_stored: int
+    """Tokens whose KV is stored, and need not be saved again."""
+    predicted_s: float | None
+    """What prefilling over it is predicted to take; None without rates."""
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens whose KV is loaded: the first ones."""
+        return 0 if self.load is None else self.load.ticket.num_tokens
+
+    @property
+    def from_ssd(self) -> bool:
+        """Whether they were fetched from SSD for this load."""
+        return self.load is not None and self.load.ticket.from_ssd
+
+
+class Histories:
+    """Loads of stored histories. Belongs to the engine's thread.
+
+    Args:
+      store: where they are.
+      loader: who brings them.
+      runner: whose padding.
+      layout: of a block.
+      config: how deep, and whether to recompute.
+      meter: measured rates.
+      metrics: where choices and failures are counted.
+    """
+
+    def __init__(
+        self,
+        store: AttentionStore,
+        loader: LayerLoader,
+        runner: Runner,
+        layout: KVLayout,
+        config: EngineConfig,
+        meter: RateMeter,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._store = store
+        self._loader = loader
+        self._runner = runner
+        self._layout = layout
+        self._config = config
+        self._meter = meter
+        self._metrics = metrics
+        self._preloaded: tuple[Job, History] | None = None
+
+    @property
+    def may_preload(self) -> bool:
+        """Whether anything is loaded before its job begins."""
+        return self._config.read_buffer not in ("off", 0)
+
+    def is_preloaded(self, job: Job) -> bool:
+        """Whether a job's load has begun early."""
+        return self._preloaded is not None and self._preloaded[0] is job
+
+    def preload(self, job: Job, key: str) -> None:
+        """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
+        self.give_up_preloaded()
+        self._preloaded = job, self._open(job, key)
+        self._metrics.preloads += self._preloaded[1].load is not None
+
+    def open(self, job: Job, key: str) -> History:
+        """A job's turn has come: begins to load its history, unless that has begun already.
+
+        Says in `job` how many tokens' KV is loaded, and from where.
+        """
+        if self._preloaded is not None and self._preloaded[0] is job:
+            (_, history), self._preloaded = self._preloaded, None
+        else:
+            self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
+            history = self._open(job, key)
+        job.cached_tokens = history.num_loaded
+        job.cached_tier = "ssd" if history.from_ssd else "dram"
+        self._metrics.loaded_histories += 0 < history.num_loaded == history.num_stored
+        self._metrics.mixed_histories += 0 < history.num_loaded < history.num_stored
+        self._metrics.recomputed_histories += history.num_loaded < history.num_stored and history.load is None
+        return history
+
+    def complete(self, job: Job, history: History) -> None:
+        """All layers were taken: the store's blocks are let go, and the load is counted. Staging stays as it is."""
+        load = history.load
+        if load is None:
+            return
+        self._store.complete_load(load.ticket)
+        job.load_s, job.load_stall_s = load.load_s, load.stall_s
+        self._metrics.load_stall_s += load.stall_s
+        if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
+            for seconds in load.layer_times_s:
+                self._meter.add_load(load.layer_bytes, seconds)
+
+    def release(self, history: History) -> None:
+        """Lets go of staging. A load that was not completed is given up."""
+        if history.load is not None:
+            history.load.release()
+            if history.load.ticket.state is TicketState.OPEN:
+                self._store.abort_load(history.load.ticket)
+
+    def give_up_preloaded(self, key: str | None = None) -> None:
+        """Ends a load that was begun early, of one session or of any: its job begins anew."""
+        if self._preloaded is None or key not in (None, self._preloaded[1].key):
+            return
+        (_, history), self._preloaded = self._preloaded, None
+        if history.load is not None:
+            history.load.release()
+            self._store.abort_load(history.load.ticket, MissReason.CANCELLED)
+
+    def pump(self) -> bool:
+        """Has the loader go on, for whoever waits for the device; whether what is preloaded has more to begin."""
+        self._loader.pump()
+        load = None if self._preloaded is None else self._preloaded[1].load
+        return load is not None and load.num_issued < min(load.depth, load.num_layers)
+
+    def measure(self, ticket: LoadTicket) -> None:
+        """Loads what a ticket says, with nothing beside it, for its rate, and completes it."""
+        started_s = time.perf_counter()
+        load = self._loader.open(ticket, ticket.num_tokens, self._layout.num_layers)
+        jax.block_until_ready([load.layer(layer) for layer in range(load.num_layers)])
+        self._meter.add_load(load.layer_bytes, (time.perf_counter() - started_s) / load.num_layers)
+        load.release()
+        self._store.complete_load(ticket)
+
+    def _open(self, job: Job, key: str) -> History:
+        """Begins to load as much of the stored prefix of a prompt as is worth it.
+
+        Its last token is never part of it, since its logits are wanted.
+        """
+        wanted = job.prompt_ids[:-1]
+        ticket = self._store.prepare_load(key, wanted, truncate=True) if wanted else None
+        if ticket is None and self._store.residency(key) is Residency.DRAM:
+            self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+        num_stored = 0 if ticket is None else ticket.num_tokens
+        if ticket is not None:
+            plan = self._plan(num_stored, len(job.prompt_ids) - num_stored)
+            if plan is not None and not plan.load_tokens:
+                self._store.abort_load(ticket, MissReason.RECOMPUTED)
+                ticket = None
+            elif plan is not None and plan.recompute_tokens:
+                ticket.shorten(plan.load_tokens)
+        num_loaded = 0 if ticket is None else ticket.num_tokens
+        depth = self._depth(num_loaded, len(job.prompt_ids) - num_loaded)
+        return History(
+            key=key,
+            load=None if ticket is None else self._begin(ticket, depth, job),
+            num_stored=num_stored,
+            predicted_s=self._predict(num_loaded, len(job.prompt_ids) - num_loaded, depth),
+        )
+
+    def _begin(self, ticket: LoadTicket, depth: int, job: Job) -> LayerLoad:
+        padded = self._runner.padded_history(ticket.num_tokens)
+        all_at_once = self._config.read_buffer == "off"
+        return self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
+
+    def _plan(self, num_stored: int, num_new: int) -> costs.HistoryPlan | None:
+        """What of a stored history is loaded; None: all of it."""
+        rates = self._meter.rates if self._config.recompute_if_faster else None
+        if rates is None:
+            return None
+        return costs.choose_history(
+            rates,
+            num_stored,
+            num_new,
+            block_tokens=self._layout.block_tokens,
+            depth=self._layout.num_layers,
+            head_start_s=0.0,
+            min_gain=_MIN_GAIN,
+            padded=self._runner.padded,
+        )
+
+    def _depth(self, num_history: int, num_new: int) -> int:
+        """Layers of the read buffer for a load."""
+        wanted, num_layers = self._config.read_buffer, self._layout.num_layers
+        if isinstance(wanted, int):
+            return min(wanted, num_layers)
+        rates = self._meter.rates
+        if wanted != "auto" or rates is None or not num_history:
+            return num_layers
+        depth = costs.read_buffer_layers(rates, *self._runner.padded(num_history, num_new))
+        return min(max(depth, 1) + _SLACK_LAYERS, num_layers)
+
+    def _predict(self, num_history: int, num_new: int, depth: int) -> float | None:
+        """Seconds of prefilling new tokens over a history that is loaded from when the device is free on."""
+        rates = self._meter.rates
+        if rates is None:
+            return None
+        compute_s = costs.layer_compute_s(rates, *self._runner.padded(num_history, num_new))
+        return costs.pipeline_s(
+            costs.layer_load_s(rates, num_history), compute_s, rates.num_layers, depth, head_start_s=0.0
+        )

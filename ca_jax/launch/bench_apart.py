@@ -1,0 +1,124 @@
+"""A turn's load and its compute, each without the other: what a turn that does both at once is compared with.
+
+Both go past the engine's scheduling, through the same loader and the same compiled functions as its turns.
+
+Not here: turns (`bench_suites.send_turn`), what is made of the times (`bench_ttft`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from ca_jax.engine import Engine
+from ca_jax.launch.bench_schema import BenchError
+from ca_jax.layer_loader import LayerLoader
+from ca_jax.session import Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.tickets import LoadTicket
+from ca_jax.transfer import to_host
+
+_SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the decode slots as they are.
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryOnDevice:
+    """A history that needs no loading; a `runner.History`."""
+
+    num_tokens: int
+    """Of it that count."""
+    layers: Sequence[jax.Array]
+    """Unrotated KV, per layer `[2, S, K, H]`."""
+    load_s: float
+    """Seconds from the start of the load until the last layer was on the device."""
+
+    def layer(self, layer: int) -> jax.Array:
+        """A layer's KV."""
+        return self.layers[layer]
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """Nothing waits for it."""
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """Nothing waits for it."""
+
+
+class ApartEngine:
+    """Loads and prefills of an idle engine, done one without the other. Blocks; the engine stays as it was.
+
+    Args:
+      engine: whose functions and device state are used; nobody else may run it meanwhile.
+      store: the engine's own, as its `store_wrapper` was given it.
+      max_history_tokens: of the longest history.
+    """
+
+    def __init__(self, engine: Engine, store: AttentionStore, *, max_history_tokens: int) -> None:
+        self._engine = engine
+        self._store = store
+        padded_tokens = engine._runner.padded_history(max_history_tokens)
+        self._loader = LayerLoader(store.layout, padded_tokens * store.layout.token_bytes)
+        self._loader.touch()
+
+    def close(self) -> None:
+        """Lets go of memory."""
+        self._loader.close()
+
+    @contextlib.contextmanager
+    def loaded(self, session: Session) -> Iterator[HistoryOnDevice]:
+        """Loads all of a session's KV from DRAM, as fast as it comes, while nothing is computed.
+
+        Yields:
+          It, until the block ends: on CPU it lies in the loader's memory.
+
+        Raises:
+          BenchError: the store has not all of it in DRAM.
+        """
+        ticket = self._open_load(session)
+        num_layers = self._store.layout.num_layers
+        started_s = time.perf_counter()
+        load = self._loader.open(ticket, self._engine._runner.padded_history(ticket.num_tokens), depth=num_layers)
+        try:
+            layers = jax.block_until_ready([load.layer(layer) for layer in range(num_layers)])
+            yield HistoryOnDevice(ticket.num_tokens, layers, time.perf_counter() - started_s)
+        finally:
+            load.release()
+            with self._engine._lock:
+                self._store.complete_load(ticket)
+
+    def prefill(self, history: HistoryOnDevice, new_ids: list[int]) -> tuple[int, float]:
+        """Computes a turn over a history that is on the device.
+
+        Returns:
+          The likeliest first token, and seconds until it is on the host.
+        """
+        runner = self._engine._runner
+        with self._engine._lock:
+            started_s = time.perf_counter()
+            prefill = runner.start_prefill(_SLOT, new_ids, history.num_tokens)
+            while prefill.num_left:
+                source = None if prefill.num_done else history
+                runner.run_pass(prefill, min(prefill.num_left, runner.chunk_tokens), source)
+            if prefill.logits is None:
+                raise RuntimeError("a prefill of all tokens has ended without logits")
+            token = int(np.argmax(to_host(prefill.logits)))
+            elapsed_s = time.perf_counter() - started_s
+            jax.block_until_ready((prefill.past, prefill.kv))
+        return token, elapsed_s
+
+    def _open_load(self, session: Session) -> LoadTicket:
+        num_tokens, num_found = len(session.token_ids), 0
+        with self._engine._lock:  # The engine's own thread looks after the store now and then.
+            for info in self._store.of_name(session.session_id):
+                ticket = self._store.prepare_load(info.key, session.token_ids)
+                if ticket is None:
+                    continue
+                if ticket.num_tokens == num_tokens:
+                    return ticket
+                num_found = ticket.num_tokens
+                self._store.abort_load(ticket)
+        raise BenchError(f"a load of {num_tokens} tokens wanted all of them in DRAM, found {num_found}")

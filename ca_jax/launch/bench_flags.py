@@ -1,0 +1,214 @@
+"""The flags of the benchmark. Each stands for the field of its name in the configs of one or more suites.
+
+A flag that is not given leaves a config's own default, which may differ from suite to suite.
+
+Not here: the engine's flags (`engine_flags`), what fields mean (the schemas), running (`bench_run`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from absl import flags
+
+from ca_jax.launch import engine_flags
+from ca_jax.launch.bench_overlap_schema import OVERLAP_SUITES, PreloadBenchConfig, SaveBenchConfig
+from ca_jax.launch.bench_peers import PEER_PACKAGES
+from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig
+from ca_jax.launch.bench_serving_schema import SERVING_SUITES, ThroughputBenchConfig, TtftBenchConfig
+from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
+from ca_jax.models.config import PRESETS
+from ca_jax.storage.config import SSD_DRIVERS
+
+flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
+
+AnyBenchConfig = (
+    BenchConfig
+    | TtftBenchConfig
+    | ThroughputBenchConfig
+    | PreloadBenchConfig
+    | SaveBenchConfig
+    | StoreBenchConfig
+    | PolicyBenchConfig
+)
+Config = TypeVar("Config", bound=AnyBenchConfig)
+
+CONFIGS: dict[str, type[AnyBenchConfig]] = {
+    **dict.fromkeys(ENGINE_SUITES, BenchConfig),
+    "ttft": TtftBenchConfig,
+    "throughput": ThroughputBenchConfig,
+    "preload": PreloadBenchConfig,
+    "save": SaveBenchConfig,
+    "store": StoreBenchConfig,
+    "policy": PolicyBenchConfig,
+}
+"""What each suite is asked by."""
+RECORDED_SUITES = SERVING_SUITES
+"""Suites that can be recorded: `--trace_out`, `--profile_dir`."""
+PLOTTED_SUITES = ("ttft",)
+"""Suites that a figure of one turn can be drawn of: `--plot_out`."""
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""What is measured unless another one is asked for."""
+
+_LISTS: dict[str, tuple[Callable[[str], float], tuple[float, ...], str]] = {
+    "history_tokens": (int, BenchConfig.history_tokens, "reuse, tiers, ttft: tokens whose KV is stored."),
+    "new_tokens": (int, BenchConfig.new_tokens, "reuse, tiers, ttft: tokens of the turn over them."),
+    "prefill_tokens": (int, BenchConfig.prefill_tokens, "prefill: tokens of the prompts."),
+    "batch_sizes": (int, BenchConfig.batch_sizes, "decode: sessions that decode together."),
+    "context_tokens": (int, BenchConfig.context_tokens, "decode: tokens before decoding."),
+    "preload_history_tokens": (
+        int,
+        PreloadBenchConfig.preload_history_tokens,
+        "preload, real speed: tokens of a prompt whose KV is stored; nothing leaves this part out.",
+    ),
+    "preload_read_buffers": (
+        int,
+        PreloadBenchConfig.preload_read_buffers,
+        "preload, real speed: layers of the read buffer.",
+    ),
+    "load_ratios": (
+        float,
+        PreloadBenchConfig.load_ratios,
+        "preload, set speeds: the load over the compute; nothing leaves this part out.",
+    ),
+    "read_buffers": (int, PreloadBenchConfig.read_buffers, "preload, set speeds: layers of the read buffer."),
+    "save_prompt_tokens": (
+        int,
+        SaveBenchConfig.save_prompt_tokens,
+        "save, real speed: tokens of the prompts; nothing leaves this part out.",
+    ),
+    "save_ratios": (
+        float,
+        SaveBenchConfig.save_ratios,
+        "save, set speeds: the save over the turn; nothing leaves this part out.",
+    ),
+}
+_INTEGERS: dict[str, tuple[int | None, str]] = {
+    "decode_steps": (BenchConfig.decode_steps, "decode: steps in one sample."),
+    "preload_prompt_tokens": (
+        PreloadBenchConfig.preload_prompt_tokens,
+        "preload, real speed: tokens of history and turn together.",
+    ),
+    "paced_history_tokens": (
+        PreloadBenchConfig.paced_history_tokens,
+        "preload, set speeds: tokens whose KV is stored.",
+    ),
+    "paced_new_tokens": (PreloadBenchConfig.paced_new_tokens, "preload, set speeds: tokens of the turn over them."),
+    "ahead_tokens": (PreloadBenchConfig.ahead_tokens, "preload: tokens of the job before the turn."),
+    "paced_prompt_tokens": (SaveBenchConfig.paced_prompt_tokens, "save, set speeds: tokens of the prompt."),
+    "stream_prompt_tokens": (SaveBenchConfig.stream_prompt_tokens, "save, stream of turns: tokens of the prompts."),
+    "stream_turns": (SaveBenchConfig.stream_turns, "save, stream of turns: how many; 0 leaves this part out."),
+    "save_answer_tokens": (SaveBenchConfig.save_answer_tokens, "save: tokens of every answer."),
+    "answer_tokens": (ThroughputBenchConfig.answer_tokens, "throughput: tokens of every answer."),
+    "concurrent_sessions": (ThroughputBenchConfig.concurrent_sessions, "throughput: conversations that go on at once."),
+    "num_turns": (ThroughputBenchConfig.num_turns, "throughput: turns of each conversation."),
+    "context_window": (ThroughputBenchConfig.context_window, "throughput: most tokens of a conversation."),
+    "num_layers": (StoreBenchConfig.num_layers, "store: layers of a block."),
+    "num_kv_heads": (StoreBenchConfig.num_kv_heads, "store: KV heads of a block."),
+    "head_dim": (StoreBenchConfig.head_dim, "store: size of a head."),
+    "block_tokens": (StoreBenchConfig.block_tokens, "store: tokens in a block."),
+    "session_tokens": (StoreBenchConfig.session_tokens, "store: tokens that are loaded from DRAM."),
+    "num_sessions": (PolicyBenchConfig.num_sessions, "policy: sessions stored."),
+    "num_jobs": (PolicyBenchConfig.num_jobs, "policy: jobs that wait."),
+    "num_steps": (PolicyBenchConfig.num_steps, "policy: choices that percentiles are of."),
+    "loop_sessions": (PolicyBenchConfig.loop_sessions, "policy: sessions revisited in a loop."),
+    "repeats": (
+        None,
+        f"Samples that a median is of; by default {BenchConfig.repeats}, of throughput "
+        f"{ThroughputBenchConfig.repeats}.",
+    ),
+    "seed": (BenchConfig.seed, "Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."),
+}
+_NUMBERS: dict[str, tuple[float, str]] = {
+    "dram_gib": (BenchConfig.dram_gib, "reuse, prefill, decode: cap of the DRAM tier, GiB."),
+    "store_gib": (StoreBenchConfig.store_gib, "store: what is written to disk and read again, GiB."),
+    "queue_depth": (PolicyBenchConfig.queue_depth, "policy: jobs that wait in the loop, a share of its sessions."),
+}
+
+
+def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags, the engine's too.
+
+    Args:
+      flag_values: where they are defined.
+
+    Raises:
+      absl.flags.DuplicateFlagError: another flag has such a name.
+    """
+    here: dict[str, Any] = {"flag_values": flag_values}
+    suites = [*ENGINE_SUITES, *SERVING_SUITES, *OVERLAP_SUITES, *STORAGE_SUITES]
+    flags.DEFINE_enum("suite", None, suites, "What to measure.", required=True, **here)
+    flags.DEFINE_string("json_out", None, "File to write the result to.", required=True, **here)
+    flags.DEFINE_string(
+        "model",
+        DEFAULT_MODEL,
+        "Preset, .gguf file, Hugging Face directory or hub name, or converted checkpoint.",
+        **here,
+    )
+    flags.DEFINE_enum(
+        "model_preset", None, sorted(PRESETS), "Architecture with random weights to measure instead of --model.", **here
+    )
+    flags.DEFINE_enum(
+        "peer",
+        None,
+        list(PEER_PACKAGES),
+        "Engine to measure beside ours on the same weights, dtype and threads.",
+        **here,
+    )
+    recorded = " and ".join(RECORDED_SUITES)
+    flags.DEFINE_string(
+        "trace_out", None, f"{recorded}: file for a trace of one more round, which Perfetto opens.", **here
+    )
+    flags.DEFINE_string(
+        "plot_out", None, f"{' and '.join(PLOTTED_SUITES)}: file for a figure of one more turn, PNG.", **here
+    )
+    flags.DEFINE_string("profile_dir", None, f"{recorded}: directory for jax's profile of one more round.", **here)
+    flags.DEFINE_enum(
+        "dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.", **here
+    )
+    flags.DEFINE_string(
+        "ssd_dir",
+        None,
+        "tiers, ttft, store, policy: directory on the disk to measure; by default where temporary files are.",
+        **here,
+    )
+    flags.DEFINE_enum("ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers: how KV is kept on SSD.", **here)
+    for name, (_, items, text) in _LISTS.items():
+        flags.DEFINE_list(name, [str(item) for item in items], text, **here)
+    for name, (integer, text) in _INTEGERS.items():
+        flags.DEFINE_integer(name, integer, text, **here)
+    for name, (number, text) in _NUMBERS.items():
+        flags.DEFINE_float(name, number, text, **here)
+    engine_flags.define(flag_values=flag_values)
+
+
+def config(kind: type[Config], *, flag_values: flags.FlagValues = flags.FLAGS) -> Config:
+    """The config of that kind, each field from the flag of its name if that was given.
+
+    Args:
+      kind: one of the values of `CONFIGS`.
+      flag_values: where flags were defined, parsed.
+
+    Raises:
+      ValueError: a value that is none, or outside its range; the message names the flag.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.name == "engine":
+            values["engine"] = engine_flags.engine_config(flag_values=flag_values)
+        elif flag_values[field.name].present:
+            values[field.name] = _value(field.name, flag_values[field.name].value)
+    return kind(**values)
+
+
+def _value(name: str, value: Any) -> Any:
+    if name not in _LISTS:
+        return value
+    number = _LISTS[name][0]
+    try:
+        return tuple(number(item) for item in value)
+    except ValueError as error:
+        wanted = "integers" if number is int else "numbers"
+        raise ValueError(f"{name} wanted {wanted} with commas between them, found {value}") from error

@@ -1,0 +1,144 @@
+"""What the conversations of `throughput` are made of: ShareGPT's, or random tokens where they are not to be had.
+
+A recorded conversation is served with its recorded lengths. Where answers are capped, what lies behind the cap is not
+generated: it comes with the next message, so that histories still grow as they did.
+
+    recorded   user 1        answer 1               user 2        answer 2
+    served     [message 1]   <generated, capped>    [the rest of answer 1, message 2]   <generated, capped>
+
+Not here: reading the data set (`traces.sharegpt`), serving (`bench_throughput`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from ca_jax.launch.bench_schema import BenchError
+from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.pretrained import LoadedModel
+from ca_jax.prompts import turn_ids
+from ca_jax.traces.sharegpt import Turn, dataset_path, load_sharegpt
+
+_LEAST_ANSWER_TOKENS = 2  # There is a time between them.
+_RANDOM_MESSAGE_SHARE = 0.2  # Of a random turn at most, the rest is the answer: about as in ShareGPT.
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One turn to be served."""
+
+    message: tuple[int, ...]
+    """Tokens sent, behind what the conversation has."""
+    answer_tokens: int
+    """Tokens to be generated."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both."""
+        return len(self.message) + self.answer_tokens
+
+
+Script = tuple[Exchange, ...]
+"""A conversation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripts:
+    """All conversations."""
+
+    source: str
+    """`sharegpt` or `random`."""
+    each: tuple[Script, ...]
+    """Of as many turns each."""
+
+
+def make_scripts(model: LoadedModel, config: ThroughputBenchConfig) -> Scripts:
+    """The first conversations of ShareGPT that have enough turns and fit in the window, cut off after those turns.
+
+    Random tokens of random lengths instead where the data set is not installed or the model has no tokenizer.
+
+    Args:
+      model: who answers.
+      config: how many of what length.
+
+    Raises:
+      BenchError: the data set has too few such conversations.
+    """
+    if model.tokenizer is None or not _is_installed():
+        rng = np.random.default_rng(config.seed)
+        scripts = (_random_script(model, config, rng) for _ in range(config.concurrent_sessions))
+        return Scripts(source="random", each=tuple(scripts))
+    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=config.num_turns))
+    found = tuple(itertools.islice(fitting_scripts(model, config, recorded), config.concurrent_sessions))
+    if len(found) < config.concurrent_sessions:
+        raise BenchError(
+            f"wanted {config.concurrent_sessions} conversations of {config.num_turns} turns that fit in a window of "
+            f"{config.context_window} tokens, found {len(found)} in ShareGPT"
+        )
+    return Scripts(source="sharegpt", each=found)
+
+
+def fitting_scripts(
+    model: LoadedModel, config: ThroughputBenchConfig, conversations: Iterable[Sequence[Turn]]
+) -> Iterator[Script]:
+    """Scripts of those conversations that have enough turns that were answered, and stay within the window.
+
+    Args:
+      model: whose tokenizer and chat template count.
+      config: turns, the cap of answers, and the window.
+      conversations: as recorded.
+
+    Raises:
+      ValueError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"wanted a model with a tokenizer, found {model.name}")
+    for turns in conversations:
+        pairs = [pair for pair in itertools.pairwise(turns) if (pair[0].role, pair[1].role) == ("user", "assistant")]
+        texts = [(said.text, answered.text) for said, answered in pairs[: config.num_turns]]
+        script = _recorded_script(model, model.tokenizer, texts, config.answer_tokens)
+        if len(script) == config.num_turns and sum(turn.num_tokens for turn in script) < config.context_window:
+            yield script
+
+
+def _recorded_script(
+    model: LoadedModel, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], most_answer_tokens: int
+) -> Script:
+    script: list[Exchange] = []
+    answer_ids: list[int] = []  # Of the turn before: stands for the conversation so far, which is not tokenised again.
+    rest: tuple[int, ...] = ()
+    messages: list[dict[str, str]] = []
+    for said, answered in texts:
+        new_ids = turn_ids(model, answer_ids, messages, said)[len(answer_ids) :]
+        answer_ids = tokenizer.encode(answered, add_bos=False)
+        num_generated = max(min(len(answer_ids), most_answer_tokens), _LEAST_ANSWER_TOKENS)
+        script.append(Exchange((*rest, *new_ids), num_generated))
+        rest = tuple(answer_ids[num_generated:])
+        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
+    return tuple(script)
+
+
+def _random_script(model: LoadedModel, config: ThroughputBenchConfig, rng: np.random.Generator) -> Script:
+    most_message_tokens = max(int(_RANDOM_MESSAGE_SHARE * config.turn_tokens), 1)
+    script, rest = [], 0
+    for _ in range(config.num_turns):
+        message_tokens = int(rng.integers(1, most_message_tokens, endpoint=True))
+        answer_tokens = int(rng.integers(_LEAST_ANSWER_TOKENS, config.turn_tokens - most_message_tokens, endpoint=True))
+        num_generated = min(answer_tokens, config.answer_tokens)
+        ids = rng.integers(model.config.vocab_size, size=rest + message_tokens).tolist()
+        script.append(Exchange(tuple(ids), num_generated))
+        rest = answer_tokens - num_generated
+    return tuple(script)
+
+
+def _is_installed() -> bool:
+    try:
+        dataset_path()
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,80 @@
+"""The flags of the engine: each stands for the field of `EngineConfig` of its name, in every script that serves.
+
+Not here: what the fields mean to the engine (`config`), flags of its store (`launch.store_flags`), what scripts settle
+themselves: the model's dtype, the context window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from absl import flags
+
+from ca_jax.config import READ_BUFFERS, EngineConfig
+
+flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
+
+_INTEGERS = {
+    "max_batch_size": "Most answers that are generated together.",
+    "prefill_chunk_tokens": "Most new tokens that are prefilled in one pass, a multiple of 64; other answers go on "
+    "between passes.",
+}
+_NUMBERS = {
+    "max_tpot_ms": "Most milliseconds between two tokens of an answer for the sake of others' prefill; by default a "
+    "whole pass.",
+    "read_buffer_gib": "Most memory of the device that KV loaded ahead of its use takes, GiB; by default room for a "
+    "full context window.",
+    "write_buffer_gib": "Most memory of the device that new KV waiting to be saved takes, GiB.",
+}
+_READ_BUFFER = (
+    "Layers of stored KV that are loaded ahead of the one that computes: a number, or one of "
+    f"{', '.join(READ_BUFFERS)}."
+)
+_SWITCHES = {
+    "async_save": "Save KV while computing; otherwise at the end of a turn, which waits for it.",
+    "recompute_if_faster": "Recompute stored KV where measured rates say that this is faster than to load it.",
+}
+
+
+def define(default: EngineConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags.
+
+    Args:
+      default: what they are where they are not given; the config's own defaults if not given.
+      flag_values: where they are defined.
+
+    Raises:
+      absl.flags.DuplicateFlagError: another flag has such a name.
+    """
+    default = default or EngineConfig()
+    for name, text in _INTEGERS.items():
+        flags.DEFINE_integer(name, getattr(default, name), text, flag_values=flag_values)
+    for name, text in _NUMBERS.items():
+        flags.DEFINE_float(name, getattr(default, name), text, flag_values=flag_values)
+    flags.DEFINE_string("read_buffer", str(default.read_buffer), _READ_BUFFER, flag_values=flag_values)
+    for name, text in _SWITCHES.items():
+        flags.DEFINE_boolean(name, getattr(default, name), text, flag_values=flag_values)
+
+
+def engine_config(default: EngineConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
+    """The config that parsed flags stand for.
+
+    Args:
+      default: as given to `define`; what has no flag is as in it.
+      flag_values: where they were defined.
+
+    Raises:
+      ValueError: a value outside its range; the message names the flag.
+    """
+    values: dict[str, Any] = {name: flag_values[name].value for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES)}
+    values["read_buffer"] = _layers_or_word(str(flag_values["read_buffer"].value))
+    return dataclasses.replace(default or EngineConfig(), **values)
+
+
+def _layers_or_word(text: str) -> int | str:
+    """A number of layers where the text is one; else the text, for the config to judge."""
+    try:
+        return int(text)
+    except ValueError:
+        return text

@@ -1,0 +1,145 @@
+"""New KV on its way to the store: the savers of all turns, those that wait for room, and a cap on what waits.
+
+A turn's saver is opened by its prefill and ended with the turn; what is not in the store by then goes on by itself, and
+its slot is free. The next turn of the session waits for it.
+
+Not here: one turn's groups (turn_saver), copies (async_saver), room (storage).
+Source: asynchronous saving with a write buffer, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ca_jax.async_saver import AsyncSaver, SaveAbandonedError
+from ca_jax.metrics import EngineMetrics
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.records import Owner
+from ca_jax.turn_saver import TurnSaver
+
+
+class WriteBuffer:
+    """Saves of all turns. Belongs to the engine's thread.
+
+    Args:
+      store: where to.
+      saver: who copies.
+      metrics: where failures and stalls are counted.
+      token_bytes: of one token's KV.
+      max_bytes: cap of what is on the device and not in the store.
+      group_tokens: decoded tokens that are saved together.
+      is_async: False saves at the end of a turn, which waits for it.
+    """
+
+    def __init__(
+        self,
+        store: AttentionStore,
+        saver: AsyncSaver,
+        metrics: EngineMetrics,
+        *,
+        token_bytes: int,
+        max_bytes: int,
+        group_tokens: int,
+        is_async: bool,
+    ) -> None:
+        self._store = store
+        self._saver = saver
+        self._metrics = metrics
+        self._token_bytes = token_bytes
+        self._max_bytes = max_bytes
+        self._group_tokens = group_tokens
+        self._is_async = is_async
+        self._turns: dict[str, TurnSaver] = {}
+        self._held: dict[str, TurnSaver] = {}  # Of turns that ended before the store had room for all of their KV.
+
+    @property
+    def num_bytes(self) -> int:
+        """What is on the device and not in the store."""
+        return self._saver.pending_bytes + self._held_bytes
+
+    def begin(self, key: str, owner: Owner, start_token: int) -> TurnSaver:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
+        saver = TurnSaver(
+            self._store, self._saver, key, owner, start_token, self._group_tokens, at_end=not self._is_async
+        )
+        self._store.pin(key)  # What this turn builds on must not be evicted under it.
+        self._turns[key] = saver
+        return saver
+
+    def end(self, saver: TurnSaver) -> None:
+        """Submits what is left of a turn, or holds it until the store has room. Blocking saves are waited for."""
+        saver.end()
+        if saver.is_held:
+            self._held[saver.key] = saver
+        else:
+            self._close(saver)
+        if not self._is_async:
+            self.collect(wait=True)
+
+    def is_running(self, key: str) -> bool:
+        """Whether a turn of a session runs."""
+        return key in self._turns and key not in self._held
+
+    def is_unsaved(self, key: str) -> bool:
+        """Whether KV of a session's ended turns is not in the store yet, and has not been given up."""
+        return key in self._held or self._saver.is_open(key)
+
+    def admits(self, num_tokens: int) -> bool:
+        """Whether there is room for the KV of so many more tokens, or nothing waits."""
+        num_bytes = self.num_bytes
+        return not num_bytes or num_bytes + num_tokens * self._token_bytes <= self._max_bytes
+
+    def make_room(self, num_tokens: int) -> None:
+        """Waits until there is room for the KV of so many more tokens, or nothing waits.
+
+        What waits for room in the store is given up, oldest first, where nothing else is left.
+        """
+        if self.admits(num_tokens) or not self._is_async:
+            return
+        started_s = time.perf_counter()
+        self.collect()  # What waits for room in the store may have some now.
+        self._saver.wait_until_pending(max(self._max_bytes - num_tokens * self._token_bytes - self._held_bytes, 0))
+        for saver in tuple(self._held.values()):
+            if not self.admits(num_tokens):
+                saver.give_up()
+                self._close(saver)
+        self._metrics.write_stall_s += time.perf_counter() - started_s
+
+    def collect(self, wait: bool = False, key: str | None = None) -> None:
+        """Publishes the saves that are done and gives up those that failed.
+
+        Args:
+          wait: for all that were submitted.
+          key: with `wait`, for those of this session only.
+        """
+        for saver in tuple(self._held.values()):
+            saver.submit_held()
+            if not saver.is_held:
+                self._close(saver)
+        for result in self._saver.poll(wait, key):
+            if result.error is None:
+                self._store.complete_save(result.ticket)
+                continue
+            self._store.abort_save(result.ticket)
+            self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
+            if result.ticket.key in self._turns:
+                self._turns[result.ticket.key].give_up()
+
+    def settle(self, key: str | None = None) -> None:
+        """Has all saves of a session, or of all, published or given up, those included that wait for room."""
+        self.collect(wait=True, key=key)
+        for held in tuple(self._held) if key is None else (key,):
+            while held in self._held and self._store.settle():  # Others get to SSD, and make room.
+                self.collect(wait=True)
+            if held in self._held:
+                self._held[held].give_up()
+                self._close(self._held[held])
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(saver.held_bytes for saver in self._turns.values())
+
+    def _close(self, saver: TurnSaver) -> None:
+        self._held.pop(saver.key, None)
+        self._store.unpin(saver.key)
+        del self._turns[saver.key]
