@@ -146,8 +146,9 @@ class AsyncSaver:
 
     def add(self, ticket: SaveTicket, part: Part) -> None:
         """Has a part of a save written. On an accelerator its copy to the host begins at once."""
+        on_host = part.on_host()  # Whatever this raises, nothing is pending then.
         self._added_bytes += part.num_bytes
-        self._work.put((ticket, part.on_host()))
+        self._work.put((ticket, on_host))
 
     def end(self, ticket: SaveTicket, error: Exception | None = None) -> None:
         """Says that nothing more is added to a save: `poll` returns it then, with that error if there is one."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
 
 import jax
 
@@ -26,34 +25,31 @@ class ComputeWatch:
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._passes: queue.SimpleQueue[tuple[Sequence[jax.Array], float, dict[str, ArgValue]] | None]
-        self._passes = queue.SimpleQueue()
+        self._layers: queue.SimpleQueue[tuple[jax.Array, float, dict[str, ArgValue]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if timeline.enabled:
             self._thread = threading.Thread(target=self._run, name="ca_jax-watch", daemon=True)
             self._thread.start()
 
-    def layers(self, outputs: Sequence[jax.Array], **args: ArgValue) -> None:
-        """A pass was dispatched, whose layers give these outputs, in order."""
+    def layer(self, output: jax.Array, since_s: float, **args: ArgValue) -> None:
+        """A layer was dispatched, since that time, which gives `output`; layers are computed in this order."""
         if self._thread is not None:
-            self._passes.put((tuple(outputs), time.perf_counter(), args))
+            self._layers.put((output, since_s, args))
 
     def close(self) -> None:
         """Records what is left and ends the thread."""
         if self._thread is not None:
-            self._passes.put(None)
+            self._layers.put(None)
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
         last_s = 0.0
-        while (item := self._passes.get()) is not None:
-            outputs, dispatched_s, args = item
-            for layer, output in enumerate(outputs):
-                output.block_until_ready()
-                now_s = time.perf_counter()
-                self._timeline.add(
-                    "compute", f"layer {layer}", max(min(dispatched_s, now_s), last_s), now_s, layer=layer, **args
-                )
-                last_s = now_s
-            del outputs, item
+        while (item := self._layers.get()) is not None:
+            output, since_s, args = item
+            output.block_until_ready()
+            now_s = time.perf_counter()
+            start_s = min(max(since_s, last_s), now_s)
+            self._timeline.add("compute", f"layer {args.get('layer')}", start_s, now_s, **args)
+            last_s = now_s
+            del item, output

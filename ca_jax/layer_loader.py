@@ -136,6 +136,8 @@ class LayerLoad:
 
         Waits until its bytes are in staging, and lets a failed read's exception through.
         """
+        if layer:
+            self._give_up_if_short(layer - 1)
         self._loader.pump()
         last = self.num_layers - 1
         ahead = min(layer + min(self._loader.device_ahead, self.depth + 1), last)
@@ -191,6 +193,15 @@ class LayerLoad:
         if self._reclaim is None or self._stages[layer].computed is None:
             return None
         return self._reclaim(layer)
+
+    def _give_up_if_short(self, layer: int) -> None:
+        """Has a computed layer given up at once where a later one is to lie in its region: nothing is before it then.
+
+        Later on that would wait for all that was dispatched meanwhile, and the link for that.
+        """
+        stage, num_regions = self._stages[layer], self._loader.buffer.memory.nbytes // self._num_bytes
+        if layer + num_regions < self.num_layers and stage.used is None:
+            stage.used = self.reclaim(layer)
 
     @property
     def _num_bytes(self) -> int:

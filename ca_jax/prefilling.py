@@ -49,6 +49,7 @@ class Prefilling:
         self._history: History | None = None
         self._was_alone = True
         self._computing_s = 0.0
+        self._layer_since_s = 0.0
         if job.session is not None:
             self._history = kv.open_history(job, job.session)
             self.saver = kv.begin_saving(job.session, self._history.num_stored)
@@ -134,15 +135,21 @@ class Prefilling:
         start = self.num_before
         is_first = not prefill.num_done
         load = None if self._history is None or not is_first else self._history.load
-        if self.saver is None:
-            self._runner.run_pass(prefill, num_tokens, load)
-        else:
-            tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+        tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+        if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
-            self._runner.run_pass(prefill, num_tokens, load, self.saver.add_layer)
+        self._layer_since_s = time.perf_counter()
+        self._runner.run_pass(prefill, num_tokens, load, self._take_layer)
+        if self.saver is not None:
             self.saver.end_pass()
-        self._watch.layers(prefill.outputs, job=self.job.job_id, start=start)
+
+    def _take_layer(self, layer: int, kv: jax.Array) -> None:
+        """A layer was dispatched, which gives new KV."""
+        if self.saver is not None:
+            self.saver.add_layer(layer, kv)
+        self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
+        self._layer_since_s = time.perf_counter()
 
     def _begin_anew(self) -> None:
         """Forgets the history, and what was computed from it: all of the prompt is prefilled."""

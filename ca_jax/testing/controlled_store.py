@@ -113,9 +113,7 @@ class ControlledStore:
         """As `AttentionStore.complete_load`: waits for reads under way."""
         self.store.complete_load(_settled(ticket))
 
-    def abort_load(
-        self, ticket: LoadTicket | ControlledLoad, reason: MissReason = MissReason.ABORTED
-    ) -> None:
+    def abort_load(self, ticket: LoadTicket | ControlledLoad, reason: MissReason = MissReason.ABORTED) -> None:
         """As `AttentionStore.abort_load`: waits for reads under way."""
         self.store.abort_load(_settled(ticket), reason)
 

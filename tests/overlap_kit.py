@@ -1,0 +1,243 @@
+"""What the tests of overlap share: memory that turns into NaN when it is let go of, answers checked, nothing held.
+
+Everything here looks at an engine from within.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax.engine import Engine
+from ca_jax.read_buffer import ReadBuffer, Region
+from ca_jax.session import Answer, Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.testing.controlled_store import ControlledStore
+from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, Transfer, Transfers
+from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
+
+PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
+NUM_LAYERS = kit.tiny.tiny_config().num_layers
+REGION_BYTES = 256 * kit.TOKEN_BYTES // NUM_LAYERS
+"""Staging of one layer of a history of up to 256 tokens."""
+
+
+# Memory that nobody may read.
+
+
+def poison(engine: Engine, *, staged_layers: int = 2 * NUM_LAYERS) -> None:
+    """Fills all memory that is not in use with NaN, now and whenever some is let go of.
+
+    Blocks of DRAM when they are free, regions of the read buffer when they are given back, decode slots when their job
+    has ended: who reads one of them too late finds NaN, and who writes too early is written over.
+
+    Args:
+      engine: whose memory; idle.
+      staged_layers: how many layers of a history of up to 256 tokens its read buffer holds from here on.
+    """
+    engine.wait_until_ready()
+    store, loader, sampler = _store(engine), engine._kv._loader, engine._sampler
+    slab = store._dram.slab
+    allocator = store._dram.allocator
+
+    def free(ids: Iterable[int], original: Callable = allocator.free) -> None:
+        freed = list(ids)
+        original(freed)
+        slab[freed] = np.nan
+
+    def free_slot(slot: int, original: Callable = sampler.free_slot) -> None:
+        original(slot)
+        engine._runner._slots = _nan_in_slot(engine._runner._slots, slot)
+
+    slab[...] = np.nan
+    engine._runner._slots = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner._slots)
+    allocator.free = free
+    sampler.free_slot = free_slot
+    loader.buffer = PoisonedBuffer(staged_layers * REGION_BYTES)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _nan_in_slot(slots: Any, slot: int) -> Any:
+    return jax.tree.map(lambda buffer: buffer.at[slot].set(jnp.nan), slots)
+
+
+class PoisonedBuffer(ReadBuffer):
+    """A read buffer whose free memory is NaN."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.memory.view(np.float32)[...] = np.nan
+
+    def give_back(self, region: Region) -> None:
+        """Frees the oldest piece, and forgets what it held."""
+        super().give_back(region)
+        self.memory[region.start : region.stop].view(np.float32)[...] = np.nan
+
+
+# Transfers.
+
+
+class LateGate:
+    """A gate of an SSD tier that lets each move through after a random delay."""
+
+    def __init__(self, transfers: DelayedTransfers, direction: str) -> None:
+        self._transfers = transfers
+        self._transfer = Transfer(direction, "ssd", None, 1, 1)
+
+    def pass_through(self, go_on: Callable[[], None]) -> None:
+        self._transfers.submit(self._transfer, go_on)
+
+
+def controlled(
+    *, loads: Transfers | None = None, saves: Transfers | None = None
+) -> Callable[[AttentionStore], ControlledStore]:
+    """A `store_wrapper` that has loads, saves, or both run when these say so."""
+    return functools.partial(ControlledStore, loads=loads, saves=saves)
+
+
+def open_gate() -> GatedTransfers:
+    """A gate that lets everybody through, at once and on the caller's thread, until it is shut."""
+    gate = GatedTransfers()
+    gate.open()
+    return gate
+
+
+@contextlib.contextmanager
+def shut(*gates: GatedTransfers) -> Iterator[None]:
+    """Gates hold whoever comes within a `with` block, and let all through at its end."""
+    for gate in gates:
+        gate.shut()
+    try:
+        yield
+    finally:
+        for gate in gates:
+            gate.open()
+
+
+@contextlib.contextmanager
+def in_thread(action: Callable[[], object]) -> Iterator[None]:
+    """Runs an action beside the `with` block, at whose end it must end too; what it raises is raised there."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "the other thread waits for something that does not come"
+    if errors:
+        raise errors[0]
+
+
+# Answers.
+
+
+def num_wrong(token_ids: Sequence[int], answers: Iterable[range]) -> int:
+    """How many tokens at these places are not the likeliest there, by one pass without engine, store or buckets.
+
+    Of tokens whose logits differ by no more than rounding each is right.
+    """
+    logits = kit.full_pass(list(token_ids))[0]
+    places = np.array([place for places in answers for place in places], int)
+    chosen = logits[places - 1, np.asarray(token_ids)[places]]
+    return int(np.sum(~(chosen >= logits[places - 1].max(-1) - LOGITS_ATOL["float32"])))
+
+
+def last_answer(session: Session) -> range:
+    """Where the last turn's generated tokens are."""
+    return range(session.usage.prompt_tokens, len(session.token_ids))
+
+
+def expect_right(*sessions: Session) -> None:
+    """Checks the last answers."""
+    for session in sessions:
+        assert num_wrong(session.token_ids, [last_answer(session)]) == 0, f"{session.session_id} answered wrongly"
+
+
+def take(answer: Answer, num_pieces: int) -> None:
+    """Runs the engine until so many pieces of an answer are there."""
+    for _ in range(num_pieces):
+        next(answer)
+
+
+def step_until(engine: Engine, reached: Callable[[], object]) -> None:
+    """Runs the engine, at most for a few hundred steps."""
+    for _ in range(500):
+        if reached():
+            return
+        engine.step()
+    raise AssertionError("the engine runs, and what was waited for does not come")
+
+
+# What is held.
+
+
+def assert_nothing_is_held(engine: Engine) -> None:
+    """Checks that an engine without jobs holds nothing of any: slots, staging, tickets, pins, blocks, KV to be saved.
+
+    It waits for saves that are under way.
+    """
+    scheduler, kv = engine._scheduler, engine._kv
+    assert scheduler.idle, f"jobs: {scheduler.waiting}, {scheduler.running}"
+    assert sorted(scheduler._free_slots) == list(range(engine.config.max_batch_size)), "a slot did not come back"
+    assert scheduler.prefilling is None
+    assert engine._prefilling is None, "a prefill was not let go of"
+    assert engine._sampler._params == [None] * engine.config.max_batch_size
+    engine.wait_for_saves()
+
+    assert not engine._savers
+    assert not kv._queued, "a turn is announced that does not wait"
+    assert kv.histories._preloaded is None, "a load was begun and not let go of"
+    assert not kv.write_buffer._turns, "a turn's saving has not ended"
+    assert not kv.write_buffer._held, "KV waits for room in the store"
+    assert kv.write_buffer.num_bytes == 0, "the write buffer is not empty"
+    assert kv._saver.num_open == 0, "a save has not ended"
+
+    loader = kv._loader
+    assert not loader._loads, "a load is open"
+    for _, stage in loader.staged:
+        jax.block_until_ready((stage.computed, stage.used))
+    loader.pump()
+    assert not loader.staged, "staging is in use"
+    assert loader.buffer.take(loader.buffer.memory.nbytes // 128 * 128) is not None, "the read buffer is not free"
+    loader.buffer.give_back(loader.buffer._regions[0])
+
+    _assert_store_is_at_rest(_store(engine))
+
+
+def _assert_store_is_at_rest(store: AttentionStore) -> None:
+    """No ticket is open, nothing is pinned or asked for, and blocks are those of published tokens, each once."""
+    entries, allocator, layout = list(store._entries), store._dram.allocator, store.layout
+    assert not store._desk._open_loads, "a load's ticket is open"
+    assert not store._entries._pins, "a session is pinned"
+    assert len(store._placement._look_ahead) == 0, "a job that is gone is looked ahead to"
+    for entry in entries:
+        assert not entry.open_saves, f"a save of {entry.key} is open"
+        assert entry.num_open_loads == entry.num_pins == 0, f"{entry.key} is held"
+        assert not (entry.requested or entry.waits_for_flush), f"{entry.key} may not leave DRAM"
+        assert entry.fetch is None and entry.flush is None, f"{entry.key} is on its way"
+        assert len(entry.block_ids) == layout.num_blocks(entry.num_tokens), f"{entry.key} has blocks without tokens"
+    held = sorted(block for entry in entries for block in entry.block_ids)
+    assert len(set(held)) == len(held), "two sessions hold a block"
+    taken = [block for block, is_taken in enumerate(allocator._taken) if is_taken]
+    assert taken == held, f"blocks of nobody: {sorted(set(taken) - set(held))}"
+    assert allocator.num_free == allocator.num_blocks - len(held)
+
+
+def _store(engine: Engine) -> AttentionStore:
+    """The store itself, behind whatever stands before it."""
+    store = engine._kv._store
+    return store.store if isinstance(store, ControlledStore) else store

@@ -1,0 +1,659 @@
+"""Which layer is loaded when, into which memory, and that all of it is free again whatever happens on the way.
+
+The pipeline is run in a time that only moves when somebody waits, so that what it took is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from ca_jax import costs, layer_loader, transfer
+from ca_jax.layer_loader import LayerLoad, LayerLoader, StagingInUseError
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
+from ca_jax.testing.controlled_store import ControlledStore
+from ca_jax.testing.paced import Future, GatedTransfers, PacedLink, Transfer, Transfers
+from ca_jax.testing.timers import ManualTimer
+from ca_jax.timeline import Timeline
+from tests.storage.store_helpers import as_bits, make_kv
+
+LAYOUT = KVLayout(num_layers=5, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=4)
+LAYERS = LAYOUT.num_layers
+NUM_TOKENS, PADDED = 11, 16
+REGION_BYTES = PADDED * LAYOUT.token_bytes // LAYERS
+KV = {"a": make_kv(LAYOUT, NUM_TOKENS, seed=1), "b": make_kv(LAYOUT, NUM_TOKENS, seed=2)}
+PATIENCE_S = 60
+
+device_ahead = pytest.mark.parametrize("device_ahead", [0, 1, 2])
+"""As on CPU, as on an accelerator, and more."""
+depths = pytest.mark.parametrize("depth", [0, 1, 2, LAYERS - 1, LAYERS, LAYERS + 3])
+
+
+class Computation:
+    """Something the device does: over when `finish` says so, or as soon as somebody waits for it."""
+
+    def __init__(self, action: Callable[[], None] = lambda: None) -> None:
+        self._action = action
+        self.is_over = False
+
+    def finish(self) -> None:
+        if not self.is_over:
+            self._action()
+        self.is_over = True
+
+    def is_ready(self) -> bool:
+        return self.is_over
+
+    def block_until_ready(self) -> Computation:
+        self.finish()
+        return self
+
+
+@pytest.fixture
+def store() -> Iterator[AttentionStore]:
+    """Holds `KV`."""
+    store = AttentionStore(LAYOUT, StoreConfig(dram_gib=16 * LAYOUT.block_bytes / GIB, block_tokens=4))
+    for key, kv in KV.items():
+        ticket = store.prepare_save(key, 0, range(NUM_TOKENS))
+        ticket.write_all(kv)
+        store.complete_save(ticket)
+    yield store
+    store.close()
+
+
+class Rig:
+    """A loader over a store whose loads go through `transfers`, with staging full of NaN."""
+
+    def __init__(
+        self,
+        store: AttentionStore,
+        transfers: Transfers | None,
+        num_regions: int = 2 * LAYERS,
+        device_ahead: int = 0,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.store = ControlledStore(store, loads=transfers)
+        options = {} if timeline is None else {"timeline": timeline}
+        self.loader = LayerLoader(LAYOUT, num_regions * REGION_BYTES, **options)
+        self.loader.device_ahead = device_ahead
+        self.loader.buffer.memory.view(np.float32)[...] = np.nan
+
+    def open(self, key: str, depth: int, **options: object) -> LayerLoad:
+        ticket = self.store.prepare_load(key, range(NUM_TOKENS))
+        return self.loader.open(ticket, PADDED, depth, **options)
+
+    def end(self, load: LayerLoad) -> None:
+        load.release()
+        self.store.complete_load(load.ticket)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every byte of staging can be had."""
+        size = self.loader.buffer.memory.nbytes
+        region = self.loader.room(size)
+        if region is not None:
+            self.loader.buffer.give_back(region)
+        return region is not None
+
+
+def expect(key: str, layer: int, array: jax.Array) -> None:
+    assert array.shape == (2, PADDED, 2, 16)
+    np.testing.assert_array_equal(as_bits(np.asarray(array)[:, :NUM_TOKENS]), as_bits(KV[key][layer]))
+
+
+def held_layers(gate: GatedTransfers) -> list[int]:
+    return [transfer.layer for transfer in gate.held]
+
+
+def let_all_through(gate: GatedTransfers) -> list[int]:
+    """Lets through who stands before the gate now; their layers."""
+    return [gate.let_through().layer for _ in gate.held]
+
+
+def refuse_to_reclaim(layer: int) -> jax.Array:
+    raise AssertionError(f"layer {layer} was to be given up while there was room")
+
+
+# What is issued when.
+
+
+@depths
+@device_ahead
+def test_before_its_job_begins_a_load_fills_the_read_buffer_and_no_more(store, depth, device_ahead):
+    gate = GatedTransfers()
+    rig = Rig(store, gate, device_ahead=device_ahead)
+    load = rig.open("a", depth)
+    assert held_layers(gate) == list(range(min(depth, LAYERS)))
+    let_all_through(gate)
+    for _ in range(3):
+        rig.loader.pump()
+    assert gate.held == ()
+    assert load.num_issued == min(depth, LAYERS)
+    rig.end(load)
+    assert rig.is_free
+
+
+@depths
+@device_ahead
+def test_layers_behind_the_read_buffer_wait_for_the_layer_whose_place_they_take(store, depth, device_ahead):
+    """Layer i may begin once layer i - depth - 2 is computed, not when it is dispatched: `costs.pipeline_s`."""
+    gate = GatedTransfers()
+    rig = Rig(store, gate, device_ahead=device_ahead)
+    load = rig.open("a", depth)
+    load.begin(refuse_to_reclaim)
+    issued = let_all_through(gate)
+    assert issued == list(range(min(depth + 2, LAYERS)))
+    for layer in range(LAYERS):
+        expect("a", layer, load.layer(layer))
+        computing = Computation()
+        load.computed(layer, computing)
+        rig.loader.pump()
+        assert gate.held == (), "a layer was loaded before the one that it waits for was computed"
+        computing.finish()
+        rig.loader.pump()
+        assert held_layers(gate) == [next_one for next_one in [layer + depth + 2] if next_one < LAYERS]
+        issued += let_all_through(gate)
+    assert issued == list(range(LAYERS))
+    rig.end(load)
+    assert rig.is_free
+
+
+def test_all_that_may_be_are_on_their_way_at_once(store):
+    """Copies one at a time would reach half the speed of memory."""
+    gate = GatedTransfers()
+    rig = Rig(store, gate)
+    load = rig.open("a", 3)
+    load.begin(refuse_to_reclaim)
+    assert held_layers(gate) == [0, 1, 2, 3, 4]
+    for layer in (3, 0, 4, 2, 1):  # In any order.
+        gate.let_through(Transfer("load", "a", layer, 1, KV["a"][layer].nbytes))
+    for layer in range(LAYERS):
+        expect("a", layer, load.layer(layer))
+    rig.end(load)
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_without_pre_loading_no_layer_is_had_before_all_are_loaded(store, all_at_once):
+    gate = GatedTransfers()
+    rig = Rig(store, gate)
+    load = rig.open("a", LAYERS, all_at_once=all_at_once)
+    load.begin(refuse_to_reclaim)
+    taken: list[jax.Array] = []
+    thread = threading.Thread(target=lambda: taken.append(load.layer(0)), daemon=True)
+    if all_at_once:
+        thread.start()
+    for _ in range(LAYERS - 1):
+        gate.let_through()
+    if not all_at_once:
+        thread.start()
+        thread.join(PATIENCE_S)
+    assert len(taken) == (not all_at_once), "layers 0 to L-2 are there"
+    gate.let_through()
+    thread.join(PATIENCE_S)
+    expect("a", 0, taken[0])
+    rig.end(load)
+
+
+def test_a_layer_is_not_loaded_for_want_of_the_one_before_it(store):
+    """Without a read buffer, and nothing dispatched, layer 2 has no place to go: an error, and no wait for ever."""
+    rig = Rig(store, None)
+    load = rig.open("a", 0)
+    load.begin(refuse_to_reclaim)
+    load.layer(0)
+    load.layer(1)
+    with pytest.raises(StagingInUseError, match="wanted layer 0 dispatched before layer 2 is loaded, found it is not"):
+        load.layer(2)
+    rig.end(load)
+    assert rig.is_free
+
+
+# The pipeline, in a time of its own.
+
+
+class Machine:
+    """A link and a device that are given seconds; whoever waits for them moves the time on."""
+
+    def __init__(self, load_s: float, compute_s: float) -> None:
+        self.timer = ManualTimer()
+        self._link = PacedLink(layer_s=load_s, timer=self.timer)
+        self._compute_s = compute_s
+        self._free_at_s = 0.0
+
+    def submit(self, transfer: Transfer, copy: Callable[[], object]) -> Future:
+        """A transfer over the link, whose future moves the time when it is waited for."""
+        return _MovingFuture(self.timer, self._link.submit(transfer, copy))
+
+    def wait_until(self, end_s: float) -> None:
+        if end_s > self.timer.now_s():
+            self.timer.advance(end_s - self.timer.now_s())
+
+    def compute(self, num_layers: int = 1) -> _Computing:
+        """Dispatches layers, which run behind what was dispatched before."""
+        self._free_at_s = max(self._free_at_s, self.timer.now_s()) + num_layers * self._compute_s
+        return _Computing(self, self._free_at_s)
+
+
+class _Computing:
+    def __init__(self, machine: Machine, end_s: float) -> None:
+        self._machine = machine
+        self.end_s = end_s
+
+    def is_ready(self) -> bool:
+        return self._machine.timer.now_s() >= self.end_s
+
+    def block_until_ready(self) -> _Computing:
+        self._machine.wait_until(self.end_s)
+        return self
+
+
+class _MovingFuture(Future):
+    def __init__(self, timer: ManualTimer, future: Future) -> None:
+        super().__init__()
+        self._timer = timer
+        future.add_done_callback(lambda done: self.set_result(done.result()))
+
+    def result(self, timeout: float | None = None) -> object:
+        while not self.done():
+            self._timer.advance(1)
+        return super().result()
+
+
+def run_pipeline(
+    store: AttentionStore,
+    load_s: float,
+    compute_s: float,
+    depth: int,
+    head_start_s: float,
+    num_regions: int = LAYERS,
+    **options: object,
+) -> float:
+    """Runs a load and its job as a prefill does; seconds from the job's begin to the end of its last layer."""
+    machine = Machine(load_s, compute_s)
+    rig = Rig(store, machine, num_regions)
+    load = rig.open("a", depth, **options)
+    machine.wait_until(head_start_s)
+    load.begin(lambda layer: machine.compute(0))
+    for layer in range(LAYERS):
+        expect("a", layer, load.layer(layer))
+        computing = machine.compute()
+        load.computed(layer, computing)
+    computing.block_until_ready()
+    took_s = machine.timer.now_s() - head_start_s
+    rig.end(load)
+    assert rig.is_free
+    return took_s
+
+
+@pytest.mark.parametrize("head_start_s", [0, 3, 7, 1000])
+@pytest.mark.parametrize(("load_s", "compute_s"), [(1, 4), (2, 3), (3, 3), (3, 2), (4, 1)])
+def test_a_job_takes_what_the_pipeline_is_said_to_take(store, load_s, compute_s, head_start_s):
+    for depth in range(LAYERS + 2):
+        took_s = run_pipeline(store, load_s, compute_s, depth, head_start_s)
+        assert took_s == costs.pipeline_s(load_s, compute_s, LAYERS, depth, head_start_s), f"depth {depth}"
+
+
+@pytest.mark.parametrize("num_regions", [2, 3, 4])
+@pytest.mark.parametrize(("load_s", "compute_s"), [(1, 4), (3, 3), (4, 1)])
+def test_a_capped_buffer_is_as_good_as_the_depth_that_it_has_room_for(store, load_s, compute_s, num_regions):
+    """Its places are used again without the link waiting for more than the layer that lay there."""
+    for depth in range(LAYERS + 1):
+        took_s = run_pipeline(store, load_s, compute_s, depth, 1000, num_regions)
+        assert took_s <= costs.pipeline_s(load_s, compute_s, LAYERS, min(depth, num_regions - 2)), f"depth {depth}"
+
+
+def test_without_pre_loading_a_job_takes_its_load_and_its_compute(store):
+    took_s = run_pipeline(store, 3, 2, LAYERS, head_start_s=0, all_at_once=True)
+    assert took_s == costs.blocking_s(3, 2, LAYERS)
+
+
+def test_what_a_job_waited_for_copies_is_told(store, monkeypatch):
+    machine = Machine(load_s=3, compute_s=2)
+    monkeypatch.setattr(layer_loader, "time", types.SimpleNamespace(perf_counter=machine.timer.now_s))
+    rig = Rig(store, machine)
+    load = rig.open("a", LAYERS)
+    machine.wait_until(4)
+    load.begin(refuse_to_reclaim)
+    for layer in range(LAYERS):
+        load.layer(layer)
+        load.computed(layer, machine.compute())
+    assert load.stall_s == LAYERS * 3 - 4
+    assert (load.layer_times_s, load.load_s) == ([3.0] * LAYERS, LAYERS * 3)
+    rig.end(load)
+
+
+# Two loads.
+
+
+@device_ahead
+def test_the_next_load_begins_when_all_of_this_one_has_begun(store, device_ahead):
+    gate = GatedTransfers()
+    rig = Rig(store, gate, device_ahead=device_ahead)
+    first, second = rig.open("a", 3), rig.open("b", 2)
+    first.begin(refuse_to_reclaim)
+    assert [(held.key, held.layer) for held in gate.held] == [("a", layer) for layer in range(5)] + [("b", 0), ("b", 1)]
+    let_all_through(gate)
+    for key, load in (("a", first), ("b", second)):
+        if load is second:
+            load.begin(refuse_to_reclaim)
+        for layer in range(LAYERS):
+            let_all_through(gate)
+            expect(key, layer, load.layer(layer))
+            done = Computation()
+            load.computed(layer, done)
+            load.used(layer, done)
+            done.finish()
+            rig.loader.pump()
+        rig.end(load)
+    assert rig.is_free
+
+
+@device_ahead
+def test_nothing_of_the_next_load_is_in_the_way_of_this_one(store, device_ahead):
+    gate = GatedTransfers()
+    rig = Rig(store, gate, device_ahead=device_ahead)
+    first, second = rig.open("a", 2), rig.open("b", LAYERS)
+    assert (held_layers(gate), second.num_issued) == ([0, 1], 0)
+    let_all_through(gate)
+    rig.loader.pump()
+    assert gate.held == (), "layers of the next load took the place of this one's"
+    first.begin(refuse_to_reclaim)
+    let_all_through(gate)
+    assert (first.num_issued, second.num_issued) == (4, 0)
+    first.layer(0)
+    computing = Computation()
+    first.computed(0, computing)
+    computing.finish()
+    rig.loader.pump()
+    assert [(held.key, held.layer) for held in gate.held] == [("a", 4), *[("b", layer) for layer in range(LAYERS)]]
+    gate.open()
+    rig.end(first)
+    rig.end(second)
+    assert rig.is_free
+
+
+def test_the_next_load_has_the_places_that_this_one_does_not_need_any_more(store):
+    gate = GatedTransfers()
+    rig = Rig(store, gate, num_regions=LAYERS + 1)
+    first, second = rig.open("a", LAYERS), rig.open("b", LAYERS)
+    first.begin(refuse_to_reclaim)
+    let_all_through(gate)
+    assert (first.num_issued, second.num_issued) == (LAYERS, 1)
+    computing, inserting = Computation(), Computation()
+    expect("a", 0, first.layer(0))
+    first.computed(0, computing)
+    computing.finish()
+    rig.loader.pump()
+    assert second.num_issued == 1, "the place of a layer that is to be inserted was given away"
+    first.used(0, inserting)
+    rig.loader.pump()
+    assert second.num_issued == 1, "the place of a layer that is being inserted was given away"
+    inserting.finish()
+    rig.loader.pump()
+    assert second.num_issued == 2
+    gate.open()
+    rig.end(first)
+    rig.loader.pump()
+    assert second.num_issued == LAYERS
+    second.begin(refuse_to_reclaim)
+    for layer in range(LAYERS):
+        expect("b", layer, second.layer(layer))
+    rig.end(second)
+    assert rig.is_free
+
+
+# Room that has to be made.
+
+
+@device_ahead
+@pytest.mark.parametrize("depth", [1, LAYERS])
+def test_room_is_made_by_giving_up_computed_layers_oldest_first(store, depth, device_ahead):
+    """With room for three layers each place is used again, once what is dispatched in its favour has been read."""
+    rig = Rig(store, None, num_regions=3, device_ahead=device_ahead)
+    load = rig.open("a", depth)
+    arrays: dict[int, jax.Array] = {}
+    given_up: list[int] = []
+
+    def reclaim(layer: int) -> Computation:
+        given_up.append(layer)
+        return Computation(lambda: expect("a", layer, arrays[layer]))  # Read as late as can be.
+
+    load.begin(reclaim)
+    for layer in range(LAYERS):
+        arrays[layer] = load.layer(layer)
+        expect("a", layer, arrays[layer])
+        load.computed(layer, Computation(lambda layer=layer: expect("a", layer, arrays[layer])))
+        assert load.num_issued - len(given_up) <= 3
+    assert given_up == list(range(len(given_up)))
+    assert len(given_up) >= LAYERS - 3
+    rig.end(load)
+    assert rig.is_free
+
+
+def test_room_behind_an_earlier_load_is_had_without_giving_up_anything(store):
+    """That load's slot has been filled: what reads its staging is waited for."""
+    rig = Rig(store, None, num_regions=LAYERS)
+    first = rig.open("a", LAYERS)
+    first.begin(refuse_to_reclaim)
+    readers = []
+    for layer in range(LAYERS):
+        array = first.layer(layer)
+        readers.append(Computation(lambda layer=layer, array=array: expect("a", layer, array)))
+        first.computed(layer, readers[-1])
+        first.used(layer, readers[-1])
+    rig.end(first)
+    assert not any(reader.is_over for reader in readers)
+    second = rig.open("b", LAYERS)
+    assert second.num_issued == 0
+    second.begin(refuse_to_reclaim)
+    for layer in range(LAYERS):
+        expect("b", layer, second.layer(layer))
+    assert all(reader.is_over for reader in readers)
+    rig.end(second)
+    assert rig.is_free
+
+
+# What goes wrong.
+
+
+@device_ahead
+@pytest.mark.parametrize("broken", [0, 2, LAYERS - 1])
+def test_a_read_that_breaks_later_is_told_when_its_layer_is_taken(store, broken, device_ahead):
+    gate = GatedTransfers()
+    rig = Rig(store, gate, device_ahead=device_ahead)
+    load = rig.open("a", LAYERS)
+    load.begin(refuse_to_reclaim)
+    for held in gate.held:
+        gate.let_through(held, error=OSError("no such sector") if held.layer == broken else None)
+    rig.loader.pump()
+    with pytest.raises(OSError, match="no such sector"):
+        for layer in range(LAYERS):
+            assert layer <= broken
+            expect("a", layer, load.layer(layer))
+            load.computed(layer, Computation())
+    load.release()
+    rig.store.abort_load(load.ticket)
+    assert rig.is_free
+
+
+@device_ahead
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_read_that_cannot_begin_is_told_when_its_layer_is_taken(store, depth, device_ahead):
+    rig = Rig(store, None, device_ahead=device_ahead)
+    ticket = store.prepare_load("a", range(NUM_TOKENS))
+    load = rig.loader.open(ticket, PADDED, depth)
+    store.abort_load(ticket)
+    load.begin(refuse_to_reclaim)
+    with pytest.raises(ValueError, match="wanted an open load of 'a', found one that is aborted"):
+        for layer in range(LAYERS):
+            assert layer <= depth, "only layers of the read buffer were under way"
+            expect("a", layer, load.layer(layer))
+            load.computed(layer, Computation())
+    load.release()
+    assert rig.is_free
+
+
+@device_ahead
+@pytest.mark.parametrize("num_regions", [3, 2 * LAYERS])
+@pytest.mark.parametrize("num_taken", range(-1, LAYERS + 1))
+def test_a_load_can_be_let_go_of_at_any_moment(store, num_taken, num_regions, device_ahead):
+    """Before its job begins (-1), after some layers were taken, after all; the last one taken is not computed yet."""
+    rig = Rig(store, None, num_regions=num_regions, device_ahead=device_ahead)
+    load = rig.open("a", 1)
+    computations: list[Computation] = []
+    inserted: list[Computation] = []
+    if num_taken >= 0:
+        load.begin(lambda layer: inserted.append(Computation()) or inserted[-1])
+    for layer in range(num_taken):
+        array = load.layer(layer)
+        computations.append(Computation(lambda layer=layer, array=array: expect("a", layer, array)))
+        load.computed(layer, computations[-1])
+    load.release()
+    are_over = [each.is_over for each in computations + inserted]
+    assert rig.is_free == all(are_over)
+    assert inserted or all(are_over), "what nobody waits for later is waited for now"
+    for each in computations + inserted:
+        each.finish()
+    assert rig.is_free
+    load.release()
+    assert rig.is_free, "once more does no harm"
+    store.abort_load(load.ticket)
+    again = rig.open("b", 1)
+    again.begin(lambda layer: Computation())
+    for layer in range(LAYERS):
+        expect("b", layer, again.layer(layer))
+        again.computed(layer, Computation())
+    rig.end(again)
+
+
+def test_letting_go_waits_for_copies_under_way_and_for_nothing_that_is_dispatched_for_the_slot(store):
+    gate = GatedTransfers()
+    rig = Rig(store, gate)
+    load = rig.open("a", 3)
+    load.begin(refuse_to_reclaim)
+    gate.let_through()
+    load.layer(0)
+    computed, inserted = Computation(), Computation()
+    load.computed(0, computed)
+    load.used(0, inserted)
+    releasing = threading.Thread(target=load.release, daemon=True)
+    releasing.start()
+    for _ in range(LAYERS - 1):
+        assert releasing.is_alive(), "staging was given back while it was being written to"
+        gate.let_through()
+    releasing.join(PATIENCE_S)
+    assert (computed.is_over, inserted.is_over, rig.is_free) == (False, False, False)
+    computed.finish()
+    assert not rig.is_free
+    inserted.finish()
+    assert rig.is_free
+    rig.store.abort_load(load.ticket)
+
+
+def test_letting_go_of_the_first_lets_the_second_go_on(store):
+    rig = Rig(store, None, num_regions=3)
+    first, second = rig.open("a", LAYERS), rig.open("b", LAYERS)
+    assert (first.num_issued, second.num_issued) == (3, 0)
+    rig.end(first)
+    second.begin(lambda layer: Computation())
+    for layer in range(LAYERS):
+        expect("b", layer, second.layer(layer))
+        second.computed(layer, Computation())
+    rig.end(second)
+    assert rig.is_free
+
+
+def test_closing_ends_what_is_open(store, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(transfer, "pin_host_memory", lambda memory: pinned.append(memory) or True)
+    monkeypatch.setattr(transfer, "unpin_host_memory", lambda memory: pinned.remove(memory))
+    rig = Rig(store, None, device_ahead=1)
+    assert rig.loader.touch() >= 0
+    assert [memory is rig.loader.buffer.memory for memory in pinned] == [True]
+    loads = [rig.open("a", 2), rig.open("b", 2)]
+    rig.loader.close()
+    assert rig.is_free
+    assert pinned == []
+    rig.loader.close()
+    for load in loads:
+        store.abort_load(load.ticket)
+
+
+def test_memory_is_pinned_only_where_there_is_a_device_to_copy_to(store, monkeypatch):
+    monkeypatch.setattr(transfer, "pin_host_memory", lambda memory: pytest.fail("staging is the device's memory"))
+    rig = Rig(store, None, device_ahead=0)
+    rig.loader.touch()
+    rig.loader.close()
+
+
+# What it tells.
+
+
+@contextlib.contextmanager
+def loader_time(monkeypatch, timer: ManualTimer) -> Iterator[None]:
+    """The loader reads this time."""
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_loader, "time", types.SimpleNamespace(perf_counter=timer.now_s))
+        yield
+
+
+def test_layer_times_leave_out_what_a_layer_waited_for_the_one_before(store, monkeypatch):
+    timer, timeline = ManualTimer(), Timeline()
+    with loader_time(monkeypatch, timer):
+        rig = Rig(store, PacedLink(layer_s=2, timer=timer), timeline=timeline)
+        load = rig.open("a", 2, job=7)
+        timer.advance(1)
+        assert (load.layer_times_s, load.load_s) == ([], 0)
+        timer.advance(9)
+        assert load.layer_times_s == [2, 2]
+        load.begin(refuse_to_reclaim)  # Layers 2 and 3 from 10 on.
+        timer.advance(3)
+        load.computed(0, Computation())
+        load.layer(0)
+        load._stages[0].computed.finish()
+        timer.advance(0)
+        rig.loader.pump()  # Layer 4 from 13 on, behind 3.
+        timer.advance(7)
+        assert load.layer_times_s == [2] * LAYERS
+        assert load.load_s == 2 * LAYERS
+        rig.end(load)
+    spans = [(span.track, span.start_s, span.end_s, span.args) for span in timeline.spans()]
+    starts = [0, 2, 10, 12, 14]
+    assert spans == [("load", at, at + 2, {"layer": layer, "job": 7}) for layer, at in enumerate(starts)]
+
+
+def test_layer_times_of_layers_that_overtake_are_never_negative(store, monkeypatch):
+    timer, gate = ManualTimer(), GatedTransfers()
+    with loader_time(monkeypatch, timer):
+        rig = Rig(store, gate, timeline=Timeline())
+        load = rig.open("a", 3)
+        timer.advance(1)
+        gate.let_through(gate.held[1])
+        assert load.layer_times_s == [], "layer 0 is not there"
+        timer.advance(2)
+        gate.let_through()
+        assert load.layer_times_s == [3, 0]
+        timer.advance(4)
+        gate.let_through()
+        assert load.layer_times_s == [3, 0, 4]
+        rig.end(load)
+
+
+def test_the_bytes_of_a_layer_are_those_of_its_tokens(store):
+    rig = Rig(store, None)
+    load = rig.open("a", LAYERS)
+    assert load.layer_bytes == KV["a"][0].nbytes
+    rig.end(load)
+    ticket = store.prepare_load("a", range(NUM_TOKENS))
+    ticket.shorten(5)
+    shortened = rig.loader.open(ticket, PADDED, LAYERS)
+    assert shortened.layer_bytes == KV["a"][0, :, :5].nbytes
+    np.testing.assert_array_equal(as_bits(np.asarray(shortened.layer(2))[:, :5]), as_bits(KV["a"][2, :, :5]))
+    rig.end(shortened)

@@ -1,0 +1,238 @@
+"""Everything at once: 64 conversations whose loads, saves, passes and tiers overlap answer as if nothing ever did.
+
+Transfers take random times, memory that nobody may read is NaN, and DRAM is so small that conversations come back from
+SSD. How jobs break or are given up midway is in test_overlap_release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.layer_loader import LayerLoad
+from ca_jax.rate_meter import RateMeter
+from ca_jax.rates import PrefillRate, Rates, TransferRate
+from ca_jax.session import Answer, Session
+from ca_jax.storage.config import GIB
+from ca_jax.testing.paced import DelayedTransfers
+from tests import engine_kit as kit
+from tests import overlap_kit
+from tests.reliability import workload
+from tests.storage.store_helpers import open_gated
+
+NUM_SESSIONS = 64
+ANSWER_TOKENS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What one session sends in one round."""
+
+    prompt: list[int]
+    priority: int
+    closes_after: int | None
+    """Steps of the round after which it closes the answer, however far that is; None: it listens to the end."""
+
+
+def turns(num_rounds: int, seed: int = 0, *, closes: bool = False) -> list[list[Turn]]:
+    """For each round a turn of each session. Every fourth session begins like three others."""
+    rng = random.Random(seed)
+
+    def turn(session: int, nth: int) -> Turn:
+        prompt = kit.prompt(rng.randint(*((1, 45) if nth else (20, 80))), seed=1000 * nth + session)
+        if not nth and session % 4 == 0:
+            prompt = kit.prompt(36, seed=session % 16) + prompt
+        closes_after = rng.randint(0, 2 * NUM_SESSIONS) if closes and rng.random() < 0.6 else None
+        return Turn(prompt, rng.choice([-1, 0, 0, 1]), closes_after)
+
+    return [[turn(session, nth) for session in range(NUM_SESSIONS)] for nth in range(num_rounds)]
+
+
+def run(engine: Engine, answers: Sequence[Answer], turns_of_round: Sequence[Turn]) -> None:
+    """Runs the engine, closes answers in passing, and listens to what is left of them."""
+    for step in range(2 * NUM_SESSIONS):
+        for answer, turn in zip(answers, turns_of_round, strict=True):
+            if turn.closes_after == step:
+                answer.close()
+        engine.step()
+    kit.drain(*answers)
+
+
+@dataclasses.dataclass
+class Conversation:
+    """One session, and where in it the answers are."""
+
+    session: Session
+    answers: list[range] = dataclasses.field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.session.token_ids
+
+    def adopt(self, turn: Turn, known: list[int]) -> None:
+        """Checks that a turn that has ended left what it should: all of it, its beginning, or no trace."""
+        if turn.closes_after is not None and self.token_ids == known:
+            return
+        assert self.token_ids[: len(known) + len(turn.prompt)] == known + turn.prompt
+        self.answers.append(overlap_kit.last_answer(self.session))
+        assert len(self.answers[-1]) == ANSWER_TOKENS or turn.closes_after is not None
+
+    def num_wrong(self) -> int:
+        """Of all answers' tokens."""
+        return overlap_kit.num_wrong(self.token_ids, self.answers)
+
+
+def converse(engine: Engine, rounds: Sequence[Sequence[Turn]]) -> list[Conversation]:
+    """Sends all turns of a round, then listens to them all."""
+    conversations = [Conversation(engine.session()) for _ in rounds[0]]
+    for turns_of_round in rounds:
+        known = [conversation.token_ids for conversation in conversations]
+        answers = [
+            conversation.session.send_ids(turn.prompt, max_tokens=ANSWER_TOKENS, priority=turn.priority)
+            for conversation, turn in zip(conversations, turns_of_round, strict=True)
+        ]
+        run(engine, answers, turns_of_round)
+        for conversation, turn, before in zip(conversations, turns_of_round, known, strict=True):
+            conversation.adopt(turn, before)
+    return conversations
+
+
+def tokens(conversations: Sequence[Conversation]) -> list[list[int]]:
+    return [conversation.token_ids for conversation in conversations]
+
+
+@functools.cache
+def expected(num_rounds: int) -> list[list[int]]:
+    """The conversations without any overlap: nothing is stored, each prompt is computed as a whole."""
+    with kit.small_engine(store=kit.STORE_OFF, read_buffer="off", async_save=False) as engine:
+        conversations = converse(engine, turns(num_rounds))
+    assert [conversation.num_wrong() for conversation in conversations] == [0] * NUM_SESSIONS
+    return tokens(conversations)
+
+
+FIXED_RATES = Rates(
+    num_layers=overlap_kit.NUM_LAYERS,
+    layer_token_bytes=kit.TOKEN_BYTES // overlap_kit.NUM_LAYERS,
+    load=TransferRate(bytes_per_s=kit.TOKEN_BYTES * 1e3),
+    save=TransferRate(bytes_per_s=kit.TOKEN_BYTES * 1e3),
+    prefill=PrefillRate(token_s=1e-3, pair_s=2e-6),
+)
+"""Made up, so that what follows from rates (depths, lengths of passes, what is recomputed) is the same on any machine."""
+
+
+@contextlib.contextmanager
+def overlapping_engine(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, staged_layers: int = 2, **changes: object
+) -> Iterator[Engine]:
+    """An engine with every overlap on, DRAM for a quarter of the conversations, delays everywhere and NaN all over.
+
+    Its read buffer has no room but that for execution, unless `staged_layers` says so: two layers of three.
+    """
+    monkeypatch.setattr(RateMeter, "rates", FIXED_RATES)
+    tiers = open_gated(monkeypatch)
+    store = workload.ssd_store(directory, "raw", dram_blocks=160, ssd_blocks=2000)
+    with contextlib.ExitStack() as stack:
+        loads, saves, moves = (
+            stack.enter_context(DelayedTransfers(max_s, seed=seed)) for max_s in (3e-3, 1e-3, 10e-3)
+        )
+        wrapper = overlap_kit.controlled(loads=loads, saves=saves)
+        engine = stack.enter_context(kit.small_engine(store_wrapper=wrapper, store=store, max_tpot_ms=1e-3, **changes))
+        tiers[0].reads = overlap_kit.LateGate(moves, "load")
+        tiers[0].writes = overlap_kit.LateGate(moves, "save")
+        overlap_kit.poison(engine, staged_layers=staged_layers)
+        yield engine
+        overlap_kit.assert_nothing_is_held(engine)
+        workload.check_books(engine, directory)
+        assert (engine.metrics.failed_loads, engine.metrics.failed_saves) == (0, 0)
+
+
+@pytest.fixture
+def reclaimed(monkeypatch) -> list[int]:
+    """Layers that were put into their slot early, because their staging was wanted."""
+    layers: list[int] = []
+
+    def reclaim(load: LayerLoad, layer: int, original: Callable = LayerLoad.reclaim) -> object:
+        layers.append(layer)
+        return original(load, layer)
+
+    monkeypatch.setattr(LayerLoad, "reclaim", reclaim)
+    return layers
+
+
+OVERLAPS = [
+    {"read_buffer": "auto", "write_buffer_gib": 4096 / GIB},
+    {"read_buffer": "all", "write_buffer_gib": 65536 / GIB},
+    {"read_buffer": 1, "staged_layers": 5, "recompute_if_faster": True},
+    {"read_buffer": 0},
+]
+
+
+def check_tokens_are_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], seed: int, num_rounds: int
+) -> Engine:
+    reference = expected(num_rounds)
+    with overlapping_engine(directory, monkeypatch, seed, **changes) as engine:
+        assert tokens(converse(engine, turns(num_rounds))) == reference
+        stats, metrics = engine.store_stats(), engine.metrics
+        assert stats.num_hits_from_ssd > NUM_SESSIONS // 4, "nothing had to come back from SSD"
+        assert stats.ssd is not None
+        assert stats.ssd.num_fetches > NUM_SESSIONS // 4
+        whole_passes = sum(-(-len(turn.prompt) // 64) for each in turns(num_rounds) for turn in each)
+        assert metrics.prefill_passes > 1.2 * whole_passes, "passes were not cut short"
+        assert (metrics.preloads > 0) == (changes["read_buffer"] != 0)
+    return engine
+
+
+@pytest.mark.parametrize(("seed", "changes"), list(enumerate(OVERLAPS)), ids=[str(each["read_buffer"]) for each in OVERLAPS])
+def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
+    tmp_path, monkeypatch, reclaimed, seed, changes
+):
+    engine = check_tokens_are_the_same(tmp_path, monkeypatch, changes, seed, num_rounds=3)
+    if "staged_layers" not in changes:
+        assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not wanted before its job was in its slot"
+    if changes.get("recompute_if_faster"):
+        assert engine.metrics.mixed_histories > 0
+    if "write_buffer_gib" in changes:
+        assert engine.metrics.write_stall_s > 0
+
+
+def test_with_loads_and_saves_that_are_waited_for_the_tokens_are_the_same(tmp_path, monkeypatch):
+    blocking = {"staged_layers": 3, "read_buffer": "off", "async_save": False}
+    with overlapping_engine(tmp_path, monkeypatch, 9, **blocking) as engine:
+        assert tokens(converse(engine, turns(3))) == expected(3)
+        assert engine.store_stats().num_hits > NUM_SESSIONS
+        assert engine.metrics.preloads == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("changes", OVERLAPS, ids=[str(each["read_buffer"]) for each in OVERLAPS])
+def test_64_conversations_at_length(tmp_path, monkeypatch, changes, seed):
+    check_tokens_are_the_same(tmp_path, monkeypatch, changes, 100 + seed, num_rounds=4)
+
+
+def check_cancelling(directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_rounds: int) -> None:
+    """Of the last round all listen to the end."""
+    rounds = [*turns(num_rounds - 1, seed, closes=True), turns(num_rounds, seed)[-1]]
+    with overlapping_engine(directory, monkeypatch, seed, read_buffer="all") as engine:
+        conversations = converse(engine, rounds)
+        assert engine.metrics.cancelled > NUM_SESSIONS // 2
+        assert [conversation.num_wrong() for conversation in conversations] == [0] * NUM_SESSIONS
+        assert sum(c.session.usage.num_cached_tokens > 0 for c in conversations) > NUM_SESSIONS // 2
+
+
+def test_answers_closed_anywhere_leave_the_others_and_their_own_sessions_right(tmp_path, monkeypatch):
+    check_cancelling(tmp_path, monkeypatch, seed=20, num_rounds=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(30, 38))
+def test_answers_closed_anywhere_at_length(tmp_path, monkeypatch, seed):
+    check_cancelling(tmp_path, monkeypatch, seed, num_rounds=4)

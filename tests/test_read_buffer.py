@@ -1,0 +1,118 @@
+"""The ring that layers are staged in, against a map of its bytes."""
+
+from __future__ import annotations
+
+import collections
+
+import hypothesis
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ca_jax.read_buffer import ReadBuffer
+
+UNIT = 128  # What sizes are rounded up to.
+SIZE = 8 * UNIT
+STEPS = st.lists(st.one_of(st.none(), st.integers(1, SIZE)), max_size=40)
+"""None gives the oldest piece back, a number takes one of that size."""
+
+
+def place_for(is_taken: np.ndarray, behind: int, size: int) -> int | None:
+    """Where a piece must go: right behind the newest, or at the beginning; None where bytes of both are taken."""
+    for start in (behind, 0):
+        if start + size <= SIZE and not is_taken[start : start + size].any():
+            return start
+    return None
+
+
+@hypothesis.given(STEPS)
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_pieces_are_where_a_map_of_the_bytes_says(steps):
+    buffer, is_taken = ReadBuffer(SIZE), np.zeros(SIZE, bool)
+    held = collections.deque()
+    for num_bytes in steps:
+        if num_bytes is None:
+            if held:
+                oldest = held.popleft()
+                buffer.give_back(oldest)
+                is_taken[oldest.start : oldest.stop] = False
+            continue
+        size = -(-num_bytes // UNIT) * UNIT
+        start = place_for(is_taken, held[-1].stop if held else 0, size)
+        piece = buffer.take(num_bytes)
+        if start is None:
+            assert piece is None
+            continue
+        assert (piece.start, piece.stop) == (start, start + size)
+        is_taken[start : start + size] = True
+        held.append(piece)
+    for piece in held:
+        buffer.give_back(piece)
+    assert buffer.take(SIZE) is not None, "all was given back, and all is not free"
+
+
+@hypothesis.given(st.lists(st.integers(1, SIZE // 4), min_size=1, max_size=30), st.integers(1, 3))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_what_is_written_to_a_piece_stays_until_it_is_given_back(sizes, num_held):
+    buffer = ReadBuffer(SIZE)
+    held = collections.deque()
+
+    def give_back() -> None:
+        piece, number = held.popleft()
+        assert (buffer.view(piece, (piece.stop - piece.start,), np.dtype(np.uint8)) == number).all()
+        buffer.give_back(piece)
+
+    for number, size in enumerate(sizes):
+        while len(held) >= num_held or (piece := buffer.take(size)) is None:
+            give_back()
+        buffer.memory[piece.start : piece.stop] = number
+        held.append((piece, number))
+    while held:
+        give_back()
+
+
+def test_more_than_there_is_is_refused_and_takes_nothing():
+    buffer = ReadBuffer(SIZE)
+    with pytest.raises(ValueError, match=f"wanted at most the {SIZE} bytes of the read buffer, found {SIZE + UNIT}"):
+        buffer.take(SIZE + 1)
+    assert buffer.take(SIZE - 1) is not None
+    assert buffer.take(1) is None
+
+
+@pytest.mark.parametrize("which", ["a later one", "one given back before", "one of another ring"])
+def test_only_the_oldest_piece_can_be_given_back(which):
+    buffer = ReadBuffer(SIZE)
+    pieces = [buffer.take(UNIT) for _ in range(3)]
+    wrong = {"a later one": pieces[1], "one given back before": pieces[0], "one of another ring": None}[which]
+    if wrong is None:
+        wrong = ReadBuffer(SIZE).take(UNIT)
+    if wrong is pieces[0]:
+        buffer.give_back(wrong)
+    with pytest.raises(ValueError, match=r"wanted the oldest piece given back first, found \["):
+        buffer.give_back(wrong)
+    for piece in pieces[wrong is pieces[0] :]:
+        buffer.give_back(piece)
+    with pytest.raises(ValueError, match="wanted the oldest piece"):
+        buffer.give_back(pieces[-1])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_view_is_the_memory_itself_aligned_as_the_device_wants_it(dtype):
+    buffer = ReadBuffer(SIZE)
+    buffer.take(3)
+    piece = buffer.take(200)
+    dtype = np.dtype(dtype)
+    view = buffer.view(piece, (2, 5, 3), dtype)
+    assert (view.shape, view.dtype) == ((2, 5, 3), dtype)
+    assert view.ctypes.data % UNIT == 0
+    assert view.ctypes.data == buffer.memory.ctypes.data + piece.start
+    view[...] = 1
+    assert (buffer.memory[piece.start : piece.start + view.nbytes].view(dtype) == 1).all()
+
+
+def test_touching_writes_no_byte_and_says_how_long_it_took():
+    buffer = ReadBuffer(SIZE)
+    buffer.memory[...] = 7
+    assert buffer.touch() >= 0
+    assert (buffer.memory == 7).all()
