@@ -14,14 +14,17 @@ import ca_jax
 LEVELS = (
     {"models", "storage"},
     {"transfer", "steps", "overflow"},
-    {"scheduler", "runner", "blend"},
+    {"scheduler", "runner", "blend", "layer_loader", "async_saver"},
+    {"histories", "write_buffer"},
+    {"session_kv"},
+    {"prefilling", "decoder"},
     {"engine"},
     {""},
     {"launch"},
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 STRANGERS = {"models", "storage"}  # never import each other
-WITHOUT_JAX = {"scheduler", "session", "costs", "storage", "traces"}
+WITHOUT_JAX = {"scheduler", "session", "costs", "rates", "rate_meter", "read_buffer", "storage", "traces"}
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}
 
