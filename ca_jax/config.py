@@ -35,8 +35,8 @@ class EngineConfig:
     what measured rates say fits, down to 16 tokens. None: a whole pass."""
     read_buffer: int | str = "auto"
     """Layers of a history that are loaded ahead of the one that computes, from before its job begins: a number, `all`,
-    `auto` (the paper's `S_buf` from measured rates; all until there are some), or `off` (first all are loaded, then all
-    computed)."""
+    `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are
+    loaded, then all computed)."""
     read_buffer_gib: float | None = None
     """Cap of that buffer, GiB; None: room for all layers of a full context window."""
     write_buffer_gib: float = 1.0
@@ -61,15 +61,20 @@ class EngineConfig:
                 raise ValueError(f"{name} must be positive, found {value}")
         if self.prefill_chunk_tokens % 64:
             raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, found {self.prefill_chunk_tokens}")
-        if isinstance(self.read_buffer, str):
-            if self.read_buffer not in READ_BUFFERS:
-                wanted = ", ".join(READ_BUFFERS)
-                raise ValueError(
-                    f"read_buffer wanted a number of layers or one of {wanted}, found {self.read_buffer!r}"
-                )
-        elif self.read_buffer < 0:
+        is_number = isinstance(self.read_buffer, int) and not isinstance(self.read_buffer, bool)
+        if not is_number and self.read_buffer not in READ_BUFFERS:
+            wanted = ", ".join(READ_BUFFERS)
+            raise ValueError(f"read_buffer wanted a number of layers or one of {wanted}, found {self.read_buffer!r}")
+        if isinstance(self.read_buffer, int) and self.read_buffer < 0:
             raise ValueError(f"read_buffer wanted at least 0 layers, found {self.read_buffer}")
-        for name in ("max_tpot_ms", "read_buffer_gib", "write_buffer_gib"):
+        if self.max_tpot_ms is not None and not 0 < self.max_tpot_ms < math.inf:
+            raise ValueError(f"max_tpot_ms wanted a number > 0, found {self.max_tpot_ms}")
+        for name in ("read_buffer_gib", "write_buffer_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name} wanted a number >= 0, found {value}")
+        if self.read_buffer == "off" and self.read_buffer_gib is not None:
+            raise ValueError(
+                "read_buffer_gib wanted None with read_buffer off, which loads all of a history before it computes; "
+                f"found {self.read_buffer_gib}"
+            )

@@ -27,8 +27,14 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
     """Checks that the read and the write buffer fit beside the weights and the decode slots.
 
     Raises:
-      ValueError: they do not.
+      ValueError: they do not, or the cap of one is more than there is, however much of it would be used.
     """
+    capacity = device_memory_bytes()
+    if capacity is None:
+        return
+    for name, cap_gib in (("read_buffer_gib", config.read_buffer_gib), ("write_buffer_gib", config.write_buffer_gib)):
+        if cap_gib is not None and cap_gib * GIB > capacity:
+            raise ValueError(f"{name} wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
     read_bytes = read_buffer_bytes(layout, config, runner.history_buckets[-1])
     wanted = {
         "the read buffer": read_bytes,
@@ -36,7 +42,6 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         "the weights": runner.param_bytes,
         "the decode slots": runner.slot_bytes,
     }
-    capacity = device_memory_bytes()
-    if capacity is not None and sum(wanted.values()) > capacity:
+    if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(f"wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {parts}")

@@ -1,11 +1,10 @@
 """The engine: sessions and jobs in, tokens out. Composes scheduler, runner and stored KV; computes nothing itself.
 
-One turn: `submit_turn` queues a job; each `step` takes the scheduler's plan, begins to load what comes next, decodes a
-token for every running job and runs a pass of one prefill; `_finish` hands the last KV to be saved. Whoever iterates
-an answer runs the engine, one thread at a time.
+One turn: `submit_turn` queues a job; each `step` takes in what was saved and has the batch do what the scheduler plans.
+Whoever iterates an answer runs the engine, one thread at a time.
 
-Not here: jitted code (steps), device state (runner), one job's prefill (prefilling), loading and saving (session_kv),
-text to tokens (prompts).
+Not here: what a step does (batch), who runs (scheduler), device state (runner), loading and saving (session_kv), text
+to tokens (prompts).
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import numpy as np
 
-from ca_jax import costs
-from ca_jax.compute_watch import ComputeWatch
+from ca_jax.batch import Batch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
-from ca_jax.decoder import Decoder, DecodeRow
 from ca_jax.device_memory import check_buffers
 from ca_jax.errors import (
     ContextWindowError,
@@ -37,14 +33,13 @@ from ca_jax.errors import (
     TenantError,
 )
 from ca_jax.metrics import EngineMetrics
-from ca_jax.prefilling import Prefilling
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
-from ca_jax.session import Completion, FinishReason, Job, SamplingParams, Session
+from ca_jax.session import Completion, Job, SamplingParams, Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.layout import KVLayout
@@ -52,8 +47,6 @@ from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
 from ca_jax.timeline import NO_TIMELINE, Timeline
-from ca_jax.transfer import to_host_memory
-from ca_jax.turn_saver import TurnSaver
 from ca_jax.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
@@ -96,11 +89,6 @@ class Engine:
         self._wakeup = Wakeup()
         self._closed = False
         self._sessions: dict[str, Session] = {}
-        self._savers: dict[Job, TurnSaver] = {}
-        self._timeline = timeline
-        self._watch = ComputeWatch(timeline)
-        self._prefilling: Prefilling | None = None
-        self._decode_s: float | None = None  # What a decode step takes, as the last ones did.
         self._abandoned: collections.deque[Job] = collections.deque()
         self._scheduler = Scheduler(self.config.max_batch_size)
         self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
@@ -113,7 +101,6 @@ class Engine:
             shorter_passes=self.config.max_tpot_ms is not None,
             timeline=timeline,
         )
-        self._decoder = Decoder(self._runner, self._sampler)
         layout = KVLayout(
             num_layers=model.config.num_layers,
             num_kv_heads=model.config.num_kv_heads,
@@ -131,6 +118,16 @@ class Engine:
             on_progress=self._wakeup.tell,
             timeline=timeline,
             store_wrapper=store_wrapper,
+        )
+        self._batch = Batch(
+            self._scheduler,
+            self._runner,
+            self._sampler,
+            self._kv,
+            self.config,
+            self.metrics,
+            timeline,
+            self.window,
         )
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
@@ -266,9 +263,7 @@ class Engine:
     def cancel(self, job: Job) -> None:
         """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
         with self._lock:
-            if not job.done:
-                self.metrics.cancelled += 1
-                self._finish(job, FinishReason.CANCELLED)
+            self._batch.cancel(job)
 
     def abandon(self, job: Job) -> None:
         """Notes that nobody listens to a job any more. Takes no lock: for destructors."""
@@ -317,17 +312,7 @@ class Engine:
             self._check_open()
             self.end_abandoned()
             self._kv.collect()
-            self._insert_prefilled()
-            plan = self._scheduler.schedule(self._kv.ready, self._admits)
-            if plan.prefill is not None:
-                self._begin_prefill(plan.prefill)
-            if plan.preload is not None and plan.preload.session is not None:
-                self._kv.preload(plan.preload, plan.preload.session)
-            if plan.decode:
-                self._decode(list(plan.decode))
-            if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
-                self._run_pass(plan.prefill, is_alone=not plan.decode)
-            has_run = plan.prefill is not None or bool(plan.decode)
+            has_run = self._batch.step()
             stalled = not (has_run or self._scheduler.idle)
         if stalled:
             self._wakeup.wait(seen, _STALL_S)
@@ -359,7 +344,7 @@ class Engine:
             self._check_open()
             if not self._scheduler.idle:
                 raise SessionBusyError("wanted an idle engine to warm up, found jobs running or waiting")
-            self._insert_prefilled()
+            self._batch.settle()
             started_s = time.perf_counter()
             history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
             new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
@@ -419,7 +404,7 @@ class Engine:
             for job in (*self._scheduler.waiting, *self._scheduler.running):
                 self.cancel(job)
             self._kv.close()
-            self._watch.close()
+            self._batch.close()
             self._closed = True
             self._wakeup.tell()
 
@@ -429,7 +414,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # A turn, in order.
+    # What its parts need.
 
     def _make_job(
         self,
@@ -455,137 +440,12 @@ class Engine:
             priority=priority,
         )
 
-    def _admits(self, job: Job) -> bool:
-        return job.session is None or self._kv.write_buffer.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
-
-    def _begin_prefill(self, job: Job) -> None:
-        """Begins to load a job's history, if this is its first step."""
-        if self._prefilling is not None and self._prefilling.job is job:
-            return
-        job.started_s = time.perf_counter()
-        try:
-            if job.slot is None:
-                raise RuntimeError(f"job {job.job_id} was planned without a slot")
-            self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
-            self._prefilling = Prefilling(job, self._runner, self._kv, self.metrics, self._watch)
-        except Exception as error:  # One broken job must not end the others; its caller gets the error.
-            self._fail(job, error)
-
-    def _run_pass(self, job: Job, is_alone: bool) -> None:
-        """Runs a pass of the prefill; with the last one, draws the first token."""
-        prefilling = self._prefilling
-        if prefilling is None or job.slot is None:
-            raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
-        try:
-            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
-            if logits is None:
-                return
-            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids)]), job.slot)[0])
-        except Exception as error:  # As above.
-            self._fail(job, error)
-            return
-        prefilling.finish()
-        if prefilling.saver is not None:
-            self._savers[job] = prefilling.saver
-        self.metrics.prompt_tokens += len(job.prompt_ids)
-        self.metrics.cached_tokens += job.cached_tokens
-        self._scheduler.prefilled(job)
-        self._accept(job, token)
-
-    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
-        """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
-        most = self._runner.chunk_tokens
-        rates = self._kv.meter.rates
-        if not is_alone and self.config.max_tpot_ms is not None and rates is not None:
-            budget_s = self.config.max_tpot_ms / 1e3 - (self._decode_s or 0.0)
-            most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
-        return min(most, prefilling.num_left)
-
-    def _insert_prefilled(self) -> None:
-        """Moves the last prefill into its decode slot; put off until now so that its first token did not wait."""
-        prefilling = self._prefilling
-        if prefilling is not None and prefilling.is_complete:
-            self._prefilling = None
-            prefilling.insert()
-            prefilling.release()
-
     def _measure(self, num_history: int, num_new: int) -> None:
         """Measures rates of what was warmed up."""
         self._kv.meter.forget()
         for sample in self._runner.measure_prefill(num_history, num_new):
             self._kv.meter.add_prefill(*sample)
         self._kv.measure()
-
-    def _decode(self, jobs: list[Job]) -> None:
-        rows = [
-            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1)
-            for job in jobs
-            if job.slot is not None
-        ]
-        more = all(len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self.window for job in jobs)
-        is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
-        self._kv.write_buffer.make_room(len(rows))
-        started_s = time.perf_counter()
-        with self._timeline.annotate("engine", "decode", rows=len(rows)):
-            drawn, kv = self._decoder.step(rows, run_ahead=more and is_alone)
-        self._decode_s = time.perf_counter() - started_s
-        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
-        self.metrics.decode_steps += 1
-        if self._savers:
-            kv = to_host_memory(kv)  # Once for all of its rows.
-        for row, job in zip(rows, jobs, strict=True):
-            if job in self._savers:
-                self._savers[job].add_decoded(row.token, kv, row.slot)
-            self._accept(job, int(drawn[row.slot]))
-
-    def _accept(self, job: Job, token: int) -> None:
-        """Takes a drawn token and ends the job if it is the last."""
-        if not job.output_ids:
-            job.first_token_s = time.perf_counter()
-        job.output_ids.append(token)
-        job.token_times_s.append(time.perf_counter())
-        if job.slot is not None:
-            self._sampler.mark(job.slot, token)
-        if token in job.stop_ids:
-            self._finish(job, FinishReason.STOP)
-            return
-        if piece := job.output.push(token):
-            job.pieces.append(piece)
-        if job.output.stopped:
-            self._finish(job, FinishReason.STOP)
-        elif len(job.output_ids) >= job.params.max_tokens or job.num_tokens >= self.window:
-            self._finish(job, FinishReason.LENGTH)
-
-    def _finish(self, job: Job, reason: FinishReason) -> None:
-        if piece := job.output.finish():
-            job.pieces.append(piece)
-        self._release(job)
-        job.finished_s = time.perf_counter()
-        job.finish_reason = reason
-        self.metrics.completion_tokens += len(job.output_ids)
-        if reason is not FinishReason.CANCELLED:
-            self.metrics.turns += 1
-        if job.session is not None and job.output_ids:
-            job.session.adopt(job)
-            self._kv.remember(job.session)
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        self._release(job)
-        job.error = error
-
-    def _release(self, job: Job) -> None:
-        """Gives back a job's slot and its staging, and submits what is left to save."""
-        saver = self._savers.pop(job, None)
-        if self._prefilling is not None and self._prefilling.job is job:
-            saver = self._prefilling.saver
-            self._prefilling.release()
-            self._prefilling = None
-        if job.slot is not None:
-            self._sampler.free_slot(job.slot)
-        self._scheduler.remove(job)
-        self._kv.withdraw(job)
-        if saver is not None:
-            self._kv.write_buffer.end(saver)
 
     def _check_open(self) -> None:
         if self._closed:

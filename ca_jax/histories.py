@@ -9,6 +9,7 @@ Not here: staging and copies (layer_loader), arithmetic (costs), what is stored 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 
 import jax
@@ -25,6 +26,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.tickets import LoadTicket, TicketState
 
+_LOG = logging.getLogger(__name__)
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
 
@@ -152,10 +154,25 @@ class Histories:
         return load is not None and load.num_issued < min(load.depth, load.num_layers)
 
     def measure(self, ticket: LoadTicket) -> None:
-        """Loads what a ticket says, with nothing beside it, for its rate, and completes it."""
+        """Loads what a ticket says, with nothing beside it, for its rate, and completes it.
+
+        A load that breaks is counted, and says nothing.
+        """
         started_s = time.perf_counter()
         load = self._loader.open(ticket, ticket.num_tokens, self._layout.num_layers)
-        jax.block_until_ready([load.layer(layer) for layer in range(load.num_layers)])
+        arrays: list[jax.Array] = []
+        try:
+            for layer in range(load.num_layers):
+                arrays.append(load.layer(layer))
+                load.computed(layer, arrays[-1])  # Nothing reads it: where staging is short its place is free at once.
+                load.used(layer, arrays[-1])
+            jax.block_until_ready(arrays)
+        except Exception:
+            _LOG.warning("a load broke while it was measured", exc_info=True)
+            load.release()
+            self._store.abort_load(ticket)
+            self._metrics.failed_loads += 1
+            return
         self._meter.add_load(load.layer_bytes, (time.perf_counter() - started_s) / load.num_layers)
         load.release()
         self._store.complete_load(ticket)
@@ -169,6 +186,15 @@ class Histories:
         ticket = self._store.prepare_load(key, wanted, truncate=True) if wanted else None
         if ticket is None and self._store.residency(key) is Residency.DRAM:
             self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+        try:
+            return self._begin(job, key, ticket)
+        except Exception:
+            if ticket is not None and ticket.state is TicketState.OPEN:
+                self._store.abort_load(ticket)
+            raise
+
+    def _begin(self, job: Job, key: str, ticket: LoadTicket | None) -> History:
+        """Decides what of it is loaded, and begins."""
         num_stored = 0 if ticket is None else ticket.num_tokens
         if ticket is not None:
             plan = self._plan(num_stored, len(job.prompt_ids) - num_stored)
@@ -181,12 +207,12 @@ class Histories:
         depth = self._depth(num_loaded, len(job.prompt_ids) - num_loaded)
         return History(
             key=key,
-            load=None if ticket is None else self._begin(ticket, depth, job),
+            load=None if ticket is None else self._load(ticket, depth, job),
             num_stored=num_stored,
             predicted_s=self._predict(num_loaded, len(job.prompt_ids) - num_loaded, depth),
         )
 
-    def _begin(self, ticket: LoadTicket, depth: int, job: Job) -> LayerLoad:
+    def _load(self, ticket: LoadTicket, depth: int, job: Job) -> LayerLoad:
         padded = self._runner.padded_history(ticket.num_tokens)
         all_at_once = self._config.read_buffer == "off"
         return self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
@@ -213,8 +239,8 @@ class Histories:
         if isinstance(wanted, int):
             return min(wanted, num_layers)
         rates = self._meter.rates
-        if wanted != "auto" or rates is None or not num_history:
-            return num_layers
+        if wanted != "auto" or self._config.read_buffer_gib is None or rates is None or not num_history:
+            return num_layers  # Where there is room for all of it anyway, no layer waits for another's compute.
         depth = costs.read_buffer_layers(rates, *self._runner.padded(num_history, num_new))
         return min(max(depth, 1) + _SLACK_LAYERS, num_layers)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from ca_jax.storage.tickets import LoadTicket
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
 _EXECUTION_REGIONS = 2  # Behind the read buffer: one that is computed on, one that is filled.
+_LOOK_S = 5e-4  # While waiting for a copy, how often to look whether the device computes still.
 _DEVICE_AHEAD = 1
 """Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
 waits for whatever was dispatched before that buffer was allocated."""
@@ -77,7 +79,7 @@ class LayerLoad:
         self.depth = depth
         """Layers that may be staged before the job begins."""
         self.stall_s = 0.0
-        """Seconds it has made its caller wait for copies."""
+        """Seconds in which the device waited for its copies."""
         self._loader = loader
         self._job = job
         layout = loader.layout
@@ -145,10 +147,8 @@ class LayerLoad:
         while self.num_issued <= wanted:
             self._wait_for_turn(self.num_issued)
             self._issue(self._loader.wait_for_room(self._num_bytes))
-        waiting_since_s = time.perf_counter()
         for stage in self._stages[layer : wanted + 1]:
-            stage.future.result()
-        self.stall_s += time.perf_counter() - waiting_since_s
+            self._wait_for_copy(stage, self._stages[layer - 1].computed if layer else None)
         self._put(ahead + 1)
         array = self._stages[layer].array
         if array is None:
@@ -224,6 +224,18 @@ class LayerLoad:
         if computed is None:
             raise StagingInUseError(f"wanted layer {before} dispatched before layer {layer} is loaded, found it is not")
         computed.block_until_ready()
+
+    def _wait_for_copy(self, stage: _Stage, before: jax.Array | None) -> None:
+        """Waits for a layer's bytes, and counts the time in which the device had nothing left to compute."""
+        idle_since_s = None
+        while not stage.future.done():
+            if idle_since_s is None and (before is None or transfer.is_ready(before)):
+                idle_since_s = time.perf_counter()
+            with contextlib.suppress(TimeoutError):
+                stage.future.result(_LOOK_S)
+        if idle_since_s is not None:
+            self.stall_s += time.perf_counter() - idle_since_s
+        stage.future.result()
 
     def _issue(self, region: Region) -> None:
         layer = self.num_issued

@@ -50,10 +50,15 @@ class Prefilling:
         self._was_alone = True
         self._computing_s = 0.0
         self._layer_since_s = 0.0
+        self._prefill = self._start(0)
+
+    def begin(self) -> None:
+        """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
+        job = self.job
         if job.session is not None:
-            self._history = kv.open_history(job, job.session)
-            self.saver = kv.begin_saving(job.session, self._history.num_stored)
-        self._prefill = self._start(job.cached_tokens)
+            self._history = self._kv.open_history(job, job.session)
+            self.saver = self._kv.begin_saving(job.session, self._history.num_stored)
+            self._prefill = self._start(job.cached_tokens)
 
     @property
     def num_left(self) -> int:

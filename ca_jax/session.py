@@ -313,7 +313,7 @@ class Session:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank.
-          InvalidRequestError: `max_tokens` below 1.
+          InvalidRequestError: `max_tokens` below 1, or a priority that is no whole number.
           ContextWindowError: history and message leave no room for an answer. The session stays as it was.
         """
         self._check_ready()
@@ -333,7 +333,7 @@ class Session:
 
         Raises:
           EmptyMessageError: no tokens.
-          InvalidRequestError: an id outside the vocabulary, `max_tokens` below 1.
+          InvalidRequestError: an id outside the vocabulary, and as for `send`.
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
         self._check_ready()
@@ -375,6 +375,8 @@ class Session:
     def _submit(
         self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None, priority: int
     ) -> Answer:
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
         params = sampling or SamplingParams()
         if max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max_tokens)

@@ -217,7 +217,7 @@ def test_a_job_that_breaks_is_its_callers_alone(monkeypatch, step):
         answer = breaks.send("Break.")
         with monkeypatch.context() as patch:
             patch.setattr(engine._runner if step == "run_pass" else engine._sampler, step, broken)
-            patch.setattr(engine, "_decode", lambda _: None)
+            patch.setattr(engine._batch, "_decode", lambda _: None)
             with pytest.raises(RuntimeError, match="the device is on fire"):
                 next(answer)
         kit.drain(other)

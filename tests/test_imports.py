@@ -18,6 +18,7 @@ LEVELS = (
     {"histories", "write_buffer"},
     {"session_kv"},
     {"prefilling", "decoder"},
+    {"batch"},
     {"engine"},
     {""},
     {"launch"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import layer_loader
+from ca_jax import costs, layer_loader
 from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.layer_loader import LayerLoader, StagingInUseError
 from ca_jax.metrics import CompileCounter
@@ -400,11 +402,12 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
 # 8
 
 
-def engine_like_no_other(directory: Path, head_dim: int) -> ca_jax.Engine:
+def engine_like_no_other(directory: Path, head_dim: int, **changes: object) -> ca_jax.Engine:
     """Its head dim is no other test's: functions compiled for another engine would hide that one is compiled here."""
     config = tiny.tiny_config(num_layers=1, head_dim=head_dim, max_positions=kit.WINDOW)
     tiny.write_tiny_hf(directory, config, tiny.tiny_params(config))
-    return ca_jax.Engine(ca_jax.load_model(str(directory), dtype="float32"), kit.SMALL)
+    model = ca_jax.load_model(str(directory), dtype="float32")
+    return ca_jax.Engine(model, dataclasses.replace(kit.SMALL, **changes))
 
 
 def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(tmp_path):
@@ -426,6 +429,43 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(tmp_pat
             kit.drain(*(engine.session().send("Hello.", sampling=sampling) for _ in range(11)))
             engine.generate([kit.prompt(3), kit.prompt(400)] * 4, [sampling, SamplingParams(max_tokens=9)] * 4)
         assert after.count == 0
+
+
+def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded_in_part(tmp_path, monkeypatch):
+    """Passes of every length, in any order, over nothing, over a loaded history and over part of one."""
+    taken: list[int] = []
+    num_plans = itertools.count()
+
+    def any_pass(rates, history_tokens, sizes, budget_s):
+        taken.append(sizes[len(taken) * 2 % len(sizes)])
+        return taken[-1]
+
+    def any_plan(rates, history_tokens, new_tokens, *, block_tokens, **options):
+        wanted = (0, block_tokens, history_tokens)[next(num_plans) % 3]
+        load_tokens = min(wanted, history_tokens)
+        return costs.HistoryPlan(
+            load_tokens=load_tokens, recompute_tokens=history_tokens - load_tokens, predicted_s=1.0
+        )
+
+    with engine_like_no_other(
+        tmp_path, head_dim=28, max_batch_size=2, max_tpot_ms=1.0, recompute_if_faster=True
+    ) as engine:
+        engine.warmup()
+        assert engine.rates is not None
+        monkeypatch.setattr(costs, "largest_pass", any_pass)
+        monkeypatch.setattr(costs, "choose_history", any_plan)
+        with CompileCounter() as after:
+            decoding = engine.session().send("Go on and on.", max_tokens=400)
+            next(decoding)  # Beside it no prefill is alone.
+            sessions = [engine.session() for _ in range(3)]
+            for turn, length in enumerate((200, 15, 77, 31)):
+                kit.drain(*(s.send_ids(kit.prompt(length + 9 * i, turn), max_tokens=3) for i, s in enumerate(sessions)))
+            decoding.close()
+        assert after.count == 0
+        assert set(taken) == {16, 32, 64}
+        assert engine.metrics.prefill_passes > 2 * engine.metrics.prefill_steps
+        metrics = engine.metrics
+        assert min(metrics.loaded_histories, metrics.mixed_histories, metrics.recomputed_histories) > 0
 
 
 def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu(tmp_path):

@@ -1,0 +1,227 @@
+"""The running batch: jobs in decode slots, from the first pass of their prefill to their last token.
+
+Takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one prefill, and
+takes what was drawn. Ends jobs, gives back what they held, and keeps what they said.
+
+Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefilling), arrays (runner).
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ca_jax import costs
+from ca_jax.compute_watch import ComputeWatch
+from ca_jax.config import EngineConfig
+from ca_jax.decoder import Decoder, DecodeRow
+from ca_jax.metrics import EngineMetrics
+from ca_jax.prefilling import Prefilling
+from ca_jax.runner import Runner
+from ca_jax.sampler import Sampler
+from ca_jax.scheduler import Scheduler, StepPlan
+from ca_jax.session import FinishReason, Job
+from ca_jax.session_kv import SessionKV
+from ca_jax.timeline import Timeline
+from ca_jax.transfer import to_host_memory
+from ca_jax.turn_saver import TurnSaver
+
+
+class Batch:
+    """Runs jobs. Belongs to the engine's thread.
+
+    Args:
+      scheduler: who runs.
+      runner: computes.
+      sampler: draws.
+      kv: of sessions.
+      config: the engine's.
+      metrics: where what happens is counted.
+      timeline: told of phases.
+      window: most tokens of a job.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        kv: SessionKV,
+        config: EngineConfig,
+        metrics: EngineMetrics,
+        timeline: Timeline,
+        window: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._kv = kv
+        self._config = config
+        self._metrics = metrics
+        self._timeline = timeline
+        self._window = window
+        self._watch = ComputeWatch(timeline)
+        self._decoder = Decoder(runner, sampler)
+        self._savers: dict[Job, TurnSaver] = {}
+        self._prefilling: Prefilling | None = None
+        self._decode_s = 0.0  # What the last decode step took.
+
+    def step(self) -> bool:
+        """Plans a step and does it; whether there was anything to do."""
+        self.settle()
+        plan = self._scheduler.schedule(self._kv.ready, self._admits)
+        self._begin_loads(plan)
+        if plan.decode:
+            self._decode(list(plan.decode))
+        if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
+            self._run_pass(plan.prefill, is_alone=not plan.decode)
+        return plan.prefill is not None or bool(plan.decode)
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
+        if not job.done:
+            self._metrics.cancelled += 1
+            self._finish(job, FinishReason.CANCELLED)
+
+    def close(self) -> None:
+        """Ends its thread. No job may run."""
+        self._watch.close()
+
+    def _begin_loads(self, plan: StepPlan) -> None:
+        """Begins to load what is prefilled in this step, and what is likely to be next."""
+        if plan.prefill is not None:
+            self._begin_prefill(plan.prefill)
+        if plan.preload is not None and plan.preload.session is not None:
+            try:
+                self._kv.preload(plan.preload, plan.preload.session)
+            except Exception as error:  # As below; least of all may it end the job whose caller runs the engine now.
+                self._fail(plan.preload, error)
+
+    def _admits(self, job: Job) -> bool:
+        return job.session is None or self._kv.write_buffer.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
+
+    def _begin_prefill(self, job: Job) -> None:
+        """Begins to load a job's history, if this is its first step."""
+        if self._prefilling is not None and self._prefilling.job is job:
+            return
+        job.started_s = time.perf_counter()
+        try:
+            if job.slot is None:
+                raise RuntimeError(f"job {job.job_id} was planned without a slot")
+            self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
+            self._prefilling = Prefilling(job, self._runner, self._kv, self._metrics, self._watch)
+            self._prefilling.begin()
+        except Exception as error:  # One broken job must not end the others; its caller gets the error.
+            self._fail(job, error)
+
+    def _run_pass(self, job: Job, is_alone: bool) -> None:
+        """Runs a pass of the prefill; with the last one, draws the first token."""
+        prefilling = self._prefilling
+        if prefilling is None or job.slot is None:
+            raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
+        try:
+            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
+            if logits is None:
+                return
+            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids)]), job.slot)[0])
+        except Exception as error:  # As above.
+            self._fail(job, error)
+            return
+        prefilling.finish()
+        if prefilling.saver is not None:
+            self._savers[job] = prefilling.saver
+        self._metrics.prompt_tokens += len(job.prompt_ids)
+        self._metrics.cached_tokens += job.cached_tokens
+        self._scheduler.prefilled(job)
+        self._accept(job, token)
+
+    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
+        """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
+        most = self._runner.chunk_tokens
+        rates = self._kv.meter.rates
+        if not is_alone and self._config.max_tpot_ms is not None and rates is not None:
+            budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
+            most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
+        return min(most, prefilling.num_left)
+
+    def settle(self) -> None:
+        """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
+        prefilling = self._prefilling
+        if prefilling is not None and prefilling.is_complete:
+            self._prefilling = None
+            prefilling.insert()
+            prefilling.release()
+
+    def _decode(self, jobs: list[Job]) -> None:
+        rows = [
+            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1)
+            for job in jobs
+            if job.slot is not None
+        ]
+        more = all(
+            len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self._window for job in jobs
+        )
+        is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
+        self._kv.write_buffer.make_room(len(rows))
+        started_s = time.perf_counter()
+        with self._timeline.annotate("engine", "decode", rows=len(rows)):
+            drawn, kv = self._decoder.step(rows, run_ahead=more and is_alone)
+        self._decode_s = time.perf_counter() - started_s
+        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
+        self._metrics.decode_steps += 1
+        if self._savers:
+            kv = to_host_memory(kv)  # Once for all of its rows.
+        for row, job in zip(rows, jobs, strict=True):
+            if job in self._savers:
+                self._savers[job].add_decoded(row.token, kv, row.slot)
+            self._accept(job, int(drawn[row.slot]))
+
+    def _accept(self, job: Job, token: int) -> None:
+        """Takes a drawn token and ends the job if it is the last."""
+        if not job.output_ids:
+            job.first_token_s = time.perf_counter()
+        job.output_ids.append(token)
+        job.token_times_s.append(time.perf_counter())
+        if job.slot is not None:
+            self._sampler.mark(job.slot, token)
+        if token in job.stop_ids:
+            self._finish(job, FinishReason.STOP)
+            return
+        if piece := job.output.push(token):
+            job.pieces.append(piece)
+        if job.output.stopped:
+            self._finish(job, FinishReason.STOP)
+        elif len(job.output_ids) >= job.params.max_tokens or job.num_tokens >= self._window:
+            self._finish(job, FinishReason.LENGTH)
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        if piece := job.output.finish():
+            job.pieces.append(piece)
+        self._release(job)
+        job.finished_s = time.perf_counter()
+        job.finish_reason = reason
+        self._metrics.completion_tokens += len(job.output_ids)
+        if reason is not FinishReason.CANCELLED:
+            self._metrics.turns += 1
+        if job.session is not None and job.output_ids:
+            job.session.adopt(job)
+            self._kv.remember(job.session)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._release(job)
+        job.error = error
+
+    def _release(self, job: Job) -> None:
+        """Gives back a job's slot and its staging, and submits what is left to save."""
+        saver = self._savers.pop(job, None)
+        if self._prefilling is not None and self._prefilling.job is job:
+            saver = self._prefilling.saver
+            self._prefilling.release()
+            self._prefilling = None
+        if job.slot is not None:
+            self._sampler.free_slot(job.slot)
+        self._scheduler.remove(job)
+        self._kv.withdraw(job)
+        if saver is not None:
+            self._kv.write_buffer.end(saver)
