@@ -194,11 +194,11 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert scheduler.idle, f"jobs: {scheduler.waiting}, {scheduler.running}"
     assert sorted(scheduler._free_slots) == list(range(engine.config.max_batch_size)), "a slot did not come back"
     assert scheduler.prefilling is None
-    assert engine._prefilling is None, "a prefill was not let go of"
+    assert engine._batch._prefilling is None, "a prefill was not let go of"
     assert engine._sampler._params == [None] * engine.config.max_batch_size
     engine.wait_for_saves()
 
-    assert not engine._savers
+    assert not engine._batch._savers
     assert not kv._queued, "a turn is announced that does not wait"
     assert kv.histories._preloaded is None, "a load was begun and not let go of"
     assert not kv.write_buffer._turns, "a turn's saving has not ended"
@@ -227,8 +227,8 @@ def _assert_store_is_at_rest(store: AttentionStore) -> None:
     for entry in entries:
         assert not entry.open_saves, f"a save of {entry.key} is open"
         assert entry.num_open_loads == entry.num_pins == 0, f"{entry.key} is held"
-        assert not (entry.requested or entry.waits_for_flush), f"{entry.key} may not leave DRAM"
-        assert entry.fetch is None and entry.flush is None, f"{entry.key} is on its way"
+        assert not any((entry.requested, entry.waits_for_flush)), f"{entry.key} may not leave DRAM"
+        assert entry.fetch is entry.flush is None, f"{entry.key} is on its way"
         assert len(entry.block_ids) == layout.num_blocks(entry.num_tokens), f"{entry.key} has blocks without tokens"
     held = sorted(block for entry in entries for block in entry.block_ids)
     assert len(set(held)) == len(held), "two sessions hold a block"

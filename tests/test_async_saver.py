@@ -250,7 +250,9 @@ def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_ti
     kv = make_kv(layout, 70)
     for key, num_tokens in (("small", 63), ("large", 64)):
         rig.saver.submit(rig.prepare(key, num_tokens), [LayerPart(0, to_device(kv[0, :, :num_tokens]), num_tokens, 0)])
-    rig.saver.submit(rig.prepare("decoded", 64), [DecodedPart(tuple(to_device(kv[:, :, :1]) for _ in range(64)), (0,) * 64)])
+    rig.saver.submit(
+        rig.prepare("decoded", 64), [DecodedPart(tuple(to_device(kv[:, :, :1]) for _ in range(64)), (0,) * 64)]
+    )
     rig.saver.poll(wait=True)
     rig.saver.close()
     store.close()

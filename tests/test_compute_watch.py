@@ -1,8 +1,10 @@
-"""What is recorded of passes whose layers a test computes when it likes."""
+"""What is recorded of layers that a test computes when it likes."""
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -36,25 +38,38 @@ def timeline() -> Timeline:
     return Timeline()
 
 
-def test_each_layer_of_each_pass_has_a_span_in_order_and_none_overlap(timeline):
+def test_each_layer_has_a_span_in_order_and_none_overlap(timeline):
     watch = ComputeWatch(timeline)
-    watch.layers([jnp.ones(3) * layer for layer in range(3)], job=4, start=0)
-    watch.layers([Output(is_there=True) for _ in range(2)], job=4, start=64)
+    since_s = time.perf_counter()
+    for layer in range(3):
+        watch.layer(jnp.ones(3) * layer, since_s, layer=layer, job=4)
+    watch.layer(Output(is_there=True), since_s, layer=0, job=5)
     watch.close()
     spans = timeline.spans()
+    expected = [(0, 4), (1, 4), (2, 4), (0, 5)]
     assert [(span.track, span.name, dict(span.args)) for span in spans] == [
-        ("compute", f"layer {layer}", {"layer": layer, "job": 4, "start": start})
-        for start, num_layers in ((0, 3), (64, 2))
-        for layer in range(num_layers)
+        ("compute", f"layer {layer}", {"layer": layer, "job": job}) for layer, job in expected
     ]
-    for before, after in zip(spans, spans[1:], strict=False):
-        assert before.start_s <= before.end_s <= after.start_s
+    assert spans[0].start_s == since_s
+    for before, after in itertools.pairwise(spans):
+        assert before.end_s == after.start_s, "what was dispatched early is computed behind what was before it"
+
+
+def test_a_layer_begins_no_sooner_than_it_was_dispatched_and_no_later_than_it_ends(timeline):
+    watch = ComputeWatch(timeline)
+    watch.layer(Output(is_there=True), 0.0, layer=0)
+    watch.layer(Output(is_there=True), 1e12, layer=1)
+    watch.close()
+    first, second = timeline.spans()
+    assert (first.start_s, first.args["layer"]) == (0.0, 0)
+    assert first.end_s <= second.start_s == second.end_s < 1e12
 
 
 def test_a_layer_is_recorded_when_it_is_computed_and_its_caller_does_not_wait(timeline):
     watch = ComputeWatch(timeline)
     outputs = [Output(), Output()]
-    watch.layers(outputs, job=1)
+    for layer, output in enumerate(outputs):
+        watch.layer(output, 0.0, layer=layer)
     assert outputs[0].is_waited_for.wait(PATIENCE_S)
     assert timeline.spans() == []
     outputs[0].arrive()
@@ -68,8 +83,8 @@ def test_a_layer_is_recorded_when_it_is_computed_and_its_caller_does_not_wait(ti
 def test_closing_records_what_is_left_and_may_be_repeated(timeline):
     watch = ComputeWatch(timeline)
     slow = Output()
-    watch.layers([slow], job=1)
-    watch.layers([Output(is_there=True)], job=2)
+    watch.layer(slow, 0.0, layer=0, job=1)
+    watch.layer(Output(is_there=True), 0.0, layer=0, job=2)
     closing = threading.Thread(target=watch.close, daemon=True)
     closing.start()
     assert slow.is_waited_for.wait(PATIENCE_S)
@@ -78,7 +93,7 @@ def test_closing_records_what_is_left_and_may_be_repeated(timeline):
     closing.join(PATIENCE_S)
     assert [span.args["job"] for span in timeline.spans()] == [1, 2]
     watch.close()
-    watch.layers([Output()], job=3)
+    watch.layer(Output(), 0.0, layer=0, job=3)
     watch.close()
     assert len(timeline.spans()) == 2, "what comes after the end is not recorded, and nobody waits for it"
 
@@ -88,7 +103,7 @@ def test_where_nothing_is_recorded_nothing_is_waited_for_and_there_is_no_thread(
     num_threads = threading.active_count()
     watch = ComputeWatch(timeline)
     never = Output()
-    watch.layers([never], job=1)
+    watch.layer(never, 0.0, layer=0)
     assert threading.active_count() == num_threads
     watch.close()
     assert not never.is_waited_for.is_set()

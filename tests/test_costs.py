@@ -285,6 +285,28 @@ def test_the_best_depth_is_the_smallest_of_the_shortest(load_s, compute_s, num_l
     assert all(time_s > min(times_s) for time_s in times_s[:best])
 
 
+# Passes between decode steps.
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "size"),
+    [(1.0, 64), (0.064, 64), (0.0639, 32), (0.032, 32), (0.0319, 16), (0.0, 16), (-1.0, 16), (math.inf, 64)],
+)
+def test_a_pass_is_the_longest_that_fits_its_time_or_the_shortest_there_is(budget_s, size):
+    rates = make_rates(token_s=1e-3)
+    assert costs.largest_pass(rates, 0, (16, 32, 64), budget_s) == size
+
+
+def test_a_pass_over_more_history_is_shorter():
+    rates = make_rates(token_s=1e-3, pair_s=1e-6)
+    sizes = (16, 32, 64)
+    assert [costs.largest_pass(rates, history, sizes, 0.07) for history in (0, 1000, 3000)] == [64, 32, 16]
+
+
+def test_a_pass_that_pays_more_for_being_one_is_not_longer_than_its_time():
+    assert costs.largest_pass(make_rates(token_s=1e-3, fixed_s=0.02), 0, (16, 32, 64), 0.064) == 32
+
+
 # Load or recompute.
 
 

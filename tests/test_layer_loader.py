@@ -118,6 +118,13 @@ def let_all_through(gate: GatedTransfers) -> list[int]:
     return [gate.let_through().layer for _ in gate.held]
 
 
+def take_good_layers(load: LayerLoad, num_good: int) -> None:
+    """Takes and computes layers of "a" until one raises, which one of the first `num_good` + 1 must."""
+    for layer in range(num_good + 1):
+        expect("a", layer, load.layer(layer))
+        load.computed(layer, Computation())
+
+
 def refuse_to_reclaim(layer: int) -> jax.Array:
     raise AssertionError(f"layer {layer} was to be given up while there was room")
 
@@ -263,70 +270,59 @@ class _MovingFuture(Future):
     def result(self, timeout: float | None = None) -> object:
         while not self.done():
             self._timer.advance(1)
+            if timeout is not None and not self.done():
+                raise TimeoutError
         return super().result()
 
 
-def run_pipeline(
-    store: AttentionStore,
-    load_s: float,
-    compute_s: float,
-    depth: int,
-    head_start_s: float,
-    num_regions: int = LAYERS,
-    **options: object,
-) -> float:
+@pytest.fixture
+def run_pipeline(store, monkeypatch):
     """Runs a load and its job as a prefill does; seconds from the job's begin to the end of its last layer."""
-    machine = Machine(load_s, compute_s)
-    rig = Rig(store, machine, num_regions)
-    load = rig.open("a", depth, **options)
-    machine.wait_until(head_start_s)
-    load.begin(lambda layer: machine.compute(0))
-    for layer in range(LAYERS):
-        expect("a", layer, load.layer(layer))
-        computing = machine.compute()
-        load.computed(layer, computing)
-    computing.block_until_ready()
-    took_s = machine.timer.now_s() - head_start_s
-    rig.end(load)
-    assert rig.is_free
-    return took_s
+
+    def run(
+        load_s: float, compute_s: float, depth: int, head_start_s: float, num_regions: int = LAYERS, **options: object
+    ) -> float:
+        machine = Machine(load_s, compute_s)
+        monkeypatch.setattr(layer_loader, "_LOOK_S", 1)
+        monkeypatch.setattr(layer_loader, "time", types.SimpleNamespace(perf_counter=machine.timer.now_s))
+        rig = Rig(store, machine, num_regions)
+        load = rig.open("a", depth, **options)
+        machine.wait_until(head_start_s)
+        load.begin(lambda layer: machine.compute(0))
+        for layer in range(LAYERS):
+            expect("a", layer, load.layer(layer))
+            computing = machine.compute()
+            load.computed(layer, computing)
+        computing.block_until_ready()
+        took_s = machine.timer.now_s() - head_start_s
+        assert load.stall_s == took_s - LAYERS * compute_s, "the device computes, or it waits for copies"
+        rig.end(load)
+        assert rig.is_free
+        return took_s
+
+    return run
 
 
 @pytest.mark.parametrize("head_start_s", [0, 3, 7, 1000])
 @pytest.mark.parametrize(("load_s", "compute_s"), [(1, 4), (2, 3), (3, 3), (3, 2), (4, 1)])
-def test_a_job_takes_what_the_pipeline_is_said_to_take(store, load_s, compute_s, head_start_s):
+def test_a_job_takes_what_the_pipeline_is_said_to_take(run_pipeline, load_s, compute_s, head_start_s):
     for depth in range(LAYERS + 2):
-        took_s = run_pipeline(store, load_s, compute_s, depth, head_start_s)
+        took_s = run_pipeline(load_s, compute_s, depth, head_start_s)
         assert took_s == costs.pipeline_s(load_s, compute_s, LAYERS, depth, head_start_s), f"depth {depth}"
 
 
 @pytest.mark.parametrize("num_regions", [2, 3, 4])
 @pytest.mark.parametrize(("load_s", "compute_s"), [(1, 4), (3, 3), (4, 1)])
-def test_a_capped_buffer_is_as_good_as_the_depth_that_it_has_room_for(store, load_s, compute_s, num_regions):
+def test_a_capped_buffer_is_as_good_as_the_depth_that_it_has_room_for(run_pipeline, load_s, compute_s, num_regions):
     """Its places are used again without the link waiting for more than the layer that lay there."""
     for depth in range(LAYERS + 1):
-        took_s = run_pipeline(store, load_s, compute_s, depth, 1000, num_regions)
+        took_s = run_pipeline(load_s, compute_s, depth, 1000, num_regions)
         assert took_s <= costs.pipeline_s(load_s, compute_s, LAYERS, min(depth, num_regions - 2)), f"depth {depth}"
 
 
-def test_without_pre_loading_a_job_takes_its_load_and_its_compute(store):
-    took_s = run_pipeline(store, 3, 2, LAYERS, head_start_s=0, all_at_once=True)
+def test_without_pre_loading_a_job_takes_its_load_and_its_compute(run_pipeline):
+    took_s = run_pipeline(3, 2, LAYERS, head_start_s=0, all_at_once=True)
     assert took_s == costs.blocking_s(3, 2, LAYERS)
-
-
-def test_what_a_job_waited_for_copies_is_told(store, monkeypatch):
-    machine = Machine(load_s=3, compute_s=2)
-    monkeypatch.setattr(layer_loader, "time", types.SimpleNamespace(perf_counter=machine.timer.now_s))
-    rig = Rig(store, machine)
-    load = rig.open("a", LAYERS)
-    machine.wait_until(4)
-    load.begin(refuse_to_reclaim)
-    for layer in range(LAYERS):
-        load.layer(layer)
-        load.computed(layer, machine.compute())
-    assert load.stall_s == LAYERS * 3 - 4
-    assert (load.layer_times_s, load.load_s) == ([3.0] * LAYERS, LAYERS * 3)
-    rig.end(load)
 
 
 # Two loads.
@@ -474,10 +470,7 @@ def test_a_read_that_breaks_later_is_told_when_its_layer_is_taken(store, broken,
         gate.let_through(held, error=OSError("no such sector") if held.layer == broken else None)
     rig.loader.pump()
     with pytest.raises(OSError, match="no such sector"):
-        for layer in range(LAYERS):
-            assert layer <= broken
-            expect("a", layer, load.layer(layer))
-            load.computed(layer, Computation())
+        take_good_layers(load, broken)
     load.release()
     rig.store.abort_load(load.ticket)
     assert rig.is_free
@@ -492,10 +485,7 @@ def test_a_read_that_cannot_begin_is_told_when_its_layer_is_taken(store, depth, 
     store.abort_load(ticket)
     load.begin(refuse_to_reclaim)
     with pytest.raises(ValueError, match="wanted an open load of 'a', found one that is aborted"):
-        for layer in range(LAYERS):
-            assert layer <= depth, "only layers of the read buffer were under way"
-            expect("a", layer, load.layer(layer))
-            load.computed(layer, Computation())
+        take_good_layers(load, depth)
     load.release()
     assert rig.is_free
 

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
@@ -21,11 +22,13 @@ from ca_jax.rate_meter import RateMeter
 from ca_jax.rates import PrefillRate, Rates, TransferRate
 from ca_jax.session import Answer, Session
 from ca_jax.storage.config import GIB
+from ca_jax.storage.records import Residency
 from ca_jax.testing.paced import DelayedTransfers
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.reliability import workload
 from tests.storage.store_helpers import open_gated
+from tests.tolerances import LOGITS_ATOL
 
 NUM_SESSIONS = 64
 ANSWER_TOKENS = 6
@@ -124,7 +127,7 @@ FIXED_RATES = Rates(
     save=TransferRate(bytes_per_s=kit.TOKEN_BYTES * 1e3),
     prefill=PrefillRate(token_s=1e-3, pair_s=2e-6),
 )
-"""Made up, so that what follows from rates (depths, lengths of passes, what is recomputed) is the same on any machine."""
+"""Made up, so that what follows from rates (depths, lengths of passes, what is recomputed) is so on any machine."""
 
 
 @contextlib.contextmanager
@@ -139,9 +142,7 @@ def overlapping_engine(
     tiers = open_gated(monkeypatch)
     store = workload.ssd_store(directory, "raw", dram_blocks=160, ssd_blocks=2000)
     with contextlib.ExitStack() as stack:
-        loads, saves, moves = (
-            stack.enter_context(DelayedTransfers(max_s, seed=seed)) for max_s in (3e-3, 1e-3, 10e-3)
-        )
+        loads, saves, moves = (stack.enter_context(DelayedTransfers(max_s, seed=seed)) for max_s in (3e-3, 1e-3, 10e-3))
         wrapper = overlap_kit.controlled(loads=loads, saves=saves)
         engine = stack.enter_context(kit.small_engine(store_wrapper=wrapper, store=store, max_tpot_ms=1e-3, **changes))
         tiers[0].reads = overlap_kit.LateGate(moves, "load")
@@ -167,11 +168,22 @@ def reclaimed(monkeypatch) -> list[int]:
 
 
 OVERLAPS = [
-    {"read_buffer": "auto", "write_buffer_gib": 4096 / GIB},
+    {"read_buffer": "auto", "read_buffer_gib": 0.0, "write_buffer_gib": 4096 / GIB},
     {"read_buffer": "all", "write_buffer_gib": 65536 / GIB},
     {"read_buffer": 1, "staged_layers": 5, "recompute_if_faster": True},
     {"read_buffer": 0},
 ]
+
+
+def check_what_is_stored(engine: Engine, conversations: Sequence[Conversation]) -> None:
+    """Of every conversation in DRAM all tokens but the last are stored, with the KV of one pass over them."""
+    in_dram = {info.session_id: info for info in engine.stored.list() if info.residency is Residency.DRAM}
+    assert in_dram
+    for session in (conversation.session for conversation in conversations):
+        if session.session_id in in_dram:
+            assert in_dram[session.session_id].num_tokens == len(session.token_ids) - 1
+            stored, expected_kv = kit.stored_kv(engine, session), kit.full_pass(session.token_ids[:-1])[1]
+            np.testing.assert_allclose(stored, expected_kv, atol=LOGITS_ATOL["float32"], rtol=0)
 
 
 def check_tokens_are_the_same(
@@ -179,7 +191,10 @@ def check_tokens_are_the_same(
 ) -> Engine:
     reference = expected(num_rounds)
     with overlapping_engine(directory, monkeypatch, seed, **changes) as engine:
-        assert tokens(converse(engine, turns(num_rounds))) == reference
+        conversations = converse(engine, turns(num_rounds))
+        assert tokens(conversations) == reference
+        engine.wait_for_saves()
+        check_what_is_stored(engine, conversations)
         stats, metrics = engine.store_stats(), engine.metrics
         assert stats.num_hits_from_ssd > NUM_SESSIONS // 4, "nothing had to come back from SSD"
         assert stats.ssd is not None
@@ -190,7 +205,9 @@ def check_tokens_are_the_same(
     return engine
 
 
-@pytest.mark.parametrize(("seed", "changes"), list(enumerate(OVERLAPS)), ids=[str(each["read_buffer"]) for each in OVERLAPS])
+@pytest.mark.parametrize(
+    ("seed", "changes"), list(enumerate(OVERLAPS)), ids=[str(each["read_buffer"]) for each in OVERLAPS]
+)
 def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
     tmp_path, monkeypatch, reclaimed, seed, changes
 ):

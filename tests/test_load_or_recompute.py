@@ -1,0 +1,174 @@
+"""A stored history is loaded, recomputed, or both, as rates say: the tokens and what is stored are the same each time.
+
+Not here: which of them is faster (test_costs).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import ca_jax
+from ca_jax.rate_meter import RateMeter
+from ca_jax.rates import PrefillRate, Rates, TransferRate
+from ca_jax.storage.records import MissReason
+from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
+
+MODEL = kit.tiny_model().config
+LAYER_TOKEN_BYTES = kit.TOKEN_BYTES // MODEL.num_layers
+TOKEN_S = 1e-3
+# Seconds of loading one token of all layers, against TOKEN_S of computing it.
+LOAD_TOKEN_S = {"load": 1e-9, "mix": TOKEN_S, "recompute": 1e3}
+COUNTERS = {"load": "loaded_histories", "mix": "mixed_histories", "recompute": "recomputed_histories"}
+MESSAGE = "And what about the other one, which we left out?"
+
+kinds = pytest.mark.parametrize("kind", COUNTERS)
+
+
+def rates_for(kind: str) -> Rates:
+    """Rates with which a history is treated so."""
+    bandwidth = kit.TOKEN_BYTES / LOAD_TOKEN_S[kind]
+    return Rates(
+        num_layers=MODEL.num_layers,
+        layer_token_bytes=LAYER_TOKEN_BYTES,
+        load=TransferRate(bytes_per_s=bandwidth),
+        save=TransferRate(bytes_per_s=bandwidth),
+        prefill=PrefillRate(token_s=TOKEN_S),
+    )
+
+
+@pytest.fixture
+def set_rates(monkeypatch):
+    """Says what every engine takes for measured."""
+    return lambda rates: monkeypatch.setattr(RateMeter, "rates", property(lambda meter: rates))
+
+
+def turn(engine: ca_jax.Engine, session: ca_jax.Session, message: str | list[int], max_tokens: int = 8) -> None:
+    """A turn whose tokens are the right ones."""
+    answer = kit.say(session, message, max_tokens)
+    assert answer == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], max_tokens)
+
+
+def chosen(engine: ca_jax.Engine) -> dict[str, int]:
+    return {kind: getattr(engine.metrics, counter) for kind, counter in COUNTERS.items()}
+
+
+def num_saved(engine: ca_jax.Engine) -> int:
+    """Tokens published since the engine was made."""
+    engine.wait_for_saves()
+    return engine.store_stats().saved_bytes // kit.TOKEN_BYTES
+
+
+def expect_stored_whole(engine: ca_jax.Engine, session: ca_jax.Session) -> None:
+    """All tokens but the last, which was never run, with the KV of one pass over them."""
+    stored = kit.stored_kv(engine, session)
+    token_ids = session.token_ids[:-1]
+    assert stored.shape[2] == len(token_ids)
+    np.testing.assert_allclose(stored, kit.full_pass(token_ids)[1], atol=LOGITS_ATOL["float32"], rtol=0)
+
+
+@kinds
+@pytest.mark.parametrize("num_first", [70, 210])
+def test_whatever_is_chosen_the_tokens_are_right_and_all_is_stored_once(set_rates, kind, num_first):
+    """Behind 70 tokens what a mix recomputes fits a pass with the new ones, behind 210 it takes several."""
+    with kit.small_engine(recompute_if_faster=True) as engine:
+        session = engine.session()
+        set_rates(None)
+        turn(engine, session, kit.prompt(num_first))
+        assert chosen(engine) == {"load": 0, "mix": 0, "recompute": 0}, "there was nothing to choose"
+        set_rates(rates_for(kind))
+        for nth in range(1, 3):
+            num_stored = num_saved(engine)
+            assert num_stored == len(session.token_ids) - 1
+            turn(engine, session, kit.prompt(12, seed=nth))
+            assert chosen(engine) == {each: nth * (each == kind) for each in COUNTERS}
+            cached = session.usage.num_cached_tokens
+            if kind == "mix":
+                assert 0 < cached < num_stored
+                assert cached % kit.BLOCK_TOKENS == 0
+            else:
+                assert cached == (num_stored if kind == "load" else 0)
+            assert num_saved(engine) == len(session.token_ids) - 1, "what is stored was saved again, or not all was"
+            expect_stored_whole(engine, session)
+        stats, metrics = engine.store_stats(), engine.metrics
+        assert stats.misses.get(MissReason.RECOMPUTED, 0) == (2 if kind == "recompute" else 0)
+        assert (metrics.failed_loads, metrics.failed_saves, stats.num_aborted_saves) == (0, 0, 0)
+
+
+@kinds
+def test_a_choice_holds_for_its_turn_and_what_it_leaves_serves_any_other(set_rates, kind):
+    with kit.small_engine(recompute_if_faster=True) as engine:
+        session = engine.session()
+        set_rates(None)
+        turn(engine, session, kit.prompt(100))
+        for each in (kind, "load", kind, "mix"):
+            set_rates(rates_for(each))
+            turn(engine, session, MESSAGE)
+            expect_stored_whole(engine, session)
+        assert sum(chosen(engine).values()) == 4
+
+
+@kinds
+def test_several_at_once_choose_each_for_itself(set_rates, kind):
+    """Jobs load ahead and decode beside each other's passes."""
+    with kit.small_engine(recompute_if_faster=True, max_tpot_ms=40.0) as engine:
+        sessions = [engine.session() for _ in range(4)]
+        set_rates(None)
+        kit.drain(*(s.send_ids(kit.prompt(60 + 30 * i), max_tokens=6) for i, s in enumerate(sessions)))
+        set_rates(rates_for(kind))
+        kit.drain(*(s.send_ids(kit.prompt(20, seed=i), max_tokens=6) for i, s in enumerate(sessions)))
+        for session in sessions:
+            usage = session.usage
+            assert session.token_ids[usage.prompt_tokens :] == kit.greedy_answer(
+                session.token_ids[: usage.prompt_tokens], 6
+            )
+            expect_stored_whole(engine, session)
+        assert chosen(engine) == {each: 4 * (each == kind) for each in COUNTERS}
+        assert num_saved(engine) == sum(len(session.token_ids) - 1 for session in sessions)
+
+
+@kinds
+def test_a_mix_that_cannot_be_loaded_is_recomputed_whole(set_rates, kind, monkeypatch):
+    with kit.small_engine(recompute_if_faster=True) as engine:
+        session = engine.session()
+        set_rates(None)
+        turn(engine, session, kit.prompt(100))
+        set_rates(rates_for(kind))
+        with monkeypatch.context() as patch:
+            patch.setattr(ca_jax.storage.tickets.LoadTicket, "read", broken_read)
+            turn(engine, session, MESSAGE)
+        assert session.usage.num_cached_tokens == 0
+        assert engine.metrics.failed_loads == (kind != "recompute")
+        expect_stored_whole(engine, session)
+
+
+def broken_read(ticket, layer, dst):
+    raise OSError("this layer cannot be read")
+
+
+@pytest.mark.parametrize("kind", ["mix", "recompute"])
+def test_an_engine_that_is_told_to_load_loads(set_rates, kind):
+    with kit.small_engine(recompute_if_faster=False) as engine:
+        session = engine.session()
+        set_rates(rates_for(kind))
+        turn(engine, session, kit.prompt(100))
+        turn(engine, session, MESSAGE)
+        assert chosen(engine) == {"load": 1, "mix": 0, "recompute": 0}
+        assert session.usage.num_cached_tokens == 100 + 8 - 1
+
+
+@kinds
+def test_how_well_a_prefill_was_predicted_is_told(set_rates, kind):
+    """Of turns that have the device for themselves and take one pass; the numbers here are of no machine."""
+    with kit.small_engine(recompute_if_faster=True) as engine:
+        session = engine.session()
+        set_rates(None)
+        turn(engine, session, kit.prompt(20), max_tokens=3)
+        assert len(engine.metrics.prediction_errors) == 0, "there were no rates to predict by"
+        set_rates(rates_for(kind))
+        turn(engine, session, kit.prompt(12, seed=1), max_tokens=3)
+        assert len(engine.metrics.prediction_errors) == 1
+        turn(engine, session, kit.prompt(90), max_tokens=3)
+        assert len(engine.metrics.prediction_errors) == 1, "it took several passes"
+        assert engine.metrics.prediction_errors[0] > -1

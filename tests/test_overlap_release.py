@@ -1,0 +1,322 @@
+"""Jobs that break or are given up midway: their caller alone is told, and nothing of theirs is held afterwards.
+
+A turn over stored history, prefilled in three passes while another job decodes, ends at every point on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import ca_jax
+from ca_jax import device_memory, steps
+from ca_jax.engine import Engine
+from ca_jax.errors import InvalidRequestError
+from ca_jax.layer_loader import LayerLoader
+from ca_jax.prefilling import Prefilling
+from ca_jax.session import Answer, FinishReason, Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.tickets import SaveTicket
+from ca_jax.testing.paced import GatedTransfers
+from tests import engine_kit as kit
+from tests import overlap_kit
+from tests.overlap_kit import NUM_LAYERS
+
+NUM_NEW = 150  # Passes of 64, 64 and 23 tokens, with the last one of the history.
+NUM_PASSES = 3
+
+
+@dataclasses.dataclass
+class Scene:
+    """A turn on its way, and one beside it."""
+
+    engine: Engine
+    loads: GatedTransfers
+    saves: GatedTransfers
+    session: Session
+    beside: Session
+    going_on: Answer
+
+    def begin(self, max_tokens: int = 20) -> Answer:
+        """Queues the turn that will end midway."""
+        return self.session.send_ids(kit.prompt(NUM_NEW, seed=9), max_tokens=max_tokens)
+
+    def step_until(self, reached: Callable[[Prefilling | None], object]) -> None:
+        """Runs the engine until its prefill is somewhere."""
+        overlap_kit.step_until(self.engine, lambda: reached(self.engine._batch._prefilling))
+
+    def is_prefilling(self, answer: Answer, num_done: int) -> Callable[[Prefilling | None], bool]:
+        """Whether a turn's prefill has dispatched so many tokens."""
+        return lambda prefilling: (
+            prefilling is not None
+            and prefilling.job is answer._job
+            and len(prefilling._prefill.tokens) - prefilling.num_left == num_done
+        )
+
+
+@contextlib.contextmanager
+def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
+    """A session with history, and one that decodes; in the end both go on from the store, and nothing is held."""
+    loads, saves = overlap_kit.open_gate(), overlap_kit.open_gate()
+    wrapper = overlap_kit.controlled(loads=loads, saves=saves)
+    with kit.small_engine(store_wrapper=wrapper, max_batch_size=max_batch_size, **changes) as engine:
+        overlap_kit.poison(engine)
+        session, beside = engine.session(), engine.session()
+        for each in (session, beside):
+            kit.say(each, kit.prompt(60))
+        engine.wait_for_saves()
+        going_on = beside.send_ids(kit.prompt(20), max_tokens=40)
+        next(going_on)
+        try:
+            yield Scene(engine, loads, saves, session, beside, going_on)
+        finally:  # Else it could not close.
+            loads.open()
+            saves.open()
+        kit.drain(going_on)
+        overlap_kit.expect_right(beside)
+        overlap_kit.assert_nothing_is_held(engine)
+        for each in (session, beside):
+            kit.say(each, kit.prompt(10))
+            kit.say(each, kit.prompt(11))
+            overlap_kit.expect_right(each)
+            assert each.usage.num_cached_tokens == each.usage.prompt_tokens - 12, "its KV is not stored any more"
+        overlap_kit.assert_nothing_is_held(engine)
+
+
+def failing_from(num_calls: int, original: Callable, *, num_failures: float = math.inf) -> Callable:
+    """The original, until it breaks, and after so many failures."""
+    count = iter(range(1 << 30))
+
+    def call(*args: object, **options: object) -> object:
+        if num_calls <= next(count) < num_calls + num_failures:
+            raise OSError("the device is on fire")
+        return original(*args, **options)
+
+    return call
+
+
+# Given up.
+
+
+@pytest.mark.parametrize("num_done", [64, 128])
+def test_given_up_between_two_passes(num_done):
+    with scene() as at:
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, num_done))
+        answer.close()
+        assert not at.session._job.output_ids
+
+
+def test_given_up_between_its_first_token_and_its_slot():
+    with scene() as at:
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, NUM_NEW + 1))
+        answer.close()
+        assert len(at.session._job.output_ids) == 1
+
+
+def test_given_up_with_decoded_tokens_that_fill_no_group():
+    with scene() as at:
+        answer = at.begin()
+        overlap_kit.take(answer, kit.SMALL.save_group_tokens + 3)
+        answer.close()
+
+
+@pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
+def test_given_up_while_its_saves_are_held(num_done):
+    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
+    with scene() as at, overlap_kit.shut(at.saves):
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, num_done))
+        answer.close()
+        assert at.engine._scheduler.prefilling is None
+        assert at.session._job.slot is None
+        assert at.engine._kv.write_buffer.num_bytes > 0
+        overlap_kit.take(at.going_on, 3)
+
+
+def test_given_up_while_it_waits_and_its_load_has_begun():
+    with scene(max_batch_size=1) as at:
+        answer = at.begin()
+        overlap_kit.take(at.going_on, 5)
+        assert at.engine._kv._loader.staged
+        answer.close()
+        assert not at.engine._kv._loader.staged
+
+
+def test_an_engine_that_closes_amid_everything_lets_go_of_it():
+    loads, saves = overlap_kit.open_gate(), overlap_kit.open_gate()
+    engine = kit.small_engine(store_wrapper=overlap_kit.controlled(loads=loads, saves=saves), max_batch_size=2)
+    sessions = [engine.session() for _ in range(4)]
+    for session in sessions:
+        kit.say(session, kit.prompt(40))
+    engine.wait_for_saves()
+    answers = [session.send_ids(kit.prompt(100), max_tokens=30) for session in sessions]
+    next(answers[0])
+    loads.shut()
+    saves.shut()
+    with overlap_kit.in_thread(engine.close):
+        loads.open()
+        saves.open()
+    assert not engine._kv._loader._loads
+    assert not engine._kv.write_buffer.num_bytes
+    assert [answer._job.finish_reason for answer in answers] == [FinishReason.CANCELLED] * 4
+
+
+# Broken.
+
+
+@pytest.mark.parametrize("is_preloaded", [True, False])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_read_that_breaks_at_any_layer_is_a_miss(layer, is_preloaded):
+    """In passes or at once, before the turn has come or after: all is recomputed, with the right tokens."""
+    with scene(max_batch_size=1 if is_preloaded else 2) as at:
+        with overlap_kit.shut(at.loads):
+            answer = at.begin(max_tokens=8)
+            with overlap_kit.in_thread(lambda: overlap_kit.take(at.going_on, 6)):
+                for transfer in at.loads.wait_held(NUM_LAYERS):
+                    error = OSError("the disk is on fire") if transfer.layer == layer else None
+                    at.loads.let_through(transfer, error=error)
+        kit.drain(answer)
+        overlap_kit.expect_right(at.session)
+        assert at.engine.metrics.failed_loads == 1
+        assert at.session.usage.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_calls", range(NUM_PASSES * NUM_LAYERS))
+def test_a_prefill_that_breaks_at_any_layer_of_any_pass(monkeypatch, num_calls):
+    """In the first pass over history it may be the load that broke, so that all is recomputed: which breaks too."""
+    with scene() as at:
+        before = at.session.token_ids
+        answer = at.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "prefill_layer", failing_from(num_calls, steps.prefill_layer))
+            with pytest.raises(OSError, match="on fire"):
+                next(answer)
+        assert at.session.token_ids == before
+        assert at.engine.metrics.failed_loads == (num_calls < NUM_LAYERS)
+
+
+@pytest.mark.parametrize("num_calls", range(NUM_LAYERS))
+def test_a_first_pass_that_breaks_once_is_recomputed(monkeypatch, num_calls):
+    with scene() as at:
+        answer = at.begin(max_tokens=8)
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "prefill_layer", failing_from(num_calls, steps.prefill_layer, num_failures=1))
+            kit.drain(answer)
+        overlap_kit.expect_right(at.session)
+        assert at.engine.metrics.failed_loads == 1
+
+
+@pytest.mark.parametrize(
+    "owner", ["_runner.start_prefill", "_kv.begin_saving", "_kv.open_history", "_sampler.set_slot"]
+)
+def test_a_prefill_that_cannot_begin(monkeypatch, owner):
+    with scene() as at:
+        holder, name = owner.split(".")
+        answer = at.begin()
+        with monkeypatch.context() as patch:
+            held = getattr(at.engine, holder)
+            patch.setattr(held, name, failing_from(0, getattr(held, name)))
+            with pytest.raises(OSError, match="on fire"):
+                next(answer)
+
+
+def test_a_first_token_that_cannot_be_drawn(monkeypatch):
+    with scene() as at:
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, 128))
+        with monkeypatch.context() as patch:
+            patch.setattr(at.engine._sampler, "draw", failing_from(0, at.engine._sampler.draw))
+            with pytest.raises(OSError, match="on fire"):
+                next(answer)
+
+
+@pytest.mark.parametrize("where", ["prepare_load", "open"])
+def test_a_load_that_cannot_begin_before_its_turn_is_its_own_jobs_failure(monkeypatch, where):
+    """The job that runs meanwhile is none the wiser."""
+    with scene(max_batch_size=1) as at:
+        answer = at.begin()
+        with monkeypatch.context() as patch:
+            broken = AttentionStore if where == "prepare_load" else LayerLoader
+            patch.setattr(broken, where, failing_from(0, getattr(broken, where)))
+            overlap_kit.take(at.going_on, 5)
+            with pytest.raises(OSError, match="on fire"):
+                kit.drain(answer)
+
+
+@pytest.mark.parametrize("method", ["write", "write_all"])
+@pytest.mark.parametrize("num_calls", [0, 1, 4, 7])
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_save_that_breaks_while_its_turn_runs_or_when_it_was_given_up(monkeypatch, method, num_calls, closes):
+    with scene() as at, monkeypatch.context() as patch:
+        patch.setattr(SaveTicket, method, failing_from(num_calls, getattr(SaveTicket, method)))
+        answer = at.begin(max_tokens=30)
+        overlap_kit.take(answer, 12)
+        if closes:
+            answer.close()
+        else:
+            kit.drain(answer)
+        overlap_kit.expect_right(at.session)
+        at.engine.wait_for_saves()
+
+
+@pytest.mark.parametrize("num_calls", range(2))
+def test_room_that_cannot_be_asked_for(monkeypatch, num_calls):
+    with scene() as at:
+        answer = at.begin()
+        with monkeypatch.context() as patch:
+            patch.setattr(AttentionStore, "prepare_save", failing_from(num_calls, AttentionStore.prepare_save))
+            with pytest.raises(OSError, match="on fire"):
+                kit.drain(answer)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("name", ["read_buffer_gib", "write_buffer_gib"])
+def test_a_buffer_beyond_the_devices_memory_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} wanted at most the device's \d+\.\d\d GiB of memory, found 1000000"):
+        kit.small_engine(**{name: 1e6})
+
+
+def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
+    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1 << 30)
+    with kit.small_engine(write_buffer_gib=0.5):
+        pass
+    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory, found .*1\.00 for write_buffer_gib"):
+        kit.small_engine(write_buffer_gib=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        *(
+            (name, value, "a number >= 0")
+            for name in ("read_buffer_gib", "write_buffer_gib")
+            for value in (-1.0, math.nan, math.inf)
+        ),
+        *(("max_tpot_ms", value, "a number > 0") for value in (0, -1.0, math.nan, math.inf)),
+        *(("prefill_chunk_tokens", value, "a multiple of 64") for value in (1, 100, 513)),
+        ("read_buffer", "some", "a number of layers or one of auto, all, off"),
+        ("read_buffer", 1.5, "a number of layers or one of auto, all, off"),
+        ("read_buffer", None, "a number of layers or one of auto, all, off"),
+        ("read_buffer", True, "a number of layers or one of auto, all, off"),
+        ("read_buffer", -1, "at least 0 layers"),
+    ],
+)
+def test_an_overlap_that_cannot_be_is_refused(name, value, wanted):
+    with pytest.raises(ValueError, match=f"{name} .*{wanted}, found {value!r}"):
+        ca_jax.EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, None, math.nan, True])
+def test_a_priority_that_is_no_whole_number_is_refused(priority):
+    with scene() as at:
+        for send, message in ((at.session.send, "Hello."), (at.session.send_ids, [65])):
+            with pytest.raises(InvalidRequestError, match=f"priority wanted a whole number, found {priority!r}"):
+                send(message, priority=priority)

@@ -1,0 +1,205 @@
+"""A prompt prefilled in passes: the same logits, KV and slots as in one, however it is split and whatever is before it.
+
+Not here: which passes an engine takes (test_scheduler, test_costs), what it compiles (test_invariants).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from ca_jax.runner import Prefill, Runner
+from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
+
+ATOL = LOGITS_ATOL["float32"]
+CHUNK = kit.SMALL.prefill_chunk_tokens
+SLOT = 3
+HISTORIES = (0, 1, 40, 256, 300)
+PASS_SIZES = st.lists(st.sampled_from((16, 32, CHUNK)), max_size=8)
+
+with_buckets_of_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere buckets are coarser")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    model = kit.tiny_model()
+    return Runner(
+        model.config, model.params, window=kit.WINDOW, max_batch_size=8, chunk_tokens=CHUNK, shorter_passes=True
+    )
+
+
+@dataclasses.dataclass
+class HeldHistory:
+    """A history on the device, NaN behind its tokens, that notes what it is told."""
+
+    layers: list[jax.Array]
+    on_layer: Callable[[int], None] = lambda layer: None
+    told: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, runner: Runner, kv: np.ndarray) -> HeldHistory:
+        num_tokens = kv.shape[2]
+        padded = np.full((*kv.shape[:2], runner.padded_history(num_tokens), *kv.shape[3:]), np.nan, np.float32)
+        padded[:, :, :num_tokens] = kv
+        return cls([jax.device_put(layer) for layer in padded])
+
+    def layer(self, layer: int) -> jax.Array:
+        self.on_layer(layer)
+        self.told.append(("layer", layer))
+        return self.layers[layer]
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        jax.block_until_ready(result)
+        self.told.append(("computed", layer))
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        jax.block_until_ready(result)
+        self.told.append(("used", layer))
+
+
+def split_into(num_tokens: int, sizes: Sequence[int]) -> list[int]:
+    """Passes of these sizes, and of the largest behind them; the last takes what is left."""
+    passes = []
+    for size in itertools.chain(sizes, itertools.repeat(CHUNK)):
+        passes.append(min(size, num_tokens - sum(passes)))
+        if sum(passes) == num_tokens:
+            return passes
+    raise AssertionError
+
+
+def run(
+    runner: Runner, tokens: list[int], num_history: int, sizes: Sequence[int] = (), slot: int = SLOT
+) -> tuple[Prefill, np.ndarray, HeldHistory | None]:
+    """Prefills what is behind the history; also the new tokens' KV `[L, 2, T, K, H]` as it was handed out."""
+    history = HeldHistory.of(runner, kit.full_pass(tokens)[1][:, :, :num_history]) if num_history else None
+    prefill = runner.start_prefill(slot, tokens[num_history:], num_history)
+    passes = []
+    for index, size in enumerate(split_into(len(prefill.tokens), sizes)):
+        assert prefill.logits is None
+        layers: list[jax.Array] = []
+
+        def take(layer: int, kv: jax.Array, layers: list[jax.Array] = layers) -> None:
+            assert layer == len(layers)
+            layers.append(kv)
+
+        runner.run_pass(prefill, size, None if index else history, take)
+        passes.append(np.stack([np.asarray(kv)[:, :size] for kv in layers]))
+    assert (prefill.num_left, prefill.num_done) == (0, len(prefill.tokens))
+    return prefill, np.concatenate(passes, axis=2), history
+
+
+def slot_of(runner: Runner, num_tokens: int, slot: int = SLOT) -> np.ndarray:
+    """What a slot holds of its first tokens, rotated: `[2, L, K, T, H]`."""
+    return np.stack([[np.asarray(buffer)[slot, :, :num_tokens] for buffer in part] for part in runner._slots])
+
+
+@hypothesis.given(st.sampled_from(HISTORIES), st.sampled_from((1, 16, 65, 180)), PASS_SIZES)
+@hypothesis.settings(max_examples=15, deadline=None)
+def test_any_split_into_passes_computes_what_one_pass_does(runner, num_history, num_new, sizes):
+    tokens = kit.prompt(num_history + num_new)
+    logits, kv = kit.full_pass(tokens)
+    prefill, new_kv, _ = run(runner, tokens, num_history, sizes)
+    np.testing.assert_allclose(np.asarray(prefill.logits)[0], logits[-1], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(new_kv, kv[:, :, num_history:], atol=ATOL, rtol=0)
+    assert sorted(runner.insert(prefill)) == (
+        list(range(len(kv))) if len(split_into(num_new, sizes)) > 1 or num_history else []
+    )
+
+    lengths = np.zeros(8, np.int32)
+    lengths[SLOT] = len(tokens)
+    next_token = np.zeros(8, np.int32)
+    next_token[SLOT] = 0x41
+    decoded, decoded_kv = runner.decode(next_token, lengths)
+    logits, kv = kit.full_pass([*tokens, 0x41])
+    np.testing.assert_allclose(np.asarray(decoded)[SLOT], logits[-1], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(np.asarray(decoded_kv)[:, :, SLOT], kv[:, :, -1], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("num_history", HISTORIES[1:])
+@pytest.mark.parametrize("sizes", [(), (16, 32)])
+def test_a_history_is_read_and_never_written_to(runner, num_history, sizes):
+    """It is staging, which on CPU is the array itself: others may load into it only once all that reads it is done."""
+    tokens = kit.prompt(num_history + 60)
+    _, kv = kit.full_pass(tokens)
+    prefill, _, history = run(runner, tokens, num_history, sizes)
+    num_layers = len(kv)
+    per_layer = ("layer", "computed", "used") if sizes else ("layer", "computed")
+    assert history.told == [(what, layer) for layer in range(num_layers) for what in per_layer]
+    runner.insert(prefill)
+    for layer, held in enumerate(history.layers):
+        np.testing.assert_array_equal(np.asarray(held)[:, :num_history], kv[layer, :, :num_history])
+        assert np.isnan(np.asarray(held)[:, num_history:]).all()
+
+
+@pytest.mark.parametrize("num_early", [0, 1, 2])
+def test_a_slot_is_the_same_whenever_its_past_is_inserted(runner, num_early):
+    """Layers whose staging is needed are inserted while later ones are computed, the others behind all of it."""
+    num_history, num_new = 40, 50
+    tokens = kit.prompt(num_history + num_new)
+    late, _, _ = run(runner, tokens, num_history)
+    assert list(runner.insert(late)) == [0, 1, 2]
+    expected = slot_of(runner, len(tokens))
+
+    early = runner.start_prefill(SLOT + 1, tokens[num_history:], num_history)
+    history = HeldHistory.of(runner, kit.full_pass(tokens)[1][:, :, :num_history])
+
+    def insert_before(layer: int) -> None:
+        if 0 < layer <= num_early:
+            jax.block_until_ready(runner.insert_past(early, layer - 1))
+            history.layers[layer - 1].delete()  # Its staging is another's now.
+
+    history.on_layer = insert_before
+    runner.run_pass(early, num_new, history)
+    assert list(runner.insert(early)) == [0, 1, 2][num_early:]
+    np.testing.assert_array_equal(slot_of(runner, len(tokens), SLOT + 1), expected)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (32,)])
+def test_passes_and_one_pass_fill_a_slot_alike(runner, sizes):
+    tokens = kit.prompt(60)
+    slots = []
+    for each in ((), sizes):
+        prefill, _, _ = run(runner, tokens, 0, each)
+        runner.insert(prefill)
+        slots.append(slot_of(runner, len(tokens)))
+    np.testing.assert_allclose(slots[1], slots[0], atol=ATOL, rtol=0)
+
+
+def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
+    first = runner.start_prefill(SLOT, kit.prompt(20), 0)
+    runner.run_pass(first, 20)
+    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
+        runner.insert_past(first, 1)
+    second, _, _ = run(runner, kit.prompt(70), 40)
+    runner.insert_past(second, 1)
+    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
+        runner.insert_past(second, 1)
+
+
+def test_a_prefill_wants_tokens(runner):
+    with pytest.raises(ValueError, match="wanted at least one new token to prefill, found none"):
+        runner.start_prefill(SLOT, [], 40)
+
+
+@with_buckets_of_a_cpu
+@pytest.mark.parametrize(
+    ("num_history", "num_new", "padded"),
+    [(0, 1, (0, 8)), (1, 64, (256, 64)), (256, 65, (256, 72)), (257, 200, (512, 64 * 3 + 8))],
+)
+def test_padding_is_of_whole_passes_and_the_rest(runner, num_history, num_new, padded):
+    assert runner.padded(num_history, num_new) == padded
+
+
+@with_buckets_of_a_cpu
+def test_what_prefills_take_is_measured_for_lengths_up_to_those_given(runner):
+    samples = runner.measure_prefill(max_history=300, max_new=64)
+    assert {(history, new) for history, new, _ in samples} == {(h, n) for h in (0, 256, 512) for n in (16, 64)}
+    assert all(seconds > 0 for _, _, seconds in samples)

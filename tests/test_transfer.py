@@ -1,0 +1,154 @@
+"""Crossing between host and device on a CPU: bit for bit, and nothing left registered for DMA that is not used.
+
+What is sharded is tested on several devices, which a process has or has not from its start: in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax import transfer
+from tests.storage.store_helpers import as_bits, make_layout
+
+ON_FOUR_DEVICES = Path(__file__).with_name("on_four_devices.py")
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only on CPU are host and device one memory")
+
+
+def every_pattern(dtype: str) -> np.ndarray:
+    """Numbers of every bit pattern of 16 bits, or of the upper half of 32; NaNs with payload among them."""
+    dtype = make_layout(dtype).numpy_dtype
+    halves = np.arange(1 << 16, dtype=np.uint32)
+    bits = halves.astype(np.uint16) if dtype.itemsize == 2 else halves << 16 | halves[::-1]
+    return bits.view(dtype).reshape(2, 256, 8, 16)
+
+
+@DTYPES
+def test_staging_and_host_memory_keep_every_bit_pattern(dtype):
+    """To the device, to pinned memory of the host, and what the host reads there."""
+    numbers = every_pattern(dtype)
+    array = transfer.staging_to_device(numbers.copy())
+    pinned = transfer.to_host_memory(array, memory_kind=transfer.PINNED_HOST)
+    assert pinned.sharding.memory_kind == "pinned_host"
+    assert array.sharding.memory_kind != "pinned_host"
+    for each in (array, pinned):
+        view = transfer.host_view(each)
+        assert (view.shape, view.dtype) == (numbers.shape, numbers.dtype)
+        np.testing.assert_array_equal(as_bits(view), as_bits(numbers))
+
+
+@DTYPES
+def test_pinned_memory_is_a_copy_that_outlives_its_source(dtype):
+    numbers = every_pattern(dtype)
+    array = transfer.staging_to_device(numbers.copy())
+    pinned = transfer.to_host_memory(array, memory_kind=transfer.PINNED_HOST)
+    array.delete()
+    np.testing.assert_array_equal(as_bits(transfer.host_view(pinned)), as_bits(numbers))
+    assert transfer.to_host_memory(pinned, memory_kind=transfer.PINNED_HOST).sharding.memory_kind == "pinned_host"
+
+
+@on_cpu
+def test_on_cpu_what_is_saved_stays_where_it_was_computed():
+    array = jnp.ones((2, 16, 2, 16))
+    assert transfer.to_host_memory(array) is array
+    assert transfer.host_view(array).ctypes.data == array.unsafe_buffer_pointer()
+
+
+def test_small_data_is_copied_and_not_referred_to():
+    tokens = np.arange(4)
+    array = transfer.to_device(tokens, np.int32)
+    tokens[...] = 9
+    assert array.dtype == np.int32
+    np.testing.assert_array_equal(transfer.to_host(array), range(4))
+
+
+def test_whether_an_array_is_computed_is_known_without_waiting():
+    array = jnp.ones(3) + 1
+    array.block_until_ready()
+    assert transfer.is_ready(array)
+
+
+# Registered memory.
+
+
+class Client:
+    """A backend's client that registers memory, or does not."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.mapped: list[tuple[int, int]] = []
+        self.num_mapped = 0
+
+    def dma_map(self, address: int, num_bytes: int) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.mapped.append((address, num_bytes))
+        self.num_mapped += 1
+
+    def dma_unmap(self, address: int) -> None:
+        (found,) = [each for each in self.mapped if each[0] == address]
+        self.mapped.remove(found)
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    return np.zeros(4096, np.uint8)
+
+
+@on_cpu
+def test_cpu_does_not_register_memory_and_says_so(memory):
+    assert transfer.pin_host_memory(memory) is False
+
+
+def test_every_client_registers_all_of_the_memory_until_it_is_let_go_of(memory, monkeypatch):
+    clients = [Client(), Client()]
+    monkeypatch.setattr(transfer, "_clients", lambda: clients)
+    assert transfer.pin_host_memory(memory) is True
+    assert [client.mapped for client in clients] == [[(memory.ctypes.data, 4096)]] * 2
+    transfer.unpin_host_memory(memory)
+    assert [client.mapped for client in clients] == [[], []]
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError("not supported"), NotImplementedError(), AttributeError("dma_map")])
+def test_where_one_client_refuses_what_others_registered_is_undone(memory, monkeypatch, refusal):
+    clients = [Client(), Client(), Client(refusal), Client()]
+    monkeypatch.setattr(transfer, "_clients", lambda: clients)
+    assert transfer.pin_host_memory(memory) is False
+    assert [client.num_mapped for client in clients] == [1, 1, 0, 0]
+    assert [client.mapped for client in clients] == [[]] * 4
+
+
+def test_another_failure_of_a_client_is_not_hidden(memory, monkeypatch):
+    monkeypatch.setattr(transfer, "_clients", lambda: [Client(MemoryError("no memory to lock"))])
+    with pytest.raises(MemoryError, match="no memory to lock"):
+        transfer.pin_host_memory(memory)
+
+
+def test_no_memory_is_not_registered(monkeypatch):
+    clients = [Client()]
+    monkeypatch.setattr(transfer, "_clients", lambda: clients)
+    assert transfer.pin_host_memory(np.zeros(0, np.uint8)) is False
+    assert clients[0].num_mapped == 0
+
+
+def test_clients_of_one_backend_count_once():
+    assert len(transfer._clients()) == len({device.platform for device in jax.local_devices()})
+
+
+def test_what_is_sharded_over_several_devices():
+    """Runs `on_four_devices.py` with four devices of a CPU."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ON_FOUR_DEVICES)]
+    ended = subprocess.run(
+        command, env=environment, cwd=ON_FOUR_DEVICES.parent.parent, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "skipped" not in ended.stdout
