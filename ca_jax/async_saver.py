@@ -212,12 +212,10 @@ class AsyncSaver:
 
     def _write(self, ticket: SaveTicket, part: Part) -> None:
         jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
-        started_s = time.perf_counter()
-        part.write(ticket)
-        ended_s = time.perf_counter()
         is_layer = isinstance(part, LayerPart)
+        name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
+        started_s = time.perf_counter()
+        with self._timeline.annotate("save", name, key=ticket.key[:12]):
+            part.write(ticket)
         if is_layer and part.num_bytes >= _SAMPLE_BYTES:
-            self._on_sample(part.num_bytes, ended_s - started_s)
-        if self._timeline.enabled:
-            name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
-            self._timeline.add("save", name, started_s, ended_s, key=ticket.key[:12])
+            self._on_sample(part.num_bytes, time.perf_counter() - started_s)

@@ -195,7 +195,8 @@ class Runner:
         for i, layer_params in enumerate(self._layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if history is not None:
-                    prefill.past[i] = history.layer(i)
+                    with self._timeline.annotate("engine", f"await {i}", layer=i):
+                        prefill.past[i] = history.layer(i)
                 x, kv = steps.prefill_layer(self._config, layer_params, x, prefill.past[i], length, self._table)
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)

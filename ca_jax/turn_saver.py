@@ -96,7 +96,7 @@ class TurnSaver:
         if group.ticket is None:
             group.parts.append(part)
         else:
-            self._saver.add(group.ticket, part)
+            self._add(group, group.ticket, part)
 
     def end_pass(self) -> None:
         """All layers of the pass were added."""
@@ -170,16 +170,24 @@ class TurnSaver:
             self._waiting.popleft()
             group.ticket = self._store.prepare_save(self.key, self._next_token, group.token_ids, self._owner)
             if group.ticket is None:
-                if group is self._prefilling:
-                    self._prefilling = None
                 self.give_up()
                 return
             self._next_token += len(group.token_ids)
             for part in group.parts:
-                self._saver.add(group.ticket, part)
+                if group.ticket is not None:
+                    self._add(group, group.ticket, part)
             group.parts.clear()
             if group.is_complete:
-                self._saver.end(group.ticket)
+                self._complete(group)
+
+    def _add(self, group: _Group, ticket: SaveTicket, part: Part) -> None:
+        """Hands a part on. Where that breaks (no memory for it on the host) the saving of the turn is given up."""
+        try:
+            self._saver.add(ticket, part)
+        except Exception as error:
+            group.ticket = None
+            self._saver.end(ticket, error)
+            self.give_up()
 
     def _complete(self, group: _Group) -> None:
         group.is_complete = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ca_jax.async_saver import AsyncSaver, SaveAbandonedError
+from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -302,3 +302,31 @@ def test_blocking_saves_of_a_turn_that_is_given_up_never_begin(rig):
     turn.end()
     assert (turn.is_held, rig.publish()) == (False, [])
     rig.expect_stored(0)
+
+
+@pytest.mark.parametrize("at", ["a layer", "a group"])
+def test_a_copy_that_cannot_begin_ends_the_saving_and_not_the_turn(rig, monkeypatch, at):
+    """As where the host has no pinned memory left; what was saved before stands, and the ticket is closed."""
+    turn = rig.begin()
+    run_pass(turn, 0, 8)
+    if at == "a layer":
+        turn.begin_pass(TOKENS[8:16], 8)
+        turn.add_layer(0, padded(0, 8, 16))
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerPart if at == "a layer" else DecodedPart, "on_host", broken)
+        if at == "a layer":
+            for layer in (1, 2):
+                turn.add_layer(layer, padded(layer, 8, 16))
+            turn.end_pass()
+        else:
+            decode(turn, 8, 12)
+    decode(turn, 16, 20)
+    turn.end()
+    (error,) = rig.publish()
+    assert str(error) == "no memory"
+    rig.expect_stored(8)
+    assert rig.saver.pending_bytes == 0
+
+
+def broken(_: object) -> None:
+    raise MemoryError("no memory")
