@@ -200,8 +200,8 @@ class Engine:
                 new_ids = prompt_ids(self.model, message)
                 ids, message = session.token_ids + new_ids, text_of(self.model, new_ids)
             job = self._make_job(ids, params, session, message, priority)
-            self._scheduler.submit(job)
             self._kv.announce(job, session)
+            self._scheduler.submit(job)
             return job
 
     def generate(

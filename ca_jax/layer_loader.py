@@ -146,7 +146,13 @@ class LayerLoad:
         wanted = last if self._all_at_once else ahead
         while self.num_issued <= wanted:
             self._wait_for_turn(self.num_issued)
-            self._issue(self._loader.wait_for_room(self._num_bytes))
+            try:
+                region = self._loader.wait_for_room(self._num_bytes)
+            except StagingInUseError:
+                if self.num_issued > layer and not self._all_at_once:
+                    break  # Those in front have their room once this one is dispatched.
+                raise
+            self._issue(region)
         for stage in self._stages[layer : wanted + 1]:
             self._wait_for_copy(stage, self._stages[layer - 1].computed if layer else None)
         self._put(ahead + 1)

@@ -104,7 +104,7 @@ class Usage:
     """Seconds in which compute waited for such a copy."""
     decode_s: float
     """Seconds from the first token to the last."""
-    token_times_s: tuple[float, ...]
+    token_times_s: tuple[float, ...] = ()
     """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
 
     @property

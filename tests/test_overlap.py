@@ -132,11 +132,23 @@ FIXED_RATES = Rates(
 
 @contextlib.contextmanager
 def overlapping_engine(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, seed: int, staged_layers: int = 2, **changes: object
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    *,
+    staged_layers: int = 2,
+    device_ahead: int = 0,
+    **changes: object,
 ) -> Iterator[Engine]:
     """An engine with every overlap on, DRAM for a quarter of the conversations, delays everywhere and NaN all over.
 
-    Its read buffer has no room but that for execution, unless `staged_layers` says so: two layers of three.
+    Args:
+      directory: of its SSD tier.
+      monkeypatch: of the test.
+      seed: of the delays.
+      staged_layers: what the read buffer holds; by default it has no room but that for execution, two layers of three.
+      device_ahead: 1 has layers put on the device before the one in front is dispatched, as on an accelerator.
+      **changes: of the engine's config.
     """
     monkeypatch.setattr(RateMeter, "rates", FIXED_RATES)
     tiers = open_gated(monkeypatch)
@@ -148,6 +160,7 @@ def overlapping_engine(
         tiers[0].reads = overlap_kit.LateGate(moves, "load")
         tiers[0].writes = overlap_kit.LateGate(moves, "save")
         overlap_kit.poison(engine, staged_layers=staged_layers)
+        engine._kv._loader.device_ahead = max(engine._kv._loader.device_ahead, device_ahead)
         yield engine
         overlap_kit.assert_nothing_is_held(engine)
         workload.check_books(engine, directory)
@@ -160,8 +173,10 @@ def reclaimed(monkeypatch) -> list[int]:
     layers: list[int] = []
 
     def reclaim(load: LayerLoad, layer: int, original: Callable = LayerLoad.reclaim) -> object:
-        layers.append(layer)
-        return original(load, layer)
+        inserted = original(load, layer)
+        if inserted is not None:
+            layers.append(layer)
+        return inserted
 
     monkeypatch.setattr(LayerLoad, "reclaim", reclaim)
     return layers
@@ -169,7 +184,7 @@ def reclaimed(monkeypatch) -> list[int]:
 
 OVERLAPS = [
     {"read_buffer": "auto", "read_buffer_gib": 0.0, "write_buffer_gib": 4096 / GIB},
-    {"read_buffer": "all", "write_buffer_gib": 65536 / GIB},
+    {"read_buffer": "all", "device_ahead": 1, "write_buffer_gib": 65536 / GIB},
     {"read_buffer": 1, "staged_layers": 5, "recompute_if_faster": True},
     {"read_buffer": 0},
 ]
@@ -200,7 +215,7 @@ def check_tokens_are_the_same(
         assert stats.ssd is not None
         assert stats.ssd.num_fetches > NUM_SESSIONS // 4
         whole_passes = sum(-(-len(turn.prompt) // 64) for each in turns(num_rounds) for turn in each)
-        assert metrics.prefill_passes > 1.2 * whole_passes, "passes were not cut short"
+        assert metrics.prefill_passes > whole_passes, "passes were not cut short"
         assert (metrics.preloads > 0) == (changes["read_buffer"] != 0)
     return engine
 
@@ -216,8 +231,8 @@ def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
         assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not wanted before its job was in its slot"
     if changes.get("recompute_if_faster"):
         assert engine.metrics.mixed_histories > 0
-    if "write_buffer_gib" in changes:
-        assert engine.metrics.write_stall_s > 0
+    if changes["read_buffer"] == "auto":
+        assert engine.metrics.write_stall_s > 0, "a write buffer of five tokens was never full"
 
 
 def test_with_loads_and_saves_that_are_waited_for_the_tokens_are_the_same(tmp_path, monkeypatch):

@@ -15,14 +15,17 @@ import pytest
 
 from ca_jax import transfer
 from ca_jax.engine import Engine
-from ca_jax.layer_loader import LayerLoad, _Stage
+from ca_jax.layer_loader import LayerLoad, LayerLoader, _Stage
 from ca_jax.read_buffer import ReadBuffer
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from ca_jax.testing.paced import GatedTransfers
+from ca_jax.transfer import to_device
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS
+from tests.storage.store_helpers import make_kv
+from tests.test_invariants import LAYER_BYTES, LAYOUT, LateSum, open_layers, open_load, store_with
 
 LAYERS = list(range(NUM_LAYERS))
 
@@ -249,3 +252,63 @@ def test_without_the_guard_an_answer_is_seen_to_go_wrong(loads, saves, monkeypat
         monkeypatch.setattr(overlap_kit, "PoisonedBuffer", ReadBuffer)
     num_wrong = answers_when_staging_is_scarce(loads, saves)
     assert num_wrong[0] > 6
+
+
+@pytest.mark.parametrize("is_late", ["computed", "used"])
+def test_a_region_is_held_until_the_later_of_its_two_readers_has_read_it(is_late):
+    """Each of the two alone keeps the next load out, whichever the device comes to last."""
+    loader = LayerLoader(LAYOUT, LAYOUT.num_layers * LAYER_BYTES)
+    done = to_device(0.0).block_until_ready()
+    with store_with(LAYOUT, a=make_kv(LAYOUT, 16), b=make_kv(LAYOUT, 16, seed=1)) as store:
+        first = open_layers(loader, store, "a")
+        late = [LateSum(first.layer(layer)) for layer in range(LAYOUT.num_layers)]
+        for layer, reader in enumerate(late):
+            first.computed(layer, reader if is_late == "computed" else done)
+            first.used(layer, reader if is_late == "used" else done)
+        first.release()
+        second = open_layers(loader, store, "b")
+        assert second.num_issued == 0, "staging is written to that is still to be read"
+        late[0].block_until_ready()
+        loader.pump()
+        assert second.num_issued == 1
+        for layer in range(LAYOUT.num_layers):
+            second.layer(layer)
+        second.release()
+        for load in (first, second):
+            store.complete_load(load.ticket)
+
+
+def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it():
+    """As on an accelerator, which wants that too before the layer is dispatched.
+
+    Two layers of 16 tokens fit, but not if the first begins amid the ring, behind what is left of another load:
+
+        mmmmmmMMMMMMssss    m, M: layers 0 and 1 of 12 tokens    s: layer 0 of 8
+        SSSS..MMMMMMssss    S: its layer 1, where m was
+        SSSSLLLLLLLL....    L: layer 0 of 16; without S there is no room for layer 1 either
+    """
+    loader = LayerLoader(LAYOUT, 2 * LAYER_BYTES)
+    loader.device_ahead = 1
+    done = to_device(0.0).block_until_ready()
+    with store_with(LAYOUT, **{str(n): make_kv(LAYOUT, n) for n in (8, 12, 16)}) as store:
+        last_readers = []
+        for num_tokens in (12, 8):
+            load = loader.open(open_load(store, str(num_tokens)), num_tokens, LAYOUT.num_layers)
+            load.begin(lambda layer: done)
+            last_readers.append(LateSum(load.layer(1)))
+            for layer, reader in enumerate((done, last_readers[-1])):
+                load.computed(layer, done)
+                load.used(layer, reader)
+            load.release()
+            store.complete_load(load.ticket)
+        last_readers[0].block_until_ready()
+        long = loader.open(open_load(store, "16"), 16, LAYOUT.num_layers)
+        assert long.num_issued == 1
+        long.begin(lambda layer: done)
+        last_readers[1].block_until_ready()
+        for layer in range(LAYOUT.num_layers):
+            long.layer(layer)
+            assert long.num_issued == layer + 1
+            long.computed(layer, done)
+        long.release()
+        store.complete_load(long.ticket)

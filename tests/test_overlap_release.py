@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import ca_jax
-from ca_jax import device_memory, steps
+from ca_jax import steps
 from ca_jax.engine import Engine
-from ca_jax.errors import InvalidRequestError
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.prefilling import Prefilling
 from ca_jax.session import Answer, FinishReason, Session
@@ -273,50 +271,3 @@ def test_room_that_cannot_be_asked_for(monkeypatch, num_calls):
             patch.setattr(AttentionStore, "prepare_save", failing_from(num_calls, AttentionStore.prepare_save))
             with pytest.raises(OSError, match="on fire"):
                 kit.drain(answer)
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize("name", ["read_buffer_gib", "write_buffer_gib"])
-def test_a_buffer_beyond_the_devices_memory_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} wanted at most the device's \d+\.\d\d GiB of memory, found 1000000"):
-        kit.small_engine(**{name: 1e6})
-
-
-def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
-    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1 << 30)
-    with kit.small_engine(write_buffer_gib=0.5):
-        pass
-    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory, found .*1\.00 for write_buffer_gib"):
-        kit.small_engine(write_buffer_gib=1.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        *(
-            (name, value, "a number >= 0")
-            for name in ("read_buffer_gib", "write_buffer_gib")
-            for value in (-1.0, math.nan, math.inf)
-        ),
-        *(("max_tpot_ms", value, "a number > 0") for value in (0, -1.0, math.nan, math.inf)),
-        *(("prefill_chunk_tokens", value, "a multiple of 64") for value in (1, 100, 513)),
-        ("read_buffer", "some", "a number of layers or one of auto, all, off"),
-        ("read_buffer", 1.5, "a number of layers or one of auto, all, off"),
-        ("read_buffer", None, "a number of layers or one of auto, all, off"),
-        ("read_buffer", True, "a number of layers or one of auto, all, off"),
-        ("read_buffer", -1, "at least 0 layers"),
-    ],
-)
-def test_an_overlap_that_cannot_be_is_refused(name, value, wanted):
-    with pytest.raises(ValueError, match=f"{name} .*{wanted}, found {value!r}"):
-        ca_jax.EngineConfig(**{name: value})
-
-
-@pytest.mark.parametrize("priority", ["high", 1.5, None, math.nan, True])
-def test_a_priority_that_is_no_whole_number_is_refused(priority):
-    with scene() as at:
-        for send, message in ((at.session.send, "Hello."), (at.session.send_ids, [65])):
-            with pytest.raises(InvalidRequestError, match=f"priority wanted a whole number, found {priority!r}"):
-                send(message, priority=priority)
