@@ -66,6 +66,7 @@ class TurnSaver:
         self._tokens: list[int] = []
         self._steps: list[jax.Array] = []
         self._rows: list[int] = []
+        self._decoded_bytes = 0  # Of those.
         self._waiting: collections.deque[_Group] = collections.deque()  # Without a ticket.
         self._prefilling: _Group | None = None
 
@@ -113,6 +114,7 @@ class TurnSaver:
         self._tokens.append(token_id)
         self._steps.append(kv)
         self._rows.append(row)
+        self._decoded_bytes += kv.nbytes // kv.shape[2]
         if len(self._tokens) >= self._group_tokens:
             self.flush()
 
@@ -123,7 +125,7 @@ class TurnSaver:
         group = _Group(self._tokens)
         group.parts.append(DecodedPart(tuple(self._steps), tuple(self._rows)))
         self._num_taken += len(self._tokens)
-        self._tokens, self._steps, self._rows = [], [], []
+        self._tokens, self._steps, self._rows, self._decoded_bytes = [], [], [], 0
         if self._active:
             self._waiting.append(group)
             self.submit_held()
@@ -143,7 +145,7 @@ class TurnSaver:
         """Saves nothing more of this turn: what the store has now would leave a gap."""
         self._active = False
         self._waiting.clear()
-        self._tokens, self._steps, self._rows = [], [], []
+        self._tokens, self._steps, self._rows, self._decoded_bytes = [], [], [], 0
         group, self._prefilling = self._prefilling, None
         if group is not None and group.ticket is not None:
             self._saver.end(
@@ -158,8 +160,7 @@ class TurnSaver:
     @property
     def held_bytes(self) -> int:
         """What waits for its group to be full, or for room, as it is held on the device."""
-        decoded = sum(step.nbytes // step.shape[2] for step in self._steps)
-        return decoded + sum(part.num_bytes for group in self._waiting for part in group.parts)
+        return self._decoded_bytes + sum(part.num_bytes for group in self._waiting for part in group.parts)
 
     def submit_held(self) -> None:
         """Submits what waits for room, as far as there is some."""

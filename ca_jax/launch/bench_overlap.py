@@ -40,7 +40,7 @@ class AdjustableLink:
 
     def __init__(self, timer: Timer | None = None) -> None:
         self._timer = timer or TimerThread()
-        self._link = PacedLink(timer=self._timer)
+        self._link = PacedLink(timer=self._timer, copies_early=True)
 
     def set_pace(self, bytes_per_s: float = math.inf) -> None:
         """Makes what is submitted from now on take its time at that bandwidth.
@@ -48,7 +48,7 @@ class AdjustableLink:
         Raises:
           ValueError: a bandwidth that is not positive.
         """
-        self._link = PacedLink(bytes_per_s, timer=self._timer)
+        self._link = PacedLink(bytes_per_s, timer=self._timer, copies_early=True)
 
     def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
         """See `Transfers`."""

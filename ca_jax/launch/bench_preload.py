@@ -143,6 +143,7 @@ class _Bench:
                 self.step()
                 paced = {name: dataclasses.replace(way, prepare=set_pace) for name, way in endless.items()}
                 rounds, same_tokens, recompiles = self._measure(paced | compute, num_new, self.config.repeats)
+                rates = engines["auto"].rates or rates  # Turns have kept them up to date.
                 cell = PreloadCell(
                     link="paced",
                     load_ratio=load_ratio,

@@ -125,9 +125,9 @@ class ThroughputBenchConfig:
 
     concurrent_sessions: int = 8
     """Conversations that go on together; each sends its next message as soon as its answer has ended."""
-    num_turns: int = 5
+    num_turns: int = 8
     """Turns of each conversation."""
-    answer_tokens: int = 128
+    answer_tokens: int = 64
     """Most tokens generated for an answer. Each has as many as were recorded, up to this, so that both ways do the same
     work; the rest of a longer one is prefilled with the next message."""
     context_window: int = 2048

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import random
 import threading
@@ -64,18 +65,28 @@ class PacedLink:
       bytes_per_s: bandwidth; infinite for none.
       layer_s: seconds that each layer takes besides.
       timer: whose time; a thread's own by default.
+      copies_early: bytes arrive when a transfer begins, and not right before it is done: for benches, whose transfers
+        would else take as much longer as their copies do.
 
     Raises:
       ValueError: a bandwidth that is not positive, or a negative time.
     """
 
-    def __init__(self, bytes_per_s: float = math.inf, *, layer_s: float = 0.0, timer: Timer | None = None) -> None:
+    def __init__(
+        self,
+        bytes_per_s: float = math.inf,
+        *,
+        layer_s: float = 0.0,
+        timer: Timer | None = None,
+        copies_early: bool = False,
+    ) -> None:
         if not bytes_per_s > 0:
             raise ValueError(f"bytes_per_s wanted a positive number, found {bytes_per_s}")
         if not 0 <= layer_s < math.inf:
             raise ValueError(f"layer_s wanted at least 0, found {layer_s}")
         self._bytes_per_s = bytes_per_s
         self._layer_s = layer_s
+        self._copies_early = copies_early
         self._timer = timer or TimerThread()
         self._lock = threading.Lock()
         self._free_at_s = -math.inf
@@ -88,11 +99,16 @@ class PacedLink:
 
     def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
         """See `Transfers`."""
-        future, end = _begin(copy)
+        early: Future[Result] = Future()
+        arrive = functools.partial(_run, copy, early)
+        future, end = _begin(early.result if self._copies_early else copy)
         seconds = self.seconds(transfer)
         with self._lock:  # Until it is on its way, so that they end in order of submission.
-            self._free_at_s = max(self._free_at_s, self._timer.now_s()) + seconds
+            begin_s = max(self._free_at_s, self._timer.now_s())
+            self._free_at_s = begin_s + seconds
             self.busy_s += seconds
+            if self._copies_early:
+                self._timer.call_at(begin_s, arrive)
             self._timer.call_at(self._free_at_s, end)
         return future
 
@@ -234,13 +250,14 @@ def _begin(copy: Callable[[], Result]) -> tuple[Future[Result], Callable[[], Non
     """A future that cannot be cancelled, and the action that copies and then completes it."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
+    return future, functools.partial(_run, copy, future)
 
-    def end() -> None:
-        try:
-            result = copy()
-        except BaseException as error:  # Whatever it is, it is for whoever waits.
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
-    return future, end
+def _run(copy: Callable[[], Result], future: Future[Result]) -> None:
+    """Copies, and completes the future with what came of it."""
+    try:
+        result = copy()
+    except BaseException as error:  # Whatever it is, it is for whoever waits.
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -70,7 +70,7 @@ def test_a_read_buffer_is_a_number_of_layers_or_a_word(text, value):
         (["--read_buffer=1.5"], "read_buffer wanted a number of layers or one of auto, all, off, found '1.5'"),
         (["--read_buffer=-1"], "read_buffer wanted at least 0 layers, found -1"),
         (["--prefill_chunk_tokens=100"], "prefill_chunk_tokens must be a multiple of 64, found 100"),
-        (["--max_tpot_ms=-1"], "max_tpot_ms wanted a number >= 0, found -1"),
+        (["--max_tpot_ms=-1"], "max_tpot_ms wanted a number > 0, found -1"),
         (["--max_batch_size=0"], "max_batch_size must be positive, found 0"),
     ],
 )

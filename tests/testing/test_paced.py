@@ -284,3 +284,34 @@ def test_a_test_can_wait_for_those_who_come_to_the_gate():
     gate.let_through()
     thread.join(PATIENCE_S)
     assert results == [5]
+
+
+# Copies that are early.
+
+
+def test_an_early_copy_runs_when_its_transfer_begins_and_takes_nothing_off_its_time():
+    timer = ManualTimer()
+    ran, note = recorder(timer)
+    link = PacedLink(100.0, timer=timer, copies_early=True)
+    first, second = (link.submit(load_of(layer), note(layer)) for layer in range(2))
+    timer.advance(0.0)
+    assert (ran, first.done()) == ([(0, 0.0)], False)
+    timer.advance(1.0)
+    assert (ran, first.done(), second.done()) == ([(0, 0.0), (1, 1.0)], True, False)
+    timer.advance(1.0)
+    assert (len(ran), second.done()) == (2, True)
+
+
+def test_an_early_copy_that_breaks_breaks_its_transfer_at_its_end():
+    timer = ManualTimer()
+    link = PacedLink(100.0, timer=timer, copies_early=True)
+
+    def broken() -> None:
+        raise OSError("broken")
+
+    future = link.submit(load_of(0), broken)
+    timer.advance(0.5)
+    assert not future.done()
+    timer.advance(0.5)
+    with pytest.raises(OSError, match="broken"):
+        future.result(0)
