@@ -34,7 +34,9 @@ from ca_jax.storage.tickets import LoadTicket
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
 _EXECUTION_REGIONS = 2  # Behind the read buffer: one that is computed on, one that is filled.
-_LOOK_S = 5e-4  # While waiting for a copy, how often to look whether the device computes still.
+_LOOK_S = 5e-3
+"""While waiting for a copy, how often to look whether the device computes still. Stalls are known to that, a layer; on
+CPU each look takes a core from what computes."""
 _DEVICE_AHEAD = 1
 """Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
 waits for whatever was dispatched before that buffer was allocated."""
