@@ -44,7 +44,8 @@ class ControlledLoad:
     def read(self, layer: int, dst: np.ndarray) -> Future[None]:
         """As `LoadTicket.read`, but for when it copies and how errors come."""
         num_bytes = dst.nbytes * self.num_tokens // max(dst.shape[1], 1)
-        transfer = Transfer("load", self.key, layer, 1, num_bytes)
+        memory = dst.ctypes.data, dst.ctypes.data + dst.nbytes
+        transfer = Transfer("load", self.key, layer, 1, num_bytes, memory=memory)
         future = self._transfers.submit(transfer, lambda: self.ticket.read(layer, dst).result())
         self._reads.append(future)
         return future

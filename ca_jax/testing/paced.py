@@ -41,6 +41,8 @@ class Transfer:
     """How many."""
     num_bytes: int
     """In all of them; what is padded does not count."""
+    memory: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
+    """Addresses of the first and one past the last byte of where a load puts them, padding included."""
 
 
 class Transfers(Protocol):

@@ -280,3 +280,22 @@ def test_each_way_has_every_place_in_turn() -> None:
     ways = {"a": 1, "b": 2, "c": 3}
     assert ["".join(name for name, _ in in_turn(ways, nth)) for nth in range(4)] == ["abc", "bca", "cab", "abc"]
     assert dict(in_turn(ways, 5)) == ways
+
+
+def test_a_link_copies_only_what_does_not_lie_there_already() -> None:
+    timer = ManualTimer()
+    link = AdjustableLink(timer)
+    copied: list[str] = []
+
+    def load(key: str, start: int, stop: int) -> None:
+        link.submit(Transfer("load", key, 0, 1, 8, memory=(start, stop)), lambda: copied.append(key))
+        timer.advance()
+
+    for key in ("a", "a", "b", "a", "a"):
+        load(key, 100, 110)
+    assert copied == ["a", "b", "a"]
+    load("c", 109, 120)
+    load("a", 100, 110)
+    assert copied == ["a", "b", "a", "c", "a"], "what overlaps is not there any more"
+    load("c", 109, 120)
+    assert copied[-1] == "c"
