@@ -106,7 +106,8 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
             store = dataclasses.replace(store, ssd_dir=directory)
         act: dict[str, Any] = {
             "model": config.model,
-            "engine_config": EngineConfig(max_batch_size=1, store=store),  # One turn at a time.
+            # One turn at a time; what is stored is loaded whole, in the rehearsal of a turn as in the turn.
+            "engine_config": EngineConfig(max_batch_size=1, recompute_if_faster=False, store=store),
             "session_id": f"demo-{config.conversation_id}",
             "max_tokens": config.max_tokens,
         }
