@@ -19,6 +19,10 @@ from ca_jax.rates import Rates, check
 _ROUNDING = 1e-9  # Relative: closer than that, two times are the same.
 
 
+def _as_they_are(history_tokens: int, new_tokens: int) -> tuple[int, int]:
+    return history_tokens, new_tokens
+
+
 def layer_load_s(rates: Rates, history_tokens: int) -> float:
     """Seconds of loading one layer of a history."""
     return rates.load.seconds(history_tokens * rates.layer_token_bytes)
@@ -27,11 +31,6 @@ def layer_load_s(rates: Rates, history_tokens: int) -> float:
 def load_s(rates: Rates, history_tokens: int) -> float:
     """Seconds of loading all layers of a history: the paper's `T_load L_hist`."""
     return rates.num_layers * layer_load_s(rates, history_tokens)
-
-
-def save_s(rates: Rates, num_tokens: int) -> float:
-    """Seconds of saving tokens, layer by layer."""
-    return rates.num_layers * rates.save.seconds(num_tokens * rates.layer_token_bytes)
 
 
 def prefill_s(rates: Rates, history_tokens: int, new_tokens: int) -> float:
@@ -56,11 +55,17 @@ def read_buffer_bytes(rates: Rates, history_tokens: int, new_tokens: int) -> int
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
     """
     num_bytes = rates.num_layers * rates.layer_token_bytes * history_tokens
-    return math.ceil(num_bytes * _share_to_buffer(rates, history_tokens, new_tokens) * (1 - _ROUNDING))
+    share = _share_to_buffer(rates, history_tokens, new_tokens, _as_they_are)
+    return math.ceil(num_bytes * share * (1 - _ROUNDING))
 
 
 def read_buffer_layers(
-    rates: Rates, history_tokens: int, new_tokens: int, *, max_buffer_bytes: int | None = None
+    rates: Rates,
+    history_tokens: int,
+    new_tokens: int,
+    *,
+    max_buffer_bytes: int | None = None,
+    padded: Callable[[int, int], tuple[int, int]] = _as_they_are,
 ) -> int:
     """The same in layers, 0 to L: the depth for `pipeline_s`.
 
@@ -72,8 +77,10 @@ def read_buffer_layers(
       history_tokens: to load.
       new_tokens: to prefill.
       max_buffer_bytes: cap of the read buffer.
+      padded: the (history, new) lengths that are computed for such lengths.
     """
-    depth = math.ceil(rates.num_layers * _share_to_buffer(rates, history_tokens, new_tokens) * (1 - _ROUNDING))
+    share = _share_to_buffer(rates, history_tokens, new_tokens, padded)
+    depth = math.ceil(rates.num_layers * share * (1 - _ROUNDING))
     if max_buffer_bytes is None or not depth:
         return depth
     return min(depth, max_buffer_bytes // (rates.layer_token_bytes * history_tokens))
@@ -192,10 +199,6 @@ class HistoryPlan:
         return "mix" if self.recompute_tokens else "load"
 
 
-def _as_they_are(history_tokens: int, new_tokens: int) -> tuple[int, int]:
-    return history_tokens, new_tokens
-
-
 def choose_history(
     rates: Rates,
     history_tokens: int,
@@ -271,7 +274,9 @@ def hidden_fraction(total_s: float, compute_s: float, transfer_s: float) -> floa
     return 1 - (total_s - compute_s) / transfer_s
 
 
-def _share_to_buffer(rates: Rates, history_tokens: int, new_tokens: int) -> float:
+def _share_to_buffer(
+    rates: Rates, history_tokens: int, new_tokens: int, padded: Callable[[int, int], tuple[int, int]]
+) -> float:
     """The part of a load, 0 to 1, that computing does not hide."""
     loading_s = load_s(rates, history_tokens)
-    return max(0.0, 1 - prefill_s(rates, history_tokens, new_tokens) / loading_s) if loading_s else 0.0
+    return max(0.0, 1 - prefill_s(rates, *padded(history_tokens, new_tokens)) / loading_s) if loading_s else 0.0

@@ -14,7 +14,7 @@ from ca_jax.transfer import device_memory_bytes
 _EXECUTION_REGIONS = 2  # Of the read buffer's memory, behind its cap.
 
 
-def read_buffer_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
+def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
     """Bytes of staging: the read buffer under its cap, and the execution regions behind it."""
     layer_bytes = layout.token_bytes // layout.num_layers * max_tokens
     everything = layout.num_layers * layer_bytes
@@ -35,7 +35,7 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
     for name, cap_gib in (("read_buffer_gib", config.read_buffer_gib), ("write_buffer_gib", config.write_buffer_gib)):
         if cap_gib is not None and cap_gib * GIB > capacity:
             raise ValueError(f"{name} wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
-    read_bytes = read_buffer_bytes(layout, config, runner.history_buckets[-1])
+    read_bytes = staging_bytes(layout, config, runner.history_buckets[-1])
     wanted = {
         "the read buffer": read_bytes,
         "write_buffer_gib": int(config.write_buffer_gib * GIB),

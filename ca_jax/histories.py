@@ -22,6 +22,7 @@ from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.session import Job
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.tickets import LoadTicket, TicketState
@@ -227,7 +228,7 @@ class Histories:
             num_stored,
             num_new,
             block_tokens=self._layout.block_tokens,
-            depth=self._layout.num_layers,
+            depth=self._depth(num_stored, num_new),
             head_start_s=0.0,
             min_gain=_MIN_GAIN,
             padded=self._runner.padded,
@@ -241,7 +242,13 @@ class Histories:
         rates = self._meter.rates
         if wanted != "auto" or self._config.read_buffer_gib is None or rates is None or not num_history:
             return num_layers  # Where there is room for all of it anyway, no layer waits for another's compute.
-        depth = costs.read_buffer_layers(rates, *self._runner.padded(num_history, num_new))
+        depth = costs.read_buffer_layers(
+            rates,
+            num_history,
+            num_new,
+            max_buffer_bytes=int(self._config.read_buffer_gib * GIB),
+            padded=self._runner.padded,
+        )
         return min(max(depth, 1) + _SLACK_LAYERS, num_layers)
 
     def _predict(self, num_history: int, num_new: int, depth: int) -> float | None:
@@ -250,6 +257,7 @@ class Histories:
         if rates is None:
             return None
         compute_s = costs.layer_compute_s(rates, *self._runner.padded(num_history, num_new))
-        return costs.pipeline_s(
-            costs.layer_load_s(rates, num_history), compute_s, rates.num_layers, depth, head_start_s=0.0
-        )
+        load_s = costs.layer_load_s(rates, num_history)
+        if self._config.read_buffer == "off":
+            return costs.blocking_s(load_s, compute_s, rates.num_layers)
+        return costs.pipeline_s(load_s, compute_s, rates.num_layers, depth, head_start_s=0.0)

@@ -10,7 +10,7 @@ is read twice, by its prefill and when it is put into the decode slot.
 
 Everything happens on the engine's thread; only the store's own threads copy.
 
-Not here: crossing to the device (transfer), which KV and how deep (session_kv, costs), computing (runner).
+Not here: crossing to the device (transfer), which KV and how deep (histories, costs), computing (runner).
 Source: layer-wise pre-loading with a read buffer, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
 """
 
@@ -91,7 +91,6 @@ class LayerLoad:
         self._has_begun = False
         self._reclaim: Callable[[int], jax.Array] | None = None
         self._stages: list[_Stage] = []
-        self._opened_s = time.perf_counter()
 
     @property
     def num_layers(self) -> int:

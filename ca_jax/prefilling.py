@@ -8,10 +8,12 @@ Not here: which job and how many tokens (engine), staging (layer_loader), jitted
 
 from __future__ import annotations
 
+import logging
 import time
 
 import jax
 
+from ca_jax import costs
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.histories import History
 from ca_jax.metrics import EngineMetrics
@@ -20,6 +22,7 @@ from ca_jax.session import Job
 from ca_jax.session_kv import SessionKV
 from ca_jax.turn_saver import TurnSaver
 
+_LOG = logging.getLogger(__name__)
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 
 
@@ -97,7 +100,8 @@ class Prefilling:
                 history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
                 self._dispatch(num_tokens)
                 self._kv.histories.complete(self.job, history)
-            except Exception:
+            except Exception:  # Whatever it is: if it was not the load, it will break again, and end the job.
+                _LOG.warning("the load of job %d broke: its prompt is prefilled whole", self.job.job_id, exc_info=True)
                 self._begin_anew()
                 self._dispatch(min(self.num_left, self._runner.chunk_tokens))
         self._metrics.prefill_passes += 1
@@ -118,7 +122,7 @@ class Prefilling:
             self._kv.meter.add_prefill(padded_history, padded_new, self._computing_s)
         predicted_s = None if self._history is None else self._history.predicted_s
         if predicted_s is not None:
-            self._metrics.prediction_errors.append(predicted_s / self._computing_s - 1)
+            self._metrics.prediction_errors.append(costs.prediction_error(predicted_s, self._computing_s))
 
     def insert(self) -> None:
         """Moves the KV into its decode slot. Does not wait."""

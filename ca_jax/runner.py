@@ -24,7 +24,7 @@ from ca_jax.transfer import to_device
 _TIMED_RUNS = 3
 
 
-class History(Protocol):
+class LayerSource(Protocol):
     """Where a prefill takes its history from, layer by layer; see `layer_loader.LayerLoad`."""
 
     def layer(self, layer: int) -> jax.Array:
@@ -173,7 +173,7 @@ class Runner:
         self,
         prefill: Prefill,
         num_tokens: int,
-        history: History | None = None,
+        history: LayerSource | None = None,
         on_layer: Callable[[int, jax.Array], None] = _no_layer,
     ) -> None:
         """Runs some of the new tokens over all that is before them, layer by layer. Does not wait for the device.
@@ -236,7 +236,7 @@ class Runner:
         return done
 
     def _extend_past(
-        self, prefill: Prefill, layer: int, start: jax.Array, num_tokens: int, history: History | None
+        self, prefill: Prefill, layer: int, start: jax.Array, num_tokens: int, history: LayerSource | None
     ) -> None:
         """Puts a pass's KV behind its past, so that the next pass finds all of it."""
         past, capacity = prefill.past[layer], self.padded_history(num_tokens)

@@ -18,7 +18,7 @@ import numpy as np
 from ca_jax.async_saver import AsyncSaver, LayerPart
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
-from ca_jax.device_memory import read_buffer_bytes
+from ca_jax.device_memory import staging_bytes
 from ca_jax.errors import TenantError
 from ca_jax.histories import Histories, History
 from ca_jax.layer_loader import LayerLoader
@@ -76,7 +76,7 @@ class SessionKV:
         self._metrics = metrics
         self._warn_of_small_caps(layout, max_tokens)
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
-        self._loader = LayerLoader(layout, read_buffer_bytes(layout, config, max_tokens), timeline=timeline)
+        self._loader = LayerLoader(layout, staging_bytes(layout, config, max_tokens), timeline=timeline)
         self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
         self.histories = Histories(self._store, self._loader, runner, layout, config, self.meter, metrics)
         self.write_buffer = WriteBuffer(

@@ -99,7 +99,6 @@ def test_rates_are_fitted_each_to_its_own_samples():
     )
     assert costs.layer_load_s(rates, 20) == pytest.approx(2)
     assert costs.load_s(rates, 20) == pytest.approx(8)
-    assert costs.save_s(rates, 20) == pytest.approx(16)
     assert costs.prefill_s(rates, 0, 20) == pytest.approx(10)
     assert costs.layer_compute_s(rates, 0, 20) == pytest.approx(2.5)
 

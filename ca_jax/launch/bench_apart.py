@@ -28,7 +28,7 @@ _SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the d
 
 @dataclasses.dataclass(frozen=True)
 class HistoryOnDevice:
-    """A history that needs no loading; a `runner.History`."""
+    """A history that needs no loading; a `runner.LayerSource`."""
 
     num_tokens: int
     """Of it that count."""

@@ -84,7 +84,10 @@ class PreloadCell:
         compute_s, head_start_s = rows[0].compute_s, statistics.median(row.head_start_s for row in rows)
         return DepthRow(
             load_ratio=load_ratio,
-            by_rates=max(1, costs.read_buffer_layers(rates, *padded)),
+            by_rates=max(
+                1,
+                costs.read_buffer_layers(rates, self.history_tokens, self.new_tokens, padded=lambda *_: padded),
+            ),
             best=costs.best_depth(*self._of_layer(compute_s), self.num_layers, head_start_s),
             measured_best=min(depth for depth, time_s in ttft_s.items() if time_s <= as_fast_s),
             noise=NOISE,

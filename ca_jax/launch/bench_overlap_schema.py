@@ -122,7 +122,7 @@ class DepthRow:
     load_ratio: float
     """See `PreloadRow`."""
     by_rates: int
-    """Layers by `costs.read_buffer_layers`, at least 1, from the rates that the engine measured when it warmed up."""
+    """Layers by `costs.read_buffer_layers`, at least 1, from rates of the engine's warm-up and its turns since."""
     best: int
     """Layers by `costs.best_depth`, from this run's load and compute."""
     measured_best: int
