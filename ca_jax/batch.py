@@ -15,6 +15,7 @@ import numpy as np
 from ca_jax import costs
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
+from ca_jax.conversations import padded
 from ca_jax.decoder import Decoder, DecodeRow
 from ca_jax.metrics import EngineMetrics
 from ca_jax.prefilling import Prefilling
@@ -25,6 +26,7 @@ from ca_jax.session import FinishReason, Job
 from ca_jax.session_kv import SessionKV
 from ca_jax.timeline import Timeline
 from ca_jax.transfer import to_host_memory
+from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver
 
 
@@ -36,6 +38,7 @@ class Batch:
       runner: computes.
       sampler: draws.
       kv: of sessions.
+      truncator: makes room where a context is full.
       config: the engine's.
       metrics: where what happens is counted.
       timeline: told of phases.
@@ -48,6 +51,7 @@ class Batch:
         runner: Runner,
         sampler: Sampler,
         kv: SessionKV,
+        truncator: Truncator,
         config: EngineConfig,
         metrics: EngineMetrics,
         timeline: Timeline,
@@ -61,6 +65,7 @@ class Batch:
         self._metrics = metrics
         self._timeline = timeline
         self._window = window
+        self._truncator = truncator
         self._watch = ComputeWatch(timeline)
         self._decoder = Decoder(runner, sampler)
         self._savers: dict[Job, TurnSaver] = {}
@@ -110,7 +115,7 @@ class Batch:
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
-            self._prefilling = Prefilling(job, self._runner, self._kv, self._metrics, self._watch)
+            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._metrics, self._watch)
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
             self._fail(job, error)
@@ -124,7 +129,7 @@ class Batch:
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
-            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids)]), job.slot)[0])
+            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)[0])
         except Exception as error:  # As above.
             self._fail(job, error)
             return
@@ -154,8 +159,11 @@ class Batch:
             prefilling.release()
 
     def _decode(self, jobs: list[Job]) -> None:
+        jobs = [job for job in jobs if self._makes_room(job)]
+        if not jobs:
+            return
         rows = [
-            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1)
+            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1, job.num_gone)
             for job in jobs
             if job.slot is not None
         ]
@@ -166,22 +174,33 @@ class Batch:
         self._kv.write_buffer.make_room(len(rows))
         started_s = time.perf_counter()
         with self._timeline.annotate("engine", "decode", rows=len(rows)):
-            drawn, kv = self._decoder.step(rows, run_ahead=more and is_alone)
+            drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone)
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self._metrics.decode_steps += 1
         if self._savers:
             kv = to_host_memory(kv)  # Once for all of its rows.
         for row, job in zip(rows, jobs, strict=True):
+            if received is not None and job.attention is not None:
+                job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
             if job in self._savers:
                 self._savers[job].add_decoded(row.token, kv, row.slot)
             self._accept(job, int(drawn[row.slot]))
+
+    def _makes_room(self, job: Job) -> bool:
+        """Drops tokens of a job whose context is full; whether it can go on. One that breaks ends alone."""
+        if job.num_tokens >= self._window:
+            try:
+                self._truncator.cut_running(job, self._savers.get(job))
+            except Exception as error:  # As above: a discarder may be anybody's.
+                self._fail(job, error)
+        return not job.done
 
     def _accept(self, job: Job, token: int) -> None:
         """Takes a drawn token and ends the job if it is the last."""
         if not job.output_ids:
             job.first_token_s = time.perf_counter()
-        job.output_ids.append(token)
+        job.add(token)
         job.token_times_s.append(time.perf_counter())
         if job.slot is not None:
             self._sampler.mark(job.slot, token)
@@ -192,8 +211,12 @@ class Batch:
             job.pieces.append(piece)
         if job.output.stopped:
             self._finish(job, FinishReason.STOP)
-        elif len(job.output_ids) >= job.params.max_tokens or job.num_tokens >= self._window:
+        elif len(job.output_ids) >= job.params.max_tokens or not self._goes_on(job):
             self._finish(job, FinishReason.LENGTH)
+
+    def _goes_on(self, job: Job) -> bool:
+        """Whether there is room in the window for another token, or can be made."""
+        return job.num_tokens < self._window or self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
         if piece := job.output.finish():

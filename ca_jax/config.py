@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ca_jax.overflow import OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
 READ_BUFFERS = ("auto", "all", "off")
@@ -26,6 +27,8 @@ class EngineConfig:
     """Of weights and KV: `float32` or `bfloat16`. None: float32 on CPU (bfloat16 is slow there), else bfloat16."""
     context_window: int | None = None
     """Most tokens a session may hold, answer included; None: the model's, at most 4,096. Every slot has this room."""
+    overflow: OverflowConfig | None = dataclasses.field(default_factory=OverflowConfig)
+    """What happens when a conversation outgrows the window. None: it is an error, or ends the answer."""
     max_batch_size: int = 8
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512
@@ -61,6 +64,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be positive, found {value}")
         if self.prefill_chunk_tokens % 64:
             raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, found {self.prefill_chunk_tokens}")
+        if self.overflow is not None and self.context_window is not None:
+            self.overflow.check_window(self.context_window)
         is_number = isinstance(self.read_buffer, int) and not isinstance(self.read_buffer, bool)
         if not is_number and self.read_buffer not in READ_BUFFERS:
             wanted = ", ".join(READ_BUFFERS)

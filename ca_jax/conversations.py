@@ -5,11 +5,18 @@ Not here: sessions (session), where the bytes are kept (storage).
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import itertools
 import json
 import zlib
+from collections.abc import Sequence
 
-_FORMAT = 1
+import numpy as np
+import numpy.typing as npt
+
+_FORMAT = 2
+_PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +29,106 @@ class Conversation:
     """The conversation as text, oldest first."""
     turn_starts: list[tuple[int, int]]
     """Tokens and messages there were before each turn."""
+    num_dropped: int = 0
+    """Tokens that were dropped from it, since the context was full or by hand."""
+    lineage: int = 0
+    """Those of them that had others behind them which stayed: KV of another lineage has seen other tokens."""
+    positions: list[int] = dataclasses.field(default_factory=list)
+    """At which its keys are used, where those are not their places: KV that was cut naively."""
+    attention: list[float] = dataclasses.field(default_factory=list)
+    """That its first tokens received, summed over layers, heads and queries; empty where that is not measured."""
+    num_to_repair: int = 0
+    """First tokens some of whose KV the next prefill computes anew: those that were there when others left."""
+    to_drift: list[int] = dataclasses.field(default_factory=list)
+    """For each truncation since then, how many first tokens are left of those that drifted by it."""
+
+    def with_turn(
+        self,
+        token_ids: list[int],
+        message: str,
+        answer: str,
+        positions: Sequence[int] = (),
+        attention: np.ndarray | None = None,
+    ) -> Conversation:
+        """The conversation with a turn behind it; `token_ids`, `positions` and `attention` are those of all of it."""
+        said = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        return dataclasses.replace(
+            self,
+            token_ids=list(token_ids),
+            messages=self.messages + said,
+            turn_starts=[*self.turn_starts, (len(self.token_ids), len(self.messages))],
+            positions=extended(positions, len(token_ids)) if len(positions) else [],
+            attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
+        )
+
+    def take(self, num_tokens: int) -> Conversation:
+        """Its first tokens, and the messages of the turns that begin before their end."""
+        turn_starts = [start for start in self.turn_starts if start[0] < num_tokens]
+        num_messages = self.turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self.turn_starts) else None
+        return dataclasses.replace(
+            self.with_kv_of(num_tokens),
+            token_ids=self.token_ids[:num_tokens],
+            messages=self.messages[:num_messages],
+            turn_starts=turn_starts,
+            positions=self.positions[:num_tokens],
+            attention=self.attention[:num_tokens],
+        )
+
+    def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
+        """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
+        to_drift = [*self.to_drift, num_tokens] if drifts and num_tokens else self.to_drift
+        return dataclasses.replace(self, num_to_repair=num_tokens, to_drift=to_drift)
+
+    def with_kv_of(self, num_tokens: int) -> Conversation:
+        """The same, of which no more tokens have KV from before a cut: what is behind them is computed anew."""
+        return dataclasses.replace(
+            self,
+            num_to_repair=min(self.num_to_repair, num_tokens),
+            to_drift=[min(each, num_tokens) for each in self.to_drift] if num_tokens else [],
+        )
+
+    def cut(
+        self, discarded: np.ndarray, *, keeps_positions: bool = False, others: np.ndarray | None = None
+    ) -> Conversation:
+        """What is left without some tokens.
+
+        A turn of which nothing is left but what is before the first token that leaves loses its messages too.
+
+        Args:
+          discarded: bool `[T]`, True where a token leaves.
+          keeps_positions: whether keys are used at their old positions from now on.
+          others: the same for the tokens of a turn that runs, which are not of the conversation yet.
+        """
+        everything = discarded if others is None else np.concatenate([discarded, others])
+        left = np.flatnonzero(~everything)
+        kept = np.flatnonzero(~discarded)
+        first_gone = int(discarded.argmax()) if discarded.any() else len(discarded)
+        num_before = np.concatenate([[0], np.cumsum(~discarded)])
+        bounds = [*self.turn_starts, (len(self.token_ids), len(self.messages))]
+        messages, turn_starts = self.messages[: bounds[0][1]], []
+        for (start, first_message), (stop, end_message) in itertools.pairwise(bounds):
+            if stop <= first_gone or num_before[max(start, first_gone)] < num_before[stop]:
+                turn_starts.append((int(num_before[start]), len(messages)))
+                messages = messages + self.messages[first_message:end_message]
+        positions = np.array(extended(self.positions, len(self.token_ids)), np.int32)
+        return Conversation(
+            token_ids=[self.token_ids[i] for i in kept],
+            messages=messages,
+            turn_starts=turn_starts,
+            num_dropped=self.num_dropped + int(everything.sum()),
+            lineage=self.lineage + int(everything[: left[-1]].sum() if len(left) else 0),
+            positions=positions[kept].tolist() if keeps_positions else [],
+            attention=padded(self.attention, len(discarded))[kept].tolist() if self.attention else [],
+            num_to_repair=int((~everything[: self.num_to_repair]).sum()),
+            to_drift=[num_left for each in self.to_drift if (num_left := int((~everything[:each]).sum()))],
+        )
 
     def to_bytes(self) -> bytes:
-        """As compressed JSON."""
-        return zlib.compress(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}).encode(), level=1)
+        """As compressed JSON, lists of numbers packed: of 12,800 tokens in under a millisecond."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, dtype in _PACKED.items():
+            fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
+        return zlib.compress(json.dumps({"format": _FORMAT, **fields}).encode(), level=1)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Conversation:
@@ -38,10 +141,31 @@ class Conversation:
             fields = json.loads(zlib.decompress(data))
             if fields["format"] != _FORMAT:
                 raise ValueError(f"wanted a conversation of format {_FORMAT}, found {fields['format']!r}")
+            packed = {
+                name: np.frombuffer(base64.b64decode(fields[name], validate=True), dtype).tolist()
+                for name, dtype in _PACKED.items()
+            }
+            if not np.isfinite(packed["attention"]).all():
+                raise ValueError("wanted attention as finite numbers, found others")
             return cls(
-                token_ids=[int(token) for token in fields["token_ids"]],
                 messages=[{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]],
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
+                lineage=int(fields["lineage"]),
+                num_dropped=int(fields["num_dropped"]),
+                num_to_repair=int(fields["num_to_repair"]),
+                to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
+                **packed,
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error
+
+
+def extended(positions: Sequence[int], num_tokens: int) -> list[int]:
+    """Positions of the first tokens, with those of the others behind them: their places."""
+    return [*positions, *range(len(positions), num_tokens)]
+
+
+def padded(attention: npt.ArrayLike, num_tokens: int) -> np.ndarray:
+    """What tokens received, f32 `[num_tokens]`: none where nothing is known."""
+    known = np.asarray(attention, np.float32)
+    return np.concatenate([known, np.zeros(max(num_tokens - len(known), 0), np.float32)])[:num_tokens]

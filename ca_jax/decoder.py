@@ -32,6 +32,8 @@ class DecodeRow:
     """The last token, whose KV this step computes."""
     length: int
     """Tokens already in the slot."""
+    num_dropped: int = 0
+    """Tokens that have left it: a draw is by how many tokens there were, and must not be the same again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +42,10 @@ class _Flight:
 
     batch: tuple[tuple[int, int, int], ...]  # job, slot, length
     lengths: np.ndarray
+    dropped: np.ndarray
     drawn: jax.Array
     kv: jax.Array
+    received: jax.Array | None
 
 
 class Decoder:
@@ -57,7 +61,7 @@ class Decoder:
         self._sampler = sampler
         self._ahead: _Flight | None = None
 
-    def step(self, rows: list[DecodeRow], run_ahead: bool) -> tuple[np.ndarray, jax.Array]:
+    def step(self, rows: list[DecodeRow], run_ahead: bool) -> tuple[np.ndarray, jax.Array, np.ndarray | None]:
         """Decodes one token for each row, and waits for them.
 
         Args:
@@ -65,27 +69,33 @@ class Decoder:
           run_ahead: whether all rows are likely to want another token, and nobody else waits for the device.
 
         Returns:
-          Drawn tokens i32 `[n]` by slot, and the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`.
+          Drawn tokens i32 `[n]` by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
+          attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
         """
         batch = tuple((row.job_id, row.slot, row.length) for row in rows)
         flight, self._ahead = self._ahead, None
         if flight is None or flight.batch != batch:
             num_rows = pad_to(self._runner.batch_buckets, 1 + max(row.slot for row in rows))
-            tokens, lengths = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+            tokens, lengths, dropped = (np.zeros(num_rows, np.int32) for _ in range(3))
             for row in rows:
-                tokens[row.slot], lengths[row.slot] = row.token, row.length
-            flight = self._dispatch(batch, tokens, lengths)
+                tokens[row.slot], lengths[row.slot], dropped[row.slot] = row.token, row.length, row.num_dropped
+            flight = self._dispatch(batch, tokens, lengths, dropped)
         if run_ahead and not self._sampler.has_penalties:
             lengths = flight.lengths.copy()
             for row in rows:
                 lengths[row.slot] += 1
             self._ahead = self._dispatch(
-                tuple((job, slot, length + 1) for job, slot, length in batch), flight.drawn, lengths
+                tuple((job, slot, length + 1) for job, slot, length in batch), flight.drawn, lengths, flight.dropped
             )
-        return to_host(flight.drawn), flight.kv
+        received = None if flight.received is None else to_host(flight.received)
+        return to_host(flight.drawn), flight.kv, received
 
     def _dispatch(
-        self, batch: tuple[tuple[int, int, int], ...], tokens: np.ndarray | jax.Array, lengths: np.ndarray
+        self,
+        batch: tuple[tuple[int, int, int], ...],
+        tokens: np.ndarray | jax.Array,
+        lengths: np.ndarray,
+        dropped: np.ndarray,
     ) -> _Flight:
-        logits, kv = self._runner.decode(tokens, lengths)
-        return _Flight(batch, lengths, self._sampler.start(logits, lengths + 1), kv)
+        logits, kv, received = self._runner.slots.decode(tokens, lengths)
+        return _Flight(batch, lengths, dropped, self._sampler.start(logits, lengths + dropped + 1), kv, received)

@@ -40,7 +40,7 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         "the read buffer": read_bytes,
         "write_buffer_gib": int(config.write_buffer_gib * GIB),
         "the weights": runner.param_bytes,
-        "the decode slots": runner.slot_bytes,
+        "the decode slots": runner.slots.num_bytes,
     }
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())

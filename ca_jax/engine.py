@@ -20,11 +20,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 
 from ca_jax.batch import Batch
 from ca_jax.config import EngineConfig
-from ca_jax.conversations import Conversation
+from ca_jax.conversations import Conversation, padded
 from ca_jax.device_memory import check_buffers
+from ca_jax.drift import Drift
 from ca_jax.errors import (
     ContextWindowError,
     InvalidRequestError,
@@ -47,6 +49,7 @@ from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
 from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.truncator import Truncator
 from ca_jax.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
@@ -85,6 +88,12 @@ class Engine:
         self.window = self.config.context_window or min(limit, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
             raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
+        drift = None
+        if self.config.overflow is not None:
+            self.config.overflow.check_window(self.window)
+            if self.config.overflow.drift is not None:
+                drift = Drift.load(self.config.overflow.drift)
+                drift.check_model(model.config, model.fingerprint)
         self._lock = threading.RLock()
         self._wakeup = Wakeup()
         self._closed = False
@@ -99,6 +108,7 @@ class Engine:
             max_batch_size=self.config.max_batch_size,
             chunk_tokens=self.config.prefill_chunk_tokens,
             shorter_passes=self.config.max_tpot_ms is not None,
+            with_attention=self.config.overflow is not None and self.config.overflow.token_discarder.needs_attention,
             timeline=timeline,
         )
         layout = KVLayout(
@@ -119,11 +129,15 @@ class Engine:
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
+        self._truncator = Truncator(
+            self.config.overflow, drift, self._kv, self._runner, self.metrics, window=self.window
+        )
         self._batch = Batch(
             self._scheduler,
             self._runner,
             self._sampler,
             self._kv,
+            self._truncator,
             self.config,
             self.metrics,
             timeline,
@@ -194,12 +208,25 @@ class Engine:
         """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
         with self._lock:
             self._check_open()
-            if isinstance(message, str):
-                ids = turn_ids(self.model, session.token_ids, session.messages, message)
+            text = message if isinstance(message, str) else None
+            if text is not None:
+                ids = turn_ids(self.model, session.token_ids, session.messages, text)
+                new_ids = ids[len(session.token_ids) :]
             else:
                 new_ids = prompt_ids(self.model, message)
-                ids, message = session.token_ids + new_ids, text_of(self.model, new_ids)
-            job = self._make_job(ids, params, session, message, priority)
+            discarded = self._truncator.for_prompt(session, len(new_ids))
+            num_leaving = 0 if discarded is None else int(discarded.sum())
+            if text is not None and discarded is not None and discarded.all():  # It begins anew, with this message.
+                new_ids = turn_ids(self.model, [], session.conversation.take(0).messages, text)
+            self._check_length(len(session.token_ids) - num_leaving + len(new_ids))
+            if discarded is not None:
+                self._truncator.cut(session, discarded)
+            said = text_of(self.model, new_ids) if text is None else text
+            job = self._make_job(session.token_ids + new_ids, params, session, said, priority)
+            job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
+            job.num_gone = session.conversation.num_dropped
+            if self._runner.with_attention:
+                job.attention = padded(session.conversation.attention, len(session.token_ids))
             self._kv.announce(job, session)
             self._scheduler.submit(job)
             return job
@@ -280,6 +307,9 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
+            for job in (*self._scheduler.waiting, *self._scheduler.running):
+                if job.session is session:
+                    self.cancel(job)
             self._sessions.pop(session.session_id, None)
             self._kv.truncate(session, 0)
 
@@ -290,6 +320,12 @@ class Engine:
             self._kv.truncate(session, len(left.token_ids))
             session.resume(left)
             self._kv.remember(session)
+
+    def discard(self, session: Session, discarded: np.ndarray) -> None:
+        """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
+        with self._lock:
+            self._check_open()
+            self._truncator.cut(session, discarded, by_hand=True)
 
     @property
     def stored(self) -> StoredSessions:
@@ -349,6 +385,7 @@ class Engine:
             history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
             new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
             self._runner.warmup(history, new, progress)
+            self._truncator.warmup()
             self._sampler.warmup(self._runner.batch_buckets)
             self._measure(history, new)
             return time.perf_counter() - started_s
@@ -424,10 +461,7 @@ class Engine:
         message: str = "",
         priority: int = 0,
     ) -> Job:
-        if len(ids) >= self.window:
-            raise ContextWindowError(
-                f"wanted a prompt under the context window of {self.window} tokens, found {len(ids)}"
-            )
+        self._check_length(len(ids))
         tokenizer = self.model.tokenizer
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.stop_token_ids))
         return Job(
@@ -439,6 +473,12 @@ class Engine:
             message=message,
             priority=priority,
         )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self.window:
+            raise ContextWindowError(
+                f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
+            )
 
     def _measure(self, num_history: int, num_new: int) -> None:
         """Measures rates of what was warmed up."""

@@ -97,13 +97,13 @@ class Histories:
         """Whether a job's load has begun early."""
         return self._preloaded is not None and self._preloaded[0] is job
 
-    def preload(self, job: Job, key: str) -> None:
+    def preload(self, job: Job, key: str, lineage: int) -> None:
         """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
         self.give_up_preloaded()
-        self._preloaded = job, self._open(job, key)
+        self._preloaded = job, self._open(job, key, lineage)
         self._metrics.preloads += self._preloaded[1].load is not None
 
-    def open(self, job: Job, key: str) -> History:
+    def open(self, job: Job, key: str, lineage: int) -> History:
         """A job's turn has come: begins to load its history, unless that has begun already.
 
         Says in `job` how many tokens' KV is loaded, and from where.
@@ -112,7 +112,7 @@ class Histories:
             (_, history), self._preloaded = self._preloaded, None
         else:
             self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
-            history = self._open(job, key)
+            history = self._open(job, key, lineage)
         job.cached_tokens = history.num_loaded
         job.cached_tier = "ssd" if history.from_ssd else "dram"
         self._metrics.loaded_histories += 0 < history.num_loaded == history.num_stored
@@ -178,13 +178,13 @@ class Histories:
         load.release()
         self._store.complete_load(ticket)
 
-    def _open(self, job: Job, key: str) -> History:
+    def _open(self, job: Job, key: str, lineage: int) -> History:
         """Begins to load as much of the stored prefix of a prompt as is worth it.
 
         Its last token is never part of it, since its logits are wanted.
         """
         wanted = job.prompt_ids[:-1]
-        ticket = self._store.prepare_load(key, wanted, truncate=True) if wanted else None
+        ticket = self._store.prepare_load(key, wanted, truncate=True, num_dropped=lineage) if wanted else None
         if ticket is None and self._store.residency(key) is Residency.DRAM:
             self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
         try:

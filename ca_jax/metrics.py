@@ -41,6 +41,14 @@ class EngineMetrics:
     """Turns whose stored history was loaded in part and recomputed behind that, which was predicted to be faster."""
     recomputed_histories: int = 0
     """Turns whose stored history was recomputed, which was predicted to be faster."""
+    truncations: int = 0
+    """Times tokens left a conversation, since its context was full or by `Session.discard`."""
+    dropped_tokens: int = 0
+    """Tokens that left then."""
+    repaired_tokens: int = 0
+    """Tokens whose stored KV was computed anew in part, since others had left."""
+    invalidated_histories: int = 0
+    """Stored histories lost to truncation, since their positions were in them (method `of`)."""
     preloads: int = 0
     """Loads that began while another job still ran."""
     load_stall_s: float = 0.0

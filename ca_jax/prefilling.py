@@ -12,14 +12,18 @@ import logging
 import time
 
 import jax
+import numpy as np
 
 from ca_jax import costs
 from ca_jax.compute_watch import ComputeWatch
+from ca_jax.conversations import padded
 from ca_jax.histories import History
 from ca_jax.metrics import EngineMetrics
+from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Prefill, Runner
-from ca_jax.session import Job
+from ca_jax.session import Job, Session
 from ca_jax.session_kv import SessionKV
+from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver
 
 _LOG = logging.getLogger(__name__)
@@ -33,11 +37,20 @@ class Prefilling:
       job: whose; its slot is set.
       runner: computes.
       kv: has its history, and takes what is new.
+      truncator: says whether a history is to be repaired.
       metrics: where passes, and how well their time was predicted, are counted.
       watch: told of every pass.
     """
 
-    def __init__(self, job: Job, runner: Runner, kv: SessionKV, metrics: EngineMetrics, watch: ComputeWatch) -> None:
+    def __init__(
+        self,
+        job: Job,
+        runner: Runner,
+        kv: SessionKV,
+        truncator: Truncator,
+        metrics: EngineMetrics,
+        watch: ComputeWatch,
+    ) -> None:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} was planned without a slot")
         self.job = job
@@ -49,7 +62,9 @@ class Prefilling:
         self._kv = kv
         self._metrics = metrics
         self._watch = watch
+        self._truncator = truncator
         self._history: History | None = None
+        self._repair: RepairedHistory | None = None
         self._was_alone = True
         self._computing_s = 0.0
         self._layer_since_s = 0.0
@@ -59,8 +74,12 @@ class Prefilling:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
         job = self.job
         if job.session is not None:
-            self._history = self._kv.open_history(job, job.session)
-            self.saver = self._kv.begin_saving(job.session, self._history.num_stored)
+            history = self._history = self._kv.open_history(job, job.session)
+            self._forget_lost(job.session, history.num_stored)
+            if history.load is not None:
+                self._repair = self._truncator.repaired(job.session, history.load, job.prompt_ids[: history.num_loaded])
+            if self._repair is None:
+                self.saver = self._kv.begin_saving(job.session, history.num_stored)
             self._prefill = self._start(job.cached_tokens)
 
     @property
@@ -100,6 +119,8 @@ class Prefilling:
                 history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
                 self._dispatch(num_tokens)
                 self._kv.histories.complete(self.job, history)
+                if self._repair is not None:
+                    self._save_repaired(self._repair)
             except Exception:  # Whatever it is: if it was not the load, it will break again, and end the job.
                 _LOG.warning("the load of job %d broke: its prompt is prefilled whole", self.job.job_id, exc_info=True)
                 self._begin_anew()
@@ -113,6 +134,12 @@ class Prefilling:
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
         self._metrics.prefill_steps += 1
+        if self._prefill.received:
+            known = self.job.attention if self._prefill.history_length else None  # What is computed anew receives anew.
+            received = padded(() if known is None else known, len(self.job.prompt_ids))
+            for each in self._prefill.received:
+                each.add_to(received)
+            self.job.attention = received
         new_tokens = len(self._prefill.tokens)
         if not self._was_alone or new_tokens > self._runner.chunk_tokens:
             return
@@ -137,19 +164,20 @@ class Prefilling:
             self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> Prefill:
-        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
+        positions = np.fromiter(self.job.positions[:num_loaded], np.int32) if self.job.positions else None
+        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded, positions)
 
     def _dispatch(self, num_tokens: int) -> None:
         prefill = self._prefill
         start = self.num_before
         is_first = not prefill.num_done
-        load = None if self._history is None or not is_first else self._history.load
+        history = None if self._history is None or not is_first else self._repair or self._history.load
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
         self._layer_since_s = time.perf_counter()
-        self._runner.run_pass(prefill, num_tokens, load, self._take_layer)
+        self._runner.run_pass(prefill, num_tokens, history, self._take_layer)
         if self.saver is not None:
             self.saver.end_pass()
 
@@ -163,15 +191,45 @@ class Prefilling:
     def _begin_anew(self) -> None:
         """Forgets the history, and what was computed from it: all of the prompt is prefilled."""
         job, history = self.job, self._history
-        if history is None or job.session is None or self.saver is None:
+        if history is None or job.session is None:
             raise RuntimeError(f"job {job.job_id} has no history that could break")
         jax.block_until_ready(self._prefill.outputs)
-        self.saver.give_up()
-        self._kv.write_buffer.end(self.saver)
+        if self.saver is not None:
+            self.saver.give_up()
+            self._kv.write_buffer.end(self.saver)
         self._kv.fail_history(history)
+        self._forget_lost(job.session, 0)
         self.saver = self._kv.begin_saving(job.session, 0)
-        self._history, job.cached_tokens = None, 0
+        self._history = self._repair = None
+        job.cached_tokens = 0
         self._prefill = self._start(0)
+
+    def _forget_lost(self, session: Session, num_stored: int) -> None:
+        """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
+        left = session.conversation
+        if left.num_to_repair > num_stored:
+            session.resume(left.with_kv_of(num_stored))
+        self.job.positions = self.job.positions[:num_stored]
+
+    def _save_repaired(self, repair: RepairedHistory) -> None:
+        """Has the repaired history stored in place of what was, and what the first pass computed behind it."""
+        session, prefill = self.job.session, self._prefill
+        if session is None:
+            raise RuntimeError(f"job {self.job.job_id} has a history and no session")
+        self._repair = None
+        self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
+        self.saver = self._kv.begin_saving_anew(session)
+        parts = (
+            (self.job.prompt_ids[: prefill.history_length], 0, repair.layers),
+            (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
+        )
+        for token_ids, start, layers in parts:
+            self.saver.begin_pass(token_ids, start)
+            for layer, kv in enumerate(layers):
+                self.saver.add_layer(layer, kv)
+            self.saver.end_pass()
+        self.job.repaired_tokens = round(repair.num_recomputed)
+        self._metrics.repaired_tokens += self.job.repaired_tokens
 
     def _wait(self) -> None:
         """Waits for the last pass, and has the next job's load go on meanwhile."""

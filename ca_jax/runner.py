@@ -1,6 +1,6 @@
-"""Owner of device state: weights, decode slots, padded lengths. Calls `steps` and pads what goes in.
+"""Owner of device state: weights and padded lengths. Prefills, and keeps the decode slots.
 
-Not here: sessions, the store, what to run (engine), jitted code (steps).
+Not here: sessions, the store, what to run (engine), what is done to the slots (decode_slots), jitted code (steps).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import jax
 import numpy as np
 
 from ca_jax import steps
+from ca_jax.blend import Blender, BlendPlan
 from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes
-from ca_jax.models.attention import SLOT_BLOCK, slot_attention
+from ca_jax.decode_slots import DecodeSlots
+from ca_jax.drift import Drift, add_drift
+from ca_jax.models import rope
+from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.timeline import NO_TIMELINE, Timeline
-from ca_jax.transfer import to_device
+from ca_jax.transfer import to_device, to_host
 
 _TIMED_RUNS = 3
 
@@ -37,6 +41,26 @@ class LayerSource(Protocol):
         """Nothing else reads what `layer` gave when `result` is ready."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Attention that tokens received from the new ones of one pass, summed over layers and query heads."""
+
+    attention: jax.Array
+    """f32 `[S + T]`, places of history first."""
+    num_places: int
+    """S."""
+    start: int
+    """Tokens of history, and the place of the first new one."""
+    num_new: int
+    """New tokens."""
+
+    def add_to(self, attention: np.ndarray) -> None:
+        """Adds it up over a context, f32 `[T]`. Waits for the pass."""
+        received = to_host(self.attention)
+        attention[: self.start] += received[: self.start]
+        attention[self.start : self.start + self.num_new] += received[self.num_places :][: self.num_new]
+
+
 @dataclasses.dataclass
 class Prefill:
     """A job's prefill, from its first pass to its insertion into the decode slot."""
@@ -49,6 +73,8 @@ class Prefill:
     """Tokens before them, whose KV is loaded."""
     num_done: int = 0
     """New tokens that were dispatched."""
+    history_positions: np.ndarray | None = None
+    """i32 `[history_length]`, at which its keys are used; None: their places."""
     past: list[jax.Array | None] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass; None where there are none."""
     kv: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -63,6 +89,8 @@ class Prefill:
     """Layers whose past is in the slot."""
     owns_past: bool = False
     """Whether `past` is its own, and not staging."""
+    received: list[Received] = dataclasses.field(default_factory=list)
+    """Of each pass, the attention that tokens received in it, if the runner measures that."""
 
     @property
     def num_left(self) -> int:
@@ -84,6 +112,7 @@ class Runner:
       max_batch_size: how many slots.
       chunk_tokens: most new tokens per prefill pass.
       shorter_passes: whether passes may be shorter than that before a prompt's last one.
+      with_attention: whether to measure the attention that tokens receive.
       timeline: told of what is dispatched.
     """
 
@@ -96,11 +125,13 @@ class Runner:
         max_batch_size: int,
         chunk_tokens: int,
         shorter_passes: bool = False,
+        with_attention: bool = False,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._config = config
         self._params = params
         self._timeline = timeline
+        self.with_attention = with_attention
         self._layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
         outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
         self._outer = {"params": outer}
@@ -112,31 +143,28 @@ class Runner:
         self.batch_buckets = batch_buckets(max_batch_size)
         # Padding behind a job's tokens must fit too: an update that overlaps the end would be moved, not cut.
         widest = max(window + self._max_padding(), self.history_buckets[-1])
-        self._capacity = -(-widest // SLOT_BLOCK) * SLOT_BLOCK
+        capacity = -(-widest // SLOT_BLOCK) * SLOT_BLOCK
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self._table = steps.rotation_table(config, self._capacity + chunk_tokens)
-        self._slots = steps.make_slots(config, max_batch_size, self._capacity, self._dtype)
-        is_gpu = jax.default_backend() != "cpu"
-        self._scatters = is_gpu
-        self._needs_static_extent = is_gpu and slot_attention(self._slots.keys[0]) != "kernel"
+        self._table = steps.rotation_table(config, capacity + chunk_tokens)
+        self.slots = DecodeSlots(
+            config,
+            params,
+            self._table,
+            num_slots=max_batch_size,
+            capacity=capacity,
+            dtype=self._dtype,
+            with_attention=with_attention,
+        )
 
     @property
-    def slot_bytes(self) -> int:
-        """Of all decode slots."""
-        return sum(buffer.nbytes for buffer in jax.tree.leaves(self._slots))
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self._config.num_layers
 
     @property
     def param_bytes(self) -> int:
         """Of the model's parameters."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
-
-    @property
-    def _decode_extents(self) -> tuple[int, ...]:
-        """Keys per row that decoding is compiled for; one will do where the extent is found at run time."""
-        if not self._needs_static_extent:
-            return (self._capacity,)
-        doublings = range((self._capacity // SLOT_BLOCK).bit_length())
-        return tuple(sorted({*(min(SLOT_BLOCK << n, self._capacity) for n in doublings), self._capacity}))
 
     def _max_padding(self) -> int:
         sizes = (0, *self.new_token_buckets)
@@ -154,20 +182,24 @@ class Runner:
 
     # Prefill.
 
-    def start_prefill(self, slot: int, tokens: list[int], history_length: int) -> Prefill:
+    def start_prefill(
+        self, slot: int, tokens: list[int], history_length: int, history_positions: np.ndarray | None = None
+    ) -> Prefill:
         """Begins a job's prefill; runs nothing.
 
         Args:
           slot: where it will decode.
           tokens: new ones.
           history_length: tokens before them.
+          history_positions: i32 `[history_length]`, at which their keys are used; None: their places.
 
         Raises:
           ValueError: no tokens.
         """
         if not tokens:
             raise ValueError("wanted at least one new token to prefill, found none")
-        return Prefill(slot, tokens, history_length, past=[None] * self._config.num_layers)
+        past: list[jax.Array | None] = [None] * self._config.num_layers
+        return Prefill(slot, tokens, history_length, history_positions=history_positions, past=past)
 
     def run_pass(
         self,
@@ -191,13 +223,14 @@ class Runner:
         padded[0, : len(part)] = part
         x = steps.embed(self._config, self._outer, to_device(padded))
         length = to_device(start, np.int32)
+        received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
         for i, layer_params in enumerate(self._layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if history is not None:
                     with self._timeline.annotate("engine", f"await {i}", layer=i):
                         prefill.past[i] = history.layer(i)
-                x, kv = steps.prefill_layer(self._config, layer_params, x, prefill.past[i], length, self._table)
+                x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)
                 if history is not None:
@@ -205,10 +238,36 @@ class Runner:
                 on_layer(i, kv)
                 if not is_last:
                     self._extend_past(prefill, i, length, start + len(part), history)
+        if received:
+            prefill.received.append(
+                Received(sum(received[1:], received[0]), received[0].shape[0] - padded.shape[1], start, len(part))
+            )
         prefill.num_done += len(part)
         prefill.owns_past |= not is_last
         if is_last:
             prefill.logits = steps.last_logits(self._config, self._outer, x, to_device(len(part) - 1, np.int32))
+
+    def _prefill_layer(
+        self,
+        prefill: Prefill,
+        layer: int,
+        layer_params: steps.Params,
+        x: jax.Array,
+        length: jax.Array,
+        num_new: int,
+        received: list[jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
+        past = prefill.past[layer]
+        if not self.with_attention:
+            rotation = self._past_rotation(prefill, past)
+            return steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
+        count = to_device(num_new, np.int32)
+        x, kv, attention = steps.prefill_layer_attention(
+            self._config, layer_params, x, past, length, count, self._table
+        )
+        received.append(attention)
+        return x, kv
 
     def insert_past(self, prefill: Prefill, layer: int) -> jax.Array:
         """Puts a layer's tokens before the last pass into the slot, rotated; a scalar, ready when that is done.
@@ -219,7 +278,8 @@ class Runner:
         if past is None or layer in prefill.inserted:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
-        return self._insert_layer(layer, past, to_device(prefill.slot, np.int32), to_device(0, np.int32))
+        rotation = self._past_rotation(prefill, past)
+        return self.slots.insert(layer, past, to_device(prefill.slot, np.int32), to_device(0, np.int32), rotation)
 
     def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
@@ -232,7 +292,7 @@ class Runner:
         for layer, kv in enumerate(prefill.kv):
             if prefill.past[layer] is not None and layer not in prefill.inserted:
                 done[layer] = self.insert_past(prefill, layer)
-            self._insert_layer(layer, kv, slot, start)
+            self.slots.insert(layer, kv, slot, start)
         return done
 
     def _extend_past(
@@ -248,39 +308,62 @@ class Runner:
                 history.used(layer, done)
         prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start)
 
-    def _insert_layer(self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array) -> jax.Array:
-        keys, values = self._slots.keys[layer], self._slots.values[layer]
-        self._slots.keys[layer], self._slots.values[layer], done = steps.insert_slot(
-            keys, values, kv, slot, start, self._table
-        )
-        return done
+    def _past_rotation(self, prefill: Prefill, past: jax.Array | None) -> rope.Rotation | None:
+        """Rotations of a prefill's past, where its positions are not its places."""
+        if prefill.history_positions is None or past is None:
+            return None
+        positions = np.arange(past.shape[1], dtype=np.int32)
+        positions[: prefill.history_length] = prefill.history_positions
+        return steps.rotations_of(self._table, to_device(positions))
 
-    # Decoding.
+    # Truncation.
 
-    def decode(self, tokens: np.ndarray | jax.Array, lengths: np.ndarray) -> tuple[jax.Array, jax.Array]:
-        """One token for each of the first n slots, n a batch bucket. Does not wait.
+    def blender(self, plan: BlendPlan, token_ids: list[int]) -> Blender:
+        """Has some tokens of a history computed anew, those that the plan says of the given ones.
 
         Args:
-          tokens: i32 `[n]`, on the host or the device; anything for slots not in use.
-          lengths: i32 `[n]`, tokens already in the slot; 0 for slots not in use.
+          plan: how many in which layer.
+          token_ids: the history's first tokens; those that may be chosen.
+        """
+        row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        x = steps.embed(self._config, self._outer, to_device(row))
+        return Blender(self._config, self._layers, self._table, plan, x)
+
+    def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
+        """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
+        kv = self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))
+        zero = to_device(0, np.int32)
+        if drift is not None:
+            kv = add_drift(kv, to_device(drift.values[0]), zero, zero)
+        if plan is not None:
+            blender = self.blender(plan, [0] * plan.num_tokens)
+            for layer in range(min(plan.check_layers + 2, plan.num_layers)):
+                blender.layer(layer, kv)
+
+    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
+        """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.
+
+        Args:
+          slot: which.
+          tokens: all that are in it.
+          num_tokens: how many to compute; rounded up to what is compiled.
 
         Returns:
-          Logits f32 `[n, V]` and the tokens' unrotated KV `[L, 2, n, K, H]`.
+          How many were computed.
         """
-        num_blocks = None
-        if self._needs_static_extent:
-            num_blocks = pad_to(self._decode_extents, int(lengths.max()) + 1) // SLOT_BLOCK
-        logits, kv, self._slots = steps.decode(
-            self._config,
-            self._params,
-            self._slots,
-            tokens if isinstance(tokens, jax.Array) else to_device(tokens, np.int32),
-            to_device(lengths, np.int32),
-            self._table,
-            num_blocks,
-            self._scatters,
-        )
-        return logits, kv
+        num_tokens = min(num_tokens, len(tokens))
+        count = 0
+        while count < num_tokens:
+            part = min(self.chunk_tokens, num_tokens - count)
+            part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
+            count += part
+        prefill = self.start_prefill(slot, tokens[:count], 0)
+        prefill.inserted.update(range(self._config.num_layers))  # Its past is padded: each pass is put in by itself.
+        while prefill.num_left:
+            self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
+            self.insert(prefill)
+        return count
 
     def warmup(self, max_history: int, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles what prefills up to these sizes and decoding need, by running it. All slots must be free.
@@ -300,18 +383,19 @@ class Runner:
             x = self._embedded(new_size)
             steps.last_logits(self._config, self._outer, x, zero)
             for history in (None, *histories.values()):  # One layer will do: all share their compiled functions.
-                steps.prefill_layer(self._config, self._layers[0], x, history, zero, self._table)
+                prefill = Prefill(0, [0], 0, past=[history])
+                self._prefill_layer(prefill, 0, self._layers[0], x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
-            self._insert_layer(0, self.empty_kv(new_size), zero, zero)
+            self.slots.insert(0, self.empty_kv(new_size), zero, zero)
         for history in histories.values():
-            self._insert_layer(0, history, zero, zero)
+            self.slots.insert(0, history, zero, zero)
         self._warm_up_passes(histories)
         for rows in self.batch_buckets:
-            for extent in self._decode_extents:
+            for extent in self.slots.extents:
                 lengths = np.full(rows, extent - 1, np.int32)
-                jax.block_until_ready(self.decode(np.zeros(rows, np.int32), lengths))
+                jax.block_until_ready(self.slots.decode(np.zeros(rows, np.int32), lengths))
 
     def _warm_up_passes(self, histories: dict[int, jax.Array]) -> None:
         """Compiles what is between two passes of one prompt, whatever was before the first."""
@@ -369,4 +453,4 @@ class Runner:
 
     def wait(self) -> None:
         """Returns when everything dispatched so far has reached the slots."""
-        jax.block_until_ready(self._slots)
+        jax.block_until_ready(self.slots.buffers)

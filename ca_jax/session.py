@@ -16,7 +16,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ca_jax.conversations import Conversation
+from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.text_output import TextOutput
 
@@ -106,6 +110,10 @@ class Usage:
     """Seconds from the first token to the last."""
     token_times_s: tuple[float, ...] = ()
     """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
+    dropped_tokens: int = 0
+    """Tokens of the conversation that left in this turn, since the context window was full."""
+    repaired_tokens: int = 0
+    """Cached tokens whose KV was computed anew, in part at least, since others had left."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -137,7 +145,7 @@ class Job:
     """One turn, from submission to its last token. Only the engine writes to it."""
 
     prompt_ids: list[int]
-    """History and new tokens."""
+    """History and new tokens, when it was submitted."""
     params: SamplingParams
     output: TextOutput
     """Turns tokens into text."""
@@ -149,6 +157,14 @@ class Job:
     """What the user said."""
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))
     """Order of submission."""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    """The context: prompt and generated tokens, without those that left since the window was full."""
+    num_gone: int = 0
+    """Tokens that have left its conversation so far: with those that are there they tell one draw from another."""
+    positions: list[int] = dataclasses.field(default_factory=list)
+    """At which the keys of its first tokens are used, where those are not their places."""
+    attention: np.ndarray | None = None
+    """f32, the attention that its first tokens received so far; None where that is not measured."""
     output_ids: list[int] = dataclasses.field(default_factory=list)
     """Generated so far."""
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
@@ -179,6 +195,13 @@ class Job:
     """See `Usage`."""
     load_stall_s: float = 0.0
     """See `Usage`."""
+    dropped_tokens: int = 0
+    """See `Usage`."""
+    repaired_tokens: int = 0
+    """See `Usage`."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
 
     @property
     def done(self) -> bool:
@@ -187,13 +210,13 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        """Of the context."""
+        return len(self.token_ids)
 
-    @property
-    def token_ids(self) -> list[int]:
-        """Prompt and generated tokens."""
-        return self.prompt_ids + self.output_ids
+    def add(self, token: int) -> None:
+        """Puts a generated token behind the context."""
+        self.output_ids.append(token)
+        self.token_ids.append(token)
 
     def usage(self) -> Usage:
         """What it took so far."""
@@ -207,6 +230,8 @@ class Job:
             load_stall_s=self.load_stall_s,
             decode_s=max(self.finished_s - self.first_token_s, 0.0),
             token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
+            dropped_tokens=self.dropped_tokens,
+            repaired_tokens=self.repaired_tokens,
         )
 
     def completion(self) -> Completion:
@@ -269,17 +294,13 @@ class Session:
         self._engine = engine
         self._job: Job | None = None
         self._closed = False
-        self._turn_starts = list(conversation.turn_starts)
+        self._conversation = conversation
         self.session_id = session_id
         """Names the conversation in the store."""
         self.tenant = tenant
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
-        self.messages: list[dict[str, str]] = list(conversation.messages)
-        """The conversation as text, oldest first."""
-        self.token_ids: list[int] = list(conversation.token_ids)
-        """The conversation as the model saw it: templates, answers and stop tokens included."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
@@ -288,7 +309,22 @@ class Session:
     @property
     def conversation(self) -> Conversation:
         """All that is to be known to go on with it elsewhere, but for its KV."""
-        return Conversation(token_ids=self.token_ids, messages=self.messages, turn_starts=self._turn_starts)
+        return self._conversation
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation as text, oldest first, without turns that have left the context window."""
+        return self._conversation.messages
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The conversation as the model sees it: templates, answers and stop tokens, but not what has left."""
+        return self._conversation.token_ids
+
+    @property
+    def num_dropped(self) -> int:
+        """Tokens that have left, since the context window was full or by `discard`."""
+        return self._conversation.num_dropped
 
     def send(
         self,
@@ -314,7 +350,8 @@ class Session:
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank.
           InvalidRequestError: `max_tokens` below 1, or a priority that is no whole number.
-          ContextWindowError: history and message leave no room for an answer. The session stays as it was.
+          ContextWindowError: the message leaves no room for an answer, or the history does and none of it may be
+            dropped (`EngineConfig.overflow`). The session stays as it was.
         """
         self._check_ready()
         if not message.strip():
@@ -352,18 +389,33 @@ class Session:
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"wanted to keep 0..{len(self.token_ids)} tokens, found {num_tokens}")
-        turn_starts = [start for start in self._turn_starts if start[0] < num_tokens]
-        num_messages = self._turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self._turn_starts) else None
-        left = Conversation(
-            token_ids=self.token_ids[:num_tokens], messages=self.messages[:num_messages], turn_starts=turn_starts
-        )
-        self._engine.rewind(self, left)
+        self._engine.rewind(self, self._conversation.take(num_tokens))
+
+    def discard(self, tokens: npt.ArrayLike) -> int:
+        """Forgets some tokens of the conversation and their KV; what remains is used as it stands.
+
+        Nothing is computed anew but the anchor and the repair that `EngineConfig.overflow` asks for.
+
+        Args:
+          tokens: which: their places in `token_ids`, or a bool mask over it.
+
+        Returns:
+          How many tokens are left.
+
+        Raises:
+          InvalidRequestError: tokens that do not exist or are named twice, all of them, or a mask of another length.
+          SessionClosedError: the session is closed.
+          SessionBusyError: a turn still runs.
+
+        Source: token discarding lists, CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
+        """
+        self._check_ready()
+        self._engine.discard(self, check_discarded(tokens, len(self.token_ids)))
+        return len(self.token_ids)
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""
-        self.token_ids = list(conversation.token_ids)
-        self.messages = list(conversation.messages)
-        self._turn_starts = list(conversation.turn_starts)
+        self._conversation = conversation
 
     def _check_ready(self) -> None:
         self._engine.end_abandoned()
@@ -385,12 +437,9 @@ class Session:
 
     def adopt(self, job: Job) -> None:
         """Makes an ended turn part of the conversation; for the engine."""
-        self._turn_starts.append((len(self.token_ids), len(self.messages)))
-        self.token_ids = job.token_ids
-        self.messages += [
-            {"role": "user", "content": job.message},
-            {"role": "assistant", "content": job.output.text},
-        ]
+        self._conversation = self._conversation.with_turn(
+            job.token_ids, job.message, job.output.text, job.positions, job.attention
+        )
         self.usage = job.usage()
         self.finish_reason = job.finish_reason
 

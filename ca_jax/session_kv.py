@@ -23,14 +23,16 @@ from ca_jax.errors import TenantError
 from ca_jax.histories import Histories, History
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.metrics import EngineMetrics
+from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.session import Job, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import EntryInfo, Owner, Residency, StoreStats
+from ca_jax.storage.records import EntryInfo, MissReason, Owner, Residency, StoreStats
 from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.transfer import to_device
 from ca_jax.turn_saver import TurnSaver
 from ca_jax.write_buffer import WriteBuffer
 
@@ -88,6 +90,7 @@ class SessionKV:
             group_tokens=config.save_group_tokens,
             is_async=config.async_save,
         )
+        self._num_plain = 0 if config.overflow is None else config.overflow.keep_first_tokens
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._salt = hashlib.sha256(f"{fingerprint}|{layout}|unrotated|".encode()).digest()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
@@ -147,7 +150,7 @@ class SessionKV:
         is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
         if self.histories.may_preload and is_at_hand and not is_busy:
             self._take_prefix(job, session)
-            self.histories.preload(job, key)
+            self.histories.preload(job, key, session.conversation.lineage)
 
     def open_history(self, job: Job, session: Session) -> History:
         """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
@@ -158,7 +161,7 @@ class SessionKV:
         if not self.histories.is_preloaded(job):
             self.write_buffer.settle(key)
             self._take_prefix(job, session)
-        history = self.histories.open(job, key)
+        history = self.histories.open(job, key, session.conversation.lineage)
         self.withdraw(job)
         return history
 
@@ -170,7 +173,20 @@ class SessionKV:
 
     def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
-        return self.write_buffer.begin(self.key(session.session_id, session.tenant), _owner(session), start_token)
+        key = self.key(session.session_id, session.tenant)
+        return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.lineage)
+
+    def begin_saving_anew(self, session: Session) -> TurnSaver:
+        """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
+
+        What is on SSD stays there until the new KV is. KV that has seen dropped tokens may be among it.
+        """
+        key = self.key(session.session_id, session.tenant)
+        num_plain = self._store.leave_dram(key)
+        num_plain = self._num_plain if num_plain is None else min(num_plain, self._num_plain)
+        repaired = session.conversation.with_kv_of(0)
+        session.resume(repaired)
+        return self.write_buffer.begin(key, _owner(session), 0, repaired.lineage, num_plain=num_plain)
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
@@ -206,6 +222,54 @@ class SessionKV:
         self.histories.give_up_preloaded(key)
         self.write_buffer.settle(key)
         self._store.truncate(key, num_tokens)
+
+    def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
+        """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
+
+        On SSD it is kept with what is `left` of the conversation from then on, both at once.
+        """
+        key = self.key(session.session_id, session.tenant)
+        self.histories.give_up_preloaded(key)
+        self.write_buffer.settle(key)
+        self._store.discard(key, discarded, note=left.to_bytes())
+
+    def invalidate(self, session: Session) -> None:
+        """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
+        if self._store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
+            self._metrics.invalidated_histories += 1
+        self.truncate(session, 0)
+
+    def cut_running(self, session: Session, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
+        """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
+
+        Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
+        """
+        self.write_buffer.finish_so_far(saver)
+        self._store.discard(saver.key, discarded, note=left.to_bytes())
+        saver.cut(discarded, left.lineage)
+
+    def read(self, session: Session, token_ids: list[int]) -> KVCache:
+        """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
+
+        Args:
+          session: whose.
+          token_ids: of its context, with those of a turn that runs.
+
+        Returns:
+          `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
+        """
+        key = self.key(session.session_id, session.tenant)
+        layout, num_tokens = self._layout, len(token_ids)
+        layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
+        ticket = self._store.prepare_load(key, token_ids, num_dropped=session.conversation.lineage)
+        if ticket is not None:
+            reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
+            for read in reads:
+                read.result()
+            self._store.abort_load(ticket, MissReason.CANCELLED)
+        lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
+        arrays = (LayerKV(to_device(kv[:1]), to_device(kv[1:])) for kv in layers)
+        return KVCache(tuple(arrays), to_device(lengths))
 
     def drop(self, key: str) -> None:
         """Forgets all of a session. No turn of it may run."""

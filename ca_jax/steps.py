@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_slots
+from ca_jax.models.attention import attend, attend_slots, attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.llama import Layer, Llama
@@ -69,6 +69,31 @@ def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     return _apply(Llama(config), params, tokens, method=Llama.embed)
 
 
+def _prefill_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    history: jax.Array | None,
+    history_length: jax.Array,
+    table: rope.Rotation,
+    history_rotation: rope.Rotation | None = None,
+    num_new: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """`prefill_layer`: `x`, and the new KV; with `num_new`, behind it the attention received."""
+    rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
+    past, past_rotation = None, None
+    if history is not None:
+        past = LayerKV(history[0][None], history[1][None])
+        past_rotation = _slice_rotation(table, 0, history.shape[1]) if history_rotation is None else history_rotation
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        over = (q, new, past, history_length[None], rotation, past_rotation)
+        out, kv = attend(*over), jnp.concatenate([new.k, new.v], axis=0)
+        return out, (kv,) if num_new is None else (kv, attention_received(*over, num_new))
+
+    return _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+
+
 @partial(jax.jit, static_argnames=("config",))
 def prefill_layer(
     config: ModelConfig,
@@ -77,6 +102,7 @@ def prefill_layer(
     history: jax.Array | None,
     history_length: jax.Array,
     table: rope.Rotation,
+    history_rotation: rope.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer over new tokens and their unrotated history. All layers share one compiled function per (T, S).
 
@@ -87,27 +113,54 @@ def prefill_layer(
       history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
+      history_rotation: of history places, `[S, H/2]`; None: place s has position s.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
     """
-    rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
-    past, past_rotation = None, None
-    if history is not None:
-        past = LayerKV(history[0][None], history[1][None])
-        past_rotation = _slice_rotation(table, 0, history.shape[1])
+    x, (kv,) = _prefill_layer(config, layer_params, x, history, history_length, table, history_rotation)
+    return x, kv
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
-        out = attend(q, new, past, history_length[None], rotation, past_rotation)
-        return out, jnp.concatenate([new.k, new.v], axis=0)
 
-    return _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+@partial(jax.jit, static_argnames=("config",))
+def prefill_layer_attention(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    history: jax.Array | None,
+    history_length: jax.Array,
+    num_new: jax.Array,
+    table: rope.Rotation,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`prefill_layer`, and the attention that each token received in it.
+
+    Args:
+      config: static.
+      layer_params: of this layer.
+      x: `[1, T, F]`.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
+      num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
+      table: rotations of all positions.
+
+    Returns:
+      `x [1, T, F]` and the new KV `[2, T, K, H]` as of `prefill_layer`; f32 `[S + T]`, history places first: summed
+      over query heads and new tokens that count, 0 behind `history_length` and behind `num_new`.
+    """
+    x, (kv, received) = _prefill_layer(config, layer_params, x, history, history_length, table, num_new=num_new)
+    return x, kv, received
 
 
 @partial(jax.jit, static_argnames=("config",))
 def last_logits(config: ModelConfig, params: Params, x: jax.Array, index: jax.Array) -> jax.Array:
     """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
     return _apply(Llama(config), params, lax.dynamic_slice_in_dim(x, index, 1, 1), method=Llama.head)[:, 0]
+
+
+@partial(jax.jit, static_argnames=("config",))
+def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
+    return _apply(Llama(config), params, x, method=Llama.head)
 
 
 @partial(jax.jit, static_argnames=("capacity",))
@@ -133,7 +186,13 @@ def append_history(history: jax.Array, new: jax.Array, length: jax.Array) -> jax
 
 @partial(jax.jit, donate_argnames=("keys", "values"))
 def insert_slot(
-    keys: jax.Array, values: jax.Array, kv: jax.Array, slot: jax.Array, start: jax.Array, table: rope.Rotation
+    keys: jax.Array,
+    values: jax.Array,
+    kv: jax.Array,
+    slot: jax.Array,
+    start: jax.Array,
+    table: rope.Rotation,
+    rotation: rope.Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
 
@@ -144,15 +203,78 @@ def insert_slot(
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
+      rotation: of the T tokens, `[T, H/2]`; None: their positions go on from `start`.
 
     Returns:
       The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
     """
-    rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]))
+    rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation)
     at = (slot, 0, start, 0)
     keys = lax.dynamic_update_slice(keys, rotated.transpose(1, 0, 2)[None].astype(keys.dtype), at)
     values = lax.dynamic_update_slice(values, kv[1].transpose(1, 0, 2)[None].astype(values.dtype), at)
     return keys, values, start + kv.shape[1]
+
+
+@partial(jax.jit, donate_argnames=("slots",))
+def cut_slot(slots: Slots, slot: jax.Array, places: jax.Array, turned: jax.Array, table: rope.Rotation) -> Slots:
+    """Moves the rows of a slot that stay to its beginning, keys rotated on to their new positions. Donates the slots.
+
+    Args:
+      slots: `[slots, K, C, H]` a layer, donated.
+      slot: i32 scalar.
+      places: i32 `[C]`, where the row of each place comes from, at or behind it; anything where none comes.
+      turned: i32 `[C]`, positions that a key is turned back by, >= 0.
+      table: rotations of all positions.
+
+    Returns:
+      The slots.
+    """
+    cos, sin = (part[turned] for part in table)
+    back = rope.Rotation(cos, -sin)
+
+    def move(buffer: jax.Array, turns: bool) -> jax.Array:
+        rows = lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
+        rows = rope.rotate(rows, back) if turns else rows
+        return lax.dynamic_update_slice(buffer, rows.transpose(1, 0, 2)[None].astype(buffer.dtype), (slot, 0, 0, 0))
+
+    return Slots([move(keys, True) for keys in slots.keys], [move(values, False) for values in slots.values])
+
+
+@partial(jax.jit, donate_argnames=("slots",))
+def drift_slot(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array, table: rope.Rotation) -> Slots:
+    """Adds a model's drift to some tokens of a slot, whose keys are rotated. Donates the slots.
+
+    Args:
+      slots: `[slots, K, C, H]` a layer, donated.
+      slot: i32 scalar.
+      span: i32 `[2]`, the first of the tokens and one past the last.
+      drift: f32 `[L, 2, K, H]`, of unrotated keys and of values.
+      table: rotations of all positions.
+
+    Returns:
+      The slots.
+    """
+    capacity = slots.keys[0].shape[2]
+    places = jnp.arange(capacity)
+    moves = ((places >= span[0]) & (places < span[1]))[None, :, None]
+    rotation = _slice_rotation(table, 0, capacity)
+
+    def add(buffer: jax.Array, shift: jax.Array, is_key: bool) -> jax.Array:
+        rows = lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # [K, C, H]
+        full = jnp.broadcast_to(shift[None], (capacity, *shift.shape))
+        full = (rope.rotate(full, rotation) if is_key else full).transpose(1, 0, 2).astype(buffer.dtype)
+        return lax.dynamic_update_slice(buffer, jnp.where(moves, rows + full, rows)[None], (slot, 0, 0, 0))
+
+    return Slots(
+        [add(keys, shift[0], True) for keys, shift in zip(slots.keys, drift, strict=True)],
+        [add(values, shift[1], False) for values, shift in zip(slots.values, drift, strict=True)],
+    )
+
+
+@jax.jit
+def rotations_of(table: rope.Rotation, positions: jax.Array) -> rope.Rotation:
+    """The rotations of some positions: i32 `[T]` to f32 `[T, H/2]`."""
+    return rope.Rotation(*(part[positions] for part in table))
 
 
 def _update(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -170,7 +292,7 @@ def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     return at.set(new[:, 0].astype(slots.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
 
-@partial(jax.jit, static_argnames=("config", "num_blocks", "scatter"), donate_argnames=("slots",))
+@partial(jax.jit, static_argnames=("config", "num_blocks", "scatter", "with_attention"), donate_argnames=("slots",))
 def decode(
     config: ModelConfig,
     params: Params,
@@ -180,7 +302,8 @@ def decode(
     table: rope.Rotation,
     num_blocks: int | None = None,
     scatter: bool = False,
-) -> tuple[jax.Array, jax.Array, Slots]:
+    with_attention: bool = False,
+) -> tuple[jax.Array, jax.Array, Slots] | tuple[jax.Array, jax.Array, Slots, jax.Array]:
     """One token for the first n slots. Donates the slots.
 
     Args:
@@ -192,14 +315,17 @@ def decode(
       table: rotations of all positions.
       num_blocks: static, see `attend_slots`.
       scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
+      with_attention: static: also return the attention that each token received.
 
     Returns:
-      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots.
+      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots. If asked for, the
+      attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0 behind the
+      new token.
     """
     model = Llama(config)
     num_rows = tokens.shape[0]
     rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
-    new_keys, new_values, new_kv = [], [], []
+    new_keys, new_values, new_kv, received = [], [], [], []
     x = _apply(model, params, tokens[:, None], method=Llama.embed)
     for i in range(config.num_layers):
 
@@ -214,11 +340,15 @@ def decode(
             q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
             out = attend_slots(q, keys, values, lengths + 1, num_blocks)
             kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
-            return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values)
+            given = (slot_attention_received(q, keys, lengths + 1, num_blocks),) if with_attention else ()
+            return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values, *given)
 
-        x, (kv, keys, values) = _apply(Layer(config), {"params": params["params"][f"layer_{i}"]}, x, attend_fn)
+        layer_params = params["params"][f"layer_{i}"]
+        x, (kv, keys, values, *of_layer) = _apply(Layer(config), {"params": layer_params}, x, attend_fn)
         new_kv.append(kv)
         new_keys.append(keys)
         new_values.append(values)
+        received += of_layer
     logits = _apply(model, params, x, method=Llama.head)[:, 0]
-    return logits, jnp.stack(new_kv), Slots(new_keys, new_values)
+    out = (logits, jnp.stack(new_kv), Slots(new_keys, new_values))
+    return (*out, sum(received, jnp.float32(0))) if with_attention else out

@@ -12,6 +12,7 @@ import collections
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
 from ca_jax.storage.attention_store import AttentionStore
@@ -40,6 +41,8 @@ class TurnSaver:
       start_token: tokens of the session that are stored already.
       group_tokens: decoded tokens that are saved together.
       at_end: whether nothing is saved before `end`.
+      lineage: of the session, see `Conversation.lineage`.
+      num_plain: its first tokens whose KV has seen no dropped token, where `start_token` is 0; None: all.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class TurnSaver:
         group_tokens: int,
         *,
         at_end: bool = False,
+        lineage: int = 0,
+        num_plain: int | None = None,
     ) -> None:
         self.key = key
         """Of the session, in the store."""
@@ -62,6 +67,8 @@ class TurnSaver:
         self._num_taken = start_token  # The first that was not handed in.
         self._group_tokens = group_tokens
         self._is_held_back = at_end
+        self._lineage = lineage
+        self._num_plain = num_plain
         self._active = True
         self._tokens: list[int] = []
         self._steps: list[jax.Array] = []
@@ -131,6 +138,28 @@ class TurnSaver:
             self.submit_held()
             self._complete(group)
 
+    # Truncation.
+
+    def submit_so_far(self) -> None:
+        """Submits all that was handed in, what is held back for the end of the turn too."""
+        self.flush()
+        is_held_back, self._is_held_back = self._is_held_back, False
+        self.submit_held()
+        self._is_held_back = is_held_back
+
+    def cut(self, discarded: np.ndarray, lineage: int) -> None:
+        """Tokens of the session were dropped from the store: what comes follows those that stay.
+
+        What was handed in must have been saved, or given up.
+
+        Args:
+          discarded: bool `[T]`, of all tokens that were handed in or stored.
+          lineage: of the session from now on.
+        """
+        self._next_token -= int(discarded[: self._next_token].sum())
+        self._num_taken -= int(discarded[: self._num_taken].sum())
+        self._lineage = lineage
+
     # To its end.
 
     def end(self) -> None:
@@ -169,7 +198,14 @@ class TurnSaver:
             if self._store.room_is_coming(self.key, len(group.token_ids), self._owner):
                 return
             self._waiting.popleft()
-            group.ticket = self._store.prepare_save(self.key, self._next_token, group.token_ids, self._owner)
+            group.ticket = self._store.prepare_save(
+                self.key,
+                self._next_token,
+                group.token_ids,
+                self._owner,
+                num_dropped=self._lineage,
+                num_plain=self._num_plain,
+            )
             if group.ticket is None:
                 self.give_up()
                 return

@@ -57,10 +57,28 @@ class WriteBuffer:
         """What is on the device and not in the store."""
         return self._saver.pending_bytes + self._held_bytes
 
-    def begin(self, key: str, owner: Owner, start_token: int) -> TurnSaver:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
+    def begin(
+        self, key: str, owner: Owner, start_token: int, lineage: int = 0, num_plain: int | None = None
+    ) -> TurnSaver:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
+
+        Args:
+          key: of the session.
+          owner: whose it is.
+          start_token: tokens that are stored.
+          lineage: of the session, see `Conversation.lineage`.
+          num_plain: first tokens whose KV has seen no dropped token, where saving begins anew; None: all.
+        """
         saver = TurnSaver(
-            self._store, self._saver, key, owner, start_token, self._group_tokens, at_end=not self._is_async
+            self._store,
+            self._saver,
+            key,
+            owner,
+            start_token,
+            self._group_tokens,
+            at_end=not self._is_async,
+            lineage=lineage,
+            num_plain=num_plain,
         )
         self._store.pin(key)  # What this turn builds on must not be evicted under it.
         self._turns[key] = saver
@@ -75,6 +93,13 @@ class WriteBuffer:
             self._close(saver)
         if not self._is_async:
             self.collect(wait=True)
+
+    def finish_so_far(self, saver: TurnSaver) -> None:
+        """Has all that a running turn handed in published, or its saving given up where it waits for room."""
+        saver.submit_so_far()
+        self.collect(wait=True, key=saver.key)
+        if saver.is_held:
+            saver.give_up()
 
     def is_running(self, key: str) -> bool:
         """Whether a turn of a session runs."""

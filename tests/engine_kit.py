@@ -136,7 +136,8 @@ def store_in(engine: Engine) -> AttentionStore:
 def stored_kv(engine: Engine, session: Session) -> np.ndarray:
     """What the store holds of a session: `[L, 2, T, K, H]`."""
     store = store_in(engine)
-    ticket = store.prepare_load(engine._kv.key(session.session_id), session.token_ids)
+    key, lineage = engine._kv.key(session.session_id), session.conversation.lineage
+    ticket = store.prepare_load(key, session.token_ids, num_dropped=lineage)
     layout = store.layout
     out = np.full((layout.num_layers, 2, ticket.num_tokens, layout.num_kv_heads, layout.head_dim), np.nan, np.float32)
     for layer in range(layout.num_layers):

@@ -55,10 +55,10 @@ def poison(engine: Engine, *, staged_layers: int = 2 * NUM_LAYERS) -> None:
 
     def free_slot(slot: int, original: Callable = sampler.free_slot) -> None:
         original(slot)
-        engine._runner._slots = _nan_in_slot(engine._runner._slots, slot)
+        engine._runner.slots.buffers = _nan_in_slot(engine._runner.slots.buffers, slot)
 
     slab[...] = np.nan
-    engine._runner._slots = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner._slots)
+    engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
     allocator.free = free
     sampler.free_slot = free_slot
     loader.buffer = PoisonedBuffer(staged_layers * REGION_BYTES)

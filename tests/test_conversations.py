@@ -1,21 +1,35 @@
-"""Conversations as bytes: what comes back is what went in, and other bytes are refused with one kind of error."""
+"""Conversations as bytes, which come back as they went in; and as they grow, are rewound and lose tokens."""
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import json
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.conversations import Conversation
+from ca_jax.conversations import Conversation, extended, padded
+
+
+def numbers(values: list, dtype: str) -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
 
 GOOD = {
-    "format": 1,
-    "token_ids": [1, 2, 3],
+    "format": 2,
+    "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
+    "num_dropped": 5,
+    "lineage": 4,
+    "positions": numbers([0, 6, 7], "<i4"),
+    "attention": numbers([0.5, 0.25], "<f4"),
+    "num_to_repair": 2,
+    "to_drift": [2, 1],
 }
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
@@ -33,12 +47,34 @@ def packed(value: object) -> bytes:
     token_ids=st.lists(INT32),
     messages=st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()})),
     turn_starts=st.lists(st.tuples(INT32, INT32)),
+    rest=st.fixed_dictionaries(
+        {
+            **dict.fromkeys(("num_dropped", "lineage"), INT32),
+            "positions": st.lists(INT32),
+            "attention": st.lists(st.floats(0, 2**20, width=32)),
+        }
+    ),
 )
-@example(token_ids=[], messages=[], turn_starts=[])
-@example(token_ids=[7], messages=[{"role": "user", "content": "\ud800 \x00 é 漢 🙂"}], turn_starts=[(0, 0)])
-def test_it_comes_back_as_it_was(token_ids, messages, turn_starts):
-    conversation = Conversation(token_ids=token_ids, messages=messages, turn_starts=turn_starts)
+@example(token_ids=[], messages=[], turn_starts=[], rest={})
+@example(token_ids=[7], messages=[{"role": "user", "content": "\ud800 \x00 é 漢 🙂"}], turn_starts=[(0, 0)], rest={})
+def test_it_comes_back_as_it_was(token_ids, messages, turn_starts, rest):
+    conversation = Conversation(token_ids=token_ids, messages=messages, turn_starts=turn_starts, **rest)
     assert Conversation.from_bytes(conversation.to_bytes()) == conversation
+
+
+def test_every_field_is_among_the_bytes():
+    assert {field.name for field in dataclasses.fields(Conversation)} == GOOD.keys() - {"format"}
+    assert Conversation.from_bytes(packed(GOOD)) == Conversation(
+        token_ids=[1, 2, 3],
+        messages=[{"role": "user", "content": "hi"}],
+        turn_starts=[(0, 0)],
+        num_dropped=5,
+        lineage=4,
+        positions=[0, 6, 7],
+        attention=[0.5, 0.25],
+        num_to_repair=2,
+        to_drift=[2, 1],
+    )
 
 
 def test_it_is_smaller_than_its_text():
@@ -65,7 +101,13 @@ def test_other_bytes_are_refused(data):
 @example(field="messages", value=[{"role": "user"}])
 @example(field="messages", value=None)
 @example(field="turn_starts", value=[[1, 2, 3]])
-@example(field="format", value=2)
+@example(field="format", value=1)
+@example(field="num_dropped", value=1.5)
+@example(field="lineage", value=None)
+@example(field="num_to_repair", value=float("inf"))
+@example(field="to_drift", value=[float("inf")])
+@example(field="positions", value=["a"])
+@example(field="attention", value=[[1.0]])
 def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_formed(field, value):
     try:
         found = Conversation.from_bytes(packed({**GOOD, field: value}))
@@ -74,6 +116,11 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(token) is int for token in found.token_ids)
     assert all(type(text) is str for message in found.messages for text in message.values())
     assert all(type(number) is int for start in found.turn_starts for number in start)
+    assert all(
+        type(number) is int for number in (found.num_dropped, found.lineage, found.num_to_repair, *found.to_drift)
+    )
+    assert all(type(position) is int for position in found.positions)
+    assert all(type(received) is float for received in found.attention)
 
 
 @pytest.mark.parametrize("missing", [*GOOD])
@@ -83,11 +130,215 @@ def test_a_field_that_is_missing_is_named(missing):
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="wanted a conversation of format 1, found 2"):
-        Conversation.from_bytes(packed({**GOOD, "format": 2}))
+    with pytest.raises(ValueError, match="wanted a conversation of format 2, found 1"):
+        Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 
 @pytest.mark.parametrize("value", [[], "text", 3, None])
 def test_json_that_is_no_object_is_refused(value):
     with pytest.raises(ValueError, match="wanted a conversation, found"):
         Conversation.from_bytes(packed(value))
+
+
+# As it grows, is rewound, and loses tokens.
+
+
+def said(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"message {number}"}, {"role": "assistant", "content": f"answer {number}"}]
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+def of_turns(*num_tokens: int, system: bool = True) -> Conversation:
+    """A conversation of turns of so many tokens; its token ids count on."""
+    conversation = Conversation(token_ids=[], messages=[SYSTEM] if system else [], turn_starts=[])
+    for number, count in enumerate(num_tokens):
+        ids = list(range(len(conversation.token_ids) + count))
+        user, answer = (message["content"] for message in said(number))
+        conversation = conversation.with_turn(ids, user, answer)
+    return conversation
+
+
+def mask(num_tokens: int, *gone: int) -> np.ndarray:
+    out = np.zeros(num_tokens, bool)
+    out[list(gone)] = True
+    return out
+
+
+def messages_of(*numbers: int) -> list[dict[str, str]]:
+    return [SYSTEM, *(message for number in numbers for message in said(number))]
+
+
+def test_a_turn_goes_behind_what_there_is():
+    before = dataclasses.replace(of_turns(10), num_dropped=3, lineage=2, num_to_repair=4, to_drift=[3])
+    after = before.with_turn(list(range(30)), "message 1", "answer 1")
+    assert after == Conversation(
+        token_ids=list(range(30)),
+        messages=messages_of(0, 1),
+        turn_starts=[(0, 1), (10, 3)],
+        num_dropped=3,
+        lineage=2,
+        num_to_repair=4,
+        to_drift=[3],
+    )
+    assert before.messages == messages_of(0)  # As it was.
+
+
+def test_a_turn_over_keys_at_other_positions_has_its_own_places():
+    after = of_turns(3).with_turn([7, 8, 9, 1, 2], "", "", positions=[0, 8, 9])
+    assert after.positions == [0, 8, 9, 3, 4]
+    assert extended([0, 8, 9], 3) == [0, 8, 9]
+    assert extended([], 2) == [0, 1]
+
+
+def test_a_turn_brings_the_attention_that_is_known():
+    after = of_turns(3).with_turn([7, 8, 9, 1, 2], "", "", attention=np.array([0.5, 2, 1, 0.25], np.float32))
+    assert after.attention == [0.5, 2.0, 1.0, 0.25, 0.0]
+    assert padded([0.5, 0.25], 1).tolist() == [0.5]
+    assert padded([], 2).tolist() == [0.0, 0.0]
+    assert of_turns(3).attention == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "turns"),
+    [(0, ()), (1, (0,)), (10, (0,)), (11, (0, 1)), (30, (0, 1)), (31, (0, 1, 2)), (60, (0, 1, 2))],
+)
+def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
+    whole = dataclasses.replace(
+        of_turns(10, 20, 30),
+        num_dropped=7,
+        lineage=5,
+        positions=list(range(60)),
+        attention=[1.0] * 60,
+        num_to_repair=25,
+        to_drift=[20, 25],
+    )
+    assert whole.take(num_tokens) == Conversation(
+        token_ids=list(range(num_tokens)),
+        messages=messages_of(*turns),
+        turn_starts=[((0, 10, 30)[turn], 1 + 2 * turn) for turn in turns],
+        num_dropped=7,
+        lineage=5,
+        positions=list(range(num_tokens)),
+        attention=[1.0] * num_tokens,
+        num_to_repair=min(25, num_tokens),
+        to_drift=[min(20, num_tokens), min(25, num_tokens)] if num_tokens else [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "turns", "starts"),
+    [
+        (range(0), (0, 1, 2), [0, 10, 30]),
+        (range(4, 10), (1, 2), [4, 24]),  # What is left of the first turn is before what left.
+        (range(10), (1, 2), [0, 20]),
+        (range(9), (0, 1, 2), [0, 1, 21]),
+        (range(4, 29), (1, 2), [4, 5]),
+        (range(4, 30), (2,), [4]),
+        (range(4, 60), (), []),
+        (range(12, 30), (0, 2), [0, 12]),  # The first turn is whole, though it is before what left.
+        (range(10, 30), (0, 2), [0, 10]),
+        (range(30, 60), (0, 1), [0, 10]),
+        ([5], (0, 1, 2), [0, 9, 29]),
+        ([0, 10, 30, 59], (0, 1, 2), [0, 9, 28]),
+        ([*range(2, 10), *range(30, 60)], (1,), [2]),
+    ],
+)
+def test_a_turn_that_left_takes_its_messages_with_it(gone, turns, starts):
+    whole = of_turns(10, 20, 30)
+    left = whole.cut(mask(60, *gone))
+    assert left.token_ids == [token for token in range(60) if token not in gone]
+    assert left.messages == messages_of(*turns)
+    assert left.turn_starts == [(start, 1 + 2 * index) for index, start in enumerate(starts)]
+    assert left.num_dropped == len(gone)
+    assert whole == of_turns(10, 20, 30)
+
+
+def test_a_conversation_without_turns_loses_tokens_alone():
+    bare = Conversation(token_ids=[5, 6, 7], messages=[SYSTEM], turn_starts=[])
+    assert bare.cut(mask(3, 0)) == Conversation(
+        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "others", "lineage"),
+    [
+        ((4, 5), None, 2),
+        ((8, 9), None, 0),  # The last ones: what is left has not seen them.
+        ((4, 9), None, 1),
+        ((9,), (), 1),  # Tokens of the turn that runs are behind it.
+        ((9,), (0, 1), 3),
+        ((), (4,), 0),
+        ((2,), (3, 4), 1),
+    ],
+)
+def test_lineage_counts_what_left_before_others_that_stay(gone, others, lineage):
+    of_turn = None if others is None else mask(5, *others)
+    left = dataclasses.replace(of_turns(10), num_dropped=20, lineage=11).cut(mask(10, *gone), others=of_turn)
+    assert left.lineage == 11 + lineage
+    assert left.num_dropped == 20 + len(gone) + len(others or ())
+    assert left.token_ids == [token for token in range(10) if token not in gone]
+
+
+@given(data=st.data())
+def test_two_cuts_are_one(data):
+    first = np.array(data.draw(st.lists(st.booleans(), min_size=60, max_size=60)))
+    num_left = int((~first).sum())
+    second = np.array(data.draw(st.lists(st.booleans(), min_size=num_left, max_size=num_left)), bool)
+    whole = dataclasses.replace(
+        of_turns(10, 20, 30), attention=list(map(float, range(60))), num_to_repair=40, to_drift=[20, 40]
+    )
+    twice, both = whole.cut(first).cut(second), first.copy()
+    both[np.flatnonzero(~first)[second]] = True
+    once = whole.cut(both)
+    for field in ("token_ids", "num_dropped", "attention", "num_to_repair", "to_drift"):
+        assert getattr(twice, field) == getattr(once, field)
+    assert [start for start, _ in twice.turn_starts] == sorted(start for start, _ in twice.turn_starts)
+    assert all(start < len(twice.token_ids) for start, _ in twice.turn_starts)
+    assert len(twice.messages) == 1 + 2 * len(twice.turn_starts)
+
+
+def test_keys_that_stay_where_they_were_keep_their_positions_through_cuts_and_turns():
+    left = of_turns(10).cut(mask(10, 2, 3, 4), keeps_positions=True)
+    assert left.positions == [0, 1, 5, 6, 7, 8, 9]
+    longer = left.with_turn([*left.token_ids, 70, 71], "", "", positions=left.positions)
+    assert longer.positions == [0, 1, 5, 6, 7, 8, 9, 7, 8]
+    assert longer.cut(mask(9, 0, 5), keeps_positions=True).positions == [1, 5, 6, 7, 9, 7, 8]
+    assert longer.cut(mask(9, 0, 5)).positions == []
+
+
+def test_attention_goes_with_its_tokens():
+    whole = dataclasses.replace(of_turns(5), attention=[3.0, 1.0, 2.0])
+    assert whole.cut(mask(5, 0, 3)).attention == [1.0, 2.0, 0.0]
+    assert of_turns(5).cut(mask(5, 0)).attention == []
+
+
+@pytest.mark.parametrize(
+    ("num_to_repair", "gone", "left"), [(0, (1,), 0), (6, (1, 2), 4), (6, (6, 7), 6), (10, (9,), 9), (12, (0,), 9)]
+)
+def test_what_is_to_be_repaired_is_what_stays_of_it(num_to_repair, gone, left):
+    whole = of_turns(10).with_repair(num_to_repair, drifts=True)
+    to_drift = [num_to_repair] if num_to_repair else []
+    assert whole == dataclasses.replace(of_turns(10), num_to_repair=num_to_repair, to_drift=to_drift)
+    assert whole.cut(mask(10, *gone)).num_to_repair == left
+    assert whole.cut(mask(10, *gone)).to_drift == ([left] if left else [])
+
+
+def test_each_cut_adds_what_drifts_and_takes_from_what_did():
+    whole = of_turns(10).with_repair(8, drifts=True).cut(mask(10, 0, 9)).with_repair(5, drifts=True)
+    assert (whole.to_drift, whole.num_to_repair) == ([7, 5], 5)
+    assert whole.with_repair(8, drifts=False).to_drift == [7, 5]
+    assert whole.with_kv_of(6).to_drift == [6, 5]
+    assert (whole.with_kv_of(0).to_drift, whole.with_kv_of(0).num_to_repair) == ([], 0)
+    running = of_turns(4).with_repair(6, drifts=True).cut(mask(4, 0), others=mask(4, 0))  # Two of its are the turn's.
+    assert (running.to_drift, running.num_to_repair) == ([4], 4)
+
+
+@pytest.mark.parametrize("others", [None, 0, 3])
+def test_all_of_it_may_leave(others):
+    """A new turn begins where the first tokens that stay were in its way."""
+    left = of_turns(4, 4).cut(np.ones(8, bool), others=None if others is None else np.zeros(others, bool))
+    assert (left.token_ids, left.messages, left.turn_starts, left.num_dropped) == ([], [SYSTEM], [], 8)
+    assert left.lineage == (8 if others else 0)

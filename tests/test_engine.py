@@ -281,11 +281,11 @@ def test_an_answer_let_go_of_while_a_step_runs_ends_once(monkeypatch):
         next(staying)
         next(going[0])
 
-        def decode(*args, original=engine._runner.decode):
+        def decode(*args, original=engine._runner.slots.decode):
             going.clear()
             return original(*args)
 
-        monkeypatch.setattr(engine._runner, "decode", decode)
+        monkeypatch.setattr(engine._runner.slots, "decode", decode)
         kit.drain(staying)
         assert stays.token_ids[-10:] == kit.greedy_answer(stays.token_ids[:-10], 10)
         assert [message["role"] for message in goes.messages] == ["user", "assistant"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -171,7 +172,8 @@ def test_stored_kv_is_reused_up_to_where_the_conversation_went_another_way():
     with kit.small_engine() as engine:
         session = engine.session()
         expect_right_answers(session, PROMPTS[:1])
-        session.token_ids = session.token_ids[:30] + PROMPTS[2]
+        other = dataclasses.replace(session.conversation, token_ids=session.token_ids[:30] + PROMPTS[2])
+        session.resume(other)
         assert expect_right_answers(session, PROMPTS[1:]) == [30, 55 + 42 - 1]
 
 

@@ -18,6 +18,7 @@ import pytest
 import ca_jax
 from ca_jax import costs, layer_loader
 from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.decode_slots import DecodeSlots
 from ca_jax.layer_loader import LayerLoader, StagingInUseError
 from ca_jax.metrics import CompileCounter
 from ca_jax.models import rope
@@ -67,13 +68,13 @@ def test_reuse_equals_recompute(engine, monkeypatch):
         if prefill.logits is not None:
             drawn.append((prefill.history_length + len(prefill.tokens), to_host(prefill.logits)[0]))
 
-    def decode(self, tokens, lengths, original=ca_jax.runner.Runner.decode):
-        logits, new_kv = original(self, tokens, lengths)
+    def decode(self, tokens, lengths, original=DecodeSlots.decode):
+        logits, *rest = original(self, tokens, lengths)
         drawn.append((int(lengths[0]) + 1, to_host(logits)[0]))
-        return logits, new_kv
+        return logits, *rest
 
     monkeypatch.setattr(ca_jax.runner.Runner, "run_pass", run_pass)
-    monkeypatch.setattr(ca_jax.runner.Runner, "decode", decode)
+    monkeypatch.setattr(DecodeSlots, "decode", decode)
     session = engine.session(system="Answer briefly.")
     for message in MESSAGES:
         num_known = len(session.token_ids)
@@ -221,7 +222,7 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
         monkeypatch.setattr(AsyncSaver, "_write", held_back)
         late = engine.session()
         num_saves = engine.store_stats().num_saves
-        slots = engine._runner._slots
+        slots = engine._runner.slots.buffers
         kit.say(late, prompt_ids, 30)
         assert all(buffer.is_deleted() for buffer in jax.tree.leaves(slots)), "no buffer was donated: this says nothing"
         assert engine.store_stats().num_saves == num_saves, "saves were not held back"
@@ -497,5 +498,7 @@ def test_the_store_on_or_off_with_unused_memory_full_of_nan_the_tokens_are_the_s
     with kit.small_engine() as engine:
         engine._kv._store._dram.slab[...] = np.nan
         engine._kv._loader.buffer.memory.view(np.float32)[...] = np.nan
-        engine._runner._slots = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner._slots)
+        engine._runner.slots.buffers = jax.tree.map(
+            lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers
+        )
         assert answers(engine, num_cached=True) == expected

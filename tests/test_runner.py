@@ -98,7 +98,7 @@ def run(
 
 def slot_of(runner: Runner, num_tokens: int, slot: int = SLOT) -> np.ndarray:
     """What a slot holds of its first tokens, rotated: `[2, L, K, T, H]`."""
-    return np.stack([[np.asarray(buffer)[slot, :, :num_tokens] for buffer in part] for part in runner._slots])
+    return np.stack([[np.asarray(buffer)[slot, :, :num_tokens] for buffer in part] for part in runner.slots.buffers])
 
 
 @hypothesis.given(st.sampled_from(HISTORIES), st.sampled_from((1, 16, 65, 180)), PASS_SIZES)
@@ -117,7 +117,7 @@ def test_any_split_into_passes_computes_what_one_pass_does(runner, num_history, 
     lengths[SLOT] = len(tokens)
     next_token = np.zeros(8, np.int32)
     next_token[SLOT] = 0x41
-    decoded, decoded_kv = runner.decode(next_token, lengths)
+    decoded, decoded_kv, _ = runner.slots.decode(next_token, lengths)
     logits, kv = kit.full_pass([*tokens, 0x41])
     np.testing.assert_allclose(np.asarray(decoded)[SLOT], logits[-1], atol=ATOL, rtol=0)
     np.testing.assert_allclose(np.asarray(decoded_kv)[:, :, SLOT], kv[:, :, -1], atol=ATOL, rtol=0)

@@ -6,13 +6,14 @@
     python -m ca_jax.launch.bench --suite=ttft --trace_out=trace.json --plot_out=turn.png --json_out=ttft.json
     python -m ca_jax.launch.bench --suite=throughput --model_preset=llama3-8b --json_out=throughput.json
     python -m ca_jax.launch.bench --suite=preload --json_out=preload.json
+    python -m ca_jax.launch.bench --suite=overflow --plot_out=overflow.png --json_out=overflow.json
     python -m ca_jax.launch.bench --suite=store --ssd_dir=/mnt/ssd --json_out=store.json
     python -m ca_jax.launch.bench --suite=policy --json_out=policy.json
 
 `tiers` is a turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere. `ttft` is the same against
 its compute and its load alone, `throughput` a continuous batch of conversations. `preload` and `save` are what of loads
-and saves is hidden. `store` (how fast its tiers move bytes) and `policy` (what its bookkeeping costs and is worth) need
-no model.
+and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `store` (how
+fast its tiers move bytes) and `policy` (what its bookkeeping costs and is worth) need no model.
 
 Let nothing else run meanwhile. `transformers` waits for all its threads at every operation: where one of them shares
 its core it becomes many times slower, and a comparison with it worthless. Medians, their spread, the machine and the
@@ -34,6 +35,8 @@ from absl import app, flags, logging
 
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import bench_flags, bench_report, bench_run, bench_tables
+from ca_jax.launch.bench_overflow_plot import plot_overflow
+from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import PEER_SUITES, BenchConfig
 from ca_jax.launch.bench_storage_schema import PolicyBenchConfig, StoreBenchConfig
@@ -85,10 +88,13 @@ def main(argv: Sequence[str]) -> None:
         if isinstance(config, BenchConfig):
             config.engine_config()
         json_out, trace_out, plot_out = (_out_path(name) for name in ("json_out", "trace_out", "plot_out"))
+        if isinstance(config, OverflowBenchConfig) and plot_out is not None and not config.num_sessions:
+            raise ValueError("plot_out wanted num_sessions of at least 1 to draw, found 0")
     except ValueError as error:
         sys.exit(f"error: {error}")
     profile_dir = None if FLAGS.profile_dir is None else Path(FLAGS.profile_dir).expanduser()
-    recorder = Recorder(trace_out=trace_out, plot_out=plot_out, profile_dir=profile_dir)
+    turn_plot_out = plot_out if FLAGS.suite in bench_flags.RECORDED_SUITES else None
+    recorder = Recorder(trace_out=trace_out, plot_out=turn_plot_out, profile_dir=profile_dir)
     load = bench_run.model_loader(FLAGS.model, FLAGS.model_preset, dtype=FLAGS.dtype, seed=FLAGS.seed)
     command = shlex.join(["python", "-m", "ca_jax.launch.bench", *sys.argv[1:]])
     try:
@@ -103,9 +109,12 @@ def main(argv: Sequence[str]) -> None:
     if json_out is not None:
         bench_report.write_json(report, json_out)
     bench_tables.print_report(report, console)
-    if recorder.is_wanted:
+    if not isinstance(config, StoreBenchConfig | PolicyBenchConfig):
         place = report["machine"]
-        recorder.write(title=report["model"], caption=f"{report['dtype']}, {place['cpu']}, {place['device']}")
+        caption = f"{report['dtype']}, {place['cpu']}, {place['device']}"
+        recorder.write(title=report["model"], caption=caption)
+        if isinstance(config, OverflowBenchConfig) and plot_out is not None:
+            plot_overflow(plot_out, report["rows"], title=report["model"], caption=caption)
     written = [path for path in (json_out, trace_out, plot_out, profile_dir) if path is not None]
     console.print(f"written to {', '.join(map(str, written))}", highlight=False)
 

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 from absl import flags
 
 from ca_jax.launch import engine_flags
+from ca_jax.launch.bench_overflow_schema import OVERFLOW_SUITES, OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import OVERLAP_SUITES, PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_peers import PEER_PACKAGES
 from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig
 from ca_jax.launch.bench_serving_schema import SERVING_SUITES, ThroughputBenchConfig, TtftBenchConfig
 from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
 from ca_jax.models.config import PRESETS
+from ca_jax.overflow import METHODS
 from ca_jax.storage.config import SSD_DRIVERS
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
@@ -30,6 +32,7 @@ AnyBenchConfig = (
     | ThroughputBenchConfig
     | PreloadBenchConfig
     | SaveBenchConfig
+    | OverflowBenchConfig
     | StoreBenchConfig
     | PolicyBenchConfig
 )
@@ -41,18 +44,20 @@ CONFIGS: dict[str, type[AnyBenchConfig]] = {
     "throughput": ThroughputBenchConfig,
     "preload": PreloadBenchConfig,
     "save": SaveBenchConfig,
+    "overflow": OverflowBenchConfig,
     "store": StoreBenchConfig,
     "policy": PolicyBenchConfig,
 }
 """What each suite is asked by."""
 RECORDED_SUITES = SERVING_SUITES
 """Suites that can be recorded: `--trace_out`, `--profile_dir`."""
-PLOTTED_SUITES = ("ttft",)
-"""Suites that a figure of one turn can be drawn of: `--plot_out`."""
+PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES)
+"""Suites that a figure can be drawn of: `--plot_out`."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is measured unless another one is asked for."""
 
-_LISTS: dict[str, tuple[Callable[[str], float], tuple[float, ...], str]] = {
+_WITHOUT = ("method", "whole_turns")  # Of overflow: methods are lists here, and no suite has turns of its own.
+_LISTS: dict[str, tuple[Callable[[str], Any], tuple[Any, ...], str]] = {
     "history_tokens": (int, BenchConfig.history_tokens, "reuse, tiers, ttft: tokens whose KV is stored."),
     "new_tokens": (int, BenchConfig.new_tokens, "reuse, tiers, ttft: tokens of the turn over them."),
     "prefill_tokens": (int, BenchConfig.prefill_tokens, "prefill: tokens of the prompts."),
@@ -84,6 +89,26 @@ _LISTS: dict[str, tuple[Callable[[str], float], tuple[float, ...], str]] = {
         SaveBenchConfig.save_ratios,
         "save, set speeds: the save over the turn; nothing leaves this part out.",
     ),
+    "overflow_methods": (
+        str,
+        OverflowBenchConfig.overflow_methods,
+        f"overflow, conversations: methods that serve them, of {', '.join(METHODS)}.",
+    ),
+    "gap_methods": (
+        str,
+        OverflowBenchConfig.gap_methods,
+        "overflow, gap between tokens: methods; nothing leaves this part out.",
+    ),
+    "gap_sessions": (
+        int,
+        OverflowBenchConfig.gap_sessions,
+        "overflow, gap between tokens: sessions that decode, one of which overflows.",
+    ),
+    "next_turn_methods": (
+        str,
+        OverflowBenchConfig.next_turn_methods,
+        "overflow, next turn: methods; nothing leaves this part out.",
+    ),
 }
 _INTEGERS: dict[str, tuple[int | None, str]] = {
     "decode_steps": (BenchConfig.decode_steps, "decode: steps in one sample."),
@@ -102,15 +127,41 @@ _INTEGERS: dict[str, tuple[int | None, str]] = {
     "stream_turns": (SaveBenchConfig.stream_turns, "save, stream of turns: how many; 0 leaves this part out."),
     "save_answer_tokens": (SaveBenchConfig.save_answer_tokens, "save: tokens of every answer."),
     "answer_tokens": (ThroughputBenchConfig.answer_tokens, "throughput: tokens of every answer."),
-    "concurrent_sessions": (ThroughputBenchConfig.concurrent_sessions, "throughput: conversations that go on at once."),
+    "concurrent_sessions": (
+        ThroughputBenchConfig.concurrent_sessions,
+        "throughput, overflow: conversations that go on at once.",
+    ),
     "num_turns": (ThroughputBenchConfig.num_turns, "throughput: turns of each conversation."),
-    "context_window": (ThroughputBenchConfig.context_window, "throughput: most tokens of a conversation."),
+    "context_window": (
+        None,
+        f"Most tokens of a context; by default {ThroughputBenchConfig.context_window}, of overflow "
+        f"{OverflowBenchConfig.context_window}.",
+    ),
+    "conversation_tokens": (
+        OverflowBenchConfig.conversation_tokens,
+        "overflow, conversations: most tokens of each; later turns are left out.",
+    ),
+    "max_turns": (OverflowBenchConfig.max_turns, "overflow, conversations: most turns of each."),
+    "max_answer_tokens": (
+        OverflowBenchConfig.max_answer_tokens,
+        "overflow, conversations: most tokens generated of an answer.",
+    ),
+    "bookkeeping_blocks": (OverflowBenchConfig.bookkeeping_blocks, "overflow, bookkeeping: blocks of a session."),
+    "bookkeeping_sessions": (
+        OverflowBenchConfig.bookkeeping_sessions,
+        "overflow, bookkeeping: sessions that are cut; 0 leaves this part out.",
+    ),
+    "next_turn_tokens": (OverflowBenchConfig.next_turn_tokens, "overflow, next turn: tokens of its message."),
     "num_layers": (StoreBenchConfig.num_layers, "store: layers of a block."),
     "num_kv_heads": (StoreBenchConfig.num_kv_heads, "store: KV heads of a block."),
     "head_dim": (StoreBenchConfig.head_dim, "store: size of a head."),
     "block_tokens": (StoreBenchConfig.block_tokens, "store: tokens in a block."),
     "session_tokens": (StoreBenchConfig.session_tokens, "store: tokens that are loaded from DRAM."),
-    "num_sessions": (PolicyBenchConfig.num_sessions, "policy: sessions stored."),
+    "num_sessions": (
+        None,
+        f"policy: sessions stored, by default {PolicyBenchConfig.num_sessions}; overflow: conversations, by default "
+        f"{OverflowBenchConfig.num_sessions}, 0 leaves this part out.",
+    ),
     "num_jobs": (PolicyBenchConfig.num_jobs, "policy: jobs that wait."),
     "num_steps": (PolicyBenchConfig.num_steps, "policy: choices that percentiles are of."),
     "loop_sessions": (PolicyBenchConfig.loop_sessions, "policy: sessions revisited in a loop."),
@@ -138,7 +189,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
       absl.flags.DuplicateFlagError: another flag has such a name.
     """
     here: dict[str, Any] = {"flag_values": flag_values}
-    suites = [*ENGINE_SUITES, *SERVING_SUITES, *OVERLAP_SUITES, *STORAGE_SUITES]
+    suites = [*ENGINE_SUITES, *SERVING_SUITES, *OVERLAP_SUITES, *OVERFLOW_SUITES, *STORAGE_SUITES]
     flags.DEFINE_enum("suite", None, suites, "What to measure.", required=True, **here)
     flags.DEFINE_string("json_out", None, "File to write the result to.", required=True, **here)
     flags.DEFINE_string(
@@ -162,7 +213,10 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
         "trace_out", None, f"{recorded}: file for a trace of one more round, which Perfetto opens.", **here
     )
     flags.DEFINE_string(
-        "plot_out", None, f"{' and '.join(PLOTTED_SUITES)}: file for a figure of one more turn, PNG.", **here
+        "plot_out",
+        None,
+        "File for a figure, PNG; ttft: of one more turn; overflow: of hit rate and time by method.",
+        **here,
     )
     flags.DEFINE_string("profile_dir", None, f"{recorded}: directory for jax's profile of one more round.", **here)
     flags.DEFINE_enum(
@@ -171,17 +225,19 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_string(
         "ssd_dir",
         None,
-        "tiers, ttft, store, policy: directory on the disk to measure; by default where temporary files are.",
+        "tiers, ttft, overflow, store, policy: directory on the disk to measure; by default where temporary files are.",
         **here,
     )
-    flags.DEFINE_enum("ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers: how KV is kept on SSD.", **here)
+    flags.DEFINE_enum(
+        "ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers, overflow: how KV is kept on SSD.", **here
+    )
     for name, (_, items, text) in _LISTS.items():
         flags.DEFINE_list(name, [str(item) for item in items], text, **here)
     for name, (integer, text) in _INTEGERS.items():
         flags.DEFINE_integer(name, integer, text, **here)
     for name, (number, text) in _NUMBERS.items():
         flags.DEFINE_float(name, number, text, **here)
-    engine_flags.define(flag_values=flag_values)
+    engine_flags.define(without_overflow=_WITHOUT, flag_values=flag_values)
 
 
 def config(kind: type[Config], *, flag_values: flags.FlagValues = flags.FLAGS) -> Config:

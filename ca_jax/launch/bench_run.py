@@ -1,7 +1,7 @@
 """Runs one suite and says all about it: what was measured, on what machine, by which versions.
 
 Not here: flags and main (`bench`), measuring (`bench_suites`, `bench_tiers`, `bench_ttft`, `bench_throughput`,
-`bench_preload`, `bench_save`, `bench_storage`, `bench_policy`), the JSON (`bench_report`).
+`bench_preload`, `bench_save`, `bench_overflow`, `bench_storage`, `bench_policy`), the JSON (`bench_report`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from ca_jax.engine import enable_compile_cache
 from ca_jax.launch import bench_report, machine
 from ca_jax.launch.bench_disk import scratch_on_disk
 from ca_jax.launch.bench_engines import make_engine
+from ca_jax.launch.bench_overflow import run_overflow_suite
+from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_peers import PEER_PACKAGES, make_peer
 from ca_jax.launch.bench_policy import run_policy_suite
@@ -178,7 +180,7 @@ def _measure_engine(
 
 
 def _measure_model(
-    config: TtftBenchConfig | ThroughputBenchConfig | PreloadBenchConfig | SaveBenchConfig,
+    config: TtftBenchConfig | ThroughputBenchConfig | PreloadBenchConfig | SaveBenchConfig | OverflowBenchConfig,
     model: LoadedModel,
     recorder: Recorder,
     console: rich.console.Console,
@@ -195,6 +197,9 @@ def _measure_model(
         if isinstance(config, PreloadBenchConfig):
             preload = run_preload_suite(model, config, progress)
             return _Measured(preload.rows, preload.summary)
+        if isinstance(config, OverflowBenchConfig):
+            overflow = run_overflow_suite(model, config, progress)
+            return _Measured(overflow.rows, overflow.summary)
         save = run_save_suite(model, config, progress)
         return _Measured(save.rows, save.summary)
 

@@ -1,4 +1,4 @@
-"""What the conversations of `throughput` are made of: ShareGPT's, or random tokens where they are not to be had.
+"""What conversations that are served are made of: ShareGPT's, or random tokens where they are not to be had.
 
 A recorded conversation is served with its recorded lengths. Where answers are capped, what lies behind the cap is not
 generated: it comes with the next message, so that histories still grow as they did.
@@ -6,7 +6,8 @@ generated: it comes with the next message, so that histories still grow as they 
     recorded   user 1        answer 1               user 2        answer 2
     served     [message 1]   <generated, capped>    [the rest of answer 1, message 2]   <generated, capped>
 
-Not here: reading the data set (`traces.sharegpt`), serving (`bench_throughput`).
+Not here: reading the data set (`traces.sharegpt`), which conversations `overflow` takes (`bench_overflow_scripts`),
+serving (`bench_throughput`).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def make_scripts(model: LoadedModel, config: ThroughputBenchConfig) -> Scripts:
     Raises:
       BenchError: the data set has too few such conversations.
     """
-    if model.tokenizer is None or not _is_installed():
+    if model.tokenizer is None or not is_installed():
         rng = np.random.default_rng(config.seed)
         scripts = (_random_script(model, config, rng) for _ in range(config.concurrent_sessions))
         return Scripts(source="random", each=tuple(scripts))
@@ -101,14 +102,22 @@ def fitting_scripts(
     for turns in conversations:
         pairs = [pair for pair in itertools.pairwise(turns) if (pair[0].role, pair[1].role) == ("user", "assistant")]
         texts = [(said.text, answered.text) for said, answered in pairs[: config.num_turns]]
-        script = _recorded_script(model, model.tokenizer, texts, config.answer_tokens)
+        script = recorded_script(model, model.tokenizer, texts, config.answer_tokens)
         if len(script) == config.num_turns and sum(turn.num_tokens for turn in script) < config.context_window:
             yield script
 
 
-def _recorded_script(
+def recorded_script(
     model: LoadedModel, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], most_answer_tokens: int
 ) -> Script:
+    """A conversation as it was recorded, in the model's template, of whose answers only the beginnings are generated.
+
+    Args:
+      model: whose chat template.
+      tokenizer: the model's.
+      texts: what the user said and what was answered, of each turn.
+      most_answer_tokens: generated of an answer.
+    """
     script: list[Exchange] = []
     answer_ids: list[int] = []  # Of the turn before: stands for the conversation so far, which is not tokenised again.
     rest: tuple[int, ...] = ()
@@ -136,7 +145,8 @@ def _random_script(model: LoadedModel, config: ThroughputBenchConfig, rng: np.ra
     return tuple(script)
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether ShareGPT is there."""
     try:
         dataset_path()
     except FileNotFoundError:

@@ -69,6 +69,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 
 
+def _fine_milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
 def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:,.1f}"
 
@@ -97,7 +101,7 @@ def _yes_or_no(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-_WITHOUT_MEDIANS = ("decision", "loop", "read_buffer")
+_WITHOUT_MEDIANS = ("decision", "loop", "read_buffer", "conversations", "bookkeeping")
 _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
     "reuse": (
         ("history\ntokens", "history_tokens", str),
@@ -218,6 +222,54 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("with\nstore ms", "stream_on_s", _milliseconds),
         ("store\nadds", "overhead", _signed_share),
         ("same\ntokens", "same_tokens", _yes_or_no),
+        ("re-\ncompiles", "recompiles", str),
+    ),
+    "conversations": (
+        ("method", "method", str),
+        ("sessions", "sessions", str),
+        ("turns", "turns", str),
+        ("over-\nflows", "overflows", str),
+        ("in an\nanswer", "answer_overflows", str),
+        ("hit\nrate", "hit_rate", _share),
+        ("history\nloaded", "loaded_share", _share),
+        ("prefilled\ntokens", "prefill_tokens", _count),
+        ("prefill s", "prefill_s", _rate),
+        ("TTFT\nmean ms", "ttft_mean_s", _milliseconds),
+        ("TTFT\np50 ms", "ttft_p50_s", _milliseconds),
+        ("TTFT\np99 ms", "ttft_p99_s", _milliseconds),
+        ("overflowing\nTTFT p50 ms", "overflow_ttft_p50_s", _milliseconds),
+        ("total s", "total_s", _rate),
+        ("re-\ncompiles", "recompiles", str),
+    ),
+    "bookkeeping": (
+        ("KV in", "tier", str),
+        ("blocks", "blocks", str),
+        ("kept\nblocks", "kept_blocks", str),
+        ("sessions", "sessions", str),
+        ("discard ms", "discard_s", _fine_milliseconds),
+        ("discard\np99 ms", "discard_p99_s", _fine_milliseconds),
+        ("conversation\nms", "conversation_s", _fine_milliseconds),
+    ),
+    "decode_gap": (
+        ("method", "method", str),
+        ("sessions", "sessions", str),
+        ("context\ntokens", "context_tokens", str),
+        ("dropped\ntokens", "dropped_tokens", str),
+        ("TPOT ms", "tpot_s", _milliseconds),
+        ("gap ms", "gap_s", _milliseconds),
+        ("gap /\nTPOT", "gap_ratio", _ratio),
+        ("steps\nlost", "extra_steps", "{:.2f}".format),
+        ("re-\ncompiles", "recompiles", str),
+    ),
+    "next_turn": (
+        ("method", "method", str),
+        ("overflowed\nby", "overflowed", str),
+        ("history\ntokens", "history_tokens", str),
+        ("new\ntokens", "new_tokens", str),
+        ("recomputed\ntokens", "recomputed_tokens", str),
+        ("repaired\ntokens", "repaired_tokens", str),
+        ("TTFT ms", "ttft_s", _milliseconds),
+        ("TTFT /\nca", "ratio", _ratio),
         ("re-\ncompiles", "recompiles", str),
     ),
     "store": (

@@ -3,7 +3,8 @@
     python -m ca_jax.launch.chat --model=smollm2-135m-instruct --system="Answer briefly."
 
 Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer; what was said so far stays. Input that
-is no terminal is read line by line, so that a chat can be scripted.
+is no terminal is read line by line, so that a chat can be scripted. Where the context window was full and tokens were
+dropped, the line under the answer says so.
 
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.
@@ -29,7 +30,8 @@ from ca_jax.launch import engine_flags, store_flags
 from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.terminal import describe_usage, printable, write_piece
+from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
+from ca_jax.overflow import OverflowConfig
 from ca_jax.session import FinishReason, SamplingParams, Session
 
 FLAGS = flags.FLAGS
@@ -38,6 +40,7 @@ COMMANDS = {
     "/new": ("[system]", "begin another conversation, with this system message if given"),
     "/sessions": ("", "list the conversations"),
     "/switch": ("N", "go on with conversation N"),
+    "/forget": ("N", "drop the N oldest turns of this conversation; it goes on with what is stored of the rest"),
     "/stored": ("", "list what the store keeps, conversations of earlier runs too"),
     "/pin": ("", "keep this conversation in the store, over restarts too: no eviction, no expiry"),
     "/unpin": ("", "let this conversation go like others when the store is full"),
@@ -88,10 +91,15 @@ class Chat:
         self._system = system
         self._sessions: list[Session] = [_open(engine, session_id, system)]
         self._current = 0
-        listing = (self._new, self._list, self._switch)
+        listing = (self._new, self._list, self._switch, self._forget)
         keeping = (self._stored, self._pin, self._unpin, self._drop)
         actions = (*listing, *keeping, self._stats, self._help, self._quit)
         self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
+
+    @property
+    def _overflow(self) -> OverflowConfig:
+        """How tokens leave; where none do by themselves, how they do by default."""
+        return self._engine.config.overflow or OverflowConfig()
 
     @property
     def session(self) -> Session:
@@ -149,6 +157,7 @@ class Chat:
 
     def _answer(self, message: str) -> None:
         session = self.session
+        num_turns = len(session.conversation.turn_starts)
         answer = session.send(message, sampling=self._sampling)
         with interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
@@ -158,7 +167,11 @@ class Chat:
         self._console.print()
         ended = {FinishReason.CANCELLED: "stopped · ", FinishReason.LENGTH: "cut short · "}
         if session.usage is not None and session.finish_reason is not None:
-            self._note(ended.get(session.finish_reason, "") + describe_usage(session.usage))
+            num_gone = num_turns + 1 - len(session.conversation.turn_starts)
+            oldest = self._overflow.token_discarder.name == "oldest"
+            dropped = describe_overflow(session.usage, num_gone, oldest=oldest)
+            line = " · ".join(part for part in (describe_usage(session.usage), dropped) if part)
+            self._note(ended.get(session.finish_reason, "") + line)
 
     def _new(self, system: str) -> None:
         self._sessions.append(self._engine.session(system=system or self._system))
@@ -175,6 +188,20 @@ class Chat:
             )
         self._current = int(argument) - 1
         self._note(f"conversation {argument}: {title_of(self.session)}")
+
+    def _forget(self, argument: str) -> None:
+        """What never leaves by itself stays here too."""
+        session, first = self.session, self._overflow.keep_first_tokens
+        ends = [start for start, _ in session.conversation.turn_starts[1:] if start > first]
+        if not ends:
+            raise UnknownCommandError("/forget wanted a conversation of two turns or more: the last one stays")
+        if not (argument.isdecimal() and 1 <= int(argument) <= len(ends)):
+            raise UnknownCommandError(
+                f"/forget wanted how many of the oldest turns to drop, 1 to {len(ends)}; found {argument!r}"
+            )
+        stop = ends[int(argument) - 1]
+        num_left = session.discard(range(first, stop))
+        self._note(f"dropped {stop - first:,} tokens, {num_left:,} are left")
 
     def _stored(self, _: str) -> None:
         infos = self._engine.stored.list(tenant=self.session.tenant)

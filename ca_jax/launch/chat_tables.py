@@ -30,12 +30,13 @@ def title_of(session: Session) -> str:
 def sessions_table(sessions: Sequence[Session], current: Session) -> rich.table.Table:
     """The open conversations, numbered from 1; the one that messages go to is marked."""
     table = rich.table.Table(box=None, pad_edge=False)
-    for column in ("", "conversation", "turns", "tokens"):
+    for column in ("", "conversation", "turns", "tokens", "dropped"):
         table.add_column(column, justify="left" if column == "conversation" else "right")
     for number, session in enumerate(sessions, 1):
         mark = "*" if session is current else " "
         turns = sum(message["role"] == "user" for message in session.messages)
-        table.add_row(f"{mark} {number}", rich.text.Text(title_of(session)), str(turns), f"{len(session.token_ids):,}")
+        sizes = (f"{len(session.token_ids):,}", f"{session.num_dropped:,}")
+        table.add_row(f"{mark} {number}", rich.text.Text(title_of(session)), str(turns), *sizes)
     return table
 
 
@@ -70,6 +71,7 @@ def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
         ("turns", f"{done.turns} ({done.cancelled} stopped)"),
         ("prompt tokens", f"{done.prompt_tokens:,}, of which cached {done.cached_tokens:,} ({share:.0%})"),
         ("generated tokens", f"{done.completion_tokens:,}"),
+        ("dropped tokens", f"{done.dropped_tokens:,} in {done.truncations} truncations"),
     ]
     return pairs_table(rows)
 

@@ -1,17 +1,21 @@
 """The flags of the engine: each stands for the field of `EngineConfig` of its name, in every script that serves.
 
-Not here: what the fields mean to the engine (`config`), flags of its store (`launch.store_flags`), what scripts settle
-themselves: the model's dtype, the context window.
+Those of overflow are among them; they stand for the fields of the `OverflowConfig` in it.
+
+Not here: what the fields mean to the engine (`config`), how flags of overflow are defined (`launch.overflow_flags`),
+flags of its store (`launch.store_flags`), what scripts settle themselves: the model's dtype, the context window.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from absl import flags
 
 from ca_jax.config import READ_BUFFERS, EngineConfig
+from ca_jax.launch import overflow_flags
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
@@ -37,11 +41,17 @@ _SWITCHES = {
 }
 
 
-def define(default: EngineConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+def define(
+    default: EngineConfig | None = None,
+    *,
+    without_overflow: Collection[str] = (),
+    flag_values: flags.FlagValues = flags.FLAGS,
+) -> None:
     """Defines the flags.
 
     Args:
       default: what they are where they are not given; the config's own defaults if not given.
+      without_overflow: fields of `OverflowConfig` that get no flag.
       flag_values: where they are defined.
 
     Raises:
@@ -55,6 +65,7 @@ def define(default: EngineConfig | None = None, *, flag_values: flags.FlagValues
     flags.DEFINE_string("read_buffer", str(default.read_buffer), _READ_BUFFER, flag_values=flag_values)
     for name, text in _SWITCHES.items():
         flags.DEFINE_boolean(name, getattr(default, name), text, flag_values=flag_values)
+    overflow_flags.define(default.overflow, without=without_overflow, or_off=True, flag_values=flag_values)
 
 
 def engine_config(default: EngineConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
@@ -67,9 +78,11 @@ def engine_config(default: EngineConfig | None = None, *, flag_values: flags.Fla
     Raises:
       ValueError: a value outside its range; the message names the flag.
     """
+    default = default or EngineConfig()
     values: dict[str, Any] = {name: flag_values[name].value for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES)}
     values["read_buffer"] = _layers_or_word(str(flag_values["read_buffer"].value))
-    return dataclasses.replace(default or EngineConfig(), **values)
+    values["overflow"] = overflow_flags.overflow_or_off(default.overflow, flag_values=flag_values)
+    return dataclasses.replace(default, **values)
 
 
 def _layers_or_word(text: str) -> int | str:

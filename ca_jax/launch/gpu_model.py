@@ -148,7 +148,7 @@ class RunnerBench:
             "share_of_roofline": roofline_s / step_s,
             "recompiles": compiles.count,
         }
-        how = attention.slot_attention(self._runner._slots.keys[0])
+        how = attention.slot_attention(self._runner.slots.buffers.keys[0])
         return Findings(
             rows=[row],
             floors=[
@@ -172,7 +172,7 @@ class RunnerBench:
     def _steps(self, num_steps: int, tokens: np.ndarray | jax.Array, lengths: np.ndarray) -> np.ndarray | jax.Array:
         """Decodes greedily, and waits for the last tokens; `lengths` grow in place."""
         for _ in range(num_steps):
-            logits, _ = self._runner.decode(tokens, lengths.copy())
+            logits, _, _ = self._runner.slots.decode(tokens, lengths.copy())
             tokens = sampling.greedy(logits)
             lengths += 1
         return jax.block_until_ready(tokens)

@@ -155,8 +155,9 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
             first_token_ids = contents.token_ids[:_FIRST_TOKEN_IDS].tolist()
     except DamagedRecordError as error:
         found = str(error)
+    tokens_of = {rows.index: rows.num_tokens for rows in record.copy.places.by_block(layout.block_tokens)}
     blocks = [
-        {"index": index, "block_id": block_id, "tokens": max(layout.tokens_in_block(index, record.num_tokens), 0)}
+        {"index": index, "block_id": block_id, "tokens": tokens_of.get(index, 0)}
         for index, block_id in enumerate(record.block_ids.tolist())
     ]
     facts = {
@@ -255,7 +256,7 @@ def _write(read: SessionKV, path: Path) -> None:
         "weights": namespace.weights,
         "position_encoding": namespace.position_encoding,
         "mesh_shard": namespace.mesh_shard,
-        "start_token": str(record.start_token),
+        "num_dropped": str(record.lineage.num_dropped),
         "axes": "kv: layer, key or value, token, KV head, head dim",
     }
     safetensors.numpy.save_file({"kv": read.kv, "token_ids": read.token_ids}, path, metadata=metadata)

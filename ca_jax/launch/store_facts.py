@@ -29,7 +29,7 @@ def session_facts(session: StoredSession, now_s: float) -> Facts:
         "namespace": session.namespace.directory_name,
         "weights": session.namespace.weights,
         "num_tokens": record.num_tokens,
-        "start_token": record.start_token,
+        "num_dropped": record.lineage.num_dropped,
         "num_blocks": record.num_blocks,
         "num_bytes": session.num_bytes,
         "created_s": record.created_s,

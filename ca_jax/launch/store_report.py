@@ -46,7 +46,7 @@ def _print_show(facts: Facts, console: rich.console.Console) -> None:
         ("session", session["session_id"]),
         ("key", session["key"]),
         ("tenant", session["tenant"]),
-        ("tokens", f"{session['num_tokens']:,}, from token {session['start_token']:,} of the session on"),
+        ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
         ("size", f"{_size(session['num_bytes'])} in {session['num_blocks']:,} blocks"),
         ("created", _when(session["created_s"])),
         ("last used", f"{_when(session['last_used_s'])}, saved {session['generation']} times"),

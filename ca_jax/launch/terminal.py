@@ -55,6 +55,21 @@ def describe_usage(usage: Usage) -> str:
     return " · ".join(parts)
 
 
+def describe_overflow(usage: Usage, num_turns: int, *, oldest: bool) -> str:
+    """What was dropped in a turn since the context window was full; empty where nothing was.
+
+    Args:
+      usage: of the turn.
+      num_turns: turns before it that are gone as a whole.
+      oldest: whether the oldest tokens are dropped first.
+    """
+    if not usage.dropped_tokens:
+        return ""
+    turns = f" ({num_turns:,} turn{'s' if num_turns > 1 else ''})" if num_turns > 0 else ""
+    tokens = f"token{'s' if usage.dropped_tokens > 1 else ''}"
+    return f"context full: dropped {'the oldest ' if oldest else ''}{usage.dropped_tokens:,} {tokens}{turns}"
+
+
 def describe_time(time_s: float) -> str:
     """Seconds since the epoch as local date and time; as a number where no calendar has them."""
     try:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.cutting import Cutting, as_mask
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.layout import KVLayout
@@ -35,7 +36,8 @@ from ca_jax.storage.placement import Placement
 from ca_jax.storage.policy import EvictionPolicy, make_policy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Owner, Residency, StoreStats
-from ca_jax.storage.ssd_books import SsdBooks, open_ssd_books
+from ca_jax.storage.ssd_books import SsdBooks
+from ca_jax.storage.ssd_setup import open_ssd_books
 from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.timeline import NO_TIMELINE, Timeline
@@ -122,11 +124,13 @@ class AttentionStore:
             free_fraction=config.dram_free_fraction,
             clock=clock,
         )
+        self._cutting = Cutting(self._dram, self._blocks, self._placement, self._ssd)
         self._desk = TicketDesk(
             self._dram,
             self._blocks,
             self._entries,
             self._placement,
+            self._cutting,
             self._counters,
             ttl_s=config.ttl_s,
             clock=clock,
@@ -155,7 +159,7 @@ class AttentionStore:
         if entry is None:
             return Lookup(residency=Residency.ABSENT, num_tokens=0)
         self._placement.used(entry)
-        return Lookup(residency=entry.residency, num_tokens=_num_readable(entry))
+        return Lookup(residency=entry.residency, num_tokens=entry.num_readable)
 
     def residency(self, key: str) -> Residency:
         """Where a session's KV is. Not a use."""
@@ -348,11 +352,18 @@ class AttentionStore:
     # Saves and loads: see `TicketDesk`, which does them.
 
     def prepare_save(
-        self, key: str, start_token: int, token_ids: npt.ArrayLike, owner: Owner | None = None
+        self,
+        key: str,
+        start_token: int,
+        token_ids: npt.ArrayLike,
+        owner: Owner | None = None,
+        *,
+        num_dropped: int = 0,
+        num_plain: int | None = None,
     ) -> SaveTicket | None:
         """Reserves room for the KV of a session's next tokens, evicting others; None where none can be made."""
         self._check_open()
-        return self._desk.prepare_save(key, start_token, token_ids, owner)
+        return self._desk.prepare_save(key, start_token, token_ids, owner, num_dropped=num_dropped, num_plain=num_plain)
 
     def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
         """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
@@ -369,10 +380,12 @@ class AttentionStore:
         self._check_open()
         self._desk.abort_save(ticket)
 
-    def prepare_load(self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False) -> LoadTicket | None:
+    def prepare_load(
+        self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
+    ) -> LoadTicket | None:
         """Holds the longest published prefix of `token_ids` for reading; None for a miss."""
         self._check_open()
-        return self._desk.prepare_load(key, token_ids, truncate=truncate)
+        return self._desk.prepare_load(key, token_ids, truncate=truncate, num_dropped=num_dropped)
 
     def complete_load(self, ticket: LoadTicket) -> None:
         """Ends a load, a hit."""
@@ -391,10 +404,13 @@ class AttentionStore:
 
     # Forgetting.
 
-    def truncate(self, key: str, num_tokens: int) -> int:
+    def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
         """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
 
-        What is on SSD only is kept in full blocks, so that up to a block more is forgotten.
+        Args:
+          key: session id.
+          num_tokens: how many tokens stay.
+          note: as for `discard`.
 
         Returns:
           Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
@@ -411,10 +427,58 @@ class AttentionStore:
             return 0
         _check_idle(entry)
         if num_tokens:
-            self._placement.shorten(entry, num_tokens)
+            self._cutting.shorten(entry, num_tokens, note)
         else:
             self._placement.forget(entry)
-        return _num_readable(entry)
+        return entry.num_readable
+
+    def discard(self, key: str, discarded: npt.ArrayLike, note: bytes | None = None) -> int:
+        """Forgets any of a session's published tokens, in place; the others stay as they are and move together.
+
+        Blocks without a token are free at once, in DRAM and on SSD. Token i of the session is from then on the i-th of
+        those that stay, and saves go on behind the last one.
+
+        Args:
+          key: session id.
+          discarded: bool `[T]`, True for each of the session's first T tokens that is to be forgotten. Tokens that are
+            stored beyond T stay; T may be larger than what is stored.
+          note: what to keep with the session from now on, as by `set_note`; on SSD it changes together with the KV, or
+            not at all. None keeps what is kept.
+
+        Returns:
+          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
+
+        Raises:
+          ValueError: `discarded` is no list of bool.
+          EntryInUseError: a load or save of it is open.
+        """
+        self._check_open()
+        mask = as_mask(discarded)
+        entry = self._entries.get(key)
+        if entry is None:
+            return 0
+        _check_idle(entry)
+        self._cutting.discard(entry, mask, note)
+        return entry.num_readable
+
+    def leave_dram(self, key: str) -> int | None:
+        """Forgets what of a session is in DRAM, so that it can be saved anew; what is on SSD stays until that is there.
+
+        Returns:
+          Its leading tokens whose KV had seen no token that was dropped; None for all.
+
+        Raises:
+          EntryInUseError: a load or save of it is open.
+        """
+        self._check_open()
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        num_plain = entry.known_lineage.num_plain
+        if entry.num_tokens:
+            _check_idle(entry)
+            self._placement.evict(entry)
+        return num_plain
 
     def drop(self, key: str) -> bool:
         """Forgets a session's KV.
@@ -457,7 +521,8 @@ class AttentionStore:
             tenant=entry.owner.tenant,
             session_id=entry.owner.session_id,
             residency=entry.residency,
-            num_tokens=_num_readable(entry),
+            num_tokens=entry.num_readable,
+            num_dropped=entry.known_lineage.num_dropped,
             num_blocks=len(entry.block_ids),
             num_bytes=len(entry.block_ids) * self._layout.block_bytes,
             ssd_tokens=0 if entry.ssd is None else entry.ssd.num_tokens,
@@ -477,11 +542,6 @@ class AttentionStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError("wanted an open AttentionStore, found one that is closed")
-
-
-def _num_readable(entry: Entry) -> int:
-    """Tokens that can be read now, or that a fetch would bring."""
-    return entry.num_tokens or (0 if entry.ssd is None else entry.ssd.num_tokens)
 
 
 def _check_idle(entry: Entry) -> None:

@@ -12,21 +12,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
+from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import StoredEntry, StoreView
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
+from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.storage.ssd_worker import FetchTask, FlushTask
 from ca_jax.storage.tickets import SaveTicket
-
-
-@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
-class SsdCopy:
-    """What of a session is on SSD, published in the catalog."""
-
-    num_tokens: int
-    block_ids: np.ndarray
-    """int64 `[num_blocks]`, in token order."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -45,6 +39,10 @@ class Entry:
 
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """Of the tokens published in DRAM, int32."""
+    places: TokenPlaces = dataclasses.field(default_factory=TokenPlaces)
+    """Where these lie in the blocks."""
+    lineage: Lineage = PLAIN
+    """What was dropped from what is in DRAM."""
     block_ids: list[int] = dataclasses.field(default_factory=list)
     """The block table in DRAM: blocks in token order, those of unfinished saves included."""
     open_saves: list[SaveTicket] = dataclasses.field(default_factory=list)
@@ -55,7 +53,9 @@ class Entry:
 
     ssd: SsdCopy | None = None
     num_same_tokens: int = 0
-    """Leading tokens whose bytes on SSD are those in DRAM."""
+    """Leading tokens in DRAM that are those on SSD."""
+    num_same_rows: int = 0
+    """Leading rows of the block table in DRAM that are rows of that on SSD, byte for byte."""
     fetch: FetchTask | None = None
     """On its way to DRAM."""
     flush: FlushTask | None = None
@@ -80,6 +80,21 @@ class Entry:
         return self.open_saves[-1].stop_token if self.open_saves else self.num_tokens
 
     @property
+    def num_reserved_places(self) -> int:
+        """Rows up to the last of these tokens."""
+        return self.open_saves[-1].stop_place if self.open_saves else self.places.num_places
+
+    @property
+    def num_readable(self) -> int:
+        """Tokens that can be read now, or that a fetch would bring."""
+        return self.num_tokens or (0 if self.ssd is None else self.ssd.num_tokens)
+
+    @property
+    def known_lineage(self) -> Lineage:
+        """What was dropped from what can be read now, or after a fetch."""
+        return self.lineage if self.ssd is None or self.num_reserved_tokens else self.ssd.lineage
+
+    @property
     def in_use(self) -> bool:
         """Whether a load or a save is open."""
         return bool(self.open_saves or self.num_open_loads)
@@ -91,7 +106,9 @@ class Entry:
             return Residency.DRAM
         if self.fetch is not None or self.open_saves:
             return Residency.PENDING
-        return Residency.ABSENT if self.ssd is None else Residency.SSD
+        if self.ssd is not None:
+            return Residency.SSD
+        return Residency.ABSENT if self.flush is None else Residency.PENDING
 
 
 class EntryTable:
@@ -187,7 +204,7 @@ class EntryTable:
         if not entry.requested and self._look_ahead.next_ticket(entry.key) is None:
             entry.miss = None  # No job is left to be told.
         in_dram = bool(entry.block_ids)
-        if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.miss):
+        if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.flush or entry.miss):
             self.remove(entry)
             return
         self._put(self._in_dram, entry, in_dram, self.must_stay(entry))

@@ -1,7 +1,7 @@
 """The catalog: which sessions are on SSD, in which blocks, with which tokens. The truth about SSD after a restart.
 
 What it says is durable when the call returns, and a process killed at any moment leaves all of a change or none of it.
-Publish only what is durable itself, and reuse blocks only once `forget` or `shorten` has returned.
+Publish only what is durable itself, and reuse blocks only once `forget` or `cut` has returned.
 
     with Catalog(directory, Namespace(weights=fingerprint, layout=layout)) as catalog:
         catalog.publish(record, token_ids, seals)
@@ -39,6 +39,7 @@ from ca_jax.storage.catalog_rows import (
     split_prefixes,
 )
 from ca_jax.storage.expiry import check_ttl
+from ca_jax.storage.lineage import Lineage
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
 
@@ -112,52 +113,53 @@ class Catalog(CatalogReader):
         with self._transaction():
             return self._write(record, contents)
 
-    def shorten(
-        self,
-        key: str,
-        num_tokens: int,
-        num_blocks: int,
-        last_seal: np.ndarray | None = None,
-        note: bytes | None = None,
+    def cut(
+        self, key: str, kept: np.ndarray, lineage: Lineage | None = None, note: bytes | None = None
     ) -> SessionRecord | None:
-        """Says that only the first `num_tokens` stored tokens, in the first `num_blocks` blocks, are left. Durable.
+        """Says that only some of a session's tokens are left, and of its blocks those that have any. Durable.
 
         Args:
           key: the session.
-          num_tokens: how many tokens stay.
-          num_blocks: how many blocks stay.
-          last_seal: uint64 `[L]`, of the last block that stays. A seal covers the tokens that count in its block, so
-            it is another one where fewer do than before: give it, or end with a full block and leave it None.
+          kept: bool `[num_tokens]`, which of the stored tokens stay.
+          lineage: what has been dropped from the session then; None for what was.
           note: what is kept with the session from now on; None keeps what is.
 
         Returns:
-          The record as it is stored now; None if the session is not stored (any more): it was not, or `num_tokens`
-          is 0, or what the catalog says about it is damaged.
+          The record as it is stored now; None if the session is not stored (any more): it was not, or no token stays,
+          or what the catalog says about it is damaged.
 
         Raises:
-          ValueError: more is to be kept than there is, or the blocks are too few for the tokens.
+          ValueError: `kept` is of another number of tokens than are stored.
         """
         with self._transaction():
-            try:
-                record, contents = self.get(key), self.contents(key)
-            except DamagedRecordError:
-                record = contents = None
-            if record is None or contents is None or not num_tokens:
+            found = self._load_sound(key)
+            if found is None or not kept.any():
                 self.forget([key])
                 return None
-            if num_tokens > record.num_tokens or num_blocks > record.num_blocks:
-                raise ValueError(
-                    f"session {key!r} wanted at most its {record.num_tokens} tokens and {record.num_blocks} blocks to "
-                    f"be kept, found {num_tokens} and {num_blocks}"
-                )
-            record = dataclasses.replace(record, num_tokens=num_tokens, block_ids=record.block_ids[:num_blocks])
+            record, contents = found
+            copy, blocks = record.copy.keep(
+                kept, record.lineage if lineage is None else lineage, self._namespace.layout.block_tokens
+            )
+            record = dataclasses.replace(record, num_tokens=copy.num_tokens, block_ids=copy.block_ids, cuts=copy.cuts)
             record.check(self._namespace.layout)
-            tokens, seals = contents.token_ids[:num_tokens], contents.seals[:num_blocks].copy()
-            if last_seal is not None:
-                seals[-1] = last_seal
-            prefixes = self._prefixes(record, tokens)
-            note = contents.note if note is None else note
-            return self._write(record, Contents(token_ids=tokens, seals=seals, prefixes=prefixes, note=note))
+            contents = dataclasses.replace(
+                contents,
+                token_ids=contents.token_ids[kept],
+                seals=contents.seals[blocks],
+                note=contents.note if note is None else note,
+            )
+            prefixes = self._prefixes(record, contents.token_ids)
+            return self._write(record, dataclasses.replace(contents, prefixes=prefixes))
+
+    def set_note(self, key: str, note: bytes) -> bool:
+        """Says what is kept with a session. Durable. Returns whether it is stored; not if what is said is damaged."""
+        with self._transaction():
+            found = self._load_sound(key)
+            if found is None:
+                self.forget([key])
+                return False
+            self._write(found[0], dataclasses.replace(found[1], note=note))
+            return True
 
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
@@ -291,6 +293,12 @@ class Catalog(CatalogReader):
                     time.time(),
                 )[0]
         return self._namespace_id
+
+    def _load_sound(self, key: str) -> tuple[SessionRecord, Contents] | None:
+        try:
+            return self.load(key)
+        except DamagedRecordError:
+            return None
 
     def _write(self, record: SessionRecord, contents: Contents) -> SessionRecord:
         known = self._one(

@@ -24,7 +24,7 @@ CATALOG_NAME = "catalog.sqlite3"
 """The file's name in the store's directory."""
 LOCK_NAME = "catalog.lock"
 """The lock's name beside it."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the tables. A catalog of another version is neither read nor changed."""
 _APPLICATION_ID = 0x63614A58  # "caJX"
 
@@ -47,7 +47,10 @@ CREATE TABLE sessions (
   session_id TEXT NOT NULL,
   block_ids BLOB NOT NULL,  -- int64
   num_tokens INTEGER NOT NULL,
-  start_token INTEGER NOT NULL,
+  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens); none for densely
+  num_rows INTEGER NOT NULL,  -- written in the blocks, with a token or no more
+  num_dropped INTEGER NOT NULL,
+  num_plain INTEGER,  -- leading tokens that have seen none of those; null for all
   created_s REAL NOT NULL,
   last_used_s REAL NOT NULL,
   pinned INTEGER NOT NULL,

@@ -25,6 +25,8 @@ from ca_jax.storage.catalog_rows import (
 )
 from ca_jax.storage.prefix import prefix_hashes
 
+_QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
+
 
 class CatalogReader:
     """Reads the sessions of one namespace, beside an engine that writes or after one that died.
@@ -112,6 +114,25 @@ class CatalogReader:
             num_layers=self._namespace.layout.num_layers,
         )
 
+    def load(self, key: str) -> tuple[SessionRecord, Contents] | None:
+        """One session and what a load of it needs, of the same state; None if it is not stored.
+
+        Raises:
+          DamagedRecordError: one of them is damaged.
+        """
+        row = self._one(
+            f"SELECT {_QUALIFIED_COLUMNS}, token_ids, seals, prefixes, note, contents.checksum "
+            "FROM sessions LEFT JOIN contents ON session = id WHERE namespace = ? AND key = ?",
+            self._namespace_id,
+            key,
+        )
+        if row is None:
+            return None
+        record = session_from_row(row[:-5])
+        num_layers = self._namespace.layout.num_layers
+        sizes = {"num_tokens": record.num_tokens, "num_blocks": record.num_blocks, "num_layers": num_layers}
+        return record, contents_from_row(key, row[-5:], **sizes)
+
     def token_ids(self, key: str) -> np.ndarray | None:
         """A session's tokens whose KV is stored, int32 `[num_tokens]`, read-only; otherwise as `contents`."""
         contents = self.contents(key)
@@ -120,8 +141,8 @@ class CatalogReader:
     def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
         """Finds the tenant's session that agrees with `token_ids` for longest, counted in full blocks.
 
-        Among equals the last used one. Sessions whose oldest tokens were dropped are not found: their KV has seen
-        tokens that the caller's has not.
+        Among equals the last used one. Of a session from which tokens were dropped only those before the first of them
+        count: the KV of the others has seen tokens that the caller's has not.
 
         Args:
           tenant: whose sessions; others' are never found.
@@ -221,10 +242,9 @@ class CatalogReader:
             yield f"wanted to be found by {len(contents.prefixes)} prefixes, found {len(listed)}"
 
     def _prefixes(self, record: SessionRecord, token_ids: np.ndarray) -> tuple[bytes, ...]:
-        """The hashes that a session is to be found by: none once its oldest tokens were dropped."""
-        if record.start_token:
-            return ()
+        """The hashes that a session is to be found by: of the tokens that have seen none which was dropped."""
         namespace = self._namespace
+        token_ids = token_ids[: record.lineage.plain_tokens(len(token_ids))]
         return prefix_hashes(record.tenant, namespace.fingerprint, token_ids, namespace.layout.block_tokens)
 
     def _open(self) -> sqlite3.Connection:

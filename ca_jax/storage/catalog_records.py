@@ -14,6 +14,8 @@ import numpy as np
 
 from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.ssd_copy import Cuts, SsdCopy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,8 @@ class SessionRecord:
     """The block table: int64 `[num_blocks]`, in token order."""
     num_tokens: int
     """Tokens whose KV is stored, > 0."""
-    start_token: int = 0
-    """Tokens of the session dropped before the first stored one."""
+    cuts: Cuts | None = None
+    """What cutting has left of it; None if it was never cut."""
     created_s: float
     """When it was first saved; seconds since the epoch."""
     last_used_s: float
@@ -99,7 +101,22 @@ class SessionRecord:
     state: SessionState = SessionState.READY
     """Whether it may be served."""
     generation: int = 0
-    """How many times it was published or shortened; the catalog counts."""
+    """How many times it was published or cut; the catalog counts."""
+
+    @property
+    def copy(self) -> SsdCopy:
+        """What of the session is stored, and where."""
+        return SsdCopy(num_tokens=self.num_tokens, block_ids=self.block_ids, cuts=self.cuts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were written in its blocks, up to the last one."""
+        return self.copy.num_rows
+
+    @property
+    def lineage(self) -> Lineage:
+        """What was dropped from it."""
+        return self.copy.lineage
 
     @property
     def num_blocks(self) -> int:
@@ -115,7 +132,8 @@ class SessionRecord:
         """Refuses a record that cannot be.
 
         Raises:
-          ValueError: no tokens, too few blocks for them, a negative or repeated block id, a negative time to live.
+          ValueError: no tokens, places or rows that are not theirs, too few blocks for them, a negative or repeated
+            block id, a negative time to live.
         """
         self.check_sizes(layout)
         if self.block_ids.min() < 0 or len(np.unique(self.block_ids)) < self.num_blocks:
@@ -125,20 +143,28 @@ class SessionRecord:
         """Does all of `check` but look at the ids in the block table: that is faster for many sessions at once.
 
         Raises:
-          ValueError: no tokens, too few blocks for them, a negative time to live.
+          ValueError: no tokens, places or rows that are not theirs, too few blocks for them, a negative time to live.
         """
-        if self.num_tokens <= 0 or self.start_token < 0:
+        if self.num_tokens <= 0:
+            raise ValueError(f"session {self.session_id!r} wanted num_tokens > 0, found {self.num_tokens}")
+        num_places = self.num_tokens if self.cuts is None else self.cuts.places.num_places
+        if self.cuts is not None and self.cuts.places.num_tokens != self.num_tokens:
             raise ValueError(
-                f"session {self.session_id!r} wanted num_tokens > 0 and start_token >= 0, "
-                f"found {self.num_tokens} and {self.start_token}"
+                f"session {self.session_id!r} wanted places of its {self.num_tokens} tokens, "
+                f"found {self.cuts.places.num_tokens}"
             )
         block_ids = self.block_ids
         if block_ids.ndim != 1 or block_ids.dtype != np.int64:
             raise ValueError(f"block_ids wanted int64[num_blocks], found {block_ids.dtype}{list(block_ids.shape)}")
-        if self.num_blocks < layout.num_blocks(self.num_tokens):
+        if self.num_blocks < layout.num_blocks(num_places):
             raise ValueError(
-                f"{self.num_tokens} tokens wanted at least {layout.num_blocks(self.num_tokens)} blocks of "
+                f"{self.num_tokens} tokens wanted at least {layout.num_blocks(num_places)} blocks of "
                 f"{layout.block_tokens}, found {self.num_blocks}"
+            )
+        if self.cuts is not None and not num_places <= self.cuts.num_rows <= self.num_blocks * layout.block_tokens:
+            raise ValueError(
+                f"session {self.session_id!r} wanted {num_places} to {self.num_blocks * layout.block_tokens} rows "
+                f"written, found {self.cuts.num_rows}"
             )
         check_ttl(self.ttl_s)
 

@@ -15,13 +15,16 @@ import numpy as np
 
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_records import SessionRecord, SessionState
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.prefix import HASH_BYTES
+from ca_jax.storage.ssd_copy import Cuts
 
 BLOCK_ID_BYTES = 8
 """Of one entry of a block table."""
 SESSION_COLUMNS = (
-    "key, tenant, session_id, block_ids, num_tokens, start_token, created_s, last_used_s, pinned, ttl_s, state, "
-    "generation, checksum"
+    "key, tenant, session_id, block_ids, num_tokens, runs, num_rows, num_dropped, num_plain, created_s, last_used_s, "
+    "pinned, ttl_s, state, generation, checksum"
 )
 """Of table `sessions`, in the order of `to_row` and `from_row`."""
 
@@ -87,7 +90,10 @@ def split_prefixes(joined: bytes) -> tuple[bytes, ...]:
 def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
     """Values of `SESSION_COLUMNS`."""
     table = record.block_ids.astype("<i8").tobytes()
-    named = (record.key, record.tenant, record.session_id, table, record.num_tokens, record.start_token)
+    copy = record.copy
+    runs = b"" if copy.places.is_dense else copy.places.to_bytes()
+    cuts = (runs, copy.num_rows, copy.lineage.num_dropped, copy.lineage.num_plain)
+    named = (record.key, record.tenant, record.session_id, table, record.num_tokens, *cuts)
     return (
         *named,
         record.created_s,
@@ -106,18 +112,26 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
     Raises:
       DamagedRecordError: it is another.
     """
-    (key, tenant, session_id, table, num_tokens, start_token, created_s, used_s, pinned, ttl_s, state) = row[:11]
-    generation, checksum = row[11:]
+    key, tenant, session_id, table, num_tokens, runs, num_rows, num_dropped, num_plain = row[:9]
+    created_s, used_s, pinned, ttl_s, state, generation, checksum = row[9:]
     try:
-        if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, start_token, generation):
+        cut = runs, num_rows, num_dropped, num_plain
+        if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation):
             raise ValueError("wanted a row that passes its checksum, found another")
+        cuts = None
+        if runs or num_rows != num_tokens or num_dropped or num_plain is not None:
+            cuts = Cuts(
+                places=TokenPlaces.from_bytes(runs) if runs else TokenPlaces.dense(num_tokens),
+                num_rows=num_rows,
+                lineage=Lineage(num_dropped, num_plain),
+            )
         return SessionRecord(
             key=key,
             tenant=tenant,
             session_id=session_id,
             block_ids=np.frombuffer(table, "<i8"),
             num_tokens=num_tokens,
-            start_token=start_token,
+            cuts=cuts,
             created_s=float(created_s),
             last_used_s=float(used_s),
             pinned=bool(pinned),
@@ -133,11 +147,21 @@ _STATES = {state.value: state for state in SessionState}
 
 
 def _session_checksum(
-    key: str, tenant: str, session_id: str, table: bytes, num_tokens: int, start_token: int, generation: int
+    key: str,
+    tenant: str,
+    session_id: str,
+    table: bytes,
+    num_tokens: int,
+    runs: bytes,
+    num_rows: int,
+    num_dropped: int,
+    num_plain: int | None,
+    generation: int,
 ) -> int:
     """Of what never changes without a new row, and must not be served if it does."""
-    named = f"{key}\0{tenant}\0{session_id}\0{num_tokens}\0{start_token}\0{generation}"
-    return zlib.crc32(table, zlib.crc32(named.encode("utf-8", "surrogateescape")))
+    numbers = "\0".join(map(str, (num_tokens, num_rows, num_dropped, num_plain, generation, len(runs))))
+    named = f"{key}\0{tenant}\0{session_id}\0{numbers}"
+    return zlib.crc32(table, zlib.crc32(runs, zlib.crc32(named.encode("utf-8", "surrogateescape"))))
 
 
 def _contents_checksum(key: str, *blobs: bytes) -> int:

@@ -14,14 +14,16 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
 from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lineage import PLAIN
 from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import MissReason, Residency, SkipReason
@@ -86,6 +88,10 @@ class Placement:
         if self._ssd is not None:
             entry.waits_for_flush = not self._ssd.is_late
             self._dirty[entry.key] = None
+        self._table.place(entry)
+
+    def place(self, entry: Entry) -> None:
+        """A session is cut, or otherwise another one for whoever chooses among them."""
         self._table.place(entry)
 
     def saving(self, entry: Entry) -> None:
@@ -179,32 +185,30 @@ class Placement:
             self._ssd.cancel(entry)
             self._table.place(entry)
 
-    def leave_dram(self, entry: Entry, num_tokens: int = 0) -> None:
-        """Frees a session's blocks of DRAM past its first `num_tokens`; published tokens are the caller's to cut."""
-        num_blocks = self._layout.num_blocks(num_tokens)
-        block_ids = entry.block_ids[num_blocks:]
-        del entry.block_ids[num_blocks:]
-        entry.num_same_tokens = min(entry.num_same_tokens, num_tokens)
+    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
+        """Frees blocks of DRAM that were a session's; those that a flush still reads, once it has settled."""
         if self._ssd is not None:
             self._ssd.free_dram(entry, block_ids)
         else:
             self._blocks.free(entry.owner.tenant, block_ids)
-        if not num_tokens:
+
+    def free_unused(self, entry: Entry) -> None:
+        """Frees a session's blocks of DRAM behind its last token, published or being saved: all, if there is none."""
+        num_blocks = self._layout.num_blocks(entry.num_reserved_places)
+        block_ids = entry.block_ids[num_blocks:]
+        del entry.block_ids[num_blocks:]
+        self.free_dram(entry, block_ids)
+        if not num_blocks:
+            entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
             self._dirty.pop(entry.key, None)
         self._table.place(entry)
 
-    def shorten(self, entry: Entry, num_tokens: int) -> None:
-        """Keeps only a session's first tokens, in both tiers and of what is on its way; it must not be in use."""
-        shorter = num_tokens < entry.num_tokens
-        if shorter:  # First: a flush may read what is freed.
-            entry.token_ids = entry.token_ids[:num_tokens].copy()
-            self.leave_dram(entry, num_tokens)
+    def evict(self, entry: Entry) -> None:
+        """Forgets what of a session is in DRAM, for another state of it; what is on its way to SSD gets there."""
         if self._ssd is not None:
-            self._ssd.shorten(entry, num_tokens)
-        if shorter:
-            self.changed(entry)
-        self._table.place(entry)
+            self._ssd.left(entry)
+        self._leave_dram(entry)
 
     def forget(self, entry: Entry) -> None:
         """Forgets a session in both tiers, and what is on its way; it must not be in use."""
@@ -213,9 +217,8 @@ class Placement:
             self._ssd.free_dram(entry, block_ids)
             self._ssd.cancel(entry)
             self._ssd.forget(entry)
-        entry.token_ids = np.zeros(0, np.int32)
         entry.miss = entry.note = None
-        self.leave_dram(entry)
+        self._leave_dram(entry)
 
     # How.
 
@@ -255,8 +258,12 @@ class Placement:
         for entry in filter(None, map(self._table.get, keys)):
             self._counters.num_evictions += 1
             self._counters.evicted_bytes += len(entry.block_ids) * self._layout.block_bytes
-            entry.token_ids = np.zeros(0, np.int32)
-            self.leave_dram(entry)
+            self._leave_dram(entry)
+
+    def _leave_dram(self, entry: Entry) -> None:
+        """Forgets what of a session is in DRAM."""
+        entry.token_ids, entry.places, entry.lineage = np.zeros(0, np.int32), TokenPlaces(), PLAIN
+        self.free_unused(entry)
 
     def _size_of_evictable(self, key: str) -> int:
         entry = self._table.get(key)

@@ -16,7 +16,7 @@ class Residency(enum.Enum):
     ABSENT = "absent"
     """Nowhere."""
     PENDING = "pending"
-    """Bytes of its first save, or of a fetch from SSD, are in flight: found, not readable."""
+    """Bytes of its first save, of a fetch from SSD, or of all there is of it to SSD, are in flight: not readable."""
     SSD = "ssd"
     """On SSD only: readable once fetched."""
     DRAM = "dram"
@@ -118,6 +118,8 @@ class EntryInfo:
     """Where its KV is; the DRAM tier, if it is in both."""
     num_tokens: int
     """Tokens that can be read now; on SSD only, what a fetch would bring."""
+    num_dropped: int
+    """Tokens of the session that were dropped so far, others behind them left."""
     num_blocks: int
     """Blocks of DRAM held, those of unfinished saves included."""
     num_bytes: int

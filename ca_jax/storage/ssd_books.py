@@ -10,88 +10,30 @@ Not here: when something is flushed, fetched or evicted from DRAM (attention_sto
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ca_jax.storage.block_io import IoFailure
-from ca_jax.storage.books import Entry, EntryTable, SsdCopy, SsdCounters
+from ca_jax.storage.books import Entry, EntryTable, SsdCounters
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import Namespace, PrefixMatch, SessionRecord
-from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
 from ca_jax.storage.dram import DramTier
-from ca_jax.storage.opening import OpenedSsd, open_ssd
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.opening import OpenedSsd
 from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
+from ca_jax.storage.ssd_copy import Cuts, rows_left
+from ca_jax.storage.ssd_moves import Cut, Move
 from ca_jax.storage.ssd_worker import FetchTask, FlushTask, Lost, SsdWorker, TaskEnd
 from ca_jax.timeline import Timeline
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
-
-
-def open_ssd_books(
-    config: StoreConfig,
-    namespace: Namespace,
-    *,
-    table: EntryTable,
-    dram: DramTier,
-    dram_blocks: ChargedBlocks,
-    policy: EvictionPolicy,
-    clock: Callable[[], float],
-    on_progress: Callable[[], None],
-    timeline: Timeline,
-) -> SsdBooks:
-    """Opens the directory that the config names, and takes in what is stored there.
-
-    Args:
-      config: with an `ssd_dir`.
-      namespace: whose sessions.
-      table: entries are added for what is stored.
-      dram: as for `SsdBooks`; so are the others.
-      dram_blocks: likewise.
-      policy: likewise.
-      clock: likewise.
-      on_progress: likewise.
-      timeline: likewise.
-
-    Raises:
-      ValueError: the caps do not fit block or disk.
-      NotADirectoryError, PermissionError, CatalogError: the directory cannot be used.
-    """
-    directory = config.ssd_directory
-    if directory is None:
-        raise ValueError("wanted a config with an ssd_dir, found none")
-    with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
-        opened = open_ssd(
-            directory,
-            namespace,
-            capacity_bytes=config.ssd_bytes,
-            free_floor_bytes=config.ssd_free_floor_bytes,
-            driver=config.ssd_driver,
-            blocks_url=config.ssd_url,
-            deadline_s=config.ssd_deadline_s,
-        )
-        quota_bytes = config.tenant_quota_bytes
-        return SsdBooks(
-            opened,
-            CatalogReader(directory, namespace),
-            CatalogReader(directory, namespace),
-            table=table,
-            dram=dram,
-            dram_blocks=dram_blocks,
-            policy=policy,
-            quota_blocks=None if quota_bytes is None else quota_bytes // opened.tier.stored_block_bytes,
-            clock=clock,
-            on_progress=on_progress,
-            timeline=timeline,
-        )
 
 
 class SsdBooks:
@@ -136,7 +78,7 @@ class SsdBooks:
         self._blocks = ChargedBlocks(opened.tier.allocator, quota_blocks)
         self._clock = clock
         self._counters = SsdCounters(num_lost_sessions=opened.num_lost)
-        self._moves: dict[FetchTask | FlushTask, _Move] = {}
+        self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._late_until_s = -np.inf
         for record in sorted(opened.records, key=lambda record: record.created_s):
             table.add(self._adopted(record))
@@ -217,12 +159,8 @@ class SsdBooks:
         """Begins to bring a session to DRAM, into blocks that are this move's until it has settled."""
         if entry.ssd is None or entry.fetch is not None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
-        entry.fetch = FetchTask(
-            key=entry.key,
-            num_tokens=entry.ssd.num_tokens,
-            block_ids=entry.ssd.block_ids.tolist(),
-            into=[self._dram.slab[block] for block in dram_block_ids],
-        )
+        into = [self._dram.slab[block] for block in dram_block_ids]
+        entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
         self._begin(entry, entry.fetch, dram_blocks=list(dram_block_ids))
 
     def flush(self, entry: Entry) -> bool:
@@ -232,8 +170,8 @@ class SsdBooks:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
           more. If not, room may come when other moves have settled.
         """
-        layout, num_tokens = self._layout, entry.num_tokens
-        num_blocks = layout.num_blocks(num_tokens)
+        num_places = entry.places.num_places
+        num_blocks = self._layout.num_blocks(num_places)
         if not self._blocks.admits(num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
         num_kept = self._num_kept_blocks(entry)
@@ -248,13 +186,18 @@ class SsdBooks:
         new_ids = None if failure else self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept)
         if new_ids is None:
             return self._skip_flush(entry, FlushFailure.NO_ROOM)
-        old_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
+        old_ids, num_rows = [], num_places
+        if entry.ssd is not None:
+            old_ids = entry.ssd.block_ids[:num_kept].tolist()
+            if num_kept == num_blocks:  # The last one too, as it was written.
+                num_rows = min(entry.ssd.num_rows, num_blocks * self._layout.block_tokens)
         record = SessionRecord(
             key=entry.key,
             tenant=entry.owner.tenant,
             session_id=entry.owner.session_id,
             block_ids=np.array([*old_ids, *new_ids], np.int64),
-            num_tokens=num_tokens,
+            num_tokens=entry.num_tokens,
+            cuts=Cuts.of(entry.places, num_rows, entry.lineage),
             created_s=entry.created_s,
             last_used_s=entry.last_used_s,
             pinned=entry.pinned,
@@ -309,31 +252,67 @@ class SsdBooks:
 
     # Forgetting.
 
-    def shorten(self, entry: Entry, num_tokens: int) -> None:
-        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens, and up to a block before.
+    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None) -> None:
+        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens. DRAM is cut already.
 
-        A seal is of the tokens that count in its block, so only full blocks are kept; the rest is flushed again.
+        Args:
+          entry: of the session.
+          num_tokens: how many stay, > 0.
+          note: what to keep with it from now on; None keeps what is kept.
         """
-        moving = entry.flush.record if entry.flush is not None else entry.fetch
-        if moving is not None and moving.num_tokens > num_tokens:
+        if entry.fetch is not None and entry.fetch.copy.num_tokens > num_tokens:
+            self._cancel_fetch(entry)
+        if entry.flush is not None:
+            move = self._moves[entry.flush]
+            if move.left or move.cuts or entry.flush.record.num_tokens > num_tokens:
+                self.cancel(entry)
+        if entry.ssd is None:
+            return
+        if entry.ssd.num_tokens > num_tokens:
+            kept = np.arange(entry.ssd.num_tokens) < num_tokens
+            self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), entry.ssd.num_tokens)
+        elif note is not None and not entry.num_tokens:
+            self.set_note(entry)
+
+    def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
+
+        A flush that is under way goes on, if none of what it reads will be written: it is published as it began, and
+        cut then. Otherwise it is given up.
+
+        Args:
+          entry: of the session.
+          kept: bool `[T]`, which of the tokens stay that were in DRAM, or on SSD alone.
+          lineage: what has been dropped then.
+          note: as for `shorten`.
+        """
+        cut = Cut(kept, lineage, note)
+        self._cancel_fetch(entry)
+        if entry.flush is not None:
+            move = self._moves[entry.flush]
+            num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
+            if not move.left and (not num_flushed or kept[num_flushed - 1 :].any()):
+                cut.num_flushed = int(np.count_nonzero(kept[:num_flushed]))
+                move.cuts.append(cut)
+                return
             self.cancel(entry)
-        if entry.ssd is None or entry.ssd.num_tokens <= num_tokens:
-            return
-        num_blocks = num_tokens // self._layout.block_tokens
-        if not num_blocks:
-            self._forget_copy(entry)
-            return
-        kept_tokens = num_blocks * self._layout.block_tokens
-        self._blocks.free(entry.owner.tenant, entry.ssd.block_ids[num_blocks:].tolist())
-        entry.ssd = SsdCopy(num_tokens=kept_tokens, block_ids=entry.ssd.block_ids[:num_blocks])
-        entry.num_same_tokens = min(entry.num_same_tokens, kept_tokens)
-        self._worker.shorten(entry.key, kept_tokens, num_blocks)
+        # What SSD has behind the tokens in DRAM, or instead of them, is of a state that was given up.
+        self._cut_copy(entry, cut, entry.num_same_tokens if entry.num_tokens else len(kept))
+
+    def left(self, entry: Entry) -> None:
+        """A session leaves DRAM, and will be saved there anew: what a flush brings to SSD is another state of it."""
+        if entry.flush is not None:
+            self._moves[entry.flush].left = True
+
+    def relaid(self, entry: Entry) -> None:
+        """A session was copied to other blocks of DRAM, and lies otherwise in them than on SSD."""
+        entry.num_same_rows = 0
+        if entry.flush is not None:
+            self._moves[entry.flush].relaid = True
 
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
-        if entry.fetch is not None:
-            entry.fetch.cancelled = True
-            entry.fetch = None
+        self._cancel_fetch(entry)
         if entry.flush is not None:
             entry.flush.cancelled = True
             self._moves[entry.flush].ended = True
@@ -405,7 +384,7 @@ class SsdBooks:
             last_used_s=record.last_used_s,
             ttl_s=record.ttl_s,
             pinned=record.pinned,
-            ssd=SsdCopy(num_tokens=record.num_tokens, block_ids=record.block_ids),
+            ssd=record.copy,
         )
         self._blocks.adopt(record.tenant, record.num_blocks)
         return entry
@@ -419,11 +398,11 @@ class SsdBooks:
         ssd_blocks: list[int] | None = None,
         read_blocks: frozenset[int] = frozenset(),
     ) -> None:
-        self._moves[task] = _Move(entry, dram_blocks or [], ssd_blocks or [], read_blocks)
+        self._moves[task] = Move(entry, dram_blocks or [], ssd_blocks or [], read_blocks)
         self._table.place(entry)
         self._worker.submit(task)
 
-    def _end_fetch(self, move: _Move, task: FetchTask, end: TaskEnd) -> None:
+    def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
         entry = move.entry
         if entry.fetch is not task:  # Given up meanwhile.
             return
@@ -431,19 +410,29 @@ class SsdBooks:
         if end.error is None and end.contents is not None:
             entry.block_ids, move.dram_blocks = move.dram_blocks, []
             entry.token_ids = end.contents.token_ids
-            entry.num_same_tokens = task.num_tokens
+            entry.places, entry.lineage = task.copy.places, task.copy.lineage
+            entry.num_same_tokens = len(entry.token_ids)
+            entry.num_same_rows = entry.places.num_places
             entry.fetched = True
             self._counters.num_fetches += 1
-            self._counters.fetched_bytes += len(task.block_ids) * self._layout.block_bytes
+            self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes
             return
         reason = IoFailure.DEVICE if end.error is None else end.error.reason
         entry.miss = MissReason(reason) if reason in set(MissReason) else MissReason.DEVICE
         if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
             self.forget(entry)
 
-    def _end_flush(self, move: _Move, task: FlushTask, end: TaskEnd) -> None:
+    def _end_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
         entry = move.entry
         entry.flush = None
+        self._take_in_flush(move, task, end)
+        for cut in move.cuts:
+            self._cut_copy(entry, cut, entry.num_same_tokens)
+        if move.left:
+            entry.num_same_tokens = entry.num_same_rows = 0
+
+    def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
+        entry = move.entry
         if end.error is not None:
             reason = end.error.reason
             if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
@@ -454,8 +443,9 @@ class SsdBooks:
             return
         old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
-        entry.ssd = SsdCopy(num_tokens=task.record.num_tokens, block_ids=task.record.block_ids)
-        entry.num_same_tokens = task.record.num_tokens
+        entry.ssd = task.record.copy
+        entry.num_same_tokens = entry.ssd.num_tokens
+        entry.num_same_rows = 0 if move.relaid else entry.ssd.places.num_places
         if entry.note is task.note:
             entry.note = None
         if entry.pinned != task.record.pinned:  # Changed while it was on its way.
@@ -494,15 +484,41 @@ class SsdBooks:
         """How many leading blocks are on SSD as they should be: full ones, or all if only the note is new."""
         if entry.ssd is None:
             return 0
-        if entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens:
-            return len(entry.ssd.block_ids)
-        return min(entry.num_same_tokens, entry.num_tokens) // self._layout.block_tokens
+        is_same = entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens
+        if is_same and entry.num_same_rows == entry.places.num_places:
+            return entry.ssd.num_blocks
+        return entry.num_same_rows // self._layout.block_tokens
 
     def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
         self._counters.failed_flushes[failure] += 1
         entry.waits_for_flush = False
         self._table.place(entry)
         return True
+
+    def _cut_copy(self, entry: Entry, cut: Cut, num_own: int) -> None:
+        """Forgets tokens of what is on SSD: those that a cut does not keep, and all behind the first `num_own`."""
+        if entry.ssd is None:
+            return
+        before = entry.ssd
+        kept = np.zeros(before.num_tokens, bool)
+        num_own = min(num_own, len(cut.kept), before.num_tokens)
+        kept[:num_own] = cut.kept[:num_own]
+        if not kept.any():
+            self._forget_copy(entry)
+            return
+        if kept.all() and cut.lineage == before.lineage and cut.note is None:
+            return
+        entry.ssd, table = before.keep(kept, cut.lineage, self._layout.block_tokens)
+        self._blocks.free(entry.owner.tenant, np.delete(before.block_ids, table).tolist())
+        entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
+        num_same_rows = rows_left(entry.num_same_rows, table, self._layout.block_tokens)
+        entry.num_same_rows = min(num_same_rows, entry.places.num_places)
+        self._worker.cut(entry.key, kept, cut.lineage, cut.note)
+
+    def _cancel_fetch(self, entry: Entry) -> None:
+        if entry.fetch is not None:
+            entry.fetch.cancelled = True
+            entry.fetch = None
 
     def _forget_copy(self, entry: Entry, *, published: bool = False) -> None:
         """Forgets what is on SSD of a session that goes on in DRAM, with its note."""
@@ -522,29 +538,4 @@ class SsdBooks:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
         entry.ssd = None
-        entry.num_same_tokens = 0
-
-
-@contextlib.contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class _Move:
-    """A task under way, and what is only free once it has settled."""
-
-    def __init__(
-        self, entry: Entry, dram_blocks: list[int], ssd_blocks: list[int], read_blocks: frozenset[int]
-    ) -> None:
-        self.entry = entry
-        self.dram_blocks = dram_blocks
-        self.ssd_blocks = ssd_blocks
-        self.read_blocks = read_blocks
-        self.ended = False
-        self.late = False
+        entry.num_same_tokens = entry.num_same_rows = 0

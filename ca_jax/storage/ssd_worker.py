@@ -5,13 +5,13 @@ changes of the catalog durable, seals and writes the blocks that are not on SSD 
 are durable. No block that a published session refers to is ever written: what changes goes to other blocks, so that a
 process that dies at any moment leaves the old state or the new one.
 
-Changes of the catalog that free blocks (`forget`, `shorten`) are carried out in the order of their submission, before
+Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
 any later write. While one of them cannot be made durable, nothing is written at all.
 
 Tasks belong to whoever submitted them; what became of them comes back by `take_ended`. Nothing here raises for what a
 disk or catalog does.
 
-Not here: which sessions move, and into which blocks (ssd_books).
+Not here: which sessions move, and into which blocks (ssd_books), how the catalog is changed (catalog_keeper).
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle
 from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogCorruptError, CatalogError, CatalogFullError, quarantine
+from ca_jax.storage.catalog_file import CatalogError
+from ca_jax.storage.catalog_keeper import CatalogKeeper
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents, DamagedRecordError
 from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.host_memory import host_array
+from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.seal import seal_block, verify_block
+from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.timeline import ArgValue, Timeline, Track
 
 _LOG = logging.getLogger(__name__)
@@ -48,10 +51,8 @@ class FetchTask:
     """Reads a session's blocks into memory."""
 
     key: str
-    num_tokens: int
-    """How many the session is known to have."""
-    block_ids: Sequence[int]
-    """On SSD, in token order."""
+    copy: SsdCopy
+    """What the session is known to have on SSD."""
     into: Sequence[np.ndarray]
     """One block of memory for each: the worker's until the task has settled."""
     cancelled: bool = False
@@ -92,7 +93,7 @@ class TaskEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost:
-    """A session that had to be forgotten, since it could not be shortened."""
+    """A session that had to be forgotten, since it could not be cut."""
 
     key: str
     """Of the session."""
@@ -123,14 +124,12 @@ class SsdWorker:
     ) -> None:
         self._tier = tier
         self._layout = tier.layout
-        self._catalog = catalog
+        self._keeper = CatalogKeeper(catalog, on_lost=self._lost)
         self._reader = reader
         self._on_progress = on_progress
         self._timeline = timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
         self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
-        self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
-        self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
         self._bounces: list[np.ndarray] = []
         self._num_moving = self._num_changes = 0
         self._lock = threading.Lock()
@@ -153,24 +152,30 @@ class SsdWorker:
 
     def forget(self, keys: Sequence[str]) -> None:
         """Has sessions forgotten. Their blocks may be given to later flushes at once."""
-        self._change_catalog(functools.partial(self._forget, tuple(keys)))
+        self._change_catalog(functools.partial(self._keeper.forget, tuple(keys)))
 
-    def shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
-        """Has a session shortened to full blocks. Those behind may be given to later flushes at once.
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
 
         Where the catalog cannot be changed so, the session is forgotten; `take_ended` says it.
+
+        Args:
+          key: of the session.
+          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
+          lineage: what has been dropped then.
+          note: what is kept with it, in the same change; None keeps what is kept.
         """
-        self._change_catalog(functools.partial(self._shorten, key, num_tokens, num_blocks))
+        self._change_catalog(functools.partial(self._keeper.cut, key, kept, lineage, note))
 
     def change(
         self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
     ) -> None:
         """Has a session's pin or note (if not None) or else its time to live written down."""
-        self._change_catalog(functools.partial(self._change, key, pinned, note, ttl_s))
+        self._change_catalog(functools.partial(self._keeper.change, key, pinned, note, ttl_s))
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Has written down when sessions were last used, seconds since the epoch."""
-        self._change_catalog(functools.partial(self._use, times_s))
+        self._change_catalog(functools.partial(self._keeper.use, times_s))
 
     @property
     def num_changes(self) -> int:
@@ -194,9 +199,7 @@ class SsdWorker:
         settled = self._tier.close(timeout_s)
         if not any(thread.is_alive() for thread in self._threads):
             self._reader.close()
-            self._catalog.close()
-            if self._is_beyond_use:
-                self._move_catalog_aside()
+            self._keeper.close()
         return settled
 
     def _change_catalog(self, step: Callable[[], None]) -> None:
@@ -242,7 +245,7 @@ class SsdWorker:
             self._end(TaskEnd(task=task, error=error))
             return
         self._move(
-            self._tier.read_blocks(task.block_ids, task.into),
+            self._tier.read_blocks(task.copy.block_ids.tolist(), task.into),
             task,
             self._reads,
             lambda: self._finish_fetch(task, contents),
@@ -251,30 +254,28 @@ class SsdWorker:
     def _expected(self, task: FetchTask) -> Contents:
         """What the catalog says is in the blocks."""
         try:
-            contents = self._reader.contents(task.key)
+            found = self._reader.load(task.key)
         except DamagedRecordError as error:
             raise BlockIoError(IoFailure.CORRUPT, str(error)) from error
         except CatalogError as error:
             raise BlockIoError(IoFailure.CATALOG, str(error)) from error
-        if contents is None:
+        if found is None:
             raise BlockIoError(IoFailure.MISSING, f"the catalog wanted session {task.key!r}, found none")
-        # The catalog may not have been shortened yet: it is then that only full blocks are kept, whose seals stay.
-        num_blocks = len(task.block_ids)
-        exact = len(contents.token_ids) == task.num_tokens and len(contents.seals) == num_blocks
-        shortened = task.num_tokens == num_blocks * self._layout.block_tokens < len(contents.token_ids)
-        if not (exact or shortened):
+        # The catalog may not have been cut yet: what stays of an older state is in the same rows of the same blocks.
+        record, contents = found
+        indices = task.copy.find_in(record.copy, self._layout.block_tokens)
+        if indices is None:
             raise BlockIoError(
                 IoFailure.CORRUPT,
-                f"session {task.key!r} wanted {task.num_tokens} tokens in {num_blocks} blocks, the catalog "
-                f"found {len(contents.token_ids)} in {len(contents.seals)}",
+                f"session {task.key!r} wanted {task.copy.num_tokens} tokens in {task.copy.num_blocks} blocks, the "
+                f"catalog found {record.num_tokens} in {record.num_blocks}, and not these among them",
             )
-        return dataclasses.replace(
-            contents, token_ids=contents.token_ids[: task.num_tokens], seals=contents.seals[:num_blocks]
-        )
+        tokens, blocks = indices
+        return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], seals=contents.seals[blocks])
 
     def _finish_fetch(self, task: FetchTask, contents: Contents) -> None:
         for index, block in enumerate(task.into):
-            if not verify_block(block, self._layout.tokens_in_block(index, task.num_tokens), contents.seals[index]):
+            if not verify_block(block, self._layout.tokens_in_block(index, task.copy.num_rows), contents.seals[index]):
                 found = f"block {index} of session {task.key!r} wanted its seal, found other bytes"
                 self._end(TaskEnd(task=task, error=BlockIoError(IoFailure.CORRUPT, found)))
                 return
@@ -283,14 +284,14 @@ class SsdWorker:
     # Flushing, on the writing thread.
 
     def _begin_flush(self, task: FlushTask) -> None:
-        error = _cancelled() if task.cancelled else self._settle_catalog()
+        error = _cancelled() if task.cancelled else self._keeper.settle()
         if error is not None:
             self._end(TaskEnd(task=task, error=error))
             return
         self._mark_begin(task)
         sources = list(task.sources)
         seals = [
-            seal_block(block, self._layout.tokens_in_block(index, task.record.num_tokens))
+            seal_block(block, self._layout.tokens_in_block(index, task.record.num_rows))
             for index, block in enumerate(sources, task.num_kept_blocks)
         ]
         bounce = None
@@ -304,86 +305,10 @@ class SsdWorker:
         self._move(handle, task, self._writes, lambda: self._publish(task, seals))
 
     def _publish(self, task: FlushTask, seals: list[np.ndarray]) -> None:
-        error = _cancelled() if task.cancelled else self._settle_catalog()
+        error = _cancelled() if task.cancelled else None
         if error is None:
-            try:
-                kept = self._catalog.contents(task.record.key)
-                note = task.note if task.note is not None else (kept.note if kept else b"")
-                kept_seals = kept.seals[: task.num_kept_blocks] if kept else np.zeros((0, self._layout.num_layers))
-                if len(kept_seals) < task.num_kept_blocks:
-                    raise DamagedRecordError(
-                        f"session {task.record.key!r} wanted {task.num_kept_blocks} blocks to stay, "
-                        f"found {len(kept_seals)}"
-                    )
-                all_seals = np.array([*kept_seals, *seals], np.uint64).reshape(-1, self._layout.num_layers)
-                self._catalog.publish(task.record, task.token_ids, all_seals, note)
-            except DamagedRecordError as failure:
-                error = BlockIoError(IoFailure.CORRUPT, str(failure))
-            except CatalogError as failure:
-                error = self._of_catalog(failure)
+            error = self._keeper.publish(task.record, task.token_ids, seals, task.num_kept_blocks, task.note)
         self._end(TaskEnd(task=task, error=error))
-
-    def _forget(self, keys: tuple[str, ...]) -> None:
-        self._unforgotten.update(keys)
-        error = self._settle_catalog()
-        if error is not None:
-            _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
-
-    def _shorten(self, key: str, num_tokens: int, num_blocks: int) -> None:
-        if key in self._unforgotten:
-            return
-        try:
-            self._catalog.shorten(key, num_tokens, num_blocks)
-        except (CatalogError, ValueError) as error:  # ValueError: the catalog has less than the books thought.
-            _LOG.warning("a session cannot be shortened, and is forgotten: %s", error)
-            self._ended.append(Lost(key=key))
-            self._forget((key,))
-
-    def _change(self, key: str, pinned: bool | None, note: bytes | None, ttl_s: float | None) -> None:
-        try:
-            if pinned is not None:
-                self._catalog.set_pinned(key, pinned)
-            elif note is not None:
-                record = self._catalog.get(key)
-                if record is not None:
-                    self._catalog.shorten(key, record.num_tokens, record.num_blocks, note=note)
-            else:
-                self._catalog.set_ttl(key, ttl_s)
-        except CatalogError as error:
-            _LOG.warning("a session's pin, note or time to live was not written down: %s", error)
-
-    def _use(self, times_s: Mapping[str, float]) -> None:
-        try:
-            self._catalog.touch_used(times_s)
-        except CatalogError as error:
-            _LOG.warning("when sessions were last used was not written down: %s", error)
-
-    def _settle_catalog(self) -> BlockIoError | None:
-        """Makes outstanding changes durable; why not, if that cannot be, or if nothing can."""
-        if not self._catalog.is_in_place():
-            return BlockIoError(IoFailure.CATALOG, "wanted the catalog in its directory, found it gone or replaced")
-        if not self._unforgotten:
-            return None
-        try:
-            self._catalog.forget(self._unforgotten)
-        except CatalogError as error:
-            return self._of_catalog(error)
-        self._unforgotten.clear()
-        return None
-
-    def _of_catalog(self, error: CatalogError) -> BlockIoError:
-        self._is_beyond_use |= isinstance(error, CatalogCorruptError)
-        reason = IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG
-        return BlockIoError(reason, str(error))
-
-    def _move_catalog_aside(self) -> None:
-        """Lets the next engine start empty: with this catalog nothing could ever be written again."""
-        try:
-            moved = quarantine(self._catalog.block_directory.parent)
-        except CatalogError as error:
-            _LOG.warning("a damaged catalog stays where it is: %s", error)
-        else:
-            _LOG.warning("the catalog is damaged, and was moved to %s", moved)
 
     # Both.
 
@@ -413,6 +338,9 @@ class SsdWorker:
         handle.add_done_callback(done)
         handle.add_settled_callback(settled)
 
+    def _lost(self, key: str) -> None:
+        self._ended.append(Lost(key=key))
+
     def _mark_begin(self, task: FetchTask | FlushTask) -> None:
         if self._timeline.enabled:
             self._began_s[task] = time.perf_counter()
@@ -429,7 +357,7 @@ class SsdWorker:
             return
         track: Track
         if isinstance(end.task, FetchTask):
-            track, key, num_blocks = "fetch", end.task.key, len(end.task.block_ids)
+            track, key, num_blocks = "fetch", end.task.key, end.task.copy.num_blocks
         else:
             track, key, num_blocks = "flush", end.task.record.key, len(end.task.sources)
         args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self._layout.block_bytes}

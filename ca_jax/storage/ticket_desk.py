@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ca_jax.storage.books import Counters, Entry, EntryTable
+from ca_jax.storage.cutting import Cutting
 from ca_jax.storage.dram import DramTier
+from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import MissReason, Owner, Residency
@@ -27,6 +29,7 @@ class TicketDesk:
       blocks: their free list.
       table: the entries.
       placement: who makes room.
+      cutting: who shortens what is stored.
       counters: where outcomes are counted.
       ttl_s: how long sessions are kept whose owner does not say.
       clock: seconds since the epoch.
@@ -38,6 +41,7 @@ class TicketDesk:
         blocks: ChargedBlocks,
         table: EntryTable,
         placement: Placement,
+        cutting: Cutting,
         counters: Counters,
         *,
         ttl_s: float | None,
@@ -48,6 +52,7 @@ class TicketDesk:
         self._blocks = blocks
         self._entries = table
         self._placement = placement
+        self._cutting = cutting
         self._counters = counters
         self._ttl_s = ttl_s
         self._clock = clock
@@ -56,7 +61,14 @@ class TicketDesk:
     # Saves.
 
     def prepare_save(
-        self, key: str, start_token: int, token_ids: npt.ArrayLike, owner: Owner | None = None
+        self,
+        key: str,
+        start_token: int,
+        token_ids: npt.ArrayLike,
+        owner: Owner | None = None,
+        *,
+        num_dropped: int = 0,
+        num_plain: int | None = None,
     ) -> SaveTicket | None:
         """Reserves room for the KV of a session's next tokens, evicting others where it lacks.
 
@@ -67,6 +79,9 @@ class TicketDesk:
           start_token: where the new tokens begin: the tokens published in DRAM plus those of saves still open.
           token_ids: `[T]`, T > 0, the new tokens.
           owner: whose session it is, if it is new here; by default nobody's, and known by its key.
+          num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them. It and the
+            next are looked at where `start_token` is 0: what is behind has the lineage of what is there.
+          num_plain: leading tokens whose KV has seen no dropped token; None for all, as after a prefill of them.
 
         Returns:
           A ticket to write by; None where no room can be made (counted, with its reason). The next offer must begin
@@ -82,7 +97,8 @@ class TicketDesk:
             raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
         entry = entry or self._new_entry(key, owner)
         self._placement.give_up_fetch(entry)  # What comes would be older than what is saved now.
-        num_blocks = self._layout.num_blocks(start_token + len(token_ids)) - len(entry.block_ids)
+        start_place = entry.num_reserved_places
+        num_blocks = self._layout.num_blocks(start_place + len(token_ids)) - len(entry.block_ids)
         skipped = self._placement.make_room(entry, num_blocks)
         if skipped is not None:
             self._counters.skipped_saves[skipped] += 1
@@ -91,7 +107,9 @@ class TicketDesk:
         if grown is None:
             raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
         entry.block_ids.extend(grown)
-        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids))
+        if not start_token:
+            entry.lineage = Lineage(num_dropped, num_plain)
+        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
         entry.open_saves.append(ticket)
         self._placement.saving(entry)
         self._keep(entry)
@@ -100,7 +118,7 @@ class TicketDesk:
     def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
         """Whether a save of so many more tokens would not begin now, but soon: when others have got to SSD."""
         entry = self._entries.get(key) or self._new_entry(key, owner)
-        num_blocks = self._layout.num_blocks(entry.num_reserved_tokens + num_tokens) - len(entry.block_ids)
+        num_blocks = self._layout.num_blocks(entry.num_reserved_places + num_tokens) - len(entry.block_ids)
         return self._placement.room_is_coming(entry, num_blocks)
 
     def complete_save(self, ticket: SaveTicket) -> bool:
@@ -129,6 +147,7 @@ class TicketDesk:
         ticket.close(TicketState.DONE)
         del entry.open_saves[0]
         entry.token_ids = np.concatenate([entry.token_ids, ticket.token_ids])
+        entry.places = entry.places.append(ticket.num_tokens)
         self._placement.changed(entry)
         self._placement.used(entry)
         self._counters.num_saves += 1
@@ -146,15 +165,22 @@ class TicketDesk:
 
     # Loads.
 
-    def prepare_load(self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False) -> LoadTicket | None:
+    def prepare_load(
+        self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
+    ) -> LoadTicket | None:
         """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
 
         A caller that gets fewer tokens than are stored wants other tokens from there on, and truncates before it saves.
+
+        Of a session from which other tokens were dropped than from the caller's, only those are served whose KV has
+        seen none of them: what is left of it may spell another text than its KV is of. What is served then, and kept
+        alone by `truncate`, is the caller's from there on.
 
         Args:
           key: session id.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
           truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open.
+          num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them.
 
         Returns:
           A ticket to read by; None where nothing can be served (a miss, counted with its reason).
@@ -164,7 +190,8 @@ class TicketDesk:
         """
         token_ids = as_token_ids(token_ids)
         entry = self._entries.get(key)
-        miss = self._miss_of(entry, token_ids)
+        num_tokens = 0 if entry is None else _num_served(entry, token_ids, num_dropped)
+        miss = self._miss_of(entry, num_tokens)
         if entry is not None:
             self._placement.used(entry)
         if entry is None or miss is not None:
@@ -173,11 +200,12 @@ class TicketDesk:
                 entry.miss = None
                 self._entries.place(entry)
             return None
-        num_tokens = _common_prefix(entry.token_ids, token_ids)
-        if truncate and num_tokens < len(entry.token_ids) and not (entry.num_open_loads or entry.open_saves):
-            self._placement.shorten(entry, num_tokens)
-        block_ids = np.array(entry.block_ids[: self._layout.num_blocks(num_tokens)])
-        ticket = LoadTicket(self._dram, key, num_tokens, block_ids, from_ssd=entry.fetched)
+        if truncate and not entry.in_use:
+            if num_tokens < entry.num_tokens:
+                self._cutting.shorten(entry, num_tokens)
+            self._cutting.adopt(entry, num_dropped)
+        places = entry.places.take(num_tokens)
+        ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched)
         entry.fetched = False
         entry.num_open_loads += 1
         self._open_loads[ticket] = entry
@@ -207,6 +235,8 @@ class TicketDesk:
     def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
         """Copies what a session in DRAM has of the beginning of `token_ids` to a new session. Waits for the copy.
 
+        Only KV that has seen no dropped token is copied.
+
         Args:
           source: session id of the one that has it.
           key: session id of the new one, of which nothing is stored.
@@ -224,10 +254,13 @@ class TicketDesk:
             raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
         from_entry = self._entries.get(source)
         num_tokens = 0 if from_entry is None else _common_prefix(from_entry.token_ids, token_ids)
+        if from_entry is not None:
+            num_tokens = from_entry.lineage.plain_tokens(num_tokens)
         if from_entry is None or not num_tokens:
             return 0
         entry = self._new_entry(key, owner)
-        num_blocks = self._layout.num_blocks(num_tokens)
+        places = from_entry.places.take(num_tokens)
+        num_blocks = self._layout.num_blocks(places.num_places)
         with self._entries.kept(from_entry):
             if self._placement.make_room(entry, num_blocks) is not None:
                 return 0
@@ -238,6 +271,7 @@ class TicketDesk:
             np.copyto(self._dram.slab[block], self._dram.slab[source_block])
         entry.block_ids = list(block_ids)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
+        entry.places = places
         entry.fetched, from_entry.fetched = from_entry.fetched, False
         self._keep(entry)
         self._placement.changed(entry)
@@ -274,15 +308,15 @@ class TicketDesk:
         self._entries.place(entry)
         self._placement.used(entry)
 
-    def _miss_of(self, entry: Entry | None, token_ids: np.ndarray) -> MissReason | None:
-        """Why a load of these tokens serves nothing; None if it serves some."""
+    def _miss_of(self, entry: Entry | None, num_served: int) -> MissReason | None:
+        """Why a load that serves so many tokens serves nothing; None if it serves some."""
         if entry is None:
             return MissReason.ABSENT
         if not entry.num_tokens:
             if entry.miss is not None:
                 return entry.miss
             return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING
-        return None if _common_prefix(entry.token_ids, token_ids) else MissReason.MISMATCH
+        return None if num_served else MissReason.MISMATCH
 
     def _abort_saves(self, entry: Entry, first: SaveTicket) -> None:
         """Aborts `first` and the later saves of `entry`."""
@@ -291,7 +325,7 @@ class TicketDesk:
             ticket.close(TicketState.ABORTED)
             self._counters.num_aborted_saves += 1
         del entry.open_saves[position:]
-        self._placement.leave_dram(entry, entry.num_reserved_tokens)
+        self._placement.free_unused(entry)
 
     def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
         entry = self._open_loads.pop(ticket, None)
@@ -327,6 +361,12 @@ def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
         raise ValueError(f"token_ids wanted int32, found values in [{given.min()}, {given.max()}]")
     ids.flags.writeable = False
     return ids
+
+
+def _num_served(entry: Entry, token_ids: np.ndarray, num_dropped: int) -> int:
+    """How many of these tokens' KV a session in DRAM has, for one from which so many tokens were dropped."""
+    num_tokens = _common_prefix(entry.token_ids, token_ids)
+    return num_tokens if entry.lineage.num_dropped == num_dropped else entry.lineage.plain_tokens(num_tokens)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import tensorstore as ts
 
 from ca_jax.storage.dram import DramTier
+from ca_jax.storage.places import BlockRows, TokenPlaces
 
 
 class TicketState(enum.Enum):
@@ -37,11 +39,21 @@ class SaveTicket:
     Any thread may write, several at a time to different layers. L layers, T tokens, K KV heads, H head dim.
     """
 
-    def __init__(self, tier: DramTier, key: str, start_token: int, token_ids: np.ndarray, block_ids: np.ndarray):
+    def __init__(
+        self,
+        tier: DramTier,
+        key: str,
+        start_token: int,
+        token_ids: np.ndarray,
+        block_ids: np.ndarray,
+        start_place: int | None = None,
+    ) -> None:
         self.key = key
         """Session id."""
         self.start_token = start_token
         """First token, counted from the session's first."""
+        self.start_place = start_token if start_place is None else start_place
+        """Where it goes: a row of the session's blocks. The others go behind it."""
         self.token_ids = token_ids
         """The tokens, int32 `[num_tokens]`, read-only."""
         self._tier = tier
@@ -60,6 +72,11 @@ class SaveTicket:
     def stop_token(self) -> int:
         """One past the last token, counted from the session's first."""
         return self.start_token + len(self.token_ids)
+
+    @property
+    def stop_place(self) -> int:
+        """One past the place of the last token."""
+        return self.start_place + len(self.token_ids)
 
     @property
     def state(self) -> TicketState:
@@ -114,7 +131,7 @@ class SaveTicket:
                 return False
             self._num_writers += 1
         try:
-            self._copy(layers, kv, self.start_token + token_offset)
+            self._copy(layers, kv, self.start_place + token_offset)
         finally:
             with self._idle:
                 self._num_writers -= 1
@@ -123,7 +140,7 @@ class SaveTicket:
         return True
 
     def _copy(self, layers: slice, kv: np.ndarray, start: int) -> None:
-        """Copies `kv` `[l, 2, T, K, H]` to tokens `[start, start + T)` of the session."""
+        """Copies `kv` `[l, 2, T, K, H]` to the rows from place `start` on."""
         layout = self._tier.layout
         split = layout.split(start, start + kv.shape[2])
         done = None
@@ -150,18 +167,18 @@ class LoadTicket:
     """
 
     def __init__(
-        self, tier: DramTier, key: str, num_tokens: int, block_ids: np.ndarray, *, from_ssd: bool = False
+        self, tier: DramTier, key: str, places: TokenPlaces, block_ids: np.ndarray, *, from_ssd: bool = False
     ) -> None:
         self.key = key
         """Session id."""
-        self.num_tokens = num_tokens
+        self.num_tokens = places.num_tokens
         """Tokens that can be read."""
         self.from_ssd = from_ssd
         """Whether they were fetched from SSD for this load."""
         self._tier = tier
-        self._split = tier.layout.split(0, num_tokens)
+        self._places = places
         self._block_ids = block_ids
-        self._whole = tier.blocks[block_ids[: len(self._split.whole)]]
+        self._stretches, self._parts = self._plan()
         self._reads: list[ts.Future] = []
         self._state = TicketState.OPEN
 
@@ -179,8 +196,8 @@ class LoadTicket:
         if not 0 < num_tokens <= self.num_tokens:
             raise ValueError(f"wanted 1 to {self.num_tokens} tokens, found {num_tokens}")
         self.num_tokens = num_tokens
-        self._split = self._tier.layout.split(0, num_tokens)
-        self._whole = self._tier.blocks[self._block_ids[: len(self._split.whole)]]
+        self._places = self._places.take(num_tokens)
+        self._stretches, self._parts = self._plan()
 
     def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
@@ -211,17 +228,20 @@ class LoadTicket:
                 f"dst wanted room for {self.num_tokens} tokens, writable; "
                 f"found {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
-        num_whole_tokens = len(self._split.whole) * layout.block_tokens
-        if num_whole_tokens:
-            staging = _as_blocks(dst[:, :num_whole_tokens], layout.block_tokens).transpose(1, 0, 2, 3, 4)
-            future = ts.array(staging).write(self._whole[:, layer]).commit
-            self._reads.append(future)
-        else:
-            future = _done()
-        for part in self._split.parts:
+        futures = []
+        for first_token, blocks in self._stretches:
+            staging = dst[:, first_token : first_token + blocks.shape[0] * layout.block_tokens]
+            staging = _as_blocks(staging, layout.block_tokens).transpose(1, 0, 2, 3, 4)
+            futures.append(ts.array(staging).write(blocks[:, layer]).commit)
+        self._reads += futures
+        for part in self._parts:
             block = self._tier.slab[self._block_ids[part.index], layer]
-            dst[:, num_whole_tokens : self.num_tokens] = block[:, : part.stop]
-        return future
+            into = dst[:, part.first_token : part.first_token + part.num_tokens]
+            if isinstance(part.rows, slice):
+                into[...] = block[:, part.rows]
+            else:  # Without `mode` it would go by a buffer.
+                np.take(block, part.rows, axis=1, out=into, mode="clip")
+        return futures[0] if len(futures) == 1 else _all_of(futures)
 
     def close(self, state: TicketState) -> None:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
@@ -230,12 +250,50 @@ class LoadTicket:
             future.exception()  # Waits. An error is for whoever holds the future.
         self._reads.clear()
 
+    def _plan(self) -> tuple[list[tuple[int, ts.TensorStore]], list[BlockRows]]:
+        """How the tokens are read: stretches of whole blocks, each with its first token, and parts of blocks."""
+        size = self._tier.layout.block_tokens
+        parts: list[BlockRows] = []
+        stretches: list[list[BlockRows]] = []
+        for rows in self._places.by_block(size):
+            if rows.num_tokens < size:
+                parts.append(rows)
+            elif stretches and stretches[-1][-1].first_token + size == rows.first_token:
+                stretches[-1].append(rows)
+            else:
+                stretches.append([rows])
+        return [
+            (whole[0].first_token, self._tier.blocks[self._block_ids[[rows.index for rows in whole]]])
+            for whole in stretches
+        ], parts
 
-def _done() -> ts.Future:
-    """A future of a copy that has nothing left to do."""
+
+def _all_of(futures: Sequence[ts.Future]) -> ts.Future:
+    """A future of several copies, or of none: done with the last of them, and failed if one has."""
     promise: ts.Promise
     promise, future = ts.Promise.new()
-    promise.set_result(None)
+    if not futures:
+        promise.set_result(None)
+        return future
+    lock = threading.Lock()
+    num_left = len(futures)
+    errors: list[BaseException] = []
+
+    def one_done(done: ts.Future) -> None:
+        nonlocal num_left
+        error = done.exception()
+        with lock:
+            num_left -= 1
+            is_last = not num_left
+            if error is not None:
+                errors.append(error)
+        if is_last and errors:
+            promise.set_exception(errors[0])
+        elif is_last:
+            promise.set_result(None)
+
+    for each in futures:
+        each.add_done_callback(one_done)
     return future
 
 

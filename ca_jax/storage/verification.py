@@ -231,18 +231,19 @@ def _examine_blocks(inspector: StoreInspector, examined: _Examined, contents: Co
     if tier is None:
         report(DamageReason.MISSING, f"wanted blocks in {inspector.block_location(session.namespace)}, found none")
         return
+    rows_of = {rows.index: rows for rows in record.copy.places.by_block(layout.block_tokens)}
     for index, block_id, block, failure in _read_each(tier, record.block_ids.tolist()):
-        num_tokens = layout.tokens_in_block(index, record.num_tokens)
+        num_rows = layout.tokens_in_block(index, record.num_rows)
         if failure is not None:
             report(_REASONS.get(failure.reason, DamageReason.UNREADABLE), str(failure), index, block_id)
-        elif num_tokens > 0:
-            if not verify_block(block, num_tokens, contents.seals[index]):
+        elif num_rows > 0:
+            if not verify_block(block, num_rows, contents.seals[index]):
                 report(
                     DamageReason.SEAL, "wanted the bytes of its seal, found an intact block of others", index, block_id
                 )
-            elif kv is not None:
-                start = index * layout.block_tokens
-                kv[:, :, start : start + num_tokens] = block[:, :, :num_tokens]
+            elif kv is not None and index in rows_of:
+                rows = rows_of[index]
+                kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
 
 
 def _read_each(tier: DiskTier, block_ids: list[int]) -> Iterator[tuple[int, int, np.ndarray, BlockIoError | None]]:

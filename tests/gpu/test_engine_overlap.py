@@ -28,7 +28,7 @@ def fill_with_nan(engine: ca_jax.Engine) -> None:
     """Leaves nothing but NaN where nothing is yet: in blocks, in staging, in the decode slots."""
     engine._kv._store._dram.slab[...] = np.nan
     engine._kv._loader.buffer.memory.view(np.float32)[...] = np.nan
-    engine._runner._slots = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner._slots)
+    engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -59,7 +59,7 @@ def test_saves_that_wait_until_the_slots_were_donated_many_times_write_what_was_
         monkeypatch.setattr(AsyncSaver, "_write", held_back)
         try:
             session = engine.session()
-            slots = engine._runner._slots
+            slots = engine._runner.slots.buffers
             kit.say(session, prompt_ids, 30)
             assert all(buffer.is_deleted() for buffer in jax.tree.leaves(slots)), "no buffer was donated"
             assert engine.store_stats().num_saves == 0, "saves were not held back"

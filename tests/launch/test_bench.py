@@ -17,6 +17,7 @@ import rich.console
 from ca_jax.engine import Engine
 from ca_jax.launch import bench_engines, bench_run
 from ca_jax.launch.bench_disk import can_drop, drop_cached, fill_cached, scratch_on_disk
+from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_peers import PeerUnavailableError, make_peer
 from ca_jax.launch.bench_recording import Recorder
@@ -439,6 +440,7 @@ def run(config: object, model: LoadedModel) -> dict:
         ("throughput", ThroughputBenchConfig()),
         ("preload", PreloadBenchConfig()),
         ("save", SaveBenchConfig()),
+        ("overflow", OverflowBenchConfig()),
     ],
 )
 def test_every_suite_of_a_model_is_run(
@@ -485,7 +487,10 @@ def test_tiers_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             "a peer wanted one of the suites reuse, prefill, decode, found store",
         ),
         (["--suite=reuse", "--trace_out=t.json"], "trace_out wanted one of the suites ttft, throughput, found reuse"),
-        (["--suite=throughput", "--plot_out=t.png"], "plot_out wanted one of the suites ttft, found throughput"),
+        (
+            ["--suite=throughput", "--plot_out=t.png"],
+            "plot_out wanted one of the suites ttft, overflow, found throughput",
+        ),
         (["--suite=ttft", "--model_preset=llama2-7b"], "wanted model or model_preset, found"),
         (["--suite=ttft", "--plot_out=."], "plot_out wanted a file, found the directory ."),
     ],

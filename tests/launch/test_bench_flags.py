@@ -8,9 +8,11 @@ from absl import flags
 from ca_jax.config import EngineConfig
 from ca_jax.launch import bench_flags
 from ca_jax.launch.bench_flags import CONFIGS
+from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_schema import BenchConfig
 from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig, TtftBenchConfig
+from ca_jax.overflow import OverflowConfig
 
 
 def parsed(*arguments):
@@ -43,8 +45,9 @@ def test_a_default_that_help_shows_is_the_configs():
         for field in dataclasses.fields(kind):
             default = None if field.name in ("suite", "engine") else values[field.name].default
             if default is not None:
-                shown = tuple(map(float, default)) if isinstance(default, list) else default
-                assert shown == field.default, field.name
+                wanted = field.default
+                shown = tuple(type(wanted[0])(item) for item in default) if isinstance(default, list) else default
+                assert shown == wanted, field.name
 
 
 def test_flags_are_fields():
@@ -57,6 +60,9 @@ def test_flags_are_fields():
     assert config_of("preload", "--load_ratios=0.5,1", "--read_buffers=0,2") == PreloadBenchConfig(
         load_ratios=(0.5, 1.0), read_buffers=(0, 2)
     )
+    assert config_of("overflow", "--overflow_methods=ca,tt", "--num_sessions=9", "--gap_methods=") == (
+        OverflowBenchConfig(overflow_methods=("ca", "tt"), num_sessions=9, gap_methods=())
+    )
     assert config_of("save", "--save_ratios=", "--save_answer_tokens=3") == SaveBenchConfig(
         save_ratios=(), save_answer_tokens=3
     )
@@ -68,12 +74,18 @@ def test_the_engines_flags_are_the_engines_config(suite):
     assert found.engine == EngineConfig(read_buffer=3, max_tpot_ms=50.0, async_save=False)
 
 
+def test_the_flags_of_overflow_are_the_engines_too():
+    found = config_of("overflow", "--truncation_ratio=0.25", "--keep_first_tokens=8", "--overflow_anchor_tokens=2")
+    assert found.engine.overflow == OverflowConfig(truncation_ratio=0.25, keep_first_tokens=8, anchor_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--suite=ttft", "--history_tokens=9,x"], "history_tokens wanted integers with commas between them"),
         (["--suite=preload", "--load_ratios=fast"], "load_ratios wanted numbers with commas between them"),
         (["--suite=ttft", "--history_tokens="], "history_tokens wanted one or more numbers"),
+        (["--suite=overflow", "--gap_methods=ca,kept"], "gap_methods wanted different ones of ca, tt, of, nkvt"),
         (["--suite=throughput", "--read_buffer=deep"], "read_buffer wanted a number of layers or one of"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 import rich.console
 
 from ca_jax.launch import bench_tables
+from ca_jax.launch.bench_overflow_schema import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow
 from ca_jax.launch.bench_overlap_schema import DepthRow, PreloadRow, SaveRow, StreamRow
 from ca_jax.launch.bench_schema import DecodeRow, PrefillRow, ReuseRow, SourceTimes, TiersRow
 from ca_jax.launch.bench_serving_schema import ThroughputRow, TtftRow
@@ -23,6 +24,10 @@ ROWS = {
     "read_buffer": DepthRow,
     "save_turn": SaveRow,
     "stream": StreamRow,
+    "conversations": ConversationsRow,
+    "bookkeeping": BookkeepingRow,
+    "decode_gap": GapRow,
+    "next_turn": NextTurnRow,
     "store": StoreRow,
     "decision": DecisionRow,
     "startup": StartupRow,
@@ -39,7 +44,14 @@ def test_every_kind_of_row_has_columns_and_those_are_its_fields():
         assert {name for _, name, _ in bench_tables._COLUMNS[kind]} <= fields, kind
 
 
-@pytest.mark.parametrize("row_type", [PreloadRow, DepthRow, SaveRow, StreamRow, DecisionRow, StartupRow, LoopRow])
+SEVERAL_KINDS = (
+    *(PreloadRow, DepthRow, SaveRow, StreamRow),
+    *(ConversationsRow, BookkeepingRow, GapRow, NextTurnRow),
+    *(DecisionRow, StartupRow, LoopRow),
+)
+
+
+@pytest.mark.parametrize("row_type", SEVERAL_KINDS)
 def test_rows_of_a_suite_with_several_kinds_say_which_they_are(row_type):
     assert ROWS[row_type.measured] is row_type
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import Engine, EngineConfig, FinishReason, SamplingParams, StoreConfig
+from ca_jax import Engine, EngineConfig, FinishReason, OverflowConfig, SamplingParams, StoreConfig
 from ca_jax.launch.chat import COMMANDS, Chat
 from ca_jax.launch.chat_input import lines_of
 
@@ -94,7 +94,10 @@ def test_messages_go_to_the_conversation_switched_to(engine):
     other = next(s for s in engine.sessions if s.messages[0]["content"] == "Be rude.")
     assert roles(other) == ["system", "user", "assistant"]
     listed = [line.split() for line in output.splitlines() if line.strip().startswith(("1 ", "* 2 "))]
-    assert listed == [["1", "first", "1", listed[0][-1]], ["*", "2", "second", "1", str(len(other.token_ids))]]
+    assert listed == [
+        ["1", "first", "1", listed[0][-2], "0"],
+        ["*", "2", "second", "1", str(len(other.token_ids)), "0"],
+    ]
 
 
 def test_stats_and_help_say_what_there_is(engine):
@@ -110,6 +113,7 @@ def test_stats_and_help_say_what_there_is(engine):
         ("/foo bar", f"wanted one of {', '.join(COMMANDS)}; found /foo"),
         ("/switch 2", "/switch wanted the number of a conversation, 1 to 1; found '2'"),
         ("/switch", "found ''"),
+        ("/forget 1", "/forget wanted a conversation of two turns or more: the last one stays"),
         ("  ", "wanted a message with text in it, found a blank one"),
         ("long " * 200, "wanted a prompt under the context window of 512 tokens, found "),
     ],
@@ -119,6 +123,84 @@ def test_bad_input_is_said_and_the_chat_goes_on(engine, line, message):
     assert re.search(rf"error: .*{re.escape(message)}", output)
     assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["hello", "again"]
     assert chat.session.usage.num_cached_tokens > 0
+
+
+def long_message(number):
+    """About a third of the window."""
+    return f"message {number} " + "and so on " * 14
+
+
+def test_it_is_shown_when_the_context_was_full(engine):
+    turns = [long_message(number) for number in range(1, 5)]
+    truncations = engine.metrics.truncations
+    chat, output = talk(engine, *turns, "/sessions", "/stats")
+    dropped = [
+        re.search(r" · context full: dropped the oldest (\d+) tokens \((\d) turns?\)$", line)
+        for line in output.splitlines()
+        if line.startswith(("TTFT", "cut short"))
+    ]
+    assert [found is not None for found in dropped] == [False, False, True, False]
+    assert (int(dropped[2][1]), int(dropped[2][2])) == (256, 1)
+    assert chat.session.num_dropped == 256
+    assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == [turn.strip() for turn in turns[1:]]
+    listed = next(line.split() for line in output.splitlines() if line.startswith("* 1 "))
+    assert listed[-3:] == ["3", str(len(chat.session.token_ids)), "256"]
+    metrics = engine.metrics
+    assert metrics.truncations == truncations + 1
+    shown = f"{metrics.dropped_tokens:,} in {metrics.truncations} truncations"
+    assert re.search(rf"^dropped tokens +{shown} *$", output, re.MULTILINE)
+
+
+def test_it_is_shown_when_the_context_filled_up_in_an_answer(engine):
+    chat, output = talk(engine, long_message(1), "go on", max_tokens=200)
+    (dropped,) = re.findall(
+        r"^cut short · .*answer 200.* · context full: dropped the oldest (\d+) tokens", output, re.M
+    )
+    assert chat.session.usage.dropped_tokens == chat.session.num_dropped == int(dropped) == 256
+    assert roles(chat.session)[-2:] == ["user", "assistant"]
+
+
+def test_tokens_that_are_not_the_oldest_are_not_said_to_be(tiny_model):
+    overflow = OverflowConfig(discarder="sinks", keep_first_tokens=0)
+    config = EngineConfig(
+        context_window=512,
+        max_batch_size=1,
+        compile_cache_dir=None,
+        overflow=overflow,
+        store=StoreConfig(dram_gib=1 / 64),
+    )
+    with Engine.from_pretrained(str(tiny_model), config) as engine:
+        _, output = talk(engine, *(long_message(number) for number in range(3)))
+    assert re.findall(r" · (context full: .*)$", output, re.MULTILINE) == ["context full: dropped 256 tokens (1 turn)"]
+
+
+def test_the_oldest_turns_are_forgotten(engine):
+    lengths = []
+    chat, user = None, User("first", "second", "third", "/forget 2", lambda: lengths.append(starts()), "fourth")
+
+    def starts():
+        return len(chat.session.token_ids), chat.session.conversation.turn_starts
+
+    chat = chat_of(engine, user)
+    chat.run()
+    output = user.terminal.getvalue()
+    num_dropped, num_left = map(
+        int, re.search(r"^dropped (\d+) tokens, (\d+) are left$", output, re.MULTILINE).groups()
+    )
+    assert lengths == [(num_left, [(4, 0)])]
+    assert chat.session.num_dropped == num_dropped
+    assert [m["content"] for m in chat.session.messages if m["role"] == "user"] == ["third", "fourth"]
+    assert chat.session.usage.num_cached_tokens == num_left - 1  # What is left is used as it is stored.
+    assert chat.session.usage.dropped_tokens == 0
+    assert "context full" not in output
+
+
+@pytest.mark.parametrize("line", ["/forget", "/forget 0", "/forget 3", "/forget -1", "/forget all"])
+def test_only_turns_before_the_last_can_be_forgotten(engine, line):
+    chat, output = talk(engine, "first", "second", "third", line)
+    argument = line.partition(" ")[2]
+    assert f"error: /forget wanted how many of the oldest turns to drop, 1 to 2; found {argument!r}" in output
+    assert chat.session.num_dropped == 0
 
 
 @pytest.mark.parametrize("line", ["/pin", "/unpin", "/drop"])
@@ -242,7 +324,8 @@ def test_the_program_outlives_ctrl_c_in_an_answer(tiny_model, tmp_path):
         rest, errors = program.communicate(timeout=120)
     output = (seen + rest).decode()
     assert program.returncode == 0, errors.decode()
-    assert "EngineConfig(dtype='float32', context_window=8192, max_batch_size=1" in output
+    resolved = r"^EngineConfig\(dtype='float32', context_window=8192, .*\bmax_batch_size=1,"
+    assert re.search(resolved, output, re.MULTILINE)
     assert "max_tokens=8000" in output
     stopped = re.search(r"^stopped · TTFT .* answer ([\d,]+)", output, re.MULTILINE)
     assert stopped is not None, output[-2000:]
@@ -273,6 +356,7 @@ def test_the_program_says_what_is_wrong_with_its_flags():
         ("--model=nonesuch", "unknown model 'nonesuch'"),
         ("--max_tokens=0", "max_tokens wanted"),
         ("--ssd_driver=nonesuch", "ssd_driver wanted one of zarr3, raw"),
+        ("--truncation_ratio=0", "truncation_ratio wanted a share of the window in (0, 1], found 0.0"),
     ):
         command = [sys.executable, "-m", "ca_jax.launch.chat", flag]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)

@@ -9,9 +9,12 @@ from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.launch import engine_flags
+from ca_jax.launch.overflow_flags import FLAG_OF
+from ca_jax.overflow import OverflowConfig
 
-WITHOUT_FLAG = {"dtype", "context_window", "save_group_tokens", "compile_cache_dir", "store"}
+WITHOUT_FLAG = {"dtype", "context_window", "save_group_tokens", "compile_cache_dir", "store", "overflow"}
 FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
+OF_OVERFLOW = set(FLAG_OF.values())
 
 
 def parse(*arguments, default=None):
@@ -25,9 +28,9 @@ def test_every_field_has_a_flag_of_its_name_but_those_that_scripts_settle():
     values = flags.FlagValues()
     before = set(values)
     engine_flags.define(flag_values=values)
-    booleans = {f"no{name}" for name in ("async_save", "recompute_if_faster")}
-    assert set(values) - before - booleans == FIELDS - WITHOUT_FLAG
-    assert all(values[name].help for name in FIELDS - WITHOUT_FLAG)
+    booleans = {f"no{name}" for name in ("async_save", "recompute_if_faster", "truncate_whole_turns")}
+    assert set(values) - before - booleans == (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW
+    assert all(values[name].help for name in (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW)
 
 
 def test_without_flags_the_config_is_the_default():
@@ -58,6 +61,45 @@ def test_flags_are_fields():
     )
 
 
+def test_flags_of_overflow_are_fields_of_its_config():
+    found = parse(
+        "--overflow_method=tt",
+        "--truncation_ratio=0.25",
+        "--keep_first_tokens=8",
+        "--overflow_anchor_tokens=2",
+        "--overflow_repair_ratio=0.15",
+        "--overflow_drift=drift.npz",
+        "--truncate_whole_turns",
+    )
+    overflow = OverflowConfig(
+        method="tt",
+        truncation_ratio=0.25,
+        keep_first_tokens=8,
+        anchor_tokens=2,
+        repair_ratio=0.15,
+        drift="drift.npz",
+        whole_turns=True,
+    )
+    assert found == EngineConfig(overflow=overflow)
+    assert parse("--token_discarder=heavy_hitters").overflow == OverflowConfig(discarder="heavy_hitters")
+
+
+def test_an_engine_may_drop_nothing():
+    assert parse("--overflow_method=off") == EngineConfig(overflow=None)
+    dropping_nothing = EngineConfig(overflow=None, max_batch_size=2)
+    assert parse(default=dropping_nothing) == dropping_nothing
+    assert parse("--overflow_method=ca", default=dropping_nothing) == EngineConfig(max_batch_size=2)
+
+
+def test_what_of_overflow_has_no_flag_is_as_in_the_default():
+    values, default = flags.FlagValues(), EngineConfig(overflow=OverflowConfig(method="of"))
+    engine_flags.define(default, without_overflow=("method", "whole_turns"), flag_values=values)
+    assert OF_OVERFLOW - set(values) == {"overflow_method", "truncate_whole_turns"}
+    values(["program", "--truncation_ratio=0.25"])
+    found = engine_flags.engine_config(default, flag_values=values)
+    assert found == EngineConfig(overflow=OverflowConfig(method="of", truncation_ratio=0.25))
+
+
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("all", "all"), ("off", "off"), ("0", 0), ("15", 15)])
 def test_a_read_buffer_is_a_number_of_layers_or_a_word(text, value):
     assert parse(f"--read_buffer={text}").read_buffer == value
@@ -72,6 +114,8 @@ def test_a_read_buffer_is_a_number_of_layers_or_a_word(text, value):
         (["--prefill_chunk_tokens=100"], "prefill_chunk_tokens must be a multiple of 64, found 100"),
         (["--max_tpot_ms=-1"], "max_tpot_ms wanted a number > 0, found -1"),
         (["--max_batch_size=0"], "max_batch_size must be positive, found 0"),
+        (["--truncation_ratio=2"], r"truncation_ratio wanted a share of the window in \(0, 1\], found 2"),
+        (["--overflow_method=off", "--keep_first_tokens=1"], "keep_first_tokens wanted an overflow_method that drops"),
     ],
 )
 def test_what_the_config_refuses_is_said_with_the_name_of_the_flag(arguments, message):
@@ -79,9 +123,11 @@ def test_what_the_config_refuses_is_said_with_the_name_of_the_flag(arguments, me
         parse(*arguments)
 
 
-@pytest.mark.parametrize("script", ["chat", "bench"])
-def test_the_help_of_a_script_shows_them(script):
+@pytest.mark.parametrize(("script", "lacks"), [("chat", set()), ("bench", {"overflow_method", "truncate_whole_turns"})])
+def test_the_help_of_a_script_shows_them(script, lacks):
     done = subprocess.run(
         [sys.executable, "-m", f"ca_jax.launch.{script}", "--help"], capture_output=True, text=True, timeout=120
     )
-    assert all(f"--{name}: " in done.stdout.replace("[no]", "") for name in FIELDS - WITHOUT_FLAG)
+    shown = done.stdout.replace("[no]", "")
+    assert all(f"--{name}: " in shown for name in (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW - lacks)
+    assert not any(f"--{name}: " in shown for name in lacks)

@@ -1,11 +1,13 @@
 """Pieces of answers on a terminal, and progress bars."""
 
+import dataclasses
 import io
 
+import pytest
 import rich.console
 
 from ca_jax.launch.progress import progress_bars, spinner
-from ca_jax.launch.terminal import decode_rate, describe_usage, printable, write_piece
+from ca_jax.launch.terminal import decode_rate, describe_overflow, describe_usage, printable, write_piece
 from ca_jax.session import Usage
 
 USAGE = Usage(
@@ -39,6 +41,20 @@ def test_an_answer_of_one_token_has_no_rate():
     one = Usage(**{**vars(USAGE), "completion_tokens": 1, "decode_s": 0.0, "cached_tokens": {"dram": 0}})
     assert decode_rate(one) is None
     assert describe_usage(one) == "TTFT 138 ms · cached 0 of 1,192 prompt tokens · new 1,192 · answer 1"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_turns", "oldest", "text"),
+    [
+        (0, 0, True, ""),
+        (1512, 2, True, "context full: dropped the oldest 1,512 tokens (2 turns)"),
+        (512, 1, True, "context full: dropped the oldest 512 tokens (1 turn)"),
+        (1, 0, False, "context full: dropped 1 token"),
+    ],
+)
+def test_what_was_dropped_is_described(num_tokens, num_turns, oldest, text):
+    usage = dataclasses.replace(USAGE, dropped_tokens=num_tokens)
+    assert describe_overflow(usage, num_turns, oldest=oldest) == text
 
 
 def test_each_thing_that_is_done_has_one_bar():

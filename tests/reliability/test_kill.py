@@ -23,6 +23,8 @@ def test_what_was_published_outlives_kill_9(tmp_path, compile_cache, driver):
 def test_what_was_published_outlives_kill_9_a_hundred_times(tmp_path, compile_cache, driver):
     report = killing.run_rounds(tmp_path, driver, 100, seed=4, compile_cache=compile_cache)
     assert report.rounds == 100
+    assert report.changes["cut"] > 0
+    assert report.cut_sessions > 0
     assert report.wrong_tokens == 0
     assert report.killed_at["serving"] > 20
     assert report.rounds_with_unheld_blocks > 0, "no round was cut short between a write and its publication"

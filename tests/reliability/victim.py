@@ -7,7 +7,8 @@ Each line on stdin is a seed: a fork of this process serves by it. It says on st
     start PID                   the fork is there
     open SESSIONS LOST          its engine is, with so many sessions found and lost
     publish KEY TOKENS DIGEST   this change of the catalog is about to be made,
-    shorten KEY TOKENS            or this,
+    cut KEY TOKENS                or this, to so many tokens, with a new note perhaps,
+    note KEY TOKENS               or only the note of a session of so many,
     forget KEY ...                or this
     ok [DIGEST]                 and is durable now
     turns N                     so many turns have ended
@@ -63,16 +64,27 @@ class TellingCatalog(Catalog):
         tell("ok")
         return published
 
-    def shorten(self, key, num_tokens, num_blocks, *args: Any, **options: Any):
-        tell(f"shorten {key} {num_tokens}")
+    def cut(self, key, kept, *args: Any, **options: Any):
+        tell(f"cut {key} {int(np.count_nonzero(kept))}")
+        with self._nested(key):
+            return super().cut(key, kept, *args, **options)
+
+    def set_note(self, key, note):
+        record = self.get(key)
+        tell(f"note {key} {0 if record is None else record.num_tokens}")
+        with self._nested(key):
+            return super().set_note(key, note)
+
+    @contextlib.contextmanager
+    def _nested(self, key):
+        """What is done within is one change, and ends with what is said of a session then."""
         self._is_nested = True
         try:
-            record = super().shorten(key, num_tokens, num_blocks, *args, **options)
+            yield
         finally:
             self._is_nested = False
-        contents = self.contents(key)
-        tell("ok" if record is None or contents is None else f"ok {workload.digest(record, contents)}")
-        return record
+        found = self.load(key)
+        tell("ok" if found is None else f"ok {workload.digest(*found)}")
 
     def forget(self, keys):
         keys = tuple(keys)
@@ -85,7 +97,7 @@ class TellingCatalog(Catalog):
 
 
 def serve(directory: Path, driver: str, seed: int) -> None:
-    """Turns of several conversations at a time, some cut short; conversations that are rewound, dropped, closed."""
+    """Turns of several conversations at a time, some broken off; conversations rewound, cut, dropped, closed."""
     random = np.random.default_rng(seed)
     store = workload.ssd_store(directory, driver, dram_blocks=DRAM_BLOCKS, ssd_blocks=SSD_BLOCKS)
     engine = Engine(kit.tiny_model(), dataclasses.replace(kit.SMALL, max_batch_size=4, store=store))
@@ -120,7 +132,18 @@ def change(engine: Engine, session: Session, random: np.random.Generator) -> Ses
             engine.stored.drop(session.session_id)
     elif what < 0.35:
         session.rewind(int(random.integers(len(session.token_ids) + 1)))
+    elif what < 0.6 and session.token_ids:
+        session.discard(tokens_to_discard(len(session.token_ids), random))
     return session
+
+
+def tokens_to_discard(num_tokens: int, random: np.random.Generator) -> np.ndarray:
+    """The oldest half behind the first four, or a third of all, as a mask; never the last one."""
+    mask = (np.arange(num_tokens) >= 4) & (np.arange(num_tokens) < num_tokens // 2)
+    if random.random() < 0.5:
+        mask = random.random(num_tokens) < 1 / 3
+    mask[-1] = False
+    return mask
 
 
 def work(directory: str, driver: str, compile_cache: str, seed: int) -> None:

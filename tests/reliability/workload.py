@@ -141,5 +141,6 @@ def strange_files(directory: Path) -> list[str]:
 def digest(record: SessionRecord, contents: Contents) -> str:
     """Of all that a catalog says of a session's KV and conversation."""
     parts = (record.block_ids.astype("<i8"), contents.token_ids.astype("<i4"), contents.seals.astype("<u8"))
-    data = [np.ascontiguousarray(part).tobytes() for part in parts] + [contents.note]
+    where = repr((record.copy.places.runs, record.num_rows, record.lineage)).encode()
+    data = [np.ascontiguousarray(part).tobytes() for part in parts] + [where, contents.note]
     return hashlib.sha256(b"|".join(data)).hexdigest()[:16]

@@ -19,6 +19,7 @@ import numpy as np
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_records import Namespace, SessionRecord
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lineage import Lineage
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32", block_tokens=4)
 NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
@@ -42,12 +43,19 @@ def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray,
     return record, token_ids, np.full((num_blocks, 3), version, np.uint64), b"note %d" % version
 
 
+def cut_of(version: int) -> tuple[np.ndarray, Lineage, bytes]:
+    """How `make` of a version is cut: which tokens stay, the first one too, what is dropped, and the note then."""
+    kept = (np.arange(1 + version % 37) * 7 + version) % 3 > 0
+    kept[0] = True
+    return kept, Lineage(int(np.count_nonzero(~kept)), int(np.argmin(kept))), b"cut %d" % version
+
+
 def tell(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
 def work(directory: str, seed: int) -> None:
-    """Publishes and forgets. Odd seeds end it from within, in the midst of a statement."""
+    """Publishes, cuts and forgets. Odd seeds end it from within, in the midst of a statement."""
     rng = random.Random(seed)
     with Catalog(directory, NAMESPACE) as catalog:
         if seed % 2:
@@ -57,12 +65,18 @@ def work(directory: str, seed: int) -> None:
             )
         for version in range(seed * 10_000, (seed + 1) * 10_000):
             key = rng.randrange(NUM_KEYS)
-            if rng.random() < 0.7:
+            name = f"{key:064x}"
+            found, chance = catalog.load(name), rng.random()
+            if found is not None and not found[0].lineage.num_dropped and chance < 0.4:
+                published = int(found[1].token_ids[0])
+                tell(f"cut {key} {published}")
+                catalog.cut(name, *cut_of(published))
+            elif chance < 0.8:
                 tell(f"publish {key} {version}")
                 catalog.publish(*make(key, version))
             else:
                 tell(f"forget {key}")
-                catalog.forget([f"{key:064x}"])
+                catalog.forget([name])
             tell("ok")
 
 

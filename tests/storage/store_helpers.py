@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.storage import AttentionStore, EvictionPolicy, KVLayout, StoreConfig, ssd_books
+from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, StoreConfig, ssd_setup
 from ca_jax.storage.block_io import BlockIoError, IoHandle, IoQueue
 from ca_jax.storage.config import GIB
 from ca_jax.storage.disk_tier import DiskTier
@@ -39,6 +40,9 @@ class FakeClock:
 
 def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVLayout:
     return KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype=dtype, block_tokens=block_tokens)
+
+
+LAYOUT = make_layout()
 
 
 def make_store(
@@ -107,9 +111,9 @@ def save(
     return store.complete_save(ticket)
 
 
-def load(store: AttentionStore, key: str, token_ids) -> np.ndarray | None:
+def load(store: AttentionStore, key: str, token_ids, num_dropped: int = 0) -> np.ndarray | None:
     """Loads the longest stored prefix of `token_ids`, `[L, 2, T, K, H]`; None for a miss."""
-    ticket = store.prepare_load(key, token_ids)
+    ticket = store.prepare_load(key, token_ids, num_dropped=num_dropped)
     if ticket is None:
         return None
     layout = store.layout
@@ -128,6 +132,62 @@ def load(store: AttentionStore, key: str, token_ids) -> np.ndarray | None:
 def fetch(store: AttentionStore, key: str) -> None:
     """Asks for a session until it is in DRAM, or not worth waiting for."""
     wait_until(store, lambda: not store.request(key))
+
+
+def ids(num_tokens: int, first: int = 100) -> list[int]:
+    """So many token ids."""
+    return list(range(first, first + num_tokens))
+
+
+def info(store: AttentionStore, key: str) -> EntryInfo | None:
+    """What the store tells of a session."""
+    return next((each for each in store.list() if each.key == key), None)
+
+
+def ssd_tokens(store: AttentionStore, key: str) -> int:
+    """Tokens of a session that are on SSD."""
+    found = info(store, key)
+    return 0 if found is None else found.ssd_tokens
+
+
+def used_blocks(store: AttentionStore) -> int:
+    """Blocks of DRAM that are held."""
+    return store.stats().used_bytes // store.layout.block_bytes
+
+
+def put(store: AttentionStore, key: str, num_tokens: int, *, seed: int = 0, first: int = 100, owner=None) -> np.ndarray:
+    """Saves a session, waits until it is on SSD, and returns its KV."""
+    kv = make_kv(LAYOUT, num_tokens, seed)
+    assert save(store, key, ids(num_tokens, first), kv, owner=owner)
+    assert store.settle(PATIENCE_S)
+    return kv
+
+
+def assert_loads(
+    store: AttentionStore, key: str, token_ids: Sequence[int], kv: np.ndarray, num_dropped: int = 0
+) -> None:
+    """A session is fetched, if it is on SSD only, and all of it is what was saved."""
+    fetch(store, key)
+    found = load(store, key, token_ids, num_dropped)
+    assert found is not None, store.stats().misses
+    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+
+
+@contextlib.contextmanager
+def writer_stopped(store: AttentionStore):
+    """Keeps the thread that writes from going on with the catalog."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        reached.set()
+        assert go_on.wait(PATIENCE_S)
+
+    store._ssd._worker._writes.put(stop)
+    assert reached.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
@@ -234,5 +294,5 @@ def open_gated(monkeypatch, deadline_s: float = 5.0) -> list[GatedTier]:
         tiers.append(GatedTier(opened.tier, deadline_s))
         return dataclasses.replace(opened, tier=tiers[-1])
 
-    monkeypatch.setattr(ssd_books, "open_ssd", open_it)
+    monkeypatch.setattr(ssd_setup, "open_ssd", open_it)
     return tiers

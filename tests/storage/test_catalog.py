@@ -35,9 +35,12 @@ from ca_jax.storage.catalog_file import (
 from ca_jax.storage.catalog_reader import CatalogReader, namespaces
 from ca_jax.storage.catalog_records import Namespace, PrefixMatch, SessionRecord, SessionState
 from ca_jax.storage.catalog_rows import DamagedRecordError
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.prefix import prefix_hashes
+from ca_jax.storage.ssd_copy import Cuts
 
-from .catalog_victim import LAYOUT, NAMESPACE, make
+from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
 
 BLOCK_TOKENS = LAYOUT.block_tokens
 
@@ -123,23 +126,68 @@ def test_forgotten_is_forgotten(tmp_path):
         assert catalog.integrity_check() == ()
 
 
+def test_a_session_is_cut_in_all_its_parts(catalog):
+    record, token_ids, _ = session(1, range(18))
+    seals = np.arange(5 * 3, dtype=np.uint64).reshape(5, 3)
+    catalog.publish(record, token_ids, seals)
+    kept = np.isin(np.arange(18), [0, 1, 2, 3, 4, 6, 13, 14])  # Of the block of 8 to 11, and of the last one, nothing.
+    cut = catalog.cut(key_of(1), kept, Lineage(8, 5))
+    assert (cut.num_tokens, cut.block_ids.tolist(), cut.generation) == (8, [0, 1, 3], 2)
+    assert cut.cuts == Cuts(places=TokenPlaces(((0, 5), (6, 1), (9, 2))), num_rows=12, lineage=Lineage(8, 5))
+    contents = catalog.contents(key_of(1))
+    assert contents.token_ids.tolist() == [0, 1, 2, 3, 4, 6, 13, 14]
+    assert contents.seals.tolist() == seals[[0, 1, 3]].tolist()
+    assert catalog.find_prefix("tenant", np.arange(18)) == PrefixMatch(key=key_of(1), num_tokens=4)
+    assert catalog.find_prefix("tenant", contents.token_ids) == PrefixMatch(key=key_of(1), num_tokens=4)
+    assert fields(catalog.get(key_of(1))) == fields(cut)
+    loaded, loaded_contents = catalog.load(key_of(1))
+    assert (fields(loaded), loaded_contents.token_ids.tolist()) == (fields(cut), contents.token_ids.tolist())
+    assert catalog.integrity_check() == ()
+    with pytest.raises(ValueError, match=r"kept wanted bool\[8\], found bool\[18\]"):
+        catalog.cut(key_of(1), kept)
+    again = catalog.cut(key_of(1), np.arange(8) > 0)
+    assert (again.num_tokens, again.lineage, again.generation) == (7, Lineage(8, 5), 3), "the lineage is the caller's"
+    assert catalog.cut(key_of(1), np.zeros(7, bool)) is None
+    assert catalog.cut("never there", np.ones(4, bool)) is None
+    assert stored(catalog) == {}
+    assert catalog.integrity_check() == ()
+
+
 def test_a_session_is_shortened_in_all_its_parts(catalog):
     record, token_ids, seals = session(1, range(10))
     catalog.publish(record, token_ids, seals)
-    short = catalog.shorten(key_of(1), 6, 2, last_seal=np.full(3, 99, np.uint64))
+    short = catalog.cut(key_of(1), np.arange(10) < 6)
     assert (short.num_tokens, short.block_ids.tolist(), short.generation) == (6, [0, 1], 2)
+    assert short.cuts == Cuts(places=TokenPlaces.dense(6), num_rows=8), "its seal is of the whole block"
     contents = catalog.contents(key_of(1))
     assert contents.token_ids.tolist() == list(range(6))
-    assert contents.seals.tolist() == [[1, 1, 1], [99, 99, 99]]
+    assert contents.seals.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert catalog.find_prefix("tenant", np.arange(10)) == PrefixMatch(key=key_of(1), num_tokens=4)
     assert fields(catalog.get(key_of(1))) == fields(short)
-    for num_tokens, num_blocks, message in ((7, 2, "at most its 6 tokens"), (4, 3, "2 blocks"), (6, 1, "at least 2")):
-        with pytest.raises(ValueError, match=message):
-            catalog.shorten(key_of(1), num_tokens, num_blocks)
-    assert catalog.shorten(key_of(1), 0, 0) is None
-    assert catalog.shorten("never there", 4, 1) is None
-    assert stored(catalog) == {}
     assert catalog.integrity_check() == ()
+
+
+def test_rows_do_not_grow_with_cuts(catalog, tmp_path):
+    record, token_ids, seals = session(1, range(800))
+    catalog.publish(record, token_ids, seals, bytes(100))
+
+    def row_bytes() -> int:
+        (row,) = catalog._all(
+            "SELECT length(block_ids) + length(runs) + length(token_ids) + length(seals) + length(prefixes) + "
+            "length(note) FROM sessions, contents WHERE session = id"
+        )
+        return row[0]
+
+    before = row_bytes()
+    for num_left in range(796, 400, -4):
+        kept = np.ones(num_left + 4, bool)
+        kept[4:8] = False
+        assert catalog.cut(key_of(1), kept, Lineage(800 - num_left, 4)).num_tokens == num_left
+        after = row_bytes()
+        assert after < before
+        before = after
+    assert catalog.stats().num_sessions == 1
+    assert catalog._one("SELECT count(*) FROM prefixes") == (1,)
 
 
 def test_a_note_is_kept_with_the_session(tmp_path):
@@ -150,12 +198,15 @@ def test_a_note_is_kept_with_the_session(tmp_path):
         assert catalog.contents(key_of(2)).note == b""
     with Catalog(tmp_path, NAMESPACE) as catalog:
         assert catalog.contents(key_of(1)).note == note
-        catalog.shorten(key_of(1), 8, 2)
+        catalog.cut(key_of(1), np.arange(10) < 8)
         assert catalog.contents(key_of(1)).note == note, "kept, where none is given"
-        catalog.shorten(key_of(1), 4, 1, note=b"shorter")
+        catalog.cut(key_of(1), np.arange(8) < 4, note=b"shorter")
         assert catalog.contents(key_of(1)).note == b"shorter"
-        catalog.shorten(key_of(1), 4, 1, note=b"")
+        catalog.cut(key_of(1), np.ones(4, bool), note=b"")
         assert catalog.contents(key_of(1)).note == b""
+        assert catalog.set_note(key_of(1), b"other")
+        assert (catalog.contents(key_of(1)).note, catalog.get(key_of(1)).num_tokens) == (b"other", 4)
+        assert not catalog.set_note("never there", b"other")
         catalog.publish(*session(1, range(4)), b"new")
         catalog.publish(*session(1, range(4)))
         assert catalog.contents(key_of(1)).note == b"", "what is published replaces all that was"
@@ -209,7 +260,10 @@ def test_small_changes_last(tmp_path):
     ("changes", "message"),
     [
         ({"num_tokens": 0}, "num_tokens > 0"),
-        ({"start_token": -1}, "start_token >= 0"),
+        ({"cuts": Cuts(places=TokenPlaces.dense(4), num_rows=4)}, "places of its 5 tokens, found 4"),
+        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (2, 4))), num_rows=5)}, "wanted 6 to 8 rows written, found 5"),
+        ({"cuts": Cuts(places=TokenPlaces.dense(5), num_rows=9)}, "wanted 5 to 8 rows written, found 9"),
+        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (5, 4))), num_rows=9)}, "at least 3 blocks of 4, found 2"),
         ({"block_ids": np.array([0])}, "at least 2 blocks of 4, found 1"),
         ({"block_ids": np.array([0, 0])}, r"different ids >= 0, found \[0, 0\]"),
         ({"block_ids": np.array([0, -1])}, "different ids >= 0"),
@@ -313,7 +367,7 @@ def test_a_session_is_found_by_its_tokens(catalog):
 
 def test_a_session_whose_oldest_tokens_were_dropped_is_nobodys_prefix(catalog):
     catalog.publish(*session(1, range(8)))
-    catalog.publish(*session(1, range(4, 8), start_token=4))
+    catalog.cut(key_of(1), np.arange(8) >= 4, Lineage(4, 0))
     assert catalog.find_prefix("tenant", np.arange(8)) is None
     assert catalog.find_prefix("tenant", np.arange(4, 8)) is None
     assert catalog.integrity_check() == ()
@@ -607,14 +661,15 @@ def test_damage_within_is_found_and_no_other_session_suffers(tmp_path):
     assert all(seen.values()), seen
 
 
-def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path):
+@pytest.mark.parametrize("version", [1, 7])
+def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path, version):
     path = filled(tmp_path)
     with contextlib.closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA user_version = 7")
+        db.execute(f"PRAGMA user_version = {version}")
         db.commit()
     before = path.read_bytes()
     for opened in (Catalog, CatalogReader):
-        with pytest.raises(CatalogVersionError, match="wanted a catalog of version 1, found version 7"):
+        with pytest.raises(CatalogVersionError, match=f"wanted a catalog of version 2, found version {version}"):
             opened(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
 
@@ -751,7 +806,7 @@ def test_a_disk_that_is_really_full(small_disk):
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_it_holds_what_was_acknowledged(tmp_path, num_rounds):
     rng = random.Random(num_rounds)
-    truth: dict[int, int] = {}  # The version of each key.
+    truth: dict[int, tuple[int, bool]] = {}  # The version of each key, and whether it was cut.
     script = Path(__file__).with_name("catalog_victim.py")
     command = [sys.executable, str(script), str(tmp_path)]
     num_in_flight = num_acknowledged = 0
@@ -788,18 +843,73 @@ def test_killed_at_any_moment_it_holds_what_was_acknowledged(tmp_path, num_round
     assert num_rounds < 100 or num_in_flight > 0, "some change is found done though nobody was told"
 
 
-def apply(truth: dict[int, int], change: tuple) -> None:
-    if change[0] == "publish":
-        truth[change[1]] = change[2]
+def apply(truth: dict[int, tuple[int, bool]], change: tuple) -> None:
+    if change[0] in ("publish", "cut"):
+        truth[change[1]] = change[2], change[0] == "cut"
     else:
         truth.pop(change[1], None)
 
 
-def as_stored(truth: dict[int, int]) -> dict[str, tuple]:
-    return {key_of(key): expected(*make(key, version)) for key, version in truth.items()}
+def as_stored(truth: dict[int, tuple[int, bool]]) -> dict[str, tuple]:
+    return {key_of(key): as_cut(*make(key, version), is_cut, version) for key, (version, is_cut) in truth.items()}
+
+
+def as_cut(record, token_ids, seals, note, is_cut: bool, version: int) -> tuple:
+    """What should be stored of a session that was published so, and cut or not."""
+    if not is_cut:
+        return expected(record, token_ids, seals, note)
+    kept, lineage, note = cut_of(version)
+    blocks = sorted({token // BLOCK_TOKENS for token in np.flatnonzero(kept).tolist()})
+    places = [
+        blocks.index(token // BLOCK_TOKENS) * BLOCK_TOKENS + token % BLOCK_TOKENS for token in np.flatnonzero(kept)
+    ]
+    num_rows = (len(blocks) - 1) * BLOCK_TOKENS + LAYOUT.tokens_in_block(blocks[-1], len(kept))
+    record = dataclasses.replace(
+        record,
+        num_tokens=len(places),
+        block_ids=record.block_ids[blocks],
+        cuts=Cuts.of(TokenPlaces.of(np.array(places)), num_rows, lineage),
+    )
+    return expected(record, token_ids[kept], seals[blocks], note)
 
 
 # Random operations.
+
+
+@dataclasses.dataclass
+class Known:
+    """What should be known of one session: tokens and the rows they are in, blocks in order and their seals."""
+
+    record: SessionRecord
+    tokens: list[tuple[int, int, int]]  # Token, block, row.
+    blocks: dict[int, list[int]]  # Of each block its seals.
+    rows: dict[int, int]  # Of each block how many rows were written.
+    lineage: Lineage
+    note: bytes
+
+    def cut(self, kept: list[bool]) -> None:
+        self.tokens = [each for each, stays in zip(self.tokens, kept, strict=True) if stays]
+        held = {block for _, block, _ in self.tokens}
+        self.blocks = {block: seals for block, seals in self.blocks.items() if block in held}
+
+    def as_published(self):
+        """The arguments of `publish`."""
+        order = list(self.blocks)
+        places = np.array([order.index(block) * BLOCK_TOKENS + row for _, block, row in self.tokens])
+        num_rows = (len(order) - 1) * BLOCK_TOKENS + self.rows[order[-1]]
+        record = dataclasses.replace(
+            self.record,
+            num_tokens=len(self.tokens),
+            block_ids=np.array(order),
+            cuts=Cuts.of(TokenPlaces.of(places), num_rows, self.lineage),
+        )
+        seals = np.array([self.blocks[block] for block in order], np.uint64)
+        return record, [token for token, _, _ in self.tokens], seals, self.note
+
+    def num_agreeing(self, token_ids: list[int]) -> int:
+        """Tokens in full blocks that it may be found by."""
+        tokens = [token for token, _, _ in self.tokens][: self.lineage.num_plain]
+        return max(n for n in range(0, 15, BLOCK_TOKENS) if tokens[:n] == token_ids[:n] and len(tokens[:n]) == n)
 
 
 class CatalogMachine(RuleBasedStateMachine):
@@ -810,7 +920,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.stack = contextlib.ExitStack()
         self.directory = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         self.catalog = Catalog(self.directory, NAMESPACE)
-        self.reference: dict[str, tuple[SessionRecord, list[int], np.ndarray, bytes]] = {}
+        self.reference: dict[str, Known] = {}
         self.next_block = 0
 
     def teardown(self):
@@ -820,15 +930,22 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(
         key=st.integers(0, 4),
         token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14),
-        start=st.booleans(),
+        kept=st.none() | st.lists(st.booleans(), min_size=14, max_size=14).filter(lambda kept: kept[0]),
+        lineage=st.sampled_from([Lineage(), Lineage(3, 5), Lineage(2)]),
         note=st.binary(max_size=3),
     )
-    def publish(self, key, token_ids, start, note):
-        arguments = (*session(key, token_ids, tenant="xy"[key % 2], first_block=self.next_block), note)
+    def publish(self, key, token_ids, kept, lineage, note):
+        record = session(key, token_ids, tenant="xy"[key % 2])[0]
+        first = self.next_block
         self.next_block += 10
-        record = dataclasses.replace(arguments[0], start_token=int(start))
-        self.catalog.publish(record, *arguments[1:])
-        self.reference[record.key] = (record, *arguments[1:])
+        tokens = [(token, first + i // BLOCK_TOKENS, i % BLOCK_TOKENS) for i, token in enumerate(token_ids)]
+        blocks = {first + i: [first + i] * LAYOUT.num_layers for i in range(LAYOUT.num_blocks(len(tokens)))}
+        rows = {first + i: min(BLOCK_TOKENS, len(tokens) - i * BLOCK_TOKENS) for i in range(len(blocks))}
+        known = Known(record=record, tokens=tokens, blocks=blocks, rows=rows, lineage=lineage, note=note)
+        if kept:
+            known.cut(kept[: len(tokens)])
+        self.catalog.publish(*known.as_published())
+        self.reference[record.key] = known
 
     @rule(keys=st.lists(st.integers(0, 4), max_size=3))
     def forget(self, keys):
@@ -836,19 +953,36 @@ class CatalogMachine(RuleBasedStateMachine):
         for key in keys:
             self.reference.pop(key_of(key), None)
 
+    @rule(
+        key=st.integers(0, 4),
+        kept=st.lists(st.booleans(), min_size=14, max_size=14),
+        lineage=st.sampled_from([None, Lineage(7, 4), Lineage(8, 9)]),
+        new_note=st.none() | st.binary(max_size=3),
+    )
+    def cut(self, key, kept, lineage, new_note):
+        known = self.reference.get(key_of(key))
+        if known is None:
+            assert self.catalog.cut(key_of(key), np.array(kept)) is None
+            return
+        kept = kept[: len(known.tokens)]
+        found = self.catalog.cut(key_of(key), np.array(kept), lineage, new_note)
+        assert (found is None) == (not any(kept))
+        if found is None:
+            del self.reference[key_of(key)]
+            return
+        known.cut(kept)
+        known.lineage = known.lineage if lineage is None else lineage
+        known.note = known.note if new_note is None else new_note
+
     @rule(key=st.integers(0, 4), num_tokens=st.integers(0, 14), new_note=st.none() | st.binary(max_size=3))
     def shorten(self, key, num_tokens, new_note):
-        known = self.reference.get(key_of(key))
-        if known is None or num_tokens >= known[0].num_tokens:
-            return
-        num_blocks = LAYOUT.num_blocks(num_tokens)
-        shortened = self.catalog.shorten(key_of(key), num_tokens, num_blocks, note=new_note)
-        assert (shortened is None) == (num_tokens == 0)
-        record, token_ids, seals, note = self.reference.pop(key_of(key))
-        if num_tokens:
-            record = dataclasses.replace(record, num_tokens=num_tokens, block_ids=record.block_ids[:num_blocks])
-            note = note if new_note is None else new_note
-            self.reference[record.key] = (record, token_ids[:num_tokens], seals[:num_blocks], note)
+        self.cut(key, [i < num_tokens for i in range(14)], None, new_note)
+
+    @rule(key=st.integers(0, 4), note=st.binary(max_size=3))
+    def set_note(self, key, note):
+        assert self.catalog.set_note(key_of(key), note) == (key_of(key) in self.reference)
+        if key_of(key) in self.reference:
+            self.reference[key_of(key)].note = note
 
     @rule(key=st.integers(0, 4), pinned=st.booleans(), ttl_s=st.none() | st.floats(0, 100), used_s=st.floats(0, 100))
     def change(self, key, pinned, ttl_s, used_s):
@@ -857,9 +991,8 @@ class CatalogMachine(RuleBasedStateMachine):
             self.catalog.set_ttl(key_of(key), ttl_s)
             self.catalog.touch_used({key_of(key): used_s})
         if key_of(key) in self.reference:
-            record, *contents = self.reference[key_of(key)]
-            record = dataclasses.replace(record, pinned=pinned, ttl_s=ttl_s, last_used_s=used_s)
-            self.reference[key_of(key)] = (record, *contents)
+            known = self.reference[key_of(key)]
+            known.record = dataclasses.replace(known.record, pinned=pinned, ttl_s=ttl_s, last_used_s=used_s)
 
     @rule()
     def reopen(self):
@@ -870,9 +1003,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def find_prefix(self, tenant, token_ids):
         match = self.catalog.find_prefix(tenant, np.array(token_ids, np.int32))
         agreeing = {
-            key: max(n for n in range(0, 15, BLOCK_TOKENS) if tokens[:n] == token_ids[:n] and len(tokens[:n]) == n)
-            for key, (record, tokens, *_) in self.reference.items()
-            if record.tenant == tenant and not record.start_token
+            key: known.num_agreeing(token_ids) for key, known in self.reference.items() if known.record.tenant == tenant
         }
         longest = max(agreeing.values(), default=0)
         if not longest:
@@ -887,7 +1018,7 @@ class CatalogMachine(RuleBasedStateMachine):
         created = {key: entry[0]["created_s"] for key, entry in found.items()}
         assert found == {
             key: expected(dataclasses.replace(record, created_s=created.get(key)), *contents)
-            for key, (record, *contents) in self.reference.items()
+            for key, (record, *contents) in ((key, known.as_published()) for key, known in self.reference.items())
         }
         assert self.catalog.integrity_check() == ()
         assert self.catalog.stats().num_sessions == len(self.reference)

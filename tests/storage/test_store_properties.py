@@ -1,8 +1,9 @@
 """Random operations on the AttentionStore against a store that is a dict, with DRAM alone and with either SSD.
 
-KV is a function of the tokens before it, so that whatever is loaded can be held against what it must be. The reference
-knows tokens, and not blocks or threads: it learns from the store what was evicted, flushed and fetched meanwhile, and
-holds each against the rules. With an ample SSD nothing may ever be lost; with a small one, what did not fit may.
+KV is a function of the tokens before it, of those too that were discarded since, so that whatever is loaded can be held
+against what it must be. The reference knows tokens, and not blocks or threads: it learns from the store what was
+evicted, flushed and fetched meanwhile, and holds each against the rules. With an ample SSD nothing may ever be lost;
+with a small one, what did not fit may.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import collections
 import dataclasses
 import hashlib
 import shutil
+import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
+from ca_jax.storage.lineage import PLAIN, Lineage
+from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.ssd_worker import FlushTask
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import BLOCK_TOKENS, PATIENCE_S, as_bits, load, make_store
@@ -31,20 +37,50 @@ AMPLE = 64  # Blocks of SSD that hold all there can be, old and new states toget
 KEYS = st.sampled_from("abcd")
 LENGTHS = st.integers(1, 11)
 WHICH = st.integers(0, 1 << 20)  # One of those there are, which depends on threads: what is drawn must not.
+NOWHERE = TokenPlaces()
 TENANTS = {"a": "x", "b": "x", "c": "y", "d": "y"}
 
 
-def kv_of(layout: KVLayout, token_ids: list[int], start: int = 0) -> np.ndarray:
-    """The KV of tokens from `start` on, `[L, 2, T, K, H]`: any bits, which tell all tokens before."""
+class Token(NamedTuple):
+    """A token whose KV is known."""
+
+    token_id: int
+    seen: bytes
+    """A digest of all that its KV was computed behind, and of itself."""
+
+
+def tokens_of(token_ids: list[int], behind: list[Token]) -> list[Token]:
+    """Tokens that are computed behind others."""
+    seen, tokens = behind[-1].seen if behind else b"", []
+    for token_id in token_ids:
+        seen = hashlib.shake_128(seen + token_id.to_bytes(4, "little", signed=True)).digest(16)
+        tokens.append(Token(token_id, seen))
+    return tokens
+
+
+def ids_of(tokens: list[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def kv_of(layout: KVLayout, tokens: list[Token]) -> np.ndarray:
+    """Their KV, `[L, 2, T, K, H]`: any bits."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-    history = hashlib.shake_128()
-    rows = []
-    for position, token in enumerate(token_ids):
-        history.update(token.to_bytes(4, "little", signed=True))
-        if position >= start:
-            row = np.frombuffer(history.digest(int(np.prod(shape)) * layout.numpy_dtype.itemsize), layout.numpy_dtype)
-            rows.append(row.reshape(shape))
+    num_bytes = int(np.prod(shape)) * layout.numpy_dtype.itemsize
+    rows = [
+        np.frombuffer(hashlib.shake_128(token.seen).digest(num_bytes), layout.numpy_dtype).reshape(shape)
+        for token in tokens
+    ]
     return np.stack(rows, axis=2)
+
+
+def lineage_after(lineage: Lineage, mask: list[bool], num_stored: int) -> Lineage:
+    """What has been dropped once a mask was."""
+    stays = [i for i, gone in enumerate(mask) if not gone] + list(range(len(mask), num_stored))
+    dropped = [i for i, gone in enumerate(mask) if gone and stays and i < stays[-1]]
+    if not dropped:
+        return lineage
+    num_plain = dropped[0] if lineage.num_plain is None else min(dropped[0], lineage.num_plain)
+    return Lineage(lineage.num_dropped + len(dropped), num_plain)
 
 
 def num_blocks_of(num_tokens: int) -> int:
@@ -55,11 +91,26 @@ def num_blocks_of(num_tokens: int) -> int:
 class Reference:
     """What should be known of one session."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)
+    tokens: list[Token] = dataclasses.field(default_factory=list)
     """Published in DRAM."""
-    ssd: list[int] | None = None
+    places: TokenPlaces = NOWHERE
+    """Where they lie."""
+    lineage: Lineage = PLAIN
+    ssd: list[Token] | None = None
     ssd_blocks: tuple[int, ...] = ()
-    saves: list[tuple[SaveTicket, list[int]]] = dataclasses.field(default_factory=list)
+    ssd_lineage: Lineage = PLAIN
+    flush: FlushTask | None = None
+    """Under way when it was looked at last."""
+    flushed: list[Token] = dataclasses.field(default_factory=list)
+    """What it writes."""
+    flushed_left: list[Token] = dataclasses.field(default_factory=list)
+    """What is left of it by now."""
+    flushed_lineage: Lineage = PLAIN
+    has_left: bool = False
+    """Whether it is another state than what is in DRAM."""
+    is_cut_after_flush: bool = False
+    """Whether a flush was under way when tokens were discarded: SSD forgets them when it has ended."""
+    saves: list[tuple[SaveTicket, list[Token]]] = dataclasses.field(default_factory=list)
     loads: list[LoadTicket] = dataclasses.field(default_factory=list)
     note: bytes = b""
     pinned: bool = False
@@ -72,8 +123,16 @@ class Reference:
         return self.saves[-1][0].stop_token if self.saves else len(self.tokens)
 
     @property
+    def stop_place(self) -> int:
+        return self.places.num_places + sum(len(tokens) for _, tokens in self.saves)
+
+    @property
     def in_use(self) -> bool:
         return bool(self.saves or self.loads)
+
+    def readable(self) -> tuple[list[Token], Lineage]:
+        """What can be loaded, perhaps after a fetch."""
+        return (self.tokens, self.lineage) if self.tokens else (self.ssd or [], self.ssd_lineage)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -135,7 +194,8 @@ class StoreMachine(RuleBasedStateMachine):
         return self.store.stats().free_bytes // self.layout.block_bytes
 
     def random_ids(self, num_tokens: int) -> list[int]:
-        return self.random.integers(0, 1000, num_tokens).tolist()
+        """Of few, so that what is left of a session may spell another text."""
+        return self.random.integers(0, 3, num_tokens).tolist()
 
     def step(self, call) -> None:
         """Calls what expires sessions too: `poll`, `settle`, `close`."""
@@ -154,30 +214,47 @@ class StoreMachine(RuleBasedStateMachine):
         for key in due:
             del self.reference[key]
 
-    def published(self, reference: Reference, token_ids: list[int]) -> None:
-        reference.tokens = reference.tokens + token_ids
+    def published(self, reference: Reference) -> None:
+        """The oldest open save is complete."""
+        _, tokens = reference.saves.pop(0)
+        reference.tokens = reference.tokens + tokens
+        reference.places = reference.places.append(len(tokens))
+
+    def shortened(self, key: str, num_tokens: int, was_flushed: bool) -> None:
+        """A session was, in both tiers."""
+        reference, entry = self.reference[key], self.entry(key)
+        reference.tokens = reference.tokens[:num_tokens]
+        reference.places = reference.places.take(num_tokens)
+        if reference.ssd is not None and len(reference.ssd) > num_tokens:
+            reference.ssd = reference.ssd[:num_tokens] or None
+            reference.ssd_blocks = reference.ssd_blocks[: len(entry.ssd.block_ids) if entry and entry.ssd else 0]
+        if was_flushed and (entry is None or entry.ssd is None):  # The flush may have been too far to be undone alone.
+            reference.ssd = None
 
     # Saves.
 
-    @rule(key=KEYS, num_tokens=LENGTHS, goes_on=st.booleans())
-    def prepare_save(self, key, num_tokens, goes_on):
+    @rule(key=KEYS, num_tokens=LENGTHS, goes_on=st.booleans(), num_dropped=st.integers(0, 2))
+    def prepare_save(self, key, num_tokens, goes_on, num_dropped=0):
         reference = self.reference.get(key) or Reference()
         start = reference.stop
         token_ids = self.random_ids(num_tokens)
         if not start and goes_on and reference.ssd:  # Recomputed, as after a miss.
-            token_ids = [*reference.ssd, *token_ids][:num_tokens]
+            token_ids = [*ids_of(reference.ssd), *token_ids][:num_tokens]
         free, evictable = self.free_blocks(), self.evictable_blocks(key)
         held = len(self.entry(key).block_ids) if self.entry(key) else 0
         in_dram = {name for name, other in self.reference.items() if other.tokens}
-        ticket = self.store.prepare_save(key, start, token_ids, Owner(tenant=TENANTS[key]))
+        ticket = self.store.prepare_save(key, start, token_ids, Owner(tenant=TENANTS[key]), num_dropped=num_dropped)
 
-        needed = num_blocks_of(start + num_tokens) - held
+        needed = num_blocks_of(reference.stop_place + num_tokens) - held
         assert (ticket is not None) == (needed <= free + evictable), "skipped although room could be made, or not"
         evicted = {name for name in in_dram if self.entry(name) is None or not self.entry(name).num_tokens}
         assert not evicted or (ticket is not None and needed > free), "evicted without need"
         self.may_evict = True
         if ticket is not None:
-            reference.saves.append((ticket, token_ids))
+            if not start:
+                reference.lineage = Lineage(num_dropped)
+            behind = reference.tokens + [token for _, tokens in reference.saves for token in tokens]
+            reference.saves.append((ticket, tokens_of(token_ids, behind)))
             self.reference[key] = reference
 
     @rule(key=KEYS, wrong=st.sampled_from([-1, 1, 5]))
@@ -195,9 +272,7 @@ class StoreMachine(RuleBasedStateMachine):
         return saves[which % len(saves)] if saves else None
 
     def kv_of_save(self, key, i):
-        reference = self.reference[key]
-        before = reference.tokens + [token for _, ids in reference.saves[:i] for token in ids]
-        return kv_of(self.layout, before + reference.saves[i][1], len(before))
+        return kv_of(self.layout, self.reference[key].saves[i][1])
 
     @rule(which=WHICH, layer=st.integers(0, 2), first=st.integers(0, 10), num_tokens=LENGTHS)
     def write_part(self, which, layer, first, num_tokens):
@@ -214,15 +289,14 @@ class StoreMachine(RuleBasedStateMachine):
             return
         key, i = found
         reference = self.reference[key]
-        ticket, token_ids = reference.saves[i]
+        ticket, _ = reference.saves[i]
         ticket.write_all(self.kv_of_save(key, i))
         if i:
             with pytest.raises(ValueError, match="complete in order"):
                 self.store.complete_save(ticket)
             return
         assert self.store.complete_save(ticket)
-        reference.saves.pop(0)
-        reference.tokens = reference.tokens + token_ids
+        self.published(reference)
 
     @rule(which=WHICH)
     def abort_save(self, which):
@@ -261,16 +335,15 @@ class StoreMachine(RuleBasedStateMachine):
             self.prepare_save(key, num_tokens, goes_on)
             if key in self.reference and self.reference[key].saves:
                 reference = self.reference[key]
-                ((ticket, token_ids),) = reference.saves
+                ((ticket, _),) = reference.saves
                 ticket.write_all(self.kv_of_save(key, 0))
                 assert self.store.complete_save(ticket)
-                reference.saves.clear()
-                reference.tokens = reference.tokens + token_ids
+                self.published(reference)
 
     @rule(source=KEYS, key=KEYS, num_tokens=LENGTHS)
     def copy_prefix(self, source, key, num_tokens):
         tokens = self.reference[source].tokens if source in self.reference else []
-        wanted = [*tokens[:num_tokens], -1]
+        wanted = [*ids_of(tokens[:num_tokens]), -1]
         owner = Owner(tenant=TENANTS[key])
         if key in self.reference:
             with pytest.raises(ValueError, match="of which something is"):
@@ -279,23 +352,56 @@ class StoreMachine(RuleBasedStateMachine):
         room = self.free_blocks() + self.evictable_blocks(key, source)
         num_copied = self.store.copy_prefix(source, key, wanted, owner)
         expected = min(num_tokens, len(tokens))
+        if tokens:
+            expected = self.reference[source].lineage.plain_tokens(expected)
         assert num_copied == (expected if num_blocks_of(expected) <= room else 0)
         self.may_evict = True
         if num_copied:
-            self.reference[key] = Reference(tokens=tokens[:num_copied])
+            assert tokens[:num_copied] == tokens_of(wanted[:num_copied], []), "it has seen tokens that were dropped"
+            self.reference[key] = Reference(tokens=tokens[:num_copied], places=TokenPlaces.dense(num_copied))
 
     # Loads.
 
-    @rule(key=KEYS, which=WHICH, num_others=st.integers(0, 3))
-    def load_prefix(self, key, which, num_others):
-        stored = self.reference[key].tokens if key in self.reference else []
-        kept = which % (len(stored) + 1)
-        wanted = [*stored[:kept], *([-1] * (num_others if kept else 1))]
-        found = load(self.store, key, wanted)
-        if not kept:
+    @rule(key=KEYS, which=WHICH, num_others=st.integers(0, 3), num_dropped=st.none() | st.integers(0, 4))
+    def load_prefix(self, key, which, num_others, num_dropped):
+        """For its owner, or for a session from which other tokens were dropped."""
+        reference = self.reference.get(key) or Reference()
+        own = reference.lineage.num_dropped
+        num_dropped = own if num_dropped is None else num_dropped
+        kept = which % (len(reference.tokens) + 1)
+        wanted = [*ids_of(reference.tokens[:kept]), *([-1] * (num_others if kept else 1))]
+        found = load(self.store, key, wanted, num_dropped)
+        expected = reference.tokens[: kept if num_dropped == own else reference.lineage.plain_tokens(kept)]
+        if not expected:
             assert found is None
-        else:
-            np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, wanted[:kept])))
+            return
+        np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, expected)))
+        if num_dropped != own:
+            assert expected == tokens_of(ids_of(expected), []), "it has seen tokens that were dropped"
+
+    @rule(key=KEYS, which=WHICH, num_dropped=st.none() | st.integers(0, 4))
+    def take_over(self, key, which, num_dropped):
+        """Goes on behind what is served, as an engine does whose session has other tokens from there on."""
+        reference = self.reference.get(key)
+        if reference is None or not reference.tokens or reference.in_use:
+            return
+        num_dropped = reference.lineage.num_dropped if num_dropped is None else num_dropped
+        wanted = 1 + which % len(reference.tokens)
+        is_other = num_dropped != reference.lineage.num_dropped
+        num_tokens = reference.lineage.plain_tokens(wanted) if is_other else wanted
+        was_flushed = self.entry(key).flush is not None
+        ticket = self.store.prepare_load(
+            key, [*ids_of(reference.tokens[:wanted]), -1], truncate=True, num_dropped=num_dropped
+        )
+        if not num_tokens:
+            assert ticket is None
+            return
+        assert ticket.num_tokens == num_tokens
+        if num_tokens < len(reference.tokens):
+            self.shortened(key, num_tokens, was_flushed)
+        if is_other:
+            reference.lineage = Lineage(num_dropped)
+        self.store.complete_load(ticket)
 
     @rule(key=KEYS)
     def fetch_and_load(self, key):
@@ -320,13 +426,17 @@ class StoreMachine(RuleBasedStateMachine):
         if on_its_way:  # Whoever saves now will make room.
             assert any(other.saves and not self.pins[name] for name, other in self.reference.items())
         elif reference is not None and not reference.in_use:
-            wanted = reference.tokens or reference.ssd
+            wanted, lineage = reference.readable()
+            if self.entry(key).flush is not None and not reference.tokens:  # Another state of it is on its way to SSD.
+                assert load(self.store, key, ids_of(wanted), lineage.num_dropped) is None
+                self.store.dequeue(self.jobs.pop()[0])
+                return
             missed = self.store.stats().misses[MissReason.NO_ROOM]
             free, evictable = self.free_blocks(), self.evictable_blocks(key)
-            found = load(self.store, key, wanted)
+            found = load(self.store, key, ids_of(wanted), lineage.num_dropped)
             if found is None:
                 assert self.store.stats().misses[MissReason.NO_ROOM] == missed + 1, self.store.stats().misses
-                assert num_blocks_of(len(wanted)) > free + evictable
+                assert len(reference.ssd_blocks) > free + evictable
             else:
                 np.testing.assert_array_equal(as_bits(found), as_bits(kv_of(self.layout, wanted)))
         self.store.dequeue(self.jobs.pop()[0])
@@ -334,7 +444,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=KEYS)
     def begin_load(self, key):
         if key in self.reference and self.reference[key].tokens:
-            self.reference[key].loads.append(self.store.prepare_load(key, self.reference[key].tokens))
+            reference = self.reference[key]
+            num_dropped = reference.lineage.num_dropped
+            reference.loads.append(self.store.prepare_load(key, ids_of(reference.tokens), num_dropped=num_dropped))
 
     @rule(key=KEYS, completed=st.booleans())
     def end_load(self, key, completed):
@@ -361,15 +473,83 @@ class StoreMachine(RuleBasedStateMachine):
         if reference is None:
             assert kept == 0
             return
-        reference.tokens = reference.tokens[:num_tokens]
-        if reference.ssd is not None and len(reference.ssd) > num_tokens:
-            reference.ssd = reference.ssd[: num_tokens // BLOCK_TOKENS * BLOCK_TOKENS] or None
-            reference.ssd_blocks = reference.ssd_blocks[: num_tokens // BLOCK_TOKENS]
-        entry = self.entry(key)
-        if was_flushed and (entry is None or entry.ssd is None):  # The flush may have been too far to be undone alone.
-            reference.ssd = None
+        self.shortened(key, num_tokens, was_flushed)
         assert kept == len(reference.tokens or reference.ssd or [])
         if not kept:
+            del self.reference[key]
+
+    @rule(
+        key=KEYS,
+        mask=st.one_of(
+            st.lists(st.booleans(), max_size=30),
+            st.tuples(st.integers(0, 6), st.integers(0, 12)).map(lambda cut: [False] * cut[0] + [True] * cut[1]),
+            st.integers(0, 15).map(lambda num_tokens: [True] * num_tokens),
+        ),
+        note=st.none() | st.binary(max_size=3),
+    )
+    def discard(self, key, mask, note):
+        """Any tokens, the oldest behind the first ones, the oldest."""
+        reference, entry = self.reference.get(key), self.entry(key)
+        mask = np.array(mask, bool)
+        if reference and reference.in_use:
+            with pytest.raises(EntryInUseError):
+                self.store.discard(key, mask)
+            return
+        if reference is None:
+            assert self.store.discard(key, mask, note) == 0
+            return
+        tokens, lineage = reference.readable()
+        stays = [i >= len(mask) or not mask[i] for i in range(len(tokens))]
+        left = [token for token, is_left in zip(tokens, stays, strict=True) if is_left]
+        lineage = lineage_after(lineage, mask.tolist(), len(tokens))
+        was_flushed, was_same = entry.flush is not None, entry.num_same_tokens
+        before = entry.ssd
+        changes_nothing = all(stays) and lineage == reference.readable()[1] and note is None
+        if not (reference.tokens or changes_nothing) and was_flushed:  # Another state was on its way: none is certain.
+            left = []
+        assert self.store.discard(key, mask, note) == len(left)
+        if not left:
+            if tokens:
+                del self.reference[key]
+            return
+        reference.note = note if note is not None and self.driver else reference.note
+        if changes_nothing:
+            return
+        if not reference.tokens:
+            reference.ssd, reference.ssd_lineage = left, lineage
+            reference.ssd_blocks = tuple(entry.ssd.block_ids.tolist())
+            assert set(reference.ssd_blocks) <= set(before.block_ids.tolist())
+            return
+        reference.tokens, reference.lineage = left, lineage
+        reference.places = reference.places.keep(np.array(stays), BLOCK_TOKENS)[0]
+        if entry.flush is not None:
+            num_left = sum(stays[: len(reference.flushed_left)])
+            reference.flushed_left, reference.is_cut_after_flush = left[:num_left], True
+            reference.flushed_lineage = lineage
+            return
+        on_ssd = [token for token, is_left in zip(tokens[:was_same], stays, strict=False) if is_left]
+        if before is None or was_flushed:  # The flush could not go on; it may have been too far to be undone alone.
+            assert entry.ssd is None or before is not None
+            on_ssd = on_ssd if entry.ssd is not None else []
+        reference.ssd, reference.ssd_lineage = on_ssd or None, lineage
+        assert (entry.ssd is None) == (not on_ssd)
+        reference.ssd_blocks = tuple(entry.ssd.block_ids.tolist()) if on_ssd else ()
+
+    @rule(key=KEYS)
+    def leave_dram(self, key):
+        """What is saved from here on is another state of the session."""
+        reference = self.reference.get(key)
+        if reference is None or not reference.tokens:
+            self.store.leave_dram(key)
+            return
+        if reference.in_use:
+            with pytest.raises(EntryInUseError):
+                self.store.leave_dram(key)
+            return
+        self.store.leave_dram(key)
+        reference.tokens, reference.places, reference.has_left = [], NOWHERE, reference.flush is not None
+        if self.entry(key) is None:
+            assert reference.ssd is None
             del self.reference[key]
 
     @rule(key=KEYS)
@@ -456,7 +636,9 @@ class StoreMachine(RuleBasedStateMachine):
         candidates = {}
         for key, reference in tuple(self.reference.items()):
             flush = self.entry(key).flush
-            candidates[key] = [reference.ssd, flush.token_ids.tolist() if flush else None]
+            candidates[key] = [(reference.ssd, reference.ssd_lineage)]
+            if flush:
+                candidates[key].append((reference.flushed, flush.record.lineage))
             if not crash:  # What `close` would do first.
                 for ticket in reference.loads:
                     self.store.abort_load(ticket)
@@ -464,9 +646,11 @@ class StoreMachine(RuleBasedStateMachine):
                     self.store.abort_save(reference.saves[0][0])
                 reference.saves.clear()
                 reference.loads.clear()
-                candidates[key] = [reference.tokens or reference.ssd]
+                candidates[key] = [reference.readable()]
+                if reference.has_left and not reference.tokens:
+                    candidates[key] = [(reference.flushed_left, reference.flushed_lineage)]
                 if not self.ample:
-                    candidates[key] += [reference.ssd, None]
+                    candidates[key] += [(reference.ssd, reference.ssd_lineage), (None, PLAIN)]
                 if self.entry(key) is None:
                     del self.reference[key]
         if crash:
@@ -484,12 +668,19 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.store.stats().ssd.num_lost_sessions == 0
         for key, old in before.items():
-            contents = self.store._ssd._reader.contents(key)
-            tokens = None if contents is None else contents.token_ids.tolist()
-            assert tokens in candidates[key]
-            if tokens:
-                entry = self.entry(key)
-                new = self.reference[key] = Reference(ssd=tokens, note=old.note, pinned=old.pinned, ttl_s=old.ttl_s)
+            contents, entry = self.store._ssd._reader.contents(key), self.entry(key)
+            token_ids = [] if contents is None else contents.token_ids.tolist()
+            lineage = PLAIN if entry is None else entry.ssd.lineage
+            matching = [
+                tokens
+                for tokens, its_lineage in candidates[key]
+                if ids_of(tokens or []) == token_ids and (not tokens or its_lineage == lineage)
+            ]
+            assert matching, "neither the state before nor the one after"
+            if token_ids:
+                new = self.reference[key] = Reference(
+                    ssd=matching[0], ssd_lineage=lineage, note=old.note, pinned=old.pinned, ttl_s=old.ttl_s
+                )
                 new.ssd_blocks = tuple(entry.ssd.block_ids.tolist())
                 if crash:  # What was said last may not have been written down.
                     new.note, new.pinned, new.ttl_s = contents.note, entry.pinned, entry.ttl_s
@@ -510,7 +701,10 @@ class StoreMachine(RuleBasedStateMachine):
             info = infos[key]
             assert info.num_tokens == len(reference.tokens or reference.ssd or [])
             assert info.ssd_tokens == len(reference.ssd or [])
-            assert info.num_blocks == num_blocks_of(reference.stop)
+            assert info.num_blocks == num_blocks_of(reference.stop_place)
+            on_ssd = reference.ssd_lineage if reference.ssd else PLAIN
+            lineage = reference.lineage if reference.tokens or reference.saves else on_ssd
+            assert info.num_dropped == lineage.num_dropped
             assert info.pinned == (bool(self.pins[key]) or reference.pinned)
             assert info.in_use == reference.in_use
             assert info.ttl_s == reference.ttl_s
@@ -522,28 +716,47 @@ class StoreMachine(RuleBasedStateMachine):
         """Takes in what happened to a session meanwhile, if it may have."""
         may_go = self.may_evict and not (self.pins[key] or reference.in_use)
         ssd_blocks = () if entry is None or entry.ssd is None else tuple(entry.ssd.block_ids.tolist())
-        if ssd_blocks != reference.ssd_blocks or (ssd_blocks and entry.ssd.num_tokens != len(reference.ssd)):
+        is_other = ssd_blocks and (
+            entry.ssd.num_tokens != len(reference.ssd or []) or entry.ssd.lineage != reference.ssd_lineage
+        )
+        if ssd_blocks != reference.ssd_blocks or is_other:
             if ssd_blocks:  # Flushed.
-                assert entry.ssd.num_tokens <= len(reference.tokens), "on SSD is what nobody saved"
-                reference.ssd = reference.tokens[: entry.ssd.num_tokens]
+                is_older = reference.has_left and set(ssd_blocks) <= set(reference.flush.record.block_ids.tolist())
+                flushed = reference.flushed_left if is_older else reference.tokens
+                assert entry.ssd.num_tokens <= len(flushed), "on SSD is what nobody saved"
+                reference.ssd, reference.ssd_lineage = flushed[: entry.ssd.num_tokens], entry.ssd.lineage
             else:
                 gave_way = entry is not None and entry.flush is not None  # To its own new state.
-                may_leave = gave_way or (may_go and not reference.pinned)
+                may_leave = gave_way or (may_go and not reference.pinned) or reference.is_cut_after_flush
                 assert may_leave or reference.ssd is None, "left SSD although it had to stay"
-                assert not self.ample or reference.ssd is None, "left an SSD that has room"
+                is_lost = reference.ssd is not None and not reference.is_cut_after_flush
+                assert not (self.ample and is_lost), "left an SSD that has room"
                 reference.ssd = None
             reference.ssd_blocks = ssd_blocks
+        flush = None if entry is None else entry.flush
+        if flush is not reference.flush:
+            reference.flush, reference.is_cut_after_flush, reference.has_left = flush, False, False
+            reference.flushed = reference.tokens[: flush.record.num_tokens] if flush else []
+            reference.flushed_left = reference.flushed
+            reference.flushed_lineage = flush.record.lineage if flush else PLAIN
         stored = [] if entry is None else entry.token_ids.tolist()
         if stored and not reference.tokens:  # Fetched.
-            assert stored == reference.ssd
-            reference.tokens = stored
+            assert stored == ids_of(reference.ssd)
+            reference.tokens, reference.lineage = reference.ssd, reference.ssd_lineage
+            reference.places = entry.places
         elif reference.tokens and not stored:  # Evicted.
             assert may_go, "left DRAM although it had to stay"
             assert not self.ample or reference.ssd == reference.tokens, "left DRAM before it was on SSD"
             assert not reference.pinned or reference.ssd
-            reference.tokens = []
+            reference.tokens, reference.places = [], NOWHERE
         else:
-            assert stored == reference.tokens
+            assert stored == ids_of(reference.tokens)
+            if stored and entry.places != reference.places:  # Copied together.
+                assert num_blocks_of(reference.places.num_places) > num_blocks_of(len(stored)) + 2
+                assert entry.places == TokenPlaces.dense(len(stored))
+                reference.places = entry.places
+        if stored:
+            assert entry.lineage == reference.lineage
         if entry is None and may_go and reference.ssd is None:
             del self.reference[key]
         assert (entry is not None) == (key in self.reference)
@@ -584,6 +797,10 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "store"):
             try:
+                if self.driver and sys.exc_info()[0] is None:  # What is on SSD in the end is looked at, all of it.
+                    self.restart(crash=False, is_time=0)
+                    for key in "abcd":
+                        self.fetch_and_load(key)
                 self.store.close()
             finally:
                 if self.directory is not None:

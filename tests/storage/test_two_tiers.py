@@ -4,14 +4,12 @@ the store, and what faults and races leave behind.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ca_jax.storage import AttentionStore, EntryInfo, MissReason, Residency, SkipReason
+from ca_jax.storage import MissReason, Residency, SkipReason
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.records import FlushFailure, Owner
@@ -19,87 +17,28 @@ from ca_jax.timeline import Timeline
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (
+    LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
     as_bits,
+    assert_loads,
     fetch,
+    ids,
+    info,
     load,
     make_kv,
-    make_layout,
-    make_store,
-    open_gated,
+    put,
     save,
+    ssd_tokens,
+    used_blocks,
     wait_until,
+    writer_stopped,
 )
-
-LAYOUT = make_layout()
-
-
-@pytest.fixture(params=["zarr3", "raw"])
-def driver(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def directory(tmp_path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def gates(monkeypatch):
-    """The gated tiers of the stores of this test."""
-    return open_gated(monkeypatch)
-
-
-@pytest.fixture
-def open_store(directory):
-    """Opens stores of one directory, and closes them at the end."""
-    with contextlib.ExitStack() as at_the_end:
-
-        def open_it(num_blocks: int = 6, **options) -> AttentionStore:
-            store = make_store(num_blocks, ssd_dir=directory, **options)
-            at_the_end.callback(store.close)
-            return store
-
-        yield open_it
-
-
-def ids(num_tokens: int, first: int = 100) -> list[int]:
-    return list(range(first, first + num_tokens))
-
-
-def info(store: AttentionStore, key: str) -> EntryInfo | None:
-    return next((each for each in store.list() if each.key == key), None)
-
-
-def ssd_tokens(store: AttentionStore, key: str) -> int:
-    found = info(store, key)
-    return 0 if found is None else found.ssd_tokens
-
-
-def used_blocks(store: AttentionStore) -> int:
-    return store.stats().used_bytes // store.layout.block_bytes
 
 
 def in_catalog(directory: Path, driver: str = "zarr3") -> set[str]:
     with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT, driver=driver)) as reader:
         return {record.key for record in reader.load_all(lambda key, reason: pytest.fail(reason))}
-
-
-def put(store: AttentionStore, key: str, num_tokens: int, *, seed: int = 0, first: int = 100, owner=None) -> np.ndarray:
-    """Saves a session, waits until it is on SSD, and returns its KV."""
-    kv = make_kv(LAYOUT, num_tokens, seed)
-    assert save(store, key, ids(num_tokens, first), kv, owner=owner)
-    assert store.settle(PATIENCE_S)
-    return kv
-
-
-def assert_loads(store: AttentionStore, key: str, token_ids: list[int], kv: np.ndarray) -> None:
-    """A session is fetched, if it is on SSD only, and all of it is what was saved."""
-    fetch(store, key)
-    found = load(store, key, token_ids)
-    assert found is not None, store.stats().misses
-    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
 
 
 # Flushing.
@@ -285,12 +224,12 @@ def test_a_flush_that_finds_no_room_leaves_what_is_on_ssd(open_store):
 
 def test_a_flush_may_take_the_room_of_the_sessions_old_state(open_store):
     store = open_store(8, ssd_blocks=4)
-    put(store, "a", 11)
-    kv = make_kv(LAYOUT, 12, seed=1)
-    store.truncate("a", 1)  # Nothing of it stays on SSD.
-    save(store, "a", ids(11, 500), kv[:, :, 1:], start_token=1)
+    put(store, "a", 16)
+    store.truncate("a", 15)  # All of its blocks stay on SSD, and the last one is not to be written over.
+    save(store, "a", [500], make_kv(LAYOUT, 1, seed=1), start_token=15)
     store.settle()
-    assert ssd_tokens(store, "a") == 12
+    assert ssd_tokens(store, "a") == 16
+    assert store.stats().ssd.flushed_bytes == 8 * LAYOUT.block_bytes
 
 
 def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
@@ -690,35 +629,18 @@ def test_a_flush_that_fails_is_counted_and_changes_nothing(open_store, gates):
 # Races with the thread that writes.
 
 
-@contextlib.contextmanager
-def writer_stopped(store: AttentionStore):
-    """Keeps the writing thread from going on with the catalog."""
-    reached, go_on = threading.Event(), threading.Event()
-
-    def stop() -> None:
-        reached.set()
-        assert go_on.wait(PATIENCE_S)
-
-    store._ssd._worker._writes.put(stop)
-    assert reached.wait(PATIENCE_S)
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
 def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_shortened(open_store):
     store = open_store()
     kv = put(store, "a", 10)
     store.close()
     store = open_store()
     with writer_stopped(store):
-        assert store.truncate("a", 7) == 4
+        assert store.truncate("a", 7) == 7
         fetch(store, "a")
         found = load(store, "a", ids(10))
     assert found is not None, store.stats().misses
-    np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :4]))
-    assert ssd_tokens(store, "a") == 4
+    np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :7]))
+    assert ssd_tokens(store, "a") == 7
 
 
 def test_a_truncation_that_only_an_old_state_on_ssd_is_longer_than(open_store, gates):
@@ -742,20 +664,27 @@ def test_a_truncation_that_only_an_old_state_on_ssd_is_longer_than(open_store, g
     assert_loads(store, "a", ids(5), kv)
 
 
-def test_a_session_on_ssd_only_is_shortened_to_full_blocks(open_store, driver):
+def test_a_session_on_ssd_only_is_shortened(open_store, driver):
     store = open_store(ssd_driver=driver)
     kv = put(store, "a", 14)
     put(store, "b", 4)
     store.close()
     store = open_store(ssd_driver=driver)
-    assert store.truncate("a", 11) == 8
+    assert store.truncate("a", 7) == 7
     assert store.stats().ssd.used_bytes == 3 * SLOT_BYTES[driver]
-    assert store.truncate("b", 3) == 0
+    assert store.truncate("b", 3) == 3
+    assert store.truncate("b", 0) == 0
     assert store.residency("b") is Residency.ABSENT
     store.close()
     store = open_store(ssd_driver=driver)
     assert store.residency("b") is Residency.ABSENT
-    assert_loads(store, "a", ids(14), kv[:, :, :8])
+    assert_loads(store, "a", ids(14), kv[:, :, :7])
+    more = make_kv(LAYOUT, 3, seed=1)
+    save(store, "a", ids(3, 700), more, start_token=7)
+    store.settle()
+    assert store.stats().ssd.flushed_bytes == 2 * LAYOUT.block_bytes, "of the block that was shortened, its rest too"
+    store.close()
+    assert_loads(open_store(ssd_driver=driver), "a", ids(7) + ids(3, 700), np.concatenate([kv[:, :, :7], more], axis=2))
 
 
 # Other sessions' KV.

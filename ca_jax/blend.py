@@ -1,0 +1,235 @@
+"""Selective recompute: stored KV is used as it stands, but for the few tokens whose KV deviates most.
+
+Layer by layer, the chosen tokens are computed anew over all tokens, and their keys and values take the place of the
+stored ones. Which are chosen is decided by how far their KV at a layer is from what was stored, and may become fewer
+from layer to layer. Truncation uses it to repair what has seen dropped tokens.
+
+    layer            0    1    2    3    4  ...        tokens that are computed anew (x); for all others
+    token  0         x    x    x    x    x             the stored KV stands
+           1         x    .    .    .    .
+           2         x    x    x    .    .
+           3         x    .    .    .    .
+
+Everything here is pure. Shapes: L layers, n chosen tokens, S places of stored KV, K KV heads, H head dim, F embed.
+
+Not here: which KV, where it comes from and where it goes (repair, engine).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ca_jax.models import rope
+from ca_jax.models.attention import attend_chosen
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import LayerKV
+from ca_jax.models.llama import Attention, Layer, RMSNorm
+from ca_jax.overflow import OverflowConfig
+from ca_jax.steps import Params
+
+_COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
+
+
+@partial(jax.jit, static_argnames=("config",))
+def blend_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    positions: jax.Array,
+    kv: jax.Array,
+    table: rope.Rotation,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes one layer of some tokens anew, over the KV of all.
+
+    Args:
+      config: static.
+      layer_params: of this layer.
+      x: `[1, n, F]`, the chosen tokens.
+      positions: i32 `[n]`, increasing: their places in `kv`.
+      kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
+      table: rotations of all positions.
+
+    Returns:
+      `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
+    """
+    rotation = rope.Rotation(*(part[None, positions] for part in table))
+    all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+        both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
+        fused = kv.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
+        keys = rope.rotate(fused[0], all_rotations)
+        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions)[None], fused
+
+    out: tuple[jax.Array, jax.Array] = Layer(config).apply({"params": layer_params}, x, attend_fn)  # type: ignore[assignment]
+    return out
+
+
+@partial(jax.jit, static_argnames=("config",))
+def kv_deviation(
+    config: ModelConfig, layer_params: Params, x: jax.Array, positions: jax.Array, kv: jax.Array
+) -> jax.Array:
+    """How far the tokens' KV at a layer is from what is stored: sums of squared differences, f32 `[n]`.
+
+    Keys are compared unrotated, which is the same as rotated: a rotation changes no distance.
+
+    Args:
+      config: static.
+      layer_params: of the layer.
+      x: `[1, n, F]`, what goes into it.
+      positions: i32 `[n]`, places in `kv`.
+      kv: what is stored, unrotated, `[2, S, K, H]`.
+    """
+    found: list[jax.Array] = []
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, None]:
+        found.append(jnp.concatenate([new.k, new.v], axis=0))
+        return q, None
+
+    normed = RMSNorm(config.norm_eps).apply({"params": layer_params["attn_norm"]}, x)
+    Attention(config).apply({"params": layer_params["attn"]}, normed, attend_fn)
+    return ((found[0].astype(jnp.float32) - kv[:, positions].astype(jnp.float32)) ** 2).sum((0, 2, 3))
+
+
+@partial(jax.jit, static_argnames=("num_tokens",))
+def choose_tokens(
+    x: jax.Array, positions: jax.Array, scores: jax.Array, num_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """The tokens of the highest scores, in order of position; of equals the earlier.
+
+    Args:
+      x: `[1, n, F]`.
+      positions: i32 `[n]`, increasing.
+      scores: f32 `[n]`.
+      num_tokens: how many, at most n; static.
+
+    Returns:
+      `x [1, num_tokens, F]` and positions i32 `[num_tokens]`.
+    """
+    chosen = jnp.sort(lax.top_k(scores, num_tokens)[1])
+    return x[:, chosen], positions[chosen]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlendPlan:
+    """How many tokens are computed anew in which layer.
+
+    All of them in the first layers, which says how far each deviates at the next one; then as many in each as bring the
+    mean over all layers to the ratio.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+
+    num_layers: int
+    """L."""
+    num_tokens: int
+    """Tokens that may be chosen."""
+    ratio: float
+    """Tokens computed anew, as a share of all, in the mean over the layers; in [0, 1]."""
+    num_first: int = 0
+    """First tokens that are chosen in any case."""
+    check_layers: int = 1
+    """Layers of which all tokens are computed. The KV of the first layer never deviates: it is of the token alone."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers <= 0 or self.num_tokens <= 0 or not 0 <= self.num_first <= self.num_tokens:
+            raise ValueError(
+                "wanted layers, tokens, and at most as many first ones; "
+                f"found {self.num_layers}, {self.num_tokens} and {self.num_first}"
+            )
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio wanted a share of the tokens in [0, 1], found {self.ratio}")
+        if not 0 <= self.check_layers <= self.num_layers:
+            raise ValueError(f"check_layers wanted 0 to {self.num_layers} layers, found {self.check_layers}")
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of each layer: no more than the ratio says, unless there are more first ones; multiples of 8."""
+        budget = (self.ratio * self.num_layers - self.check_layers) * self.num_tokens
+        num_rest = self.num_layers - self.check_layers
+        if self.ratio >= 1:
+            return (self.num_tokens,) * self.num_layers
+        num_first = min(-(-self.num_first // _COUNT_STEP) * _COUNT_STEP, self.num_tokens)
+        if budget <= 0 or not num_rest:
+            return (num_first,) * self.num_layers
+        count = max(int(budget / num_rest) // _COUNT_STEP * _COUNT_STEP, num_first)
+        if not count:
+            return (num_first,) * self.num_layers
+        return (self.num_tokens,) * self.check_layers + (count,) * num_rest
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens are chosen by how far they deviate."""
+        return self.counts[0] == self.num_tokens
+
+    @property
+    def num_recomputed(self) -> float:
+        """Tokens computed anew; of some layers alone, times their share of the layers."""
+        return sum(self.counts) / self.num_layers
+
+
+class Blender:
+    """One sequence of stored KV, some tokens of which are computed anew, layer by layer.
+
+    Args:
+      config: of the model.
+      layers: parameters of each layer.
+      table: rotations of all positions.
+      plan: how many tokens in which layer.
+      x: `[1, n, F]`, embeddings of the tokens that may be chosen, the first of the sequence; n may be above
+        `plan.num_tokens`, what is there is never chosen.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: list[Params], table: rope.Rotation, plan: BlendPlan, x: jax.Array
+    ) -> None:
+        self._config = config
+        self._layers = layers
+        self._table = table
+        self._plan = plan
+        self._x = x
+        self._positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+
+    def layer(self, layer: int, kv: jax.Array) -> jax.Array:
+        """A layer's stored unrotated KV `[2, S, K, H]` to the same with the chosen tokens' own. In order of layers.
+
+        S is at least the number of embeddings. Does not wait for the device.
+        """
+        count = self._plan.counts[layer]
+        if not count:
+            return kv
+        params = self._layers[layer]
+        x, positions = self._x, self._positions
+        if count < min(self._plan.num_tokens, positions.shape[0]):
+            if self._plan.chooses:
+                scores = kv_deviation(self._config, params, x, positions, kv)
+            else:
+                scores = -positions.astype(jnp.float32)
+            scores = jnp.where(positions < self._plan.num_first, jnp.inf, scores)
+            scores = jnp.where(positions < self._plan.num_tokens, scores, -jnp.inf)
+            x, positions = choose_tokens(x, positions, scores, count)
+        self._x, fused = blend_layer(self._config, params, x, positions, kv, self._table)
+        self._positions = positions
+        if positions.shape[0] > self._plan.num_tokens:  # Others may lie where the padding does.
+            fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
+        return fused
+
+
+def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> BlendPlan | None:
+    """How many of a truncated context's tokens are computed anew in which layer; None where none are."""
+    if not num_tokens or not (overflow.anchor_tokens or overflow.repair_ratio):
+        return None
+    plan = BlendPlan(
+        num_layers=num_layers,
+        num_tokens=num_tokens,
+        ratio=overflow.repair_ratio,
+        num_first=min(overflow.anchor_tokens, num_tokens),
+    )
+    return plan if any(plan.counts) else None  # Of few tokens a small share is none.

@@ -1,0 +1,140 @@
+"""Ways to overflow that are compared: on one model, under one window, fed the same tokens in the same steps.
+
+Not here: what they are measured by (tasks), what happens at an overflow (stream).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ca_jax.errors import CaJaxError
+from ca_jax.evaluation.stream import ContextStream
+from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.pretrained import LoadedModel
+
+
+class EvaluationError(CaJaxError):
+    """What was to be evaluated cannot be: its data are not what was wanted, or do not fit the settings."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared.
+
+    Raises:
+      ValueError: no methods, the same one twice, sizes that do not fit; the message says what was wanted.
+    """
+
+    methods: tuple[OverflowConfig, ...]
+    """Ways to overflow. The first `tt` is what the others are held against."""
+    window: int = 1024
+    """Most tokens of a context."""
+    step_tokens: int = 128
+    """Tokens that are fed at once; a context overflows between steps."""
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("wanted at least one method, found none")
+        names = [name_of(overflow) for overflow in self.methods]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"wanted each method once, found {twice!r} more often")
+        if not 0 < self.step_tokens <= self.window:
+            raise ValueError(
+                f"wanted 0 < step_tokens <= window, found step_tokens={self.step_tokens} and window={self.window}"
+            )
+        for overflow in self.methods:
+            overflow.check_window(self.window)
+            if overflow.keep_first_tokens + self.step_tokens > self.window:
+                raise ValueError(
+                    f"wanted room for a step beside the first tokens that stay, keep_first_tokens + step_tokens <= "
+                    f"{self.window}; found {overflow.keep_first_tokens} and {self.step_tokens}"
+                )
+
+    @property
+    def by_name(self) -> dict[str, OverflowConfig]:
+        """The methods by their names."""
+        return {name_of(overflow): overflow for overflow in self.methods}
+
+    @property
+    def baseline(self) -> str | None:
+        """The name of the method that others are held against; None where no method is `tt`."""
+        return next((name_of(overflow) for overflow in self.methods if overflow.method == "tt"), None)
+
+    def streams(self, model: LoadedModel) -> dict[str, ContextStream]:
+        """An empty context for each method, by its name.
+
+        Raises:
+          EvaluationError: the window is above the model's, or a drift is not the model's.
+        """
+        try:
+            return {
+                name: ContextStream(model, overflow, window=self.window, step_tokens=self.step_tokens)
+                for name, overflow in self.by_name.items()
+            }
+        except (OSError, ValueError) as error:
+            raise EvaluationError(str(error)) from error
+
+    def setting(self, name: str) -> dict[str, Any]:
+        """What a method's row says of it, by the names of the row's fields."""
+        overflow = self.by_name[name]
+        is_ca = overflow.method == "ca"  # The others have no use for what follows.
+        return {
+            "name": name,
+            "method": overflow.method,
+            "window": self.window,
+            "truncation_ratio": overflow.truncation_ratio,
+            "keep_first_tokens": overflow.keep_first_tokens,
+            "anchor_tokens": overflow.anchor_tokens if is_ca else 0,
+            "repair_ratio": overflow.repair_ratio if is_ca else 0.0,
+            "drift": overflow.drift if is_ca else None,
+            "discarder": overflow.token_discarder.name,
+        }
+
+    def surviving(self, num_tokens: int) -> np.ndarray:
+        """Which tokens are left in every context, and were there before its last overflow, if the oldest leave.
+
+        Args:
+          num_tokens: how many are fed, at once.
+
+        Returns:
+          Bool `[num_tokens]`; none where nothing overflows.
+        """
+        common = np.ones(num_tokens, bool)
+        for overflow in self.methods:
+            common &= _surviving(overflow, self.window, self.step_tokens, num_tokens)
+        return common
+
+
+def name_of(overflow: OverflowConfig) -> str:
+    """A way to overflow in words, "ca, keep 4, anchor 16"; half the window is dropped, the oldest, where not said."""
+    parts = [overflow.method]
+    if overflow.truncation_ratio != 0.5:
+        parts.append(f"drop {overflow.truncation_ratio:.4g}")
+    if overflow.token_discarder.name != "oldest":
+        parts.append(overflow.token_discarder.name)
+    if overflow.keep_first_tokens:
+        parts.append(f"keep {overflow.keep_first_tokens}")
+    if overflow.anchor_tokens and overflow.method == "ca":
+        parts.append(f"anchor {overflow.anchor_tokens}")
+    if overflow.repair_ratio and overflow.method == "ca":
+        parts.append(f"repair {100 * overflow.repair_ratio:.4g}%")
+    if overflow.drift is not None and overflow.method == "ca":
+        parts.append("drift")
+    return ", ".join(parts)
+
+
+def _surviving(overflow: OverflowConfig, window: int, step_tokens: int, num_tokens: int) -> np.ndarray:
+    left, before = np.zeros(0, np.int64), 0
+    for start in range(0, num_tokens, step_tokens):
+        step = np.arange(start, min(start + step_tokens, num_tokens))
+        count = num_leaving(overflow, window=window, num_tokens=len(left), num_wanted=len(step))
+        if count:
+            left, before = left[~oldest_first(len(left), count, overflow.keep_first_tokens)], start
+        left = np.concatenate([left, step])
+    mask = np.zeros(num_tokens, bool)
+    mask[left[left < before]] = True
+    return mask

@@ -1,0 +1,305 @@
+"""A context that grows without end under a window: the pure model, its KV in plain arrays, and each way to overflow.
+
+What the engine does with tiers, slots and jobs is done here with slices of arrays, so that the two can be compared, and
+methods with each other. Nothing is donated: a stream that was copied goes on beside the first.
+
+Not here: texts and benchmarks (tasks), serving (engine).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from ca_jax import blend, steps
+from ca_jax.discarding import DiscardContext, check_discarded
+from ca_jax.drift import Drift, add_drift
+from ca_jax.errors import ContextWindowError
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.overflow import OverflowConfig, num_leaving
+from ca_jax.pretrained import LoadedModel, check_token_ids
+from ca_jax.transfer import to_device, to_host
+
+_CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
+_LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.
+_PASS_TOKENS = 512  # Most tokens that are computed anew in one pass.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """One overflow."""
+
+    num_fed: int
+    """Tokens fed before it."""
+    num_dropped: int
+    """Tokens that left."""
+    num_kept: int
+    """Tokens that stayed."""
+    num_recomputed: float
+    """Tokens computed anew; where that is done in some layers only, times their share of the layers."""
+
+
+class ContextStream:
+    """One context under a window.
+
+    Args:
+      model: whose.
+      overflow: what happens at the window's end.
+      window: most tokens of the context.
+      step_tokens: tokens that are fed at once; the context overflows between steps.
+
+    Raises:
+      ValueError: a window above what the model was trained for, or that `overflow` does not fit.
+    """
+
+    def __init__(self, model: LoadedModel, overflow: OverflowConfig, *, window: int, step_tokens: int = 128) -> None:
+        overflow.check_window(window)
+        if not 0 < step_tokens <= window <= model.config.max_positions:
+            raise ValueError(
+                f"wanted 0 < step_tokens <= window <= {model.config.max_positions}, the model's context window; "
+                f"found step_tokens={step_tokens} and window={window}"
+            )
+        self.truncations: list[Truncation] = []
+        """What has overflowed so far, oldest first."""
+        self.num_fed = 0
+        """Tokens fed so far."""
+        self._model = model
+        self._config = model.config
+        self._overflow = overflow
+        self._drift = None if overflow.drift is None else Drift.load(overflow.drift)
+        if self._drift is not None:
+            self._drift.check_model(model.config, model.fingerprint)
+        self._window = window
+        self._step_tokens = step_tokens
+        params = model.params["params"]
+        self._layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
+        self._outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
+        self._table = steps.rotation_table(model.config, window + max(step_tokens, _PASS_TOKENS))
+        self._token_ids: list[int] = []
+        self._discarder = overflow.token_discarder
+        self._attention: np.ndarray = np.zeros(0, np.float32)  # That the tokens received, if that is asked for.
+        self._positions: np.ndarray = np.zeros(0, np.int32)  # At which the keys are used; their places, but for `nkvt`.
+        self._kv: list[jax.Array] = []  # Per layer [2, S, K, H].
+        self._last: jax.Array | None = None  # x [1, 1, F] of the last token.
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The context as it is now."""
+        return tuple(self._token_ids)
+
+    @property
+    def kv(self) -> tuple[jax.Array, ...]:
+        """Its unrotated KV, `[2, S, K, H]` for each layer; places behind its tokens hold anything."""
+        return tuple(self._kv)
+
+    def fork(self) -> ContextStream:
+        """Another stream that goes on from here."""
+        other = copy.copy(self)
+        other.truncations, other._token_ids, other._kv = list(self.truncations), list(self._token_ids), list(self._kv)
+        return other
+
+    def feed(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> np.ndarray:
+        """Puts tokens behind the context, which overflows as often as it takes.
+
+        Args:
+          token_ids: `[T]`.
+          on_step: called with the number of tokens of each step that is done.
+
+        Returns:
+          Negative log likelihood of each token, nats, f32 `[T]`; NaN for the first one of the stream.
+
+        Raises:
+          InvalidRequestError: no tokens, or ids outside the vocabulary.
+          ContextWindowError: a step is too long to fit beside the first tokens that stay.
+        """
+        check_token_ids(token_ids, self._config.vocab_size)
+        losses = []
+        for start in range(0, len(token_ids), self._step_tokens):
+            part = list(token_ids[start : start + self._step_tokens])
+            if self._last is None:
+                losses.append(np.array([np.nan], np.float32))
+            else:
+                losses.append(to_host(_losses(self._config, self._outer, self._last, to_device(part[:1], np.int32))))
+            self._make_room(len(part))
+            x = self._run(part, self._step_tokens)
+            targets = np.zeros(x.shape[1], np.int32)
+            targets[: len(part) - 1] = part[1:]
+            losses.append(to_host(_losses(self._config, self._outer, x, to_device(targets)))[: len(part) - 1])
+            self._last = x[:, len(part) - 1 : len(part)]
+            self.num_fed += len(part)
+            if on_step is not None:
+                on_step(len(part))
+        return np.concatenate(losses)
+
+    def logits(self) -> np.ndarray:
+        """Of the token that would come next, f32 `[V]`.
+
+        Raises:
+          ValueError: nothing was fed.
+        """
+        if self._last is None:
+            raise ValueError("wanted a stream that was fed, found an empty one")
+        return to_host(steps.all_logits(self._config, self._outer, self._last))[0, 0]
+
+    def generate(self, max_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
+        """Puts the likeliest tokens behind the context, up to a stop token, which is the last one returned."""
+        token_ids: list[int] = []
+        while len(token_ids) < max_tokens and not (token_ids and token_ids[-1] in stop_ids):
+            token_ids.append(int(self.logits().argmax()))
+            self._make_room(1)
+            self._last = self._run(token_ids[-1:], 8)[:, :1]
+            self.num_fed += 1
+        return token_ids
+
+    # Overflow.
+
+    def _make_room(self, num_tokens: int) -> None:
+        count = num_leaving(self._overflow, window=self._window, num_tokens=len(self._token_ids), num_wanted=num_tokens)
+        if len(self._token_ids) - count + num_tokens > self._window:
+            raise ContextWindowError(
+                f"wanted at most {self._window - self._overflow.keep_first_tokens} tokens at once beside the "
+                f"{self._overflow.keep_first_tokens} first that stay, found {num_tokens}"
+            )
+        if count:
+            context = DiscardContext(
+                num_tokens=len(self._token_ids),
+                num_leaving=count,
+                keep_first=self._overflow.keep_first_tokens,
+                attention=self._attention if self._discarder.needs_attention else None,
+                kv=self._cache() if self._discarder.needs_kv else None,
+            )
+            self.truncate(check_discarded(self._discarder.choose(context), len(self._token_ids)))
+
+    def truncate(self, discarded: np.ndarray) -> None:
+        """Drops tokens by hand, bool `[T]`, as an overflow would."""
+        kept = np.flatnonzero(~discarded)
+        self._token_ids = [self._token_ids[i] for i in kept]
+        self._attention = self._attention[kept]
+        overflow, recomputed = self._overflow, 0.0
+        if overflow.method in ("tt", "of"):
+            token_ids, self._token_ids, self._kv = self._token_ids, [], []
+            self._positions, self._attention = self._positions[:0], self._attention[:0]
+            for start in range(0, len(token_ids), _PASS_TOKENS):
+                self._run(token_ids[start : start + _PASS_TOKENS], _PASS_TOKENS)
+            recomputed = float(len(token_ids))
+        else:
+            padded = np.zeros(_capacity(len(kept)), np.int32)
+            padded[: len(kept)] = kept
+            self._kv = [_take(kv, to_device(padded)) for kv in self._kv]
+            self._positions = (
+                self._positions[kept] if overflow.method == "nkvt" else np.arange(len(kept), dtype=np.int32)
+            )
+        if overflow.method == "ca" and len(kept):
+            recomputed += self._repair()
+        self.truncations.append(
+            Truncation(
+                num_fed=self.num_fed,
+                num_dropped=int(discarded.sum()),
+                num_kept=len(kept),
+                num_recomputed=recomputed,
+            )
+        )
+
+    def _repair(self) -> float:
+        """Does to what stays what is asked for; tokens computed anew."""
+        overflow, num_tokens = self._overflow, len(self._token_ids)
+        if self._drift is not None:
+            span = (to_device(overflow.keep_first_tokens, np.int32), to_device(num_tokens, np.int32))
+            self._kv = [
+                add_drift(kv, to_device(drift), *span) for kv, drift in zip(self._kv, self._drift.values, strict=True)
+            ]
+        plan = blend.repair_plan(overflow, self._config.num_layers, num_tokens)
+        if plan is None:
+            return 0.0
+        x = self._embed(self._token_ids, _capacity(num_tokens))
+        blender = blend.Blender(self._config, self._layers, self._table, plan, x)
+        self._kv = [blender.layer(i, kv) for i, kv in enumerate(self._kv)]
+        return plan.num_recomputed
+
+    def _cache(self) -> KVCache:
+        layers = tuple(LayerKV(kv[:1], kv[1:]) for kv in self._kv)
+        return KVCache(layers, to_device([len(self._token_ids)], np.int32))
+
+    # Computing.
+
+    def _embed(self, token_ids: Sequence[int], padded: int) -> jax.Array:
+        row = np.zeros((1, padded), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        return steps.embed(self._config, self._outer, to_device(row))
+
+    def _run(self, token_ids: Sequence[int], padded: int) -> jax.Array:
+        """Computes tokens behind the context and keeps their KV; their last hidden states `[1, padded, F]`."""
+        x = self._embed(token_ids, padded)
+        start, stop = len(self._token_ids), len(self._token_ids) + len(token_ids)
+        length, rotation = to_device(start, np.int32), None
+        if self._overflow.method == "nkvt" and start:
+            places = np.zeros(self._kv[0].shape[1], np.int32)
+            places[:start] = self._positions
+            rotation = steps.rotations_of(self._table, to_device(places))
+        capacity = _capacity(stop)
+        received: np.ndarray = np.zeros(0, np.float32)
+        for i, layer_params in enumerate(self._layers):
+            past = self._kv[i] if start else None
+            if self._discarder.needs_attention:
+                count = to_device(len(token_ids), np.int32)
+                x, kv, seen = steps.prefill_layer_attention(
+                    self._config, layer_params, x, past, length, count, self._table
+                )
+                received = to_host(seen) if not i else received + to_host(seen)
+            else:
+                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
+            grown = _append(past, kv[:, : len(token_ids)], length, capacity)
+            if start:
+                self._kv[i] = grown
+            else:
+                self._kv = [*self._kv[:i], grown]
+        if self._discarder.needs_attention:
+            places = received[: len(received) - padded][:start]
+            new = received[len(received) - padded :][: len(token_ids)]
+            self._attention = np.concatenate([self._attention + places, new])
+        else:
+            self._attention = np.zeros(stop, np.float32)
+        self._token_ids += token_ids
+        self._positions = np.append(self._positions, np.arange(start, stop)).astype(np.int32)
+        return x
+
+
+def _capacity(num_tokens: int) -> int:
+    return -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _losses(config: ModelConfig, outer: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """`x [1, T, F]` and targets i32 `[T]` to nats, f32 `[T]`; a few tokens at a time, since vocabularies are wide."""
+    size = math.gcd(x.shape[1], _LOSS_TOKENS)
+
+    def block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        logits = steps.all_logits(config, outer, part[0])[0]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, part[1])
+
+    return lax.map(block, (x.reshape(-1, 1, size, x.shape[2]), targets.reshape(-1, size))).reshape(-1)
+
+
+@partial(jax.jit, static_argnames=("capacity",))
+def _append(past: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
+    _, _, num_kv, head_dim = new.shape
+    room = jnp.zeros((2, capacity, num_kv, head_dim), new.dtype)
+    if past is not None:
+        room = lax.dynamic_update_slice(room, past[:, :capacity], (0, 0, 0, 0))
+    return lax.dynamic_update_slice(room, new, (0, length, 0, 0))
+
+
+@jax.jit
+def _take(kv: jax.Array, places: jax.Array) -> jax.Array:
+    return kv[:, places]

@@ -1,0 +1,118 @@
+"""Texts from files, as the token ids that streams are fed.
+
+Not here: benchmarks' own formats (longeval_items, mmlu_items).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ca_jax.evaluation.comparison import EvaluationError
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.pretrained import LoadedModel
+
+SUFFIXES = (".txt", ".jsonl")
+"""Files that texts are read from."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a file: all of a .txt; of a .jsonl its rows' `text`, a blank line between them.
+
+    Raises:
+      EvaluationError: there is no such file, it is of another kind, it is no UTF-8, a row has no text, or there is none
+        at all.
+    """
+    if path.suffix not in SUFFIXES:
+        raise EvaluationError(f"wanted a text in a {' or '.join(SUFFIXES)} file, found {path}")
+    if path.suffix == ".txt":
+        text = read_file(path)
+    else:
+        documents = []
+        for place, row in read_rows(path):
+            if not isinstance(row.get("text"), str):
+                raise EvaluationError(f"{place}: wanted a row with a string `text`, found {_fields(row)}")
+            documents.append(row["text"])
+        text = "\n\n".join(documents)
+    if not text.strip():
+        raise EvaluationError(f"wanted text, found none in {path}")
+    return text
+
+
+def read_ids(model: LoadedModel, path: Path, max_tokens: int) -> list[int]:
+    """The first tokens of a file's text; what begins a sequence comes first where the model wants it.
+
+    Raises:
+      EvaluationError: see `read_text`; the model has no tokenizer.
+    """
+    return tokenizer_of(model).encode(read_text(path))[:max_tokens]
+
+
+def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int) -> None:
+    """Refuses a text that the window does not overflow with.
+
+    Args:
+      num_tokens: taken of the text.
+      window: most tokens of a context.
+      path: of the text.
+      max_tokens: how many were asked for.
+
+    Raises:
+      EvaluationError: it is too short, or too little of it was asked for.
+    """
+    if num_tokens > window:
+        return
+    if max_tokens <= window:
+        raise EvaluationError(f"wanted max_tokens above the window of {window} to overflow it, found {max_tokens}")
+    raise EvaluationError(
+        f"wanted a text of at least {window + 1} tokens to overflow a window of {window}, found {num_tokens} in {path}"
+    )
+
+
+def tokenizer_of(model: LoadedModel) -> Tokenizer:
+    """The model's.
+
+    Raises:
+      EvaluationError: it has none.
+    """
+    if model.tokenizer is None:
+        raise EvaluationError(f"wanted a model with a tokenizer, found {model.name} without")
+    return model.tokenizer
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a .jsonl file, each with its place, "FILE:LINE"; blank lines are passed by.
+
+    Raises:
+      EvaluationError: there is no such file, it is no UTF-8, or a line is no JSON object.
+    """
+    for number, line in enumerate(read_file(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise EvaluationError(f"{path}:{number}: wanted a JSON object, found {error}") from error
+        if not isinstance(row, dict):
+            raise EvaluationError(f"{path}:{number}: wanted a JSON object, found {type(row).__name__}")
+        yield f"{path}:{number}", row
+
+
+def read_file(path: Path) -> str:
+    """All of a file.
+
+    Raises:
+      EvaluationError: it cannot be read, or is no UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EvaluationError(f"wanted a file to read, found {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EvaluationError(f"wanted UTF-8, found byte {error.start} of {path} to be none") from error
+
+
+def _fields(row: dict[str, Any]) -> str:
+    return ", ".join(row) or "no fields"

@@ -1,0 +1,125 @@
+"""Measures the bookkeeping of a truncation: tokens leave stores and conversations, and no KV is touched.
+
+Not here: truncations of an engine (`bench_overflow_costs`), what rows hold (`bench_overflow_schema`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ca_jax.conversations import Conversation
+from ca_jax.launch.bench_disk import scratch_directory
+from ca_jax.launch.bench_overflow_schema import TIERS, BookkeepingRow, OverflowBenchConfig
+from ca_jax.launch.bench_schema import BenchError, Samples
+from ca_jax.overflow import OverflowConfig, oldest_first
+from ca_jax.pretrained import Progress
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.block_io import BlockIoError
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
+
+# The smallest blocks there are: bookkeeping does not depend on their size.
+_LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=StoreConfig.block_tokens)
+_STORED_BLOCK_BYTES = 8192  # On SSD, whatever a driver adds to a block.
+_STORE_SESSIONS = 4  # That the store has room for, one of which is there.
+_KEEP_FIRST = OverflowConfig.keep_first_tokens
+
+
+def measure_bookkeeping(config: OverflowBenchConfig, progress: Progress) -> list[BookkeepingRow]:
+    """Times discards of stores without an engine, with KV in DRAM alone and on SSD too. Blocks.
+
+    Args:
+      config: sessions, their blocks, and where the SSD is.
+      progress: told of every session.
+
+    Raises:
+      BenchError: the disk cannot be used, or a store kept other tokens than it should.
+    """
+    total, done = len(TIERS) * config.bookkeeping_sessions, itertools.count()
+    progress("bookkeeping", next(done), total)
+    rows = []
+    for tier in TIERS:
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(scratch_directory(config.ssd_dir)) if tier == "ssd" else None
+            try:
+                store = AttentionStore(_LAYOUT, _store_config(config, directory), weights="benchmark")
+                stack.callback(store.close)
+                rows.append(_bookkeeping_row(store, tier, config, lambda: progress("bookkeeping", next(done), total)))
+            except (OSError, ValueError, BlockIoError) as error:
+                raise BenchError(f"no store of {config.bookkeeping_blocks} blocks in {directory}: {error}") from error
+    return rows
+
+
+def _store_config(config: OverflowBenchConfig, directory: Path | None) -> StoreConfig:
+    num_blocks = _STORE_SESSIONS * (config.bookkeeping_blocks + 1)
+    dram_gib = num_blocks * _LAYOUT.block_bytes / GIB
+    if directory is None:
+        return StoreConfig(dram_gib=dram_gib, block_tokens=_LAYOUT.block_tokens)
+    return StoreConfig(
+        dram_gib=dram_gib,
+        block_tokens=_LAYOUT.block_tokens,
+        ssd_dir=str(directory),
+        ssd_gib=num_blocks * _STORED_BLOCK_BYTES / GIB,
+        ssd_free_floor_gib=0.0,
+        ssd_driver=config.ssd_driver,
+    )
+
+
+def _bookkeeping_row(
+    store: AttentionStore, tier: str, config: OverflowBenchConfig, step: Callable[[], None]
+) -> BookkeepingRow:
+    """Cuts sessions one after the other, each stored just before and forgotten then."""
+    num_tokens = config.bookkeeping_blocks * _LAYOUT.block_tokens
+    discarded = oldest_first(num_tokens, num_tokens // 2, _KEEP_FIRST)
+    num_kept = int(num_tokens - discarded.sum())
+    rng = np.random.default_rng(config.seed)
+    samples, discard_s, kept_blocks = Samples(), [], 0
+    for index in range(config.bookkeeping_sessions):
+        key = f"{index:064x}"
+        token_ids = rng.integers(np.iinfo(np.uint16).max, size=num_tokens).astype(np.int32)
+        _store_session(store, key, token_ids, is_on_ssd=tier == "ssd")
+        conversation = Conversation(token_ids=token_ids.tolist(), messages=[], turn_starts=[(0, 0)])
+        started_s = time.perf_counter()
+        note = conversation.cut(discarded).to_bytes()
+        cut_s = time.perf_counter()
+        found = store.discard(key, discarded, note=note)
+        discard_s.append(time.perf_counter() - cut_s)
+        samples.add(discard_s=discard_s[-1], conversation_s=cut_s - started_s)
+        (info,) = store.list()
+        if found != num_kept:
+            raise BenchError(f"wanted {num_kept} tokens of {num_tokens} after a discard, found {found}")
+        kept_blocks = info.num_blocks
+        store.settle()
+        store.drop(key)
+        step()
+    return BookkeepingRow(
+        tier=tier,
+        blocks=config.bookkeeping_blocks,
+        kept_blocks=kept_blocks,
+        tokens=num_tokens,
+        sessions=config.bookkeeping_sessions,
+        discard_s=samples.median("discard_s"),
+        discard_p99_s=float(np.percentile(discard_s, 99)),
+        conversation_s=samples.median("conversation_s"),
+        spread=samples.spread(),
+    )
+
+
+def _store_session(store: AttentionStore, key: str, token_ids: np.ndarray, *, is_on_ssd: bool) -> None:
+    num_tokens = len(token_ids)
+    ticket = store.prepare_save(key, 0, token_ids)
+    if ticket is None:
+        raise BenchError(f"wanted room for {num_tokens} tokens in DRAM, found none")
+    shape = (_LAYOUT.num_layers, 2, num_tokens, _LAYOUT.num_kv_heads, _LAYOUT.head_dim)
+    ticket.write_all(np.zeros(shape, _LAYOUT.numpy_dtype))
+    store.complete_save(ticket)
+    store.settle()
+    (info,) = store.list()
+    if (found := info.ssd_tokens) != num_tokens * is_on_ssd:
+        raise BenchError(f"wanted {num_tokens * is_on_ssd} tokens on SSD, found {found}")

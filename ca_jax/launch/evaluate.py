@@ -1,0 +1,97 @@
+"""Evaluates what overflow does to a model's answers: methods that drop history beyond the window, on the same data.
+
+    python -m ca_jax.launch.evaluate --task=ppl --method=tt,ca,nkvt --data=wikitext2.txt --window=1024 \\
+        --truncation_ratio=0.5 --max_tokens=50000 --plot_out=ppl.png --json_out=ppl.json
+    python -m ca_jax.launch.evaluate --task=ppl --method=tt,ca,ca:anchor_tokens=16,ca:repair_ratio=0.1 \\
+        --data=c4_sample.jsonl --json_out=repair.json
+    python -m ca_jax.launch.evaluate --task=longeval --method=tt,ca --data=longeval/200_lines.jsonl \\
+        --max_items=100 --json_out=lines.json
+    python -m ca_jax.launch.evaluate --task=mmlu --method=tt,ca --data=mmlu_dev --preamble=wikitext2.txt \\
+        --json_out=mmlu.json
+    python -m ca_jax.launch.evaluate --task=agreement --method=tt,ca,nkvt --data=wikitext2.txt --every=256 \\
+        --json_out=agreement.json
+
+`ppl` is the perplexity of one long text. `longeval` asks for lines or topics of a record that has overflowed the
+window, `mmlu` asks multiple-choice questions behind a text that has. `agreement` is how often a method goes on with a
+text as `tt` does, which drops tokens as text and computes the rest anew: what the others are held against.
+
+The pure model is evaluated, without engine and store: what these keep is what it computes. Intervals and standard
+errors are printed and written as JSON, with the machine and the versions. `evaluate_report` makes a page of many.
+
+Not here: flags and configs (`evaluate_flags`), running (`evaluate_run` and what it runs), tables (`evaluate_tables`).
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import rich.console
+from absl import app, flags, logging
+
+from ca_jax.errors import CaJaxError
+from ca_jax.launch import evaluate_flags, evaluate_run, evaluate_tables
+from ca_jax.launch.bench_report import write_json
+from ca_jax.launch.evaluate_plot import plot_losses
+from ca_jax.launch.machine import summarize_machine
+from ca_jax.pretrained import LoadedModel, Progress, load_model
+
+FLAGS = flags.FLAGS
+
+_PIPE_COLUMNS = 180  # where there is no terminal to ask
+
+
+def _out_path(name: str) -> Path | None:
+    """The file that a flag names; None where the flag is not given.
+
+    Raises:
+      ValueError: it is a directory; minutes would pass before that is noticed otherwise.
+    """
+    value = FLAGS[name].value
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    if path.is_dir():
+        raise ValueError(f"{name} wanted a file, found the directory {path}")
+    return path
+
+
+def _load(progress: Progress) -> LoadedModel:
+    return load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    try:
+        config = evaluate_flags.config()
+        json_out, plot_out = _out_path("json_out"), _out_path("plot_out")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    command = shlex.join(["python", "-m", "ca_jax.launch.evaluate", *sys.argv[1:]])
+    try:
+        report = evaluate_run.run(FLAGS.task, config, _load, command=command)
+    except CaJaxError as error:
+        sys.exit(f"error: {error}")
+    if json_out is not None:
+        write_json(report, json_out)
+    evaluate_tables.print_report(report, console)
+    if plot_out is not None:
+        if any(row["curve"] for row in report["rows"]):
+            caption = f"{report['model']} in {report['dtype']}, {summarize_machine(report['machine'])}"
+            plot_losses(plot_out, report["rows"], caption=caption)
+        else:
+            console.print("no figure: nothing overflowed", highlight=False)
+            plot_out = None
+    written = [path for path in (json_out, plot_out) if path is not None]
+    console.print(f"written to {', '.join(map(str, written))}", highlight=False)
+
+
+if __name__ == "__main__":
+    evaluate_flags.define()
+    app.run(main)

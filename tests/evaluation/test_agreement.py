@@ -1,0 +1,85 @@
+"""How often methods go on alike: known answers and distributions, and methods that must agree."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.evaluation.agreement import run_agreement, same_prefix
+from ca_jax.evaluation.comparison import Comparison, EvaluationError
+from ca_jax.evaluation.schema import AgreementConfig
+from ca_jax.evaluation.statistics import kl_divergence
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+
+TEXT = "Some go on as others do, and some do not; where a window ends it shows. " * 4
+
+
+def ask(path: Path, *methods: str, **changes: int) -> AgreementConfig:
+    comparison = Comparison(
+        methods=tuple(OverflowConfig(method=method) for method in methods), window=64, step_tokens=16
+    )
+    return AgreementConfig(
+        **{"comparison": comparison, "data": str(path), "max_tokens": 160, "every": 32, "answer_tokens": 3, **changes}
+    )
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_divergence_and_prefix_are_the_textbooks():
+    even, odd = np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    assert kl_divergence(even, odd) == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    assert kl_divergence(odd, even) == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert kl_divergence(even, even) == 0
+    assert [same_prefix([1, 2, 3], other) for other in ([1, 2, 3], [1, 2, 4], [0, 2, 3])] == [3, 2, 0]
+
+
+def test_of_goes_on_as_tt_does_and_nkvt_does_not(text):
+    told = []
+    evaluation = run_agreement(kit.tiny_model(), ask(text, "nkvt", "of", "tt"), lambda *call: told.append(call))
+    nkvt, of = evaluation.rows
+    assert [item["num_fed"] for item in evaluation.items] == [96, 128, 160], "64 tokens fit"
+    assert [row.name for row in evaluation.rows] == ["nkvt, keep 4", "of, keep 4"]
+    assert (of.num_places, of.answer_tokens, of.text) == (3, 3, "a.txt")
+    assert (of.same_first, of.same_answer, of.mean_same_prefix, of.mean_kl, of.kl_stderr) == (1, 1, 1, 0, 0)
+    assert of.same_answer_interval[1] == pytest.approx(1)
+    assert of.num_truncations == nkvt.num_truncations == 3
+    answers = [item["answers"] for item in evaluation.items]
+    prefixes = [same_prefix(each["nkvt, keep 4"], each["tt, keep 4"]) for each in answers]
+    assert all(len(ids) == 3 for each in answers for ids in each.values())
+    assert nkvt.same_first == sum(prefix > 0 for prefix in prefixes) / 3
+    assert nkvt.same_answer == sum(prefix == 3 for prefix in prefixes) / 3
+    assert nkvt.mean_same_prefix == pytest.approx(sum(prefixes) / 9)
+    kl = [item["kl"]["nkvt, keep 4"] for item in evaluation.items]
+    assert nkvt.mean_kl == pytest.approx(np.mean(kl))
+    assert nkvt.kl_stderr == pytest.approx(np.std(kl, ddof=1) / math.sqrt(3))
+    assert nkvt.mean_kl > 1e-3
+    assert told == [("agreement", done, 160) for done in range(0, 161, 32)]
+
+
+def test_going_on_leaves_the_stream_as_it_was(text):
+    """What is found at a later place does not depend on how far copies went on at earlier ones."""
+    short, long = (
+        run_agreement(kit.tiny_model(), ask(text, "tt", "ca", answer_tokens=num), lambda *_: None).items
+        for num in (1, 70)
+    )
+    assert [item["kl"] for item in short] == [item["kl"] for item in long]
+    for one, other in zip(short, long, strict=True):
+        assert all(other["answers"][name][:1] == ids for name, ids in one["answers"].items())
+
+
+def test_what_cannot_be_compared_is_refused(text):
+    with pytest.raises(ValueError, match="wanted tt and a method to hold against it, found ca, keep 4"):
+        ask(text, "ca")
+    with pytest.raises(ValueError, match="found tt, keep 4"):
+        ask(text, "tt")
+    with pytest.raises(ValueError, match="every wanted a multiple of step_tokens, 16; found 40"):
+        ask(text, "tt", "ca", every=40)
+    with pytest.raises(EvaluationError, match="max_tokens above the window of 64"):
+        run_agreement(kit.tiny_model(), ask(text, "tt", "ca", max_tokens=64), lambda *_: None)

@@ -1,0 +1,76 @@
+"""What is compared: names, settings, refusals, and which tokens survive everywhere."""
+
+import pytest
+
+from ca_jax.evaluation.comparison import Comparison, EvaluationError, name_of
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+
+
+def test_a_name_says_what_a_method_has():
+    assert name_of(OverflowConfig(method="tt", keep_first_tokens=0)) == "tt"
+    assert name_of(OverflowConfig(method="tt", keep_first_tokens=4, anchor_tokens=3)) == "tt, keep 4"
+    full = OverflowConfig(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
+    assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, repair 12.5%"
+    assert name_of(OverflowConfig(drift="a.npz")) == "ca, keep 4, drift"
+    assert name_of(OverflowConfig(method="of", drift="a.npz")) == "of, keep 4"
+    assert name_of(OverflowConfig(discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
+
+
+def test_the_first_tt_is_what_others_are_held_against():
+    methods = tuple(OverflowConfig(method=name) for name in ("ca", "tt", "of"))
+    comparison = Comparison(methods=(*methods, OverflowConfig(method="tt", keep_first_tokens=0)))
+    assert comparison.baseline == "tt, keep 4"
+    assert Comparison(methods=methods[:1]).baseline is None
+    anchored = OverflowConfig(method="nkvt", keep_first_tokens=1, anchor_tokens=4, repair_ratio=0.1)
+    assert Comparison(methods=(anchored,), window=256).setting("nkvt, keep 1") == {
+        **{"name": "nkvt, keep 1", "method": "nkvt", "window": 256, "truncation_ratio": 0.5},
+        **{"keep_first_tokens": 1, "anchor_tokens": 0, "repair_ratio": 0.0, "drift": None, "discarder": "oldest"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ()}, "at least one method, found none"),
+        ({"methods": (OverflowConfig(), OverflowConfig())}, "each method once, found 'ca, keep 4' more often"),
+        ({"window": 64, "step_tokens": 65}, "step_tokens <= window, found step_tokens=65 and window=64"),
+        ({"step_tokens": 0}, "0 < step_tokens"),
+        (
+            {"methods": (OverflowConfig(keep_first_tokens=64),), "window": 64, "step_tokens": 8},
+            "keep_first_tokens wanted",
+        ),
+        ({"methods": (OverflowConfig(keep_first_tokens=60),), "window": 64, "step_tokens": 8}, "found 60 and 8"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Comparison(**{"methods": (OverflowConfig(),), **changes})
+
+
+def test_a_window_above_the_models_is_refused():
+    with pytest.raises(EvaluationError, match="the model's context window; found step_tokens=128 and window=1024"):
+        Comparison(methods=(OverflowConfig(),)).streams(kit.tiny_model())
+
+
+def test_a_drift_that_is_none_is_refused(tmp_path):
+    (tmp_path / "bad.npz").write_bytes(b"none")
+    for name, message in (("no.npz", "No such file"), ("bad.npz", "wanted a file of drift")):
+        comparison = Comparison(methods=(OverflowConfig(drift=str(tmp_path / name)),), window=64, step_tokens=16)
+        with pytest.raises(EvaluationError, match=message):
+            comparison.streams(kit.tiny_model())
+
+
+@pytest.mark.parametrize("num_tokens", [64, 65, 100, 128, 200])
+@pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (1.0,), (0.5, 0.2)])
+def test_what_survives_is_what_streams_have_left(num_tokens, ratios):
+    methods = tuple(OverflowConfig(truncation_ratio=ratio, keep_first_tokens=3) for ratio in ratios)
+    comparison = Comparison(methods=methods, window=64, step_tokens=16)
+    token_ids = list(range(num_tokens))  # Each is its own place.
+    left = set(token_ids)
+    for stream in comparison.streams(kit.tiny_model()).values():
+        stream.feed(token_ids)
+        before = stream.truncations[-1].num_fed if stream.truncations else 0
+        left &= {place for place in stream.token_ids if place < before}
+    assert set(comparison.surviving(num_tokens).nonzero()[0].tolist()) == left
+    assert bool(left) == (num_tokens > 64)

@@ -1,0 +1,212 @@
+"""Records overflow once and keep what is asked for; answers are judged and counted."""
+
+import re
+
+import pytest
+
+from ca_jax.evaluation.comparison import Comparison, EvaluationError
+from ca_jax.evaluation.longeval import run_longeval
+from ca_jax.evaluation.longeval_items import Question, build_records
+from ca_jax.evaluation.schema import LongevalConfig
+from ca_jax.evaluation.stream import ContextStream
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+from tests.evaluation.longeval_files import HEADER, TOPICS, write_lines, write_rows, write_topics
+
+BEGIN = list(b"<user>")
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def ask(path, **changes) -> LongevalConfig:
+    methods = changes.pop("methods", ("tt", "ca"))
+    comparison = Comparison(
+        methods=tuple(OverflowConfig(method=method) for method in methods),
+        window=changes.pop("window", 256),
+        step_tokens=32,
+    )
+    return LongevalConfig(**{"comparison": comparison, "data": str(path), "asked_depth": 128, **changes})
+
+
+def records(path, **changes):
+    return list(build_records(path, ask(path, **changes), begin=BEGIN, encode=encode))
+
+
+def question(expected: str) -> Question:
+    return Question(chat="", continued="", expected=expected, depth=1)
+
+
+def test_a_number_is_right_if_it_is_one_of_the_answers():
+    assert question("4831").is_answered_by("It is <4831>.")
+    assert not question("4831").is_answered_by("It is 48310.")
+    assert not question("4831").is_answered_by("It is 483 or 1.")
+
+
+def test_a_topic_is_right_if_most_of_its_long_words_are_in_the_answer():
+    assert question("The future of space tourism").is_answered_by("Space Tourism!")
+    assert not question("The future of space tourism").is_answered_by("the future of farming")
+    assert not question("The psychology of creativity").is_answered_by("the psychology of addiction"), (
+        "half is not most"
+    )
+    assert question("The art").is_answered_by("the art of war"), "a topic of short words has no others"
+
+
+def test_lines_follow_each_other_until_the_window_overflows(tmp_path):
+    built = records(write_lines(tmp_path / "lines.jsonl"))
+    assert [record.name for record in built] == [f"{tmp_path / 'lines.jsonl'}:{row}" for row in (1, 2, 3)]
+    for row, record in enumerate(built, 1):
+        text = bytes(record.token_ids).decode()
+        assert text.startswith(f"<user>{HEADER}line {row}-")
+        lines = re.findall(r"^line (\d+)-(\d+): REGISTER_CONTENT is <(\d+)>\n", text[6 + len(HEADER) :], re.MULTILINE)
+        first = int(lines[0][1])
+        assert lines == [(str(row), str(nth), str(1000 * row + 7 * nth)) for nth in range(first, first + len(lines))]
+        last_line = len(text) - text.rindex("line ")
+        assert 256 < len(record.token_ids) <= 256 + last_line, "the last line overflows it"
+        assert len(record.questions) > 1
+        for each in record.questions:
+            name = re.fullmatch(r"line (.+): REGISTER_CONTENT is <", each.continued)[1]
+            line = f"line {name}: REGISTER_CONTENT is <{each.expected}>\n"
+            assert text[-each.depth :].startswith(line)
+            assert each.depth <= 128
+            assert f"in line {name}?" in each.chat
+            start = len(text) - each.depth
+            # The last overflow was before token 256, and half the window went behind the first four.
+            assert start >= 4 + 128
+            assert start + len(line) <= 256
+        assert len({each.expected for each in record.questions}) == len(record.questions)
+
+
+def test_records_are_drawn_by_the_seed(tmp_path):
+    path = write_lines(tmp_path / "lines.jsonl")
+    assert records(path) == records(path)
+    assert records(path) != records(path, seed=1)
+    assert [len(record.questions) for record in records(path, questions_per_record=1)] == [1, 1, 1]
+
+
+def test_the_number_of_lines_may_be_set_if_they_overflow_the_window(tmp_path):
+    path = write_lines(tmp_path / "lines.jsonl")
+    for record in records(path, num_lines=12):
+        assert bytes(record.token_ids).count(b"line ") == 12 + HEADER.count("line ")
+    with pytest.raises(EvaluationError, match=r"lines\.jsonl:1: wanted a record of at least 257 tokens to overflow"):
+        records(path, num_lines=2)
+    with pytest.raises(EvaluationError, match=r"lines\.jsonl:1: wanted 21 lines, found 20"):
+        records(path, num_lines=21)
+    with pytest.raises(
+        EvaluationError, match=r"lines\.jsonl:1: wanted lines of more than 5000 tokens, found 20 of \d+"
+    ):
+        records(path, window=5000)
+
+
+def test_the_last_topic_is_asked_for_and_named_before_the_overflow_alone(tmp_path):
+    built = records(write_topics(tmp_path / "topics.jsonl"), window=448)
+    assert [record.name.split(", ")[1] for record in built] == list(TOPICS)
+    for record, topic in zip(built, TOPICS, strict=True):
+        text = bytes(record.token_ids).decode()
+        (each,) = record.questions
+        opening = f"USER: I would like to discuss the topic of {topic.lower()}."
+        assert text[-each.depth :].startswith(opening)
+        assert text.lower().count(topic.lower()) == 1
+        assert each.expected == topic
+        assert "this is the end" not in text
+        start = len(text) - each.depth
+        assert start >= 4 + 224
+        assert start + len(opening) <= 448 < len(record.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x"}, r"a\.jsonl:2: wanted a row of LongEval, .*; found prompt"),
+        ({"prompt": 3, "topics": []}, r"a\.jsonl:2: wanted a row of LongEval"),
+        ({"prompt": "x", "topics": [], "expected_number": 1}, r"a\.jsonl:2: wanted a row of LongEval"),
+        ({"prompt": "no lines", "expected_number": 1}, r"a\.jsonl:2: wanted lines 'line NAME"),
+        ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: wanted as many `topics` as .* found 1 and 0"),
+        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: wanted as many `topics` as .* found int and 0"),
+    ],
+)
+def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
+    path = write_lines(tmp_path / "good.jsonl", num_rows=1)
+    (tmp_path / "a.jsonl").write_text(path.read_text() + write_rows(tmp_path / "row", [row]).read_text())
+    with pytest.raises(EvaluationError, match=message):
+        records(tmp_path / "a.jsonl")
+
+
+def test_files_of_both_kinds_or_none_are_refused(tmp_path):
+    both = write_lines(tmp_path / "a.jsonl", num_rows=1).read_text() + write_topics(tmp_path / "b.jsonl").read_text()
+    (tmp_path / "both.jsonl").write_text(both)
+    with pytest.raises(EvaluationError, match=r"wanted rows of lines or of topics, found both in .*both\.jsonl"):
+        records(tmp_path / "both.jsonl")
+    (tmp_path / "none.jsonl").write_text("\n")
+    with pytest.raises(EvaluationError, match="found none"):
+        records(tmp_path / "none.jsonl")
+
+
+def answer_from_context(stream: ContextStream, max_tokens: int, stop_ids: object = ()) -> list[int]:
+    """What a perfect reader goes on with: the line that stands in its context begins as the context ends."""
+    text = bytes(stream.token_ids).decode(errors="replace")
+    asked = text[text.rindex("line ") :]
+    place = text.find(asked)
+    reads = place < len(text) - len(asked) and stream._overflow.method != "nkvt"
+    return list((text[place + len(asked) :] if reads else "0>\n").encode()[:max_tokens])
+
+
+def test_a_perfect_reader_finds_all_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(ContextStream, "generate", answer_from_context)
+    path, told = write_lines(tmp_path / "lines.jsonl"), []
+    config = ask(path, methods=("nkvt", "tt", "ca"))
+    evaluation = run_longeval(kit.tiny_model(), config, lambda *call: told.append(call))
+    nkvt, tt, ca = evaluation.rows
+    num = len(evaluation.items)
+    assert num == sum(len(record.questions) for record in records(path)) >= 6
+    assert (tt.num_right, ca.num_right, nkvt.num_right) == (num, num, 0)
+    assert (tt.data, tt.accuracy, tt.interval[1]) == ("lines.jsonl", 1.0, 1.0)
+    assert (tt.difference_to_tt, tt.difference_interval, tt.mcnemar_p, tt.same_answers) == (None,) * 4
+    assert (ca.difference_to_tt, ca.difference_interval, ca.mcnemar_p, ca.same_answers) == (0, (0, 0), 1, 1)
+    assert (nkvt.difference_to_tt, nkvt.difference_interval, nkvt.same_answers) == (-1, (-1, -1), 0)
+    assert nkvt.mcnemar_p == 2 / 2**num
+    assert {row.num_truncations for row in evaluation.rows} == {1.0}
+    item = evaluation.items[0]
+    assert item["answers"] == {
+        "nkvt, keep 4": "0>",
+        "tt, keep 4": f"{item['expected']}>",
+        "ca, keep 4": f"{item['expected']}>",
+    }
+    assert item["is_right"] == {"nkvt, keep 4": False, "tt, keep 4": True, "ca, keep 4": True}
+    assert told == [("longeval", done, num) for done in range(num + 1)]
+
+
+@pytest.mark.parametrize("form", ["continue", "chat"])
+def test_both_kinds_run_in_both_forms_up_to_the_last_item(tmp_path, form):
+    lines, topics = write_lines(tmp_path / "lines.jsonl"), write_topics(tmp_path / "topics.jsonl")
+    for path, window, most in ((lines, 256, 3), (topics, 448, 2)):
+        config = ask(path, methods=("tt", "of"), window=window, form=form, max_items=most, answer_tokens=2)
+        evaluation = run_longeval(kit.tiny_model(), config, ignore)
+        tt, of = evaluation.rows
+        assert len(evaluation.items) == tt.num_items == most
+        assert (of.same_answers, of.difference_to_tt) == (1.0, 0.0)
+        assert tt.num_truncations == of.num_truncations == 1
+
+
+def test_no_record_is_begun_behind_the_last_token(tmp_path):
+    path = write_lines(tmp_path / "lines.jsonl")
+    first = len(records(path, methods=("ca",))[0].token_ids)
+    for most, num_records in ((1, 1), (first, 1), (first + 1, 2), (None, 3)):
+        config = ask(path, methods=("ca",), max_tokens=most, answer_tokens=1, questions_per_record=1)
+        assert len(run_longeval(kit.tiny_model(), config, ignore).items) == num_records
+
+
+def test_nothing_to_ask_for_is_refused(tmp_path):
+    path = write_lines(tmp_path / "lines.jsonl")
+    with pytest.raises(EvaluationError, match="wanted something to ask for within 5 tokens of the end"):
+        run_longeval(kit.tiny_model(), ask(path, asked_depth=5), ignore)
+    with pytest.raises(ValueError, match="form wanted one of continue, chat, found 'talk'"):
+        ask(path, form="talk")
+    with pytest.raises(ValueError, match="max_items wanted at least 1, found 0"):
+        ask(path, max_items=0)
+    assert [ask(path, form=form).max_answer_tokens for form in ("continue", "chat")] == [12, 32]

@@ -1,0 +1,148 @@
+"""MMLU's files and prompts, and choices against one pass over the context that is left."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.evaluation.comparison import Comparison, EvaluationError
+from ca_jax.evaluation.mmlu import choice_tokens, run_mmlu
+from ca_jax.evaluation.mmlu_items import CHOICES, Question, examples_of, prompt, read_questions
+from ca_jax.evaluation.schema import MmluConfig
+from ca_jax.evaluation.statistics import log_softmax
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+
+SUMS = '"Two, or more?",1,2,3,4,B\nHalf of 8?,1,2,3,4,D\n"Line\nbreak",a,b,c,d,A\n'
+ZOO = "question,choice0,choice1,choice2,choice3,answer\nWhich barks?,cat,dog,cow,ox,1\n"
+PREAMBLE = "A long text that nobody asks about stands before all questions. " * 10
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "mmlu_dev"
+    path.mkdir()
+    (path / "high_school_sums_dev.csv").write_text(SUMS)
+    (path / "zoo_dev.csv").write_text(ZOO)
+    (tmp_path / "wikitext_b.txt").write_text(PREAMBLE)
+    return path
+
+
+def ask(directory: Path, **changes) -> MmluConfig:
+    methods = tuple(OverflowConfig(method=method) for method in changes.pop("methods", ("tt",)))
+    comparison = Comparison(methods=methods, window=384, step_tokens=64)
+    return MmluConfig(
+        **{"comparison": comparison, "data": str(directory), "max_tokens": 400, "num_shots": 0, **changes}
+    )
+
+
+def test_questions_are_read_with_or_without_headings_and_answers_as_letters_or_numbers(directory):
+    sums, zoo = read_questions(directory)
+    assert [(each.subject, each.number, each.answer) for each in sums] == [
+        ("high school sums", 0, "B"),
+        ("high school sums", 1, "D"),
+        ("high school sums", 2, "A"),
+    ]
+    assert sums[2].text == "Line\nbreak"
+    assert zoo == [
+        Question(subject="zoo", number=0, text="Which barks?", choices=("cat", "dog", "cow", "ox"), answer="B")
+    ]
+
+
+def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(directory):
+    sums, _ = read_questions(directory)
+    assert [each.number for each in examples_of(sums, 1, 2)] == [2, 0]
+    assert prompt(sums[1], sums[:1]) == (
+        "The following are multiple choice questions (with answers) about high school sums.\n\n"
+        "Two, or more?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: B\n\n"
+        "Half of 8?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,1,2,3,4,A\nb,1,2,3,B\n", r"bad_dev\.csv:2: wanted a question, four .* found 5 columns, the last 'B'"),
+        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: wanted .* found 6 columns, the last 'E'"),
+        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: wanted .* the last '4'"),
+        ("alone\n", r"bad_dev\.csv:1: wanted .* found 1 columns"),
+        ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1: wanted CSV, found unexpected end of data"),
+        ("question,a,b,c,d,answer\n", r"wanted questions, found none in .*bad_dev\.csv"),
+    ],
+)
+def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, content, message):
+    (tmp_path / "bad_dev.csv").write_text(content)
+    with pytest.raises(EvaluationError, match=message):
+        read_questions(tmp_path)
+
+
+def test_a_directory_without_questions_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(EvaluationError, match=r"wanted a directory of \*_dev.csv files, found .* to have none"):
+            read_questions(path)
+
+
+def test_choices_are_told_apart_by_the_token_that_differs():
+    assert choice_tokens(kit.tiny_model().tokenizer) == ([ord(" ")], [ord(choice) for choice in CHOICES])
+
+
+def test_log_probabilities_add_up_to_one():
+    logprobs = log_softmax(np.array([1e4, 1e4, 0.0], np.float32))
+    assert np.exp(logprobs) == pytest.approx([0.5, 0.5, 0])
+
+
+def test_a_choice_is_the_likeliest_behind_the_context_that_is_left(directory):
+    model = kit.tiny_model()
+    evaluation = run_mmlu(model, ask(directory, methods=("tt", "of", "ca")), ignore)
+    tt, of, ca = evaluation.rows
+    ids = list(PREAMBLE.encode()[:400])
+    right = 0
+    for item, question in zip(
+        evaluation.items, [each for file in read_questions(directory) for each in file], strict=True
+    ):
+        # Before token 384 half the window left, behind the first four tokens.
+        asked = list(f"\n\n{prompt(question, [])} ".encode())
+        logprobs = log_softmax(model.logits(ids[:4] + ids[196:] + asked)[-1])[[ord(choice) for choice in CHOICES]]
+        assert item["logprobs"]["tt, keep 4"] == pytest.approx(logprobs, abs=1e-3)
+        assert item["answers"]["tt, keep 4"] == CHOICES[int(np.argmax(logprobs))]
+        right += item["answers"]["tt, keep 4"] == question.answer
+        assert (item["subject"], item["number"], item["expected"]) == (
+            question.subject,
+            question.number,
+            question.answer,
+        )
+    assert (tt.data, tt.num_items, tt.num_right, tt.num_truncations) == ("mmlu_dev", 4, right, 1.0)
+    assert (tt.logprob_difference, tt.same_answers) == (None, None)
+    assert (of.logprob_difference, of.same_answers, of.difference_to_tt, of.mcnemar_p) == (0, 1, 0, 1)
+    given = {
+        name: np.array([item["logprobs"][f"{name}, keep 4"] for item in evaluation.items]) for name in ("tt", "ca")
+    }
+    assert ca.logprob_difference == pytest.approx(np.abs(given["ca"] - given["tt"]).mean(), abs=1e-3)
+    assert ca.logprob_difference > 1e-2
+
+
+def test_items_are_drawn_by_the_seed(directory):
+    drawn = [
+        run_mmlu(kit.tiny_model(), ask(directory, max_items=2, seed=seed), ignore).items for seed in (0, 0, 1, 2, 3)
+    ]
+    assert all(len(items) == 2 for items in drawn)
+    assert drawn[0] == drawn[1]
+    assert any(items != drawn[0] for items in drawn[2:])
+
+
+def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):
+    assert ask(directory, max_tokens=None).preamble_tokens == 2 * 384 + 64
+    with pytest.raises(EvaluationError, match="max_tokens above the window of 384 to overflow it, found 300"):
+        run_mmlu(kit.tiny_model(), ask(directory, max_tokens=300), ignore)
+    (tmp_path / "own.txt").write_text("short")
+    with pytest.raises(EvaluationError, match=r"at least 385 tokens .* found 5 in .*own\.txt"):
+        run_mmlu(kit.tiny_model(), ask(directory, preamble=str(tmp_path / "own.txt")), ignore)
+    (tmp_path / "wikitext_b.txt").unlink()
+    with pytest.raises(EvaluationError, match=r"wanted a preamble, or a wikitext\*\.txt beside"):
+        run_mmlu(kit.tiny_model(), ask(directory), ignore)
+    with pytest.raises(ValueError, match="num_shots wanted at least 0, found -1"):
+        ask(directory, num_shots=-1)

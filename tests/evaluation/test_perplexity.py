@@ -1,0 +1,146 @@
+"""Perplexity of a tiny model against passes over the same contexts that know no stream, and curves of known losses."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.evaluation.comparison import Comparison, EvaluationError
+from ca_jax.evaluation.perplexity import loss_curve, run_perplexity
+from ca_jax.evaluation.schema import PerplexityConfig
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on; nobody minds, the fox least of all. " * 3
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def overflow(method: str, **changes: object) -> OverflowConfig:
+    return OverflowConfig(**{"method": method, "keep_first_tokens": 4, **changes})
+
+
+def ask(path: Path, *methods: OverflowConfig, window: int = 48, max_tokens: int = 80) -> PerplexityConfig:
+    comparison = Comparison(methods=methods, window=window, step_tokens=16)
+    return PerplexityConfig(comparison=comparison, data=str(path), max_tokens=max_tokens)
+
+
+def nats(token_ids: list[int]) -> np.ndarray:
+    """Of each token but the first, by one pass over all."""
+    logits = kit.tiny_model().logits(token_ids)[:-1].astype(np.float64)
+    logprobs = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    return -logprobs[np.arange(len(token_ids) - 1), token_ids[1:]]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "fox.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_without_an_overflow_it_is_the_models_own(text):
+    ids = list(TEXT.encode()[:40])
+    evaluation = run_perplexity(kit.tiny_model(), ask(text, overflow("ca"), max_tokens=40), ignore)
+    (row,) = evaluation.rows
+    assert row.perplexity == pytest.approx(math.exp(nats(ids).mean()), rel=1e-4)
+    assert row.stderr > 0
+    assert (row.tokens, row.num_truncations, row.recomputed_tokens) == (40, 0, 0)
+    assert (row.perplexity_after_overflow, row.mean_kept_tokens, row.gap_to_tt) == (None, None, None)
+    assert (list(row.curve), list(evaluation.items)) == ([], [])
+    assert row.tokens_per_s == pytest.approx(40 / row.seconds)
+
+
+def test_tt_is_a_pass_over_what_is_left_with_each_step(text):
+    ids = list(TEXT.encode()[:80])
+    told = []
+    config = ask(text, overflow("tt"), overflow("of"), overflow("ca"), overflow("nkvt"))
+    rows = run_perplexity(kit.tiny_model(), config, lambda *call: told.append(call)).rows
+    # Tokens 0 to 47 fit; half the window leaves behind the first four, before 48 and again before 64.
+    first, second = ids[:4] + ids[28:48], ids[:4] + ids[28:48] + ids[48:64]
+    left = second[:4] + second[28:]
+    losses = np.concatenate([nats(ids[:49]), nats(first + ids[48:64])[24:], nats(second + ids[64:65])[-1:]])
+    losses = np.concatenate([losses, nats(left + ids[64:80])[len(left) :]])
+    assert len(losses) == 79
+    after = losses[47:]
+    tt, of, ca, nkvt = rows
+    assert tt.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-4)
+    assert tt.perplexity_after_overflow == pytest.approx(math.exp(after.mean()), rel=1e-4)
+    blocks = after.reshape(2, 16).mean(1)
+    assert tt.stderr == pytest.approx(tt.perplexity_after_overflow * blocks.std(ddof=1) / math.sqrt(2), rel=1e-3)
+    assert (tt.num_truncations, tt.mean_kept_tokens, tt.recomputed_tokens) == (2, (24 + 16) / 2, 40)
+    same = {"name": "tt, keep 4", "method": "tt", "gap_to_tt": None, "gap_stderr": None, "ratio_to_tt": None}
+    times = {"seconds": tt.seconds, "tokens_per_s": tt.tokens_per_s, "curve": tt.curve}
+    assert dataclasses.replace(of, **same, **times) == tt
+    assert (of.gap_to_tt, of.gap_stderr, of.ratio_to_tt) == (0, 0, 1)
+    assert (ca.recomputed_tokens, nkvt.recomputed_tokens) == (0, 0)
+    for row in (ca, nkvt):
+        assert row.num_truncations == 2
+        assert row.perplexity_after_overflow != tt.perplexity_after_overflow
+        assert row.ratio_to_tt == pytest.approx(row.perplexity_after_overflow / tt.perplexity_after_overflow, rel=1e-6)
+        assert row.gap_to_tt == pytest.approx(row.ratio_to_tt - 1)
+        assert row.gap_stderr > 0
+    assert told[:3] == [("tt, keep 4", 0, 80), ("tt, keep 4", 16, 80), ("tt, keep 4", 32, 80)]
+    assert told[-1] == ("nkvt, keep 4", 80, 80)
+
+
+def test_what_is_recomputed_is_told(text):
+    variants = [overflow("ca"), overflow("ca", anchor_tokens=3), overflow("ca", repair_ratio=1.0)]
+    rows = run_perplexity(kit.tiny_model(), ask(text, overflow("tt"), *variants), ignore).rows
+    assert [row.name for row in rows[1:]] == ["ca, keep 4", "ca, keep 4, anchor 3", "ca, keep 4, repair 100%"]
+    assert [row.recomputed_tokens for row in (rows[0], rows[1], rows[3])] == [40, 0, 40]
+    assert 6 <= rows[2].recomputed_tokens < 40
+    assert rows[3].gap_to_tt == pytest.approx(0, abs=1e-4), "all that is kept is computed anew"
+    assert abs(rows[1].gap_to_tt) > 1e-3
+
+
+def test_too_little_text_is_refused_and_said_how_much_is_needed(text, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("only a few words", encoding="utf-8")
+    with pytest.raises(
+        EvaluationError, match=r"at least 49 tokens to overflow a window of 48, found 16 in .*short.txt"
+    ):
+        run_perplexity(kit.tiny_model(), ask(short, overflow("ca")), ignore)
+    short.write_text("x", encoding="utf-8")
+    with pytest.raises(EvaluationError, match="at least 2 tokens, found 1"):
+        run_perplexity(kit.tiny_model(), ask(short, overflow("ca"), max_tokens=48), ignore)
+    with pytest.raises(EvaluationError, match=f"window <= {kit.WINDOW}, the model's context window"):
+        run_perplexity(kit.tiny_model(), ask(text, overflow("ca"), window=kit.WINDOW + 1), ignore)
+    with pytest.raises(ValueError, match="max_tokens wanted at least 2"):
+        ask(text, overflow("ca"), max_tokens=1)
+
+
+# Curves.
+
+
+def test_a_curve_is_the_mean_over_truncations_of_each_bin():
+    losses = np.full(200, 5.0)
+    losses[64:96], losses[128:160] = 2.0, 4.0  # Behind the truncations at 64 and 128.
+    curve = loss_curve(losses, np.full(200, 1.0), [64, 128])
+    assert [point.offset for point in curve] == [-64, -32, 0, 32]
+    behind = curve[2]
+    assert (behind.loss, behind.gap) == (3.0, 2.0)
+    assert behind.loss_stderr == behind.gap_stderr == pytest.approx(1.0)  # Of 2 and 4.
+    assert [point.loss for point in curve] == [3.5, 5.0, 3.0, 5.0]
+
+
+def test_a_curve_ends_where_the_text_does():
+    losses = np.arange(70.0)
+    losses[0] = np.nan
+    curve = loss_curve(losses, None, [40])
+    assert [point.offset for point in curve] == [-64, -32, 0]
+    assert [point.loss for point in curve] == [
+        np.arange(1.0, 8).mean(),
+        np.arange(8.0, 40).mean(),
+        np.arange(40.0, 70).mean(),
+    ]
+    assert {(point.loss_stderr, point.gap, point.gap_stderr) for point in curve} == {(None, None, None)}
+    assert loss_curve(losses, None, []) == []

@@ -1,0 +1,355 @@
+"""A stream under a window against the plain model, whose cache is sliced in memory here; each way to overflow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax.drift import Drift
+from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.evaluation.stream import ContextStream, Truncation
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
+
+ATOL = LOGITS_ATOL["float32"]
+WINDOW = 96
+STEP = 32
+KEEP = 4
+TOKENS = kit.prompt(300)
+
+
+def a_stream(method: str = "ca", *, window: int = WINDOW, step_tokens: int = STEP, **overflow: object) -> ContextStream:
+    config = OverflowConfig(**{"method": method, "keep_first_tokens": KEEP, **overflow})
+    return ContextStream(kit.tiny_model(), config, window=window, step_tokens=step_tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _apply(model, params, tokens, positions, history):
+    return model.apply(params, tokens, positions, history)
+
+
+class PlainCache:
+    """A context as plain arrays, fed through the plain model; what is cut is sliced, and nothing else happens."""
+
+    def __init__(self) -> None:
+        config = kit.tiny_model().config
+        self.token_ids: list[int] = []
+        self.kv = np.zeros((config.num_layers, 2, 0, config.num_kv_heads, config.head_dim), np.float32)
+        self.positions = np.zeros(0, int)
+        """At which keys are used."""
+
+    def feed(self, part: Sequence[int]) -> np.ndarray:
+        """At most a step of tokens; logits of each `[T, V]`."""
+        length, model = len(self.token_ids), kit.tiny_model()
+        room = np.full((*self.kv.shape[:2], WINDOW, *self.kv.shape[3:]), np.nan, np.float32)
+        room[:, :, :length] = self.kv
+        room[:, 0, :length] = turned(self.kv[:, 0], self.positions - np.arange(length))
+        layers = tuple(LayerKV(jnp.asarray(layer[:1]), jnp.asarray(layer[1:])) for layer in room)
+        padded = np.zeros((1, STEP), np.int32)
+        padded[0, : len(part)] = part
+        positions = length + jnp.arange(STEP)[None]
+        history = KVCache(layers, jnp.array([length], jnp.int32))
+        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history)
+        rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
+        self.kv = np.concatenate([self.kv, rows], axis=2)
+        self.token_ids += part
+        self.positions = np.r_[self.positions, length : length + len(part)]
+        return np.asarray(logits)[0, : len(part)]
+
+    def slice(self, kept: np.ndarray) -> None:
+        self.token_ids = [self.token_ids[place] for place in kept]
+        self.kv = self.kv[:, :, kept]
+        self.positions = np.arange(len(kept))
+
+
+def turned(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Keys `[L, T, K, H]`, rotated by so many positions."""
+    half = keys.shape[-1] // 2
+    angles = positions[:, None, None] * kit.tiny_model().config.rope.theta ** (-np.arange(half) / half)
+    rotated = (keys[..., :half] + 1j * keys[..., half:].astype(np.float64)) * np.exp(1j * angles)
+    return np.concatenate([rotated.real, rotated.imag], -1).astype(np.float32)
+
+
+Cut = Callable[[PlainCache, np.ndarray], None]
+
+
+def slice_it(cache: PlainCache, kept: np.ndarray) -> None:
+    cache.slice(kept)
+
+
+def slice_with_positions(cache: PlainCache, kept: np.ndarray) -> None:
+    positions = cache.positions[kept]
+    cache.slice(kept)
+    cache.positions = positions
+
+
+def compute_it_anew(cache: PlainCache, kept: np.ndarray) -> None:
+    cache.slice(kept)
+    cache.kv = kit.full_pass(cache.token_ids)[1]
+
+
+CUTS: dict[str, Cut] = {"ca": slice_it, "nkvt": slice_with_positions, "tt": compute_it_anew, "of": compute_it_anew}
+
+
+def nll(logits: np.ndarray, token_ids: Sequence[int]) -> list[float]:
+    """Of each token, by the logits before it."""
+    full = logits.astype(np.float64)
+    return [np.log(np.exp(row - row.max()).sum()) + row.max() - row[i] for row, i in zip(full, token_ids, strict=True)]
+
+
+def reference(cut: Cut, token_ids: Sequence[int], keep: int = KEEP, share: int = WINDOW // 2):
+    """Losses of the tokens as a stream should have them, the logits behind all, and the cache that is left."""
+    cache, losses, last = PlainCache(), [np.nan], None
+    for start in range(0, len(token_ids), STEP):
+        part = list(token_ids[start : start + STEP])
+        losses += [] if last is None else nll(last, part[:1])
+        excess = len(cache.token_ids) + len(part) - WINDOW
+        if excess > 0:
+            cut(cache, np.r_[0:keep, keep - (-excess // share) * share : len(cache.token_ids)])
+        logits = cache.feed(part)
+        losses += nll(logits[:-1], part[1:])
+        last = logits[-1:]
+    return np.array(losses), last[0], cache
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+
+
+def kv_of(stream: ContextStream) -> np.ndarray:
+    """`[L, 2, T, K, H]`."""
+    return np.stack([np.asarray(kv) for kv in stream.kv])[:, :, : len(stream.token_ids)]
+
+
+@pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
+@pytest.mark.parametrize("feeds", [(WINDOW,), (1, 40, 55), (STEP, STEP)], ids=str)
+def test_what_fits_is_one_pass_of_the_model(method, feeds):
+    stream, token_ids = a_stream(method), TOKENS[: sum(feeds)]
+    bounds = np.cumsum([0, *feeds])
+    losses = np.concatenate([stream.feed(token_ids[a:b]) for a, b in itertools.pairwise(bounds)])
+    logits, kv = kit.full_pass(token_ids)
+    assert (losses.dtype, losses.shape) == (np.float32, (len(token_ids),))
+    assert np.isnan(losses[0])
+    assert_close(losses[1:], np.array(nll(logits[:-1], token_ids[1:])))
+    assert_close(stream.logits(), logits[-1])
+    assert_close(kv_of(stream), kv)
+    assert (stream.num_fed, stream.token_ids, stream.truncations) == (len(token_ids), tuple(token_ids), [])
+
+
+@pytest.mark.parametrize("method", CUTS)
+@pytest.mark.parametrize("num_tokens", [97, 150, 300])
+def test_each_method_is_the_plain_model_over_its_cache(method, num_tokens):
+    stream = a_stream(method)
+    losses, logits, cache = reference(CUTS[method], TOKENS[:num_tokens])
+    assert_close(stream.feed(TOKENS[:num_tokens])[1:], losses[1:])
+    assert list(stream.token_ids) == cache.token_ids
+    assert_close(stream.logits(), logits)
+    assert_close(kv_of(stream), cache.kv)
+
+
+def test_the_methods_differ():
+    """Or else none of the above says which one it is."""
+    losses = [reference(CUTS[method], TOKENS[:150])[0][1:] for method in ("ca", "nkvt", "tt")]
+    assert all(np.abs(a - b).max() > 0.1 for a, b in (losses[:2], losses[1:], losses[::2]))
+
+
+@pytest.mark.parametrize(("ratio", "share", "keep"), [(0.25, 24, 4), (0.75, 72, 4), (0.5, 48, 0), (0.5, 48, 10)])
+def test_as_many_leave_as_asked_for(ratio, share, keep):
+    stream = a_stream(truncation_ratio=ratio, keep_first_tokens=keep)
+    losses, logits, cache = reference(slice_it, TOKENS[:200], keep, share)
+    assert_close(stream.feed(TOKENS[:200])[1:], losses[1:])
+    assert list(stream.token_ids) == cache.token_ids
+    assert_close(stream.logits(), logits)
+
+
+def test_truncations_are_told():
+    stream = a_stream("ca")
+    stream.feed(TOKENS[:200])
+    assert stream.truncations == [
+        Truncation(num_fed=96, num_dropped=48, num_kept=48, num_recomputed=0),
+        Truncation(num_fed=128, num_dropped=48, num_kept=32, num_recomputed=0),
+        Truncation(num_fed=192, num_dropped=48, num_kept=48, num_recomputed=0),
+    ]
+    again = a_stream("tt")
+    again.feed(TOKENS[:128])
+    assert again.truncations == [Truncation(num_fed=96, num_dropped=48, num_kept=48, num_recomputed=48)]
+
+
+def test_tokens_are_told_step_by_step():
+    steps: list[int] = []
+    a_stream().feed(TOKENS[:70], steps.append)
+    assert steps == [32, 32, 6]
+
+
+@pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
+def test_any_tokens_may_be_dropped_by_hand(method):
+    gone = np.zeros(60, bool)
+    gone[[0, 5, 6, 30, 59]] = True
+    stream, cache = a_stream(method), PlainCache()
+    stream.feed(TOKENS[:60])
+    for start in (0, STEP):
+        cache.feed(TOKENS[start : min(start + STEP, 60)])
+    before = stream.logits()
+    stream.truncate(gone)
+    CUTS[method](cache, np.flatnonzero(~gone))
+    assert_close(kv_of(stream), cache.kv)
+    np.testing.assert_array_equal(stream.logits(), before)
+    stream.feed(TOKENS[60:70])
+    assert_close(stream.logits(), cache.feed(TOKENS[60:70])[-1])
+
+
+def test_all_anew_is_a_prefill():
+    repaired, again = a_stream("ca", repair_ratio=1.0), a_stream("tt")
+    assert_close(repaired.feed(TOKENS[:200])[1:], again.feed(TOKENS[:200])[1:])
+    assert_close(kv_of(repaired), kv_of(again))
+    assert [each.num_recomputed for each in repaired.truncations] == [48, 32, 48]
+
+
+def test_an_anchor_is_a_prefill_of_the_first_tokens_that_stay():
+    stream = a_stream("ca", anchor_tokens=5, keep_first_tokens=0)
+    stream.feed(TOKENS[:WINDOW])
+    stale = kv_of(stream)
+    gone = np.zeros(WINDOW, bool)
+    gone[:40] = True
+    stream.truncate(gone)
+    found = kv_of(stream)
+    assert_close(found[:, :, :8], kit.full_pass(TOKENS[40:48])[1])
+    np.testing.assert_array_equal(found[:, :, 8:], stale[:, :, 48:])
+    assert stream.truncations[0].num_recomputed == 8
+
+
+def test_some_anew_are_those_that_deviate():
+    stream = a_stream("ca", repair_ratio=0.5)
+    stream.feed(TOKENS[:WINDOW])
+    stale = kv_of(stream)
+    gone = np.zeros(WINDOW, bool)
+    gone[KEEP : KEEP + 48] = True
+    stream.truncate(gone)
+    found = kv_of(stream)
+    assert_close(found[0], kit.full_pass(list(stream.token_ids))[1][0])
+    changed = (found != stale[:, :, ~gone]).any((1, 3, 4)).sum(1)
+    assert changed.tolist() == [changed[0], 8, 8]  # 48 in the first layer, whose KV is of the token alone.
+    assert stream.truncations[0].num_recomputed == pytest.approx((48 + 8 + 8) / 3)
+
+
+def a_drift(tmp_path, **changes: object) -> str:
+    config = kit.tiny_model().config
+    values = np.random.default_rng(3).standard_normal((config.num_layers, 2, config.num_kv_heads, config.head_dim))
+    drift = Drift(
+        values=values.astype(np.float32),
+        fingerprint=kit.tiny_model().fingerprint,
+        window=WINDOW,
+        truncation_ratio=0.5,
+        num_tokens=1,
+    )
+    dataclasses.replace(drift, **changes).save(tmp_path / "drift.npz")
+    return str(tmp_path / "drift.npz")
+
+
+def test_drift_is_added_behind_the_first_tokens(tmp_path):
+    path = a_drift(tmp_path)
+    values = Drift.load(path).values
+
+    def slice_and_move(cache: PlainCache, kept: np.ndarray) -> None:
+        cache.slice(kept)
+        cache.kv[:, :, KEEP:] += values[:, :, None]
+
+    losses, _, cache = reference(slice_and_move, TOKENS[:200])
+    stream = a_stream("ca", drift=path)
+    assert_close(stream.feed(TOKENS[:200])[1:], losses[1:])
+    assert_close(kv_of(stream), cache.kv)
+    assert stream.truncations[0].num_recomputed == 0
+
+
+def test_the_drift_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"drift wanted .* of the model with fingerprint"):
+        a_stream("ca", drift=a_drift(tmp_path, fingerprint="another"))
+
+
+@pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
+def test_a_fork_goes_on_by_itself(method):
+    stream, alone = a_stream(method), a_stream(method)
+    stream.feed(TOKENS[:90])
+    alone.feed(TOKENS[:90])
+    fork = stream.fork()
+    fork.feed(TOKENS[200:260])
+    assert (stream.num_fed, fork.num_fed) == (90, 150)
+    assert (len(stream.truncations), len(fork.truncations)) == (0, 2)
+    np.testing.assert_array_equal(stream.feed(TOKENS[90:160]), alone.feed(TOKENS[90:160]))
+    np.testing.assert_array_equal(stream.logits(), alone.logits())
+    assert fork.token_ids[-28:] == tuple(TOKENS[232:260])
+
+
+def test_it_goes_on_greedily():
+    stream = a_stream()
+    stream.feed(TOKENS[:60])
+    assert stream.generate(8) == kit.greedy_answer(TOKENS[:60], 8)
+    assert (stream.num_fed, len(stream.token_ids)) == (68, 68)
+
+
+def test_it_goes_on_over_the_windows_end():
+    stream = a_stream()
+    stream.feed(TOKENS[:90])
+    cache = PlainCache()
+    for start in (0, STEP, 2 * STEP):
+        logits = cache.feed(TOKENS[start : min(start + STEP, 90)])
+    expected = []
+    for _ in range(12):
+        expected.append(int(logits[-1].argmax()))
+        if len(cache.token_ids) == WINDOW:
+            cache.slice(np.r_[0:KEEP, KEEP + 48 : WINDOW])
+        logits = cache.feed(expected[-1:])
+    assert stream.generate(12) == expected
+    assert [each.num_fed for each in stream.truncations] == [96]
+    assert list(stream.token_ids) == cache.token_ids
+
+
+def test_an_answer_ends_with_its_stop_token():
+    stream = a_stream()
+    stream.feed(TOKENS[:60])
+    answer = stream.fork().generate(8)
+    stop = answer[3]
+    assert stream.generate(8, {stop}) == answer[: answer.index(stop) + 1]
+    assert stream.fork().generate(0) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 513, "step_tokens": 32}, "the model's context window; found step_tokens=32 and window=513"),
+        ({"window": 16, "step_tokens": 32}, "wanted 0 < step_tokens <= window <= 512"),
+        ({"step_tokens": 0}, "found step_tokens=0 and window=96"),
+        ({"keep_first_tokens": 96}, "keep_first_tokens wanted fewer than the context window of 96 tokens, found 96"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        a_stream(**options)
+
+
+def test_a_step_that_does_not_fit_beside_the_first_tokens_is_refused():
+    stream = a_stream(keep_first_tokens=70)
+    stream.feed(TOKENS[:90])
+    with pytest.raises(ContextWindowError, match="at most 26 tokens at once beside the 70 first that stay, found 32"):
+        stream.feed(TOKENS[:40])
+    assert len(stream.token_ids) == 90
+
+
+@pytest.mark.parametrize(("token_ids", "message"), [([], "at least one token"), ([1, 256], "found 256")])
+def test_tokens_that_are_none_are_refused(token_ids, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        a_stream().feed(token_ids)
+
+
+def test_an_empty_stream_has_no_next_token():
+    with pytest.raises(ValueError, match="wanted a stream that was fed, found an empty one"):
+        a_stream().logits()

@@ -1,0 +1,60 @@
+"""Texts from files, and what is said of files that are none."""
+
+from pathlib import Path
+
+import pytest
+
+from ca_jax.evaluation.comparison import EvaluationError
+from ca_jax.evaluation.texts import check_overflows, read_ids, read_text
+from tests import engine_kit as kit
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_texts_are_read_as_they_are_and_documents_with_a_blank_line_between(tmp_path):
+    assert read_text(write(tmp_path / "a.txt", "One.\r\n\n Two é\n")) == "One.\n\n Two é\n"
+    rows = '{"text": "first\\nline", "url": 1}\n\n{"text": "second\\u2028"}\n'
+    assert read_text(write(tmp_path / "b.jsonl", rows)) == "first\nline\n\nsecond\u2028"
+
+
+def test_ids_are_the_first_of_the_text(tmp_path):
+    path = write(tmp_path / "a.txt", "abcdef")
+    assert read_ids(kit.tiny_model(), path, 4) == [97, 98, 99, 100]
+    assert read_ids(kit.tiny_model(), path, 400) == [97, 98, 99, 100, 101, 102]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.md", "text", r"wanted a text in a \.txt or \.jsonl file, found .*a\.md"),
+        ("a.txt", " \n", r"wanted text, found none in .*a\.txt"),
+        ("a.txt", b"ab\xff", r"wanted UTF-8, found byte 2 of .*a\.txt"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: wanted a JSON object, found Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: wanted a JSON object, found list"),
+        ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: wanted a row with a string `text`, found txt, id"),
+        ("a.jsonl", '{"text": 7}\n', r"a\.jsonl:1: wanted a row with a string `text`, found text"),
+        ("a.jsonl", "\n", r"wanted text, found none in .*a\.jsonl"),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, message):
+    with pytest.raises(EvaluationError, match=message):
+        read_text(write(tmp_path / name, content))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(EvaluationError, match=r"wanted a file to read, found .*none\.txt: No such file"):
+        read_text(tmp_path / "none.txt")
+
+
+def test_a_text_must_overflow_the_window(tmp_path):
+    path = tmp_path / "a.txt"
+    check_overflows(101, window=100, path=path, max_tokens=500)
+    with pytest.raises(
+        EvaluationError, match=r"at least 101 tokens to overflow a window of 100, found 100 in .*a\.txt"
+    ):
+        check_overflows(100, window=100, path=path, max_tokens=500)
+    with pytest.raises(EvaluationError, match="wanted max_tokens above the window of 100 to overflow it, found 90"):
+        check_overflows(90, window=100, path=path, max_tokens=90)

@@ -1,0 +1,59 @@
+"""Attention of some tokens over all places, against a dense softmax in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax.models.attention import UNROLLED_KV_HEADS, attend_chosen
+from tests.tolerances import ATTENTION_ATOL
+
+HEAD_DIM = 8
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Token by token and head by head, over the places up to its own."""
+    groups = q.shape[1] // keys.shape[1]
+    out = np.zeros(q.shape)
+    for row, position in enumerate(positions):
+        for head in range(q.shape[1]):
+            k, v = (part[: position + 1, head // groups].astype(np.float64) for part in (keys, values))
+            weights = np.exp(k @ q[row, head].astype(np.float64) / np.sqrt(q.shape[2]))
+            out[row, head] = (weights / weights.sum()) @ v
+    return out
+
+
+@pytest.mark.parametrize("positions", [[0], [29], [0, 1, 2, 3], [3, 4, 11, 28], list(range(30))], ids=str)
+@pytest.mark.parametrize(
+    ("num_kv", "num_heads"), [(2, 6), (3, 3), (UNROLLED_KV_HEADS + 4, UNROLLED_KV_HEADS + 4)], ids=str
+)
+def test_each_token_sees_the_places_up_to_its_own(num_kv, num_heads, positions):
+    q, keys, values = normal(0, len(positions), num_heads, HEAD_DIM), *normal(1, 2, 30, num_kv, HEAD_DIM)
+    out = attend_chosen(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(positions, jnp.int32))
+    assert out.dtype == jnp.float32
+    expected = dense(q, keys, values, np.array(positions))
+    np.testing.assert_allclose(np.asarray(out), expected, atol=ATTENTION_ATOL["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("num_kv", [2, UNROLLED_KV_HEADS + 4])
+def test_what_lies_behind_the_last_token_is_never_read(num_kv):
+    positions = np.array([2, 7, 19])
+    q, keys, values = normal(0, 3, 2 * num_kv, HEAD_DIM), *normal(1, 2, 30, num_kv, HEAD_DIM)
+    keys[20:], values[20:] = np.nan, np.nan
+    keys[19], values[19] = 50.0, 50.0  # Of the last token alone.
+    out = np.asarray(attend_chosen(*map(jnp.asarray, (q, keys, values)), jnp.asarray(positions, jnp.int32)))
+    np.testing.assert_allclose(out[:2], dense(q, keys, values, positions)[:2], atol=ATTENTION_ATOL["float32"], rtol=0)
+    assert np.isfinite(out).all()
+
+
+def test_half_precision_is_as_near_as_its_roundings():
+    positions = np.array([5, 6, 21])
+    q, keys, values = normal(0, 3, 6, HEAD_DIM), *normal(1, 2, 30, 2, HEAD_DIM)
+    halves = [jnp.asarray(part, jnp.bfloat16) for part in (q, keys, values)]
+    out = attend_chosen(*halves, jnp.asarray(positions, jnp.int32))
+    assert out.dtype == jnp.bfloat16
+    expected = dense(*(np.asarray(part, np.float32) for part in halves), positions)
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=ATTENTION_ATOL["bfloat16"], rtol=0)

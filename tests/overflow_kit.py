@@ -1,0 +1,359 @@
+"""What truncation's tests are held against: the same unrotated cache sliced in memory, fed through the plain model.
+
+A fresh prefill is no reference: deeper layers of what stays have seen the tokens that left.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax.discarding import DiscardContext, TokenDiscarder
+from ca_jax.drift import Drift
+from ca_jax.engine import Engine
+from ca_jax.models import rope
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.overflow import OverflowConfig
+from ca_jax.session import Session
+from ca_jax.storage.config import GIB, StoreConfig
+from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
+
+WINDOW = 128
+"""Of nearly all tests: eight blocks, so that few tokens overflow it."""
+SSD_FILE_BYTES = 8192
+"""On top of a block's KV, at most, on SSD."""
+ATOL = LOGITS_ATOL["float32"]
+_STEP = 32
+_REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _apply(model, params, tokens, positions, history):
+    return model.apply(params, tokens, positions, history)
+
+
+@jax.jit
+def _turn(keys, positions):
+    config = kit.tiny_model().config
+    return rope.rotate(keys, rope.rotation_at(config.rope, config.head_dim, positions))
+
+
+class SlicedCache:
+    """A context as plain arrays: `kv [L, 2, T, K, H]` unrotated, one row for each of `token_ids`.
+
+    Args:
+      window: most tokens of it.
+    """
+
+    def __init__(self, window: int) -> None:
+        config = kit.tiny_model().config
+        self.window = window
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []  # At which keys are used.
+        self.kv = np.zeros((config.num_layers, 2, 0, config.num_kv_heads, config.head_dim), np.float32)
+
+    def feed(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Puts tokens behind the context; logits of the last one, `[V]`."""
+        logits = np.zeros(0)
+        for start in range(0, len(token_ids), _STEP):
+            logits = self._feed(list(token_ids[start : start + _STEP]))
+        return logits
+
+    def keep(self, kept: np.ndarray, *, keeps_positions: bool = False) -> None:
+        """Keeps some tokens, by mask, as they are; used at their new positions, or still at their old ones."""
+        places = np.flatnonzero(kept)
+        self.token_ids = [self.token_ids[place] for place in places]
+        self.positions = [self.positions[place] for place in places] if keeps_positions else list(range(len(places)))
+        self.kv = self.kv[:, :, places]
+
+    def compute_anew(self, num_tokens: int) -> None:
+        """Has the KV of the first tokens be that of a fresh prefill; what is behind them stays as it is."""
+        fresh = SlicedCache(self.window)
+        fresh.feed(self.token_ids[:num_tokens])
+        self.kv = np.concatenate([fresh.kv, self.kv[:, :, num_tokens:]], axis=2)
+
+    def _feed(self, part: list[int]) -> np.ndarray:
+        model, length = kit.tiny_model(), len(self.token_ids)
+        num_rows = 1 if len(part) == 1 else _STEP
+        room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
+        room[:, :, :length] = self._as_used()
+        history = KVCache(
+            tuple(LayerKV(jnp.asarray(layer[:1]), jnp.asarray(layer[1:])) for layer in room),
+            jnp.array([length], jnp.int32),
+        )
+        padded = np.zeros((1, num_rows), np.int32)
+        padded[0, : len(part)] = part
+        positions = length + jnp.arange(num_rows)[None]
+        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history)
+        rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
+        self.kv = np.concatenate([self.kv, rows], axis=2)
+        self.token_ids += part
+        self.positions += range(length, length + len(part))
+        return np.asarray(logits)[0, len(part) - 1]
+
+    def _as_used(self) -> np.ndarray:
+        """The KV, keys turned so far that the model, which turns them by their places, has them at their positions."""
+        turned = np.zeros(self.window, np.int32)
+        turned[: len(self.positions)] = np.array(self.positions, np.int32) - np.arange(len(self.positions))
+        if not turned.any():
+            return self.kv
+        keys = np.zeros((len(self.kv), self.window, *self.kv.shape[3:]), np.float32)
+        keys[:, : len(self.positions)] = self.kv[:, 0]
+        kv = self.kv.copy()
+        kv[:, 0] = np.asarray(_turn(keys, turned))[:, : len(self.positions)]
+        return kv
+
+
+class Conversation:
+    """A conversation under a window, as an engine with this `OverflowConfig` should hold it.
+
+    Args:
+      overflow: the engine's. Of `repair_ratio` only 0 and 1, which need no choice of tokens.
+      window: most tokens of it.
+      drift: what the config's file has.
+    """
+
+    def __init__(self, overflow: OverflowConfig, window: int = WINDOW, drift: Drift | None = None) -> None:
+        self.cache = SlicedCache(window)
+        self.overflow = overflow
+        self.window = window
+        self.drift = drift
+        self.pending: list[int] = []  # The last token, which was drawn and never run; or tokens whose KV was lost.
+        self.turn_starts: list[int] = []
+        self.num_to_repair = 0  # First tokens that the next prefill computes anew.
+        self.num_cached = 0  # Of the last turn's prompt, tokens that needed no compute.
+        self.logits: list[np.ndarray] = []  # Of the last answer, one row for each token.
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The context, the last token included."""
+        return self.cache.token_ids + self.pending
+
+    def copy(self) -> Conversation:
+        """Another one that is the same."""
+        return copy.deepcopy(self)
+
+    def say(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """A turn: the greedy answer."""
+        return self._answer(token_ids, max_tokens, ())
+
+    def follow(self, token_ids: Sequence[int], answer: Sequence[int]) -> None:
+        """A turn whose answer is given: each of its tokens must be as likely as the likeliest, to 1e-4.
+
+        For long runs, in which two tokens are as likely as each other now and then.
+        """
+        self._answer(token_ids, len(answer), answer)
+        for token, logits in zip(answer, self.logits, strict=True):
+            assert logits.max() - logits[token] <= ATOL, f"token {token}, where {logits.argmax()} is likelier"
+
+    def discard(self, discarded: np.ndarray) -> None:
+        """Forgets tokens by hand, bool `[T]`: nothing drifts then."""
+        self._drop(discarded, by_hand=True)
+
+    def forget(self, num_tokens: int) -> None:
+        """Forgets the KV of all but the first tokens, as a store does that does not hold it; not the tokens."""
+        lost = self.cache.token_ids[num_tokens:]
+        self.cache.keep(np.arange(len(self.cache.token_ids)) < num_tokens, keeps_positions=True)
+        self.num_to_repair = min(self.num_to_repair, num_tokens)
+        self.pending = lost + self.pending
+
+    def rewind(self, num_tokens: int) -> None:
+        """Goes back to the first tokens."""
+        tokens = self.token_ids[:num_tokens]
+        self.forget(min(num_tokens, len(self.cache.token_ids)))
+        self.pending = tokens[len(self.cache.token_ids) :]
+        self.turn_starts = [start for start in self.turn_starts if start < num_tokens]
+
+    def _answer(self, token_ids: Sequence[int], max_tokens: int, given: Sequence[int]) -> list[int]:
+        self._make_room(len(self.token_ids), len(token_ids) + 1)
+        self.cache.compute_anew(min(self.num_to_repair, len(self.cache.token_ids)))
+        self.num_to_repair = 0
+        self.turn_starts.append(len(self.token_ids))
+        self.num_cached = len(self.cache.token_ids)
+        logits = self.cache.feed([*self.pending, *token_ids])
+        self.logits, answer = [logits], []
+        while True:
+            answer.append(given[len(answer)] if given else int(logits.argmax()))
+            self.pending = answer[-1:]
+            if len(answer) == max_tokens:
+                return answer
+            if len(self.token_ids) >= self.window:
+                if self.overflow.keep_first_tokens >= len(self.cache.token_ids):
+                    return answer
+                self._make_room(len(self.cache.token_ids), 2, is_running=True)
+            logits = self.cache.feed(self.pending)
+            self.logits.append(logits)
+
+    def _make_room(self, num_tokens: int, num_wanted: int, is_running: bool = False) -> None:
+        """Has some of the first `num_tokens` tokens leave, where they and so many more are above the window."""
+        whole = () if is_running else (num_tokens,)  # Where the last turn ends, if it has.
+        num_needed = num_tokens + num_wanted - self.window
+        if num_needed <= 0:
+            return
+        first, share = self.overflow.keep_first_tokens, max(1, round(self.overflow.truncation_ratio * self.window))
+        stop = first
+        while stop - first < num_needed and stop < num_tokens:
+            stop = min(stop + share, num_tokens)
+        if num_tokens - (stop - first) + num_wanted > self.window:  # The first ones are in the way too.
+            first, stop = 0, num_tokens
+        elif self.overflow.whole_turns:
+            ends = [end for end in (*self.turn_starts, *whole) if end - first >= num_needed]
+            stop = min(ends, key=lambda end: (abs(end - stop), end), default=stop)
+        discarded = np.zeros(len(self.token_ids), bool)
+        if isinstance(self.overflow.discarder, Recorded) and stop < num_tokens:
+            discarded[self.overflow.discarder.choices.popleft()] = True
+        else:
+            discarded[first:stop] = True
+        self._drop(discarded)
+
+    def _drop(self, discarded: np.ndarray, *, by_hand: bool = False) -> None:
+        """Drops tokens, and does to what stays what is to be done at once: nothing, in the method of the paper."""
+        num_run, overflow = len(self.cache.token_ids), self.overflow
+        self.pending = [token for token, leaves in zip(self.pending, discarded[num_run:], strict=True) if not leaves]
+        self.cache.keep(~discarded[:num_run], keeps_positions=overflow.method == "nkvt")
+        self.turn_starts = [int((~discarded[:start]).sum()) for start in self.turn_starts]
+        num_left = len(self.cache.token_ids)
+        if overflow.method in ("tt", "of"):
+            self.cache.compute_anew(num_left)
+        if overflow.method != "ca":
+            return
+        if self.drift is not None and not by_hand:
+            self.cache.kv[:, :, overflow.keep_first_tokens :] += self.drift.values[:, :, None]
+        if overflow.anchor_tokens:
+            num_anchors = -(-overflow.anchor_tokens // _REPAIR_STEP) * _REPAIR_STEP
+            self.cache.compute_anew(min(num_anchors, num_left))
+        if overflow.repair_ratio == 1:
+            self.num_to_repair = num_left
+
+
+class Recorded:
+    """A discarder that notes what another chooses, and what that was told, so that a reference can do the same.
+
+    Args:
+      inner: who chooses.
+    """
+
+    def __init__(self, inner: TokenDiscarder) -> None:
+        self._inner = inner
+        self.name = f"recorded {inner.name}"
+        self.needs_attention = inner.needs_attention
+        self.needs_kv = inner.needs_kv
+        self.contexts: list[DiscardContext] = []
+        self.choices: collections.deque[np.ndarray] = collections.deque()
+
+    def choose(self, context: DiscardContext) -> np.ndarray:
+        """See `TokenDiscarder`."""
+        self.contexts.append(context)
+        self.choices.append(self._inner.choose(context))
+        return self.choices[-1]
+
+
+def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> OverflowConfig:
+    """An `OverflowConfig`."""
+    return OverflowConfig(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
+
+
+def dram_store(num_blocks: int = 1000) -> StoreConfig:
+    """A store of so many blocks, in DRAM alone."""
+    return kit.store_of(num_blocks)
+
+
+def ssd_store(directory: object, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes: object) -> StoreConfig:
+    """A store of so many blocks in DRAM and, at least, on SSD."""
+    block_bytes = kit.BLOCK_TOKENS * kit.TOKEN_BYTES
+    return dataclasses.replace(
+        kit.store_of(dram_blocks),
+        ssd_dir=str(directory),
+        ssd_gib=ssd_blocks * (block_bytes + SSD_FILE_BYTES) / GIB,
+        ssd_free_floor_gib=0.0,
+        **changes,
+    )
+
+
+def engine_of(overflow: OverflowConfig | None, *, window: int = WINDOW, **changes: object) -> Engine:
+    """An engine of the tiny model under a small window."""
+    return kit.small_engine(overflow=overflow, context_window=window, **changes)
+
+
+def say(session: Session, token_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """Sends a turn to its end; all of its generated tokens, those too that have left meanwhile."""
+    answer = session.send_ids(token_ids, max_tokens=max_tokens)
+    job = answer._job
+    kit.drain(answer)
+    return job.output_ids
+
+
+@contextlib.contextmanager
+def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
+    """The logits that an engine draws from, `[V]` for each token of the one job that runs, in slot 0."""
+    sampler, rows = engine._sampler, []
+    start = sampler.start
+
+    def record(logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> jax.Array:
+        rows.append(np.asarray(logits)[0])
+        return start(logits, positions, first_slot)
+
+    sampler.start = record
+    try:
+        yield rows
+    finally:
+        del sampler.start
+
+
+class Pair:
+    """A session and its reference, which are to stay the same.
+
+    Args:
+      engine: the session's.
+      session: a new one if not given.
+      reference: of a session that has begun.
+      drift: what the config's file has.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: Session | None = None,
+        reference: Conversation | None = None,
+        drift: Drift | None = None,
+    ) -> None:
+        overflow = engine.config.overflow or OverflowConfig()
+        self.engine = engine
+        self.session = session or engine.session()
+        self.reference = reference or Conversation(overflow, engine.window, drift)
+
+    def turn(self, token_ids: Sequence[int], max_tokens: int) -> None:
+        """A turn of both: the same tokens, from the same logits."""
+        with recorded_logits(self.engine) as logits:
+            answer = say(self.session, token_ids, max_tokens)
+        expected = self.reference.say(token_ids, max_tokens)
+        np.testing.assert_allclose(logits, self.reference.logits, rtol=0, atol=ATOL)
+        assert answer == expected
+        assert self.session.token_ids == self.reference.token_ids
+        assert self.session.usage.num_cached_tokens == self.reference.num_cached, "only what is new is computed"
+
+    def turns(self, *prompt_tokens: int, max_tokens: int = 8, seed: int = 0) -> None:
+        """Turns with prompts of so many tokens."""
+        for index, num_tokens in enumerate(prompt_tokens):
+            self.turn(kit.prompt(num_tokens, seed + index), max_tokens)
+
+    def discard(self, discarded: np.ndarray) -> None:
+        """Tokens leave by hand, bool `[T]`."""
+        self.session.discard(discarded)
+        self.reference.discard(discarded)
+        assert self.session.token_ids == self.reference.token_ids
+
+    def expect_stored_kv(self, num_tokens: int | None = None) -> None:
+        """What is stored is the reference's KV: all of it, or the first tokens'."""
+        stored, expected = kit.stored_kv(self.engine, self.session), self.reference.cache.kv
+        assert stored.shape[2] == (expected.shape[2] if num_tokens is None else num_tokens)
+        np.testing.assert_allclose(stored, expected[:, :, : stored.shape[2]], rtol=0, atol=ATOL)

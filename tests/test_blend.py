@@ -1,0 +1,341 @@
+"""Selective recompute on a tiny model: against a prefill of all, against numpy, and what must stay as it was.
+
+Not here: attention of chosen tokens (models/test_attend_chosen), an engine's repairs (test_overflow_repair).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ca_jax import blend, steps
+from ca_jax.blend import Blender, BlendPlan
+from ca_jax.testing import tiny
+from tests.tolerances import LOGITS_ATOL
+
+ATOL = LOGITS_ATOL["float32"]
+CONFIG = tiny.tiny_config()
+NUM_LAYERS = CONFIG.num_layers
+NUM_TOKENS = 96
+CAPACITY = 128
+"""Places of every stored KV here, so that all share what is compiled."""
+
+
+@functools.cache
+def params() -> tuple[list[steps.Params], steps.Params]:
+    """Of each layer, and all."""
+    variables = jax.device_put(tiny.tiny_params(CONFIG, seed=3))
+    return [variables["params"][f"layer_{i}"] for i in range(NUM_LAYERS)], variables
+
+
+@functools.cache
+def table():
+    return steps.rotation_table(CONFIG, 2 * CAPACITY)
+
+
+def token_ids(num_tokens: int = NUM_TOKENS, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, num_tokens)
+
+
+def embedded(tokens: np.ndarray, size: int | None = None) -> jax.Array:
+    padded = np.zeros((1, size or len(tokens)), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return steps.embed(CONFIG, params()[1], jnp.asarray(padded))
+
+
+def fresh(tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """A prefill of all: what goes into each layer and out of the last `[1, T, F]`, and KV `[L, 2, T, K, H]`."""
+    x, kv = [embedded(tokens)], []
+    for layer in params()[0]:
+        out, new = steps.prefill_layer(CONFIG, layer, x[-1], None, jnp.int32(0), table())
+        x.append(out)
+        kv.append(np.asarray(new))
+    return [np.asarray(each) for each in x], np.stack(kv)
+
+
+def noise(seed: int = 9) -> np.ndarray:
+    """KV that is nobody's, `[L, 2, S, K, H]`."""
+    shape = (NUM_LAYERS, 2, CAPACITY, CONFIG.num_kv_heads, CONFIG.head_dim)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def stale(kv: np.ndarray, behind: float | None = None) -> np.ndarray:
+    """KV with room behind it, where noise is or what is said."""
+    out = noise()
+    if behind is not None:
+        out[:] = behind
+    out[:, :, : kv.shape[2]] = kv
+    return out
+
+
+def blended(plan: BlendPlan, x: jax.Array, kv: np.ndarray) -> np.ndarray:
+    """All layers, one after the other."""
+    blender = Blender(CONFIG, params()[0], table(), plan, x)
+    return np.stack([np.asarray(blender.layer(i, jnp.asarray(kv[i]))) for i in range(NUM_LAYERS)])
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+
+
+# One layer.
+
+
+def test_a_layer_of_all_tokens_is_that_of_a_prefill_whatever_was_stored():
+    x, kv = fresh(token_ids())
+    stored = noise()
+    for layer, layer_params in enumerate(params()[0]):
+        out, new = blend.blend_layer(
+            CONFIG, layer_params, jnp.asarray(x[layer]), jnp.arange(NUM_TOKENS), jnp.asarray(stored[layer]), table()
+        )
+        assert_close(np.asarray(out), x[layer + 1])
+        assert_close(np.asarray(new)[:, :NUM_TOKENS], kv[layer])
+        np.testing.assert_array_equal(np.asarray(new)[:, NUM_TOKENS:], stored[layer, :, NUM_TOKENS:])
+
+
+@pytest.mark.parametrize("chosen", [[0], [95], [0, 1, 2, 3], [5, 17, 18, 60, 95]], ids=str)
+def test_chosen_tokens_take_the_places_of_their_own_and_of_no_other(chosen):
+    """Their own stored KV is not read: they are computed over the others' and their new one."""
+    x, kv = fresh(token_ids())
+    stored, layer = stale(kv, np.nan), 1
+    stored[:, :, chosen] = noise()[:, :, chosen]
+    out, new = blend.blend_layer(
+        CONFIG,
+        params()[0][layer],
+        jnp.asarray(x[layer][:, chosen]),
+        jnp.asarray(chosen, jnp.int32),
+        jnp.asarray(stored[layer]),
+        table(),
+    )
+    assert_close(np.asarray(out), x[layer + 1][:, chosen])
+    assert_close(np.asarray(new)[:, chosen], kv[layer][:, chosen])
+    others = np.setdiff1d(np.arange(CAPACITY), chosen)
+    np.testing.assert_array_equal(np.asarray(new)[:, others], stored[layer][:, others])
+
+
+def test_a_token_sees_what_is_stored_before_it_and_nothing_behind():
+    x, kv = fresh(token_ids())
+    chosen, layer = np.array([10, 40]), 2
+
+    def out_of(stored: np.ndarray) -> np.ndarray:
+        arguments = jnp.asarray(x[layer][:, chosen]), jnp.asarray(chosen, jnp.int32), jnp.asarray(stored)
+        return np.asarray(blend.blend_layer(CONFIG, params()[0][layer], *arguments, table())[0])[0]
+
+    before = out_of(stale(kv, np.nan)[layer])
+    changed = stale(kv)[layer]
+    changed[:, 41:] = np.nan
+    np.testing.assert_array_equal(out_of(changed), before)
+    changed[:, 11] += 1.0  # Between the two.
+    np.testing.assert_array_equal(out_of(changed)[0], before[0])
+    assert np.abs(out_of(changed)[1] - before[1]).max() > 0.01
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_deviation_is_the_squared_distance_of_unrotated_kv(layer):
+    x, _ = fresh(token_ids())
+    positions, stored = np.array([0, 3, 50, 95]), noise()[layer]
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params()[0][layer])
+    rows = x[layer][0, positions].astype(np.float64)
+    normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["attn_norm"]["scale"]
+    expected = sum(
+        ((np.einsum("nf,fkh->nkh", normed, weights["attn"][name]) - stored[part, positions]) ** 2).sum((1, 2))
+        for part, name in enumerate(("wk", "wv"))
+    )
+    found = blend.kv_deviation(
+        CONFIG, params()[0][layer], jnp.asarray(x[layer][:, positions]), jnp.asarray(positions), jnp.asarray(stored)
+    )
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4)
+
+
+def test_what_is_stored_as_it_should_be_does_not_deviate():
+    x, kv = fresh(token_ids())
+    positions = jnp.arange(NUM_TOKENS)
+    found = blend.kv_deviation(CONFIG, params()[0][1], jnp.asarray(x[1]), positions, jnp.asarray(stale(kv)[1]))
+    np.testing.assert_allclose(np.asarray(found), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scores", "num_tokens", "expected"),
+    [
+        ([3.0, 1.0, 2.0, 5.0], 2, [0, 3]),
+        ([1.0, 2.0, 2.0, 2.0], 2, [1, 2]),  # Of equals the earlier.
+        ([0.0, 0.0, 0.0, 0.0], 3, [0, 1, 2]),
+        ([-np.inf, 1.0, -np.inf, np.inf], 2, [1, 3]),
+        ([4.0, 3.0, 2.0, 1.0], 4, [0, 1, 2, 3]),
+    ],
+)
+def test_the_highest_scores_are_chosen_in_order_of_position(scores, num_tokens, expected):
+    positions = jnp.asarray([2, 3, 7, 8], jnp.int32)
+    x, chosen = blend.choose_tokens(jnp.arange(8.0).reshape(1, 4, 2), positions, jnp.asarray(scores), num_tokens)
+    np.testing.assert_array_equal(chosen, np.asarray(positions)[expected])
+    np.testing.assert_array_equal(x, np.arange(8.0).reshape(1, 4, 2)[:, expected])
+
+
+# How many.
+
+
+@given(
+    num_layers=st.integers(1, 40),
+    num_tokens=st.integers(1, 2000),
+    ratio=st.floats(0, 1),
+    first=st.floats(0, 1),
+    check=st.integers(0, 3),
+)
+@example(num_layers=30, num_tokens=512, ratio=0.15, first=0.0, check=1)
+@example(num_layers=30, num_tokens=512, ratio=0.15, first=0.02, check=1)
+def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_tokens, ratio, first, check):
+    check, num_first = min(check, num_layers), int(first * num_tokens)
+    plan = BlendPlan(num_layers=num_layers, num_tokens=num_tokens, ratio=ratio, num_first=num_first, check_layers=check)
+    counts = plan.counts
+    assert len(counts) == num_layers
+    assert all(count % 8 == 0 or count == num_tokens for count in counts)
+    assert all(num_first <= count <= num_tokens for count in counts)
+    assert list(counts) == sorted(counts, reverse=True)
+    assert plan.num_recomputed == pytest.approx(sum(counts) / num_layers)
+    rounded_first = min(-(-num_first // 8) * 8, num_tokens)
+    if not num_first:
+        assert plan.num_recomputed <= ratio * num_tokens + 1e-6, "never more than was asked for"
+    budget = (ratio * num_layers - check) * num_tokens
+    if ratio < 1 and check < num_layers and budget >= 8 * (num_layers - check):
+        assert plan.num_recomputed >= ratio * num_tokens - 8, "the share is made use of"
+        assert counts[:check] == (num_tokens,) * check
+    elif ratio < 1 and budget < 0:
+        assert set(counts) == {rounded_first}, "too little to check a whole layer"
+
+
+@pytest.mark.parametrize(
+    ("values", "counts"),
+    [
+        ({"ratio": 1.0}, (100,) * 4),
+        ({"ratio": 0.0}, (0,) * 4),
+        ({"ratio": 0.0, "num_first": 1}, (8,) * 4),
+        ({"ratio": 0.0, "num_first": 97}, (100,) * 4),
+        ({"ratio": 0.25, "num_first": 20}, (24,) * 4),  # All of it would go into the first layer.
+        ({"ratio": 0.5}, (100, 32, 32, 32)),  # 33 of each further layer, rounded down.
+        ({"ratio": 0.5, "num_first": 60}, (100, 64, 64, 64)),
+        ({"ratio": 0.5, "check_layers": 0}, (48,) * 4),
+        ({"ratio": 0.5, "check_layers": 2}, (0,) * 4),
+        ({"ratio": 0.75, "check_layers": 2}, (100, 100, 48, 48)),
+        ({"ratio": 0.75, "check_layers": 4}, (0,) * 4),
+        ({"ratio": 0.75, "num_layers": 1}, (0,)),
+        ({"ratio": 1.0, "num_layers": 1}, (100,)),
+        ({"ratio": 0.5, "num_tokens": 3}, (0,) * 4),
+        ({"ratio": 0.0, "num_tokens": 3, "num_first": 2}, (3,) * 4),
+    ],
+)
+def test_counts_of_each_layer(values, counts):
+    plan = BlendPlan(**{"num_layers": 4, "num_tokens": 100, **values})
+    assert plan.counts == counts
+    assert plan.chooses == (counts[0] == plan.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layers": 0}, "found 0, 10 and 0"),
+        ({"num_tokens": 0}, "wanted layers, tokens, and at most as many first ones; found 2, 0 and 0"),
+        ({"num_first": 11}, "found 2, 10 and 11"),
+        ({"num_first": -1}, "found 2, 10 and -1"),
+        ({"ratio": 1.1}, r"ratio wanted a share of the tokens in \[0, 1\], found 1.1"),
+        ({"ratio": float("nan")}, "found nan"),
+        ({"check_layers": 3}, "check_layers wanted 0 to 2 layers, found 3"),
+    ],
+)
+def test_a_plan_out_of_range_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        BlendPlan(**{"num_layers": 2, "num_tokens": 10, "ratio": 0.5, **values})
+
+
+# All layers.
+
+
+def plan_of(num_tokens: int, ratio: float, num_first: int = 0) -> BlendPlan:
+    return BlendPlan(num_layers=NUM_LAYERS, num_tokens=num_tokens, ratio=ratio, num_first=num_first)
+
+
+def test_all_tokens_anew_are_a_prefill():
+    tokens = token_ids()
+    found = blended(plan_of(NUM_TOKENS, 1.0), embedded(tokens), noise())
+    assert_close(found[:, :, :NUM_TOKENS], fresh(tokens)[1])
+    np.testing.assert_array_equal(found[:, :, NUM_TOKENS:], noise()[:, :, NUM_TOKENS:])
+
+
+@pytest.mark.parametrize(("num_first", "num_anew"), [(1, 8), (16, 16), (33, 40), (96, 96)])
+def test_first_tokens_anew_are_a_prefill_of_these_alone_and_all_else_stands(num_first, num_anew):
+    tokens = token_ids()
+    found = blended(plan_of(NUM_TOKENS, 0.0, num_first), embedded(tokens), noise())
+    assert_close(found[:, :, :num_anew], fresh(tokens[:num_anew])[1])
+    np.testing.assert_array_equal(found[:, :, num_anew:], noise()[:, :, num_anew:])
+
+
+def test_nothing_anew_is_what_was_stored():
+    np.testing.assert_array_equal(blended(plan_of(NUM_TOKENS, 0.0), embedded(token_ids()), noise()), noise())
+
+
+def kept_of_a_longer_context(num_dropped: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that stay of a context, and their KV, which has seen those that left."""
+    tokens = token_ids(NUM_TOKENS + num_dropped, seed=5)
+    return tokens[num_dropped:], fresh(tokens)[1][:, :, num_dropped:]
+
+
+@pytest.mark.parametrize("num_first", [0, 4])
+def test_tokens_that_deviate_most_are_computed_anew_over_what_stands(num_first):
+    """Layer by layer against a reference; the first ones do not deviate, and are among them only if that is asked."""
+    tokens, kv = kept_of_a_longer_context()
+    x, new = fresh(tokens)
+    kv[:, :, :4] = new[:, :, :4]
+    plan = plan_of(NUM_TOKENS, 0.5, num_first)
+    assert plan.counts == (96, 24, 24)
+    stored = stale(kv, np.nan)
+    found = blended(plan, embedded(tokens), stored)
+
+    assert_close(found[0, :, :NUM_TOKENS], new[0])
+    deviation = ((new[1].astype(np.float64) - kv[1]) ** 2).sum((0, 2, 3))
+    deviation[:num_first] = np.inf
+    chosen = np.sort(np.argsort(-deviation, kind="stable")[:24])
+    others = np.setdiff1d(np.arange(CAPACITY), chosen)
+    x_of_chosen = x[1][:, chosen]
+    for layer in (1, 2):
+        x_of_chosen, expected = blend.blend_layer(
+            CONFIG,
+            params()[0][layer],
+            jnp.asarray(x_of_chosen),
+            jnp.asarray(chosen, jnp.int32),
+            jnp.asarray(stored[layer]),
+            table(),
+        )
+        assert_close(found[layer][:, chosen], np.asarray(expected)[:, chosen])
+        np.testing.assert_array_equal(found[layer][:, others], stored[layer][:, others])
+    assert np.isin(np.arange(4), chosen).all() == (num_first == 4)
+
+
+@pytest.mark.parametrize(("ratio", "num_first"), [(1.0, 0), (0.5, 0), (0.0, 4), (0.0, 60)])
+def test_padding_behind_the_tokens_is_never_chosen_nor_written(ratio, num_first):
+    """Behind the tokens that may be chosen others may lie, whose KV is right as it is."""
+    tokens, kv = kept_of_a_longer_context()
+    num_tokens = 61
+    stored = stale(kv)
+    plan = plan_of(num_tokens, ratio, num_first)
+    exact = blended(plan, embedded(tokens[:num_tokens]), stored)
+    padded = blended(plan, embedded(tokens[:num_tokens], 80), stored)
+    np.testing.assert_array_equal(padded[:, :, num_tokens:], stored[:, :, num_tokens:])
+    assert_close(padded[:, :, :num_tokens], exact[:, :, :num_tokens])
+    if ratio == 1:
+        assert_close(exact[:, :, :num_tokens], fresh(tokens[:num_tokens])[1])
+
+
+def test_half_precision_stays_half():
+    config, layers = CONFIG, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params()[0])
+    x = embedded(token_ids()).astype(jnp.bfloat16)
+    kv = jnp.asarray(noise()[0], jnp.bfloat16)
+    out, new = blend.blend_layer(config, layers[0], x, jnp.arange(NUM_TOKENS), kv, table())
+    assert (out.dtype, new.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    np.testing.assert_array_equal(
+        np.asarray(new[:, NUM_TOKENS:], np.float32), np.asarray(kv[:, NUM_TOKENS:], np.float32)
+    )

@@ -1,0 +1,151 @@
+"""How many tokens leave and which, against what is said of them: shares of the window, first tokens, whole turns."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ca_jax.discarding import HeavyHitters, OldestFirst, SinksAndRecent
+from ca_jax.overflow import METHODS, OverflowConfig, num_leaving, oldest_first
+
+
+def leaving(window: int, num_tokens: int, num_wanted: int, **config: object) -> int:
+    return num_leaving(OverflowConfig(**config), window=window, num_tokens=num_tokens, num_wanted=num_wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_wanted", "config", "expected"),
+    [
+        (90, 10, {}, 0),
+        (90, 11, {}, 50),
+        (100, 1, {}, 50),
+        (100, 50, {}, 50),
+        (100, 51, {}, 96),  # Two shares, but for the first tokens.
+        (100, 51, {"keep_first_tokens": 0}, 100),
+        (100, 1, {"truncation_ratio": 0.25}, 25),
+        (100, 30, {"truncation_ratio": 0.25}, 50),
+        (100, 1, {"truncation_ratio": 1.0, "keep_first_tokens": 0}, 100),
+        (100, 1, {"truncation_ratio": 0.001}, 1),  # A share is a token at least.
+        (100, 3, {"truncation_ratio": 0.001}, 3),
+        (3, 200, {}, 0),  # None but the first, which stay.
+        (0, 200, {}, 0),
+    ],
+)
+def test_whole_shares_leave(num_tokens, num_wanted, config, expected):
+    assert leaving(100, num_tokens, num_wanted, **config) == expected
+
+
+@given(
+    window=st.integers(1, 300),
+    num_tokens=st.integers(0, 400),
+    num_wanted=st.integers(0, 400),
+    keep_first=st.integers(0, 20),
+    ratio=st.floats(0, 1, exclude_min=True),
+)
+@example(window=100, num_tokens=100, num_wanted=1, keep_first=4, ratio=5e-324)
+def test_as_many_leave_as_make_room_and_no_share_more(window, num_tokens, num_wanted, keep_first, ratio):
+    count = leaving(window, num_tokens, num_wanted, keep_first_tokens=keep_first, truncation_ratio=ratio)
+    may_leave = max(0, num_tokens - keep_first)
+    share = max(1, round(ratio * window))
+    assert 0 <= count <= may_leave
+    assert num_tokens + num_wanted > window or count == 0
+    if min(num_tokens, keep_first) + num_wanted <= window:
+        assert num_tokens - count + num_wanted <= window, "there was room to make"
+    else:
+        assert count == may_leave, "as much room as can be"
+    if count:
+        assert count % share == 0 or count == may_leave
+        assert num_tokens - max(0, count - share) + num_wanted > window or count == may_leave % share, "a share less"
+
+
+@given(num_tokens=st.integers(0, 200), count=st.integers(0, 200), keep_first=st.integers(0, 30))
+def test_the_oldest_leave_behind_the_first(num_tokens, count, keep_first):
+    mask = oldest_first(num_tokens, count, keep_first)
+    assert (mask.dtype, mask.shape) == (np.bool_, (num_tokens,))
+    assert np.flatnonzero(mask).tolist() == list(range(num_tokens))[keep_first:][:count]
+
+
+@pytest.mark.parametrize(
+    ("turn_starts", "num_needed", "stop"),
+    [
+        ([0, 30, 60, 90], 1, 60),
+        ([0, 30, 50, 58, 90], 1, 50),  # As far from 54 as the next one: fewer leave.
+        ([0, 30, 60, 90], 57, 90),  # The nearest one makes too little room.
+        ([0, 30, 60, 90], 56, 60),
+        ([0], 1, 100),  # The end of the history is where the next turn begins.
+        ([0, 4], 1, 100),  # Nothing is before the second but what stays.
+        ([0, 3], 1, 100),
+        ([0, 90], 90, 100),
+        ([], 1, 54),
+    ],
+)
+def test_whole_turns_leave_up_to_the_nearest_that_makes_room(turn_starts, num_needed, stop):
+    starts = [*turn_starts, 100] if turn_starts else []
+    mask = oldest_first(100, 50, 4, starts, num_needed)
+    assert np.flatnonzero(mask).tolist() == list(range(4, stop))
+
+
+def test_tokens_leave_one_by_one_where_no_turn_makes_room():
+    """The turn that runs fills the window: it is not to be emptied since it has no turn behind it."""
+    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 4], 1)).tolist() == list(range(4, 54))
+    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 30], 40)).tolist() == list(range(4, 54))
+
+
+@given(
+    num_tokens=st.integers(1, 120),
+    count=st.integers(1, 120),
+    keep_first=st.integers(0, 10),
+    turn_starts=st.lists(st.integers(0, 120), max_size=6).map(sorted),
+    num_needed=st.integers(0, 120),
+)
+def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, keep_first, turn_starts, num_needed):
+    turn_starts = [start for start in turn_starts if start <= num_tokens]
+    gone = np.flatnonzero(oldest_first(num_tokens, count, keep_first, turn_starts, num_needed))
+    assert gone.tolist() == list(range(keep_first, keep_first + len(gone)))
+    fitting = [start for start in turn_starts if start - keep_first >= max(num_needed, 1)]
+    if fitting:
+        stop = keep_first + len(gone)
+        nearest = min(abs(start - min(keep_first + count, num_tokens)) for start in fitting)
+        assert stop in fitting
+        assert abs(stop - min(keep_first + count, num_tokens)) == nearest
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "cb"}, "overflow method wanted one of ca, tt, of, nkvt; found 'cb'"),
+        ({"truncation_ratio": 0.0}, r"truncation_ratio wanted a share of the window in \(0, 1\], found 0.0"),
+        ({"truncation_ratio": 1.01}, "found 1.01"),
+        ({"truncation_ratio": float("nan")}, "found nan"),
+        ({"keep_first_tokens": -1}, "keep_first_tokens wanted a number of tokens >= 0, found -1"),
+        ({"keep_first_tokens": True}, "keep_first_tokens wanted a number of tokens >= 0, found True"),
+        ({"anchor_tokens": 1.5}, "anchor_tokens wanted a number of tokens >= 0, found 1.5"),
+        ({"repair_ratio": -0.1}, r"repair_ratio wanted a share of the tokens in \[0, 1\], found -0.1"),
+        ({"repair_ratio": 1.5}, "found 1.5"),
+        ({"discarder": "youngest"}, "token discarder wanted one of oldest, sinks, heavy_hitters; found 'youngest'"),
+        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns wanted the oldest to leave first, found .* 'sinks'"),
+        ({"whole_turns": True, "discarder": HeavyHitters()}, "found the discarder 'heavy_hitters'"),
+        ({"method": "nkvt", "discarder": "heavy_hitters"}, "nkvt wanted a discarder that asks for no attention"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        OverflowConfig(**values)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bounds_are_in_range(method):
+    config = OverflowConfig(
+        method=method, truncation_ratio=1, keep_first_tokens=0, anchor_tokens=0, repair_ratio=1, whole_turns=True
+    )
+    assert config.token_discarder == OldestFirst()
+    assert OverflowConfig(discarder=SinksAndRecent(num_sinks=2)).token_discarder == SinksAndRecent(num_sinks=2)
+
+
+def test_first_tokens_are_fewer_than_the_window():
+    config = OverflowConfig(keep_first_tokens=64)
+    config.check_window(65)
+    with pytest.raises(
+        ValueError, match="keep_first_tokens wanted fewer than the context window of 64 tokens, found 6"
+    ):
+        config.check_window(64)

@@ -1,0 +1,143 @@
+"""Slots that are cut or drift, against unrotated rows inserted at their new places; all else stays bit for bit."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax import steps
+from ca_jax.drift import add_drift
+from ca_jax.testing import tiny
+from tests.tolerances import PROJECTION_ATOL
+
+ATOL = PROJECTION_ATOL["float32"]
+CONFIG = tiny.tiny_config()
+NUM_SLOTS = 3
+CAPACITY = 128
+NUM_TOKENS = 100
+LENGTHS = (NUM_TOKENS, NUM_TOKENS, 40)
+
+
+@functools.cache
+def table():
+    return steps.rotation_table(CONFIG, 2 * CAPACITY)
+
+
+@functools.cache
+def kv(slot: int) -> np.ndarray:
+    """Unrotated, `[L, 2, T, K, H]`."""
+    shape = (CONFIG.num_layers, 2, LENGTHS[slot], CONFIG.num_kv_heads, CONFIG.head_dim)
+    return np.random.default_rng(slot).standard_normal(shape).astype(np.float32)
+
+
+def filled(rows: dict[int, np.ndarray]) -> steps.Slots:
+    """Slots that hold unrotated rows, inserted at places 0 and on."""
+    slots = steps.make_slots(CONFIG, NUM_SLOTS, CAPACITY, "float32")
+    for slot, layers in rows.items():
+        for layer, part in enumerate(layers):
+            slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
+                slots.keys[layer], slots.values[layer], jnp.asarray(part), jnp.int32(slot), jnp.int32(0), table()
+            )
+    return slots
+
+
+def held(slots: steps.Slots) -> np.ndarray:
+    """`[2, L, slots, K, C, H]`."""
+    return np.stack([[np.asarray(buffer) for buffer in part] for part in slots])
+
+
+def cut(slots: steps.Slots, slot: int, kept: np.ndarray, behind: int = 0) -> steps.Slots:
+    places = np.full(CAPACITY, behind, np.int32)
+    places[: len(kept)] = kept
+    turned = np.zeros(CAPACITY, np.int32)
+    turned[: len(kept)] = kept - np.arange(len(kept))
+    return steps.cut_slot(slots, jnp.int32(slot), jnp.asarray(places), jnp.asarray(turned), table())
+
+
+KEPT = {
+    "all": np.arange(NUM_TOKENS),
+    "the first and the last half": np.r_[0:4, 52:NUM_TOKENS],
+    "one hole": np.r_[0:30, 31:NUM_TOKENS],
+    "every third": np.arange(1, NUM_TOKENS, 3),
+    "the last": np.array([NUM_TOKENS - 1]),
+    "the first": np.array([0]),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("slot", [0, 1])
+def test_what_stays_is_as_if_it_had_been_inserted_at_its_new_places(slot, kept):
+    before = {each: kv(each) for each in range(NUM_SLOTS)}
+    whole = held(filled(before))
+    found = held(cut(filled(before), slot, kept))
+    expected = held(filled({**before, slot: kv(slot)[:, :, kept]}))
+    np.testing.assert_allclose(
+        found[:, :, slot, :, : len(kept)], expected[:, :, slot, :, : len(kept)], atol=ATOL, rtol=0
+    )
+    np.testing.assert_array_equal(found[1, :, slot, :, : len(kept)], whole[1, :, slot][:, :, kept])  # Only moved.
+    others = [each for each in range(NUM_SLOTS) if each != slot]
+    np.testing.assert_array_equal(found[:, :, others], whole[:, :, others])
+
+
+def test_cuts_follow_each_other():
+    slots = filled({0: kv(0)})
+    left = np.arange(NUM_TOKENS)
+    for kept in (np.r_[0:4, 30:100], np.r_[0:10, 11:70], np.arange(0, 60, 2)):
+        slots, left = cut(slots, 0, kept), left[kept]
+    expected = held(filled({0: kv(0)[:, :, left]}))
+    np.testing.assert_allclose(
+        held(slots)[:, :, 0, :, : len(left)], expected[:, :, 0, :, : len(left)], atol=ATOL, rtol=0
+    )
+
+
+def test_keys_that_are_not_turned_keep_their_rotation_bit_for_bit():
+    kept = np.r_[0:4, 52:NUM_TOKENS]
+    whole = held(filled({0: kv(0)}))
+    places = np.zeros(CAPACITY, np.int32)
+    places[: len(kept)] = kept
+    turned = jnp.zeros(CAPACITY, jnp.int32)
+    found = held(steps.cut_slot(filled({0: kv(0)}), jnp.int32(0), jnp.asarray(places), turned, table()))
+    np.testing.assert_array_equal(found[:, :, 0, :, : len(kept)], whole[:, :, 0][:, :, :, kept])
+
+
+def test_where_no_row_comes_from_does_not_matter():
+    kept = KEPT["every third"]
+    slots = [held(cut(filled({0: kv(0)}), 0, kept, behind))[:, :, 0, :, : len(kept)] for behind in (0, CAPACITY - 1)]
+    np.testing.assert_array_equal(*slots)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, NUM_TOKENS), (4, 60), (7, 8), (5, 5)])
+def test_a_slot_drifts_as_unrotated_kv_does(start, stop):
+    before = {each: kv(each) for each in range(NUM_SLOTS)}
+    shape = (CONFIG.num_layers, 2, CONFIG.num_kv_heads, CONFIG.head_dim)
+    drift = np.random.default_rng(7).standard_normal(shape).astype(np.float32)
+    span = jnp.asarray([start, stop], jnp.int32)
+    found = held(steps.drift_slot(filled(before), jnp.int32(1), span, jnp.asarray(drift), table()))
+    moved = np.stack(
+        [
+            np.asarray(add_drift(jnp.asarray(rows), jnp.asarray(shift), *span))
+            for rows, shift in zip(kv(1), drift, strict=True)
+        ]
+    )
+    whole, expected = held(filled(before)), held(filled({**before, 1: moved}))
+    np.testing.assert_allclose(found[:, :, 1, :, start:stop], expected[:, :, 1, :, start:stop], atol=ATOL, rtol=0)
+    rest = np.setdiff1d(np.arange(CAPACITY), np.arange(start, stop))
+    np.testing.assert_array_equal(found[:, :, 1][:, :, :, rest], whole[:, :, 1][:, :, :, rest])
+    np.testing.assert_array_equal(found[:, :, [0, 2]], whole[:, :, [0, 2]])
+
+
+def test_half_precision_slots_are_cut_in_half_precision():
+    """Rotated once more, and rounded once more."""
+    slots = steps.make_slots(CONFIG, 1, CAPACITY, "bfloat16")
+    for layer, part in enumerate(kv(0)):
+        slots.keys[layer], slots.values[layer], _ = steps.insert_slot(
+            slots.keys[layer], slots.values[layer], jnp.asarray(part), jnp.int32(0), jnp.int32(0), table()
+        )
+    kept = KEPT["the first and the last half"]
+    found = cut(slots, 0, kept)
+    assert {buffer.dtype for part in found for buffer in part} == {jnp.dtype("bfloat16")}
+    expected = held(filled({0: kv(0)[:, :, kept]}))[:, :, 0, :, : len(kept)]
+    np.testing.assert_allclose(
+        held(found).astype(np.float32)[:, :, 0, :, : len(kept)], expected, atol=2**-7 * np.abs(expected).max(), rtol=0
+    )

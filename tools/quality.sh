@@ -1,0 +1,71 @@
+#!/bin/sh
+# Measures all of results/quality.md again: perplexity, LongEval, MMLU and agreement of truncation methods.
+#
+#   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu_dev/
+#
+# Tasks: drift, ppl, repair, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
+set -eu
+data=$1
+shift
+tasks=${*:-drift ppl repair longeval mmlu agreement page}
+python=${PYTHON:-.venv/bin/python}
+out=results/quality
+text=$data/wikitext2_test_unk_tokens.txt
+mkdir -p "$out"
+
+evaluate() { # name, flags
+    name=$1
+    shift
+    "$python" -m ca_jax.launch.evaluate --json_out="$out/$name.json" "$@"
+}
+
+step_of() { # A window is a whole number of steps on either side of a cut, as many tokens as passes are fast with.
+    if [ "$1" -gt 1024 ]; then echo 512; else echo $(($1 / 2)); fi
+}
+
+for task in $tasks; do
+    case $task in
+    drift)
+        for window in 512 1024 2048; do
+            "$python" -m ca_jax.launch.drift --data="$data/wikitext2_valid_unk_tokens.txt" --window="$window" \
+                --max_tokens=12288 --out="$out/drift_$window.npz"
+        done
+        ;;
+    ppl)
+        for window in 1024 512 2048; do
+            for name in wikitext2 c4; do
+                case $name in c4) file=$data/c4_sample.jsonl ;; *) file=$text ;; esac
+                evaluate "ppl_${name}_$window" --task=ppl --data="$file" --window="$window" --max_tokens=51200 \
+                    --step_tokens="$(step_of "$window")" --plot_out="$out/ppl_${name}_$window.png" \
+                    --method="tt,ca,ca:anchor_tokens=64:drift=$out/drift_$window.npz,ca:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
+            done
+        done
+        ;;
+    repair)
+        drift=$out/drift_1024.npz
+        evaluate repair_curve --task=ppl --data="$text" --window=1024 --max_tokens=16384 --step_tokens=512 \
+            --method="tt,ca:keep_first_tokens=0,ca:keep_first_tokens=1,ca,ca:keep_first_tokens=16,ca:keep_first_tokens=64,ca:keep_first_tokens=0:anchor_tokens=16,ca:anchor_tokens=16,ca:anchor_tokens=64,ca:drift=$drift,ca:repair_ratio=0.1,ca:repair_ratio=0.15,ca:repair_ratio=0.3,ca:repair_ratio=0.5,ca:repair_ratio=0.15:drift=$drift,ca:repair_ratio=0.3:drift=$drift,ca:discarder=heavy_hitters"
+        ;;
+    longeval)
+        for name in 200_lines 5_topics; do
+            evaluate "longeval_$name" --task=longeval --data="$data/longeval/$name.jsonl" --window=1024 \
+                --method="tt,ca,ca:anchor_tokens=64:drift=$out/drift_1024.npz,nkvt"
+        done
+        ;;
+    mmlu)
+        evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 \
+            --method="tt,ca,ca:anchor_tokens=64:drift=$out/drift_1024.npz,nkvt"
+        ;;
+    agreement)
+        evaluate agreement --task=agreement --data="$text" --window=1024 --max_tokens=16384 \
+            --method="tt,ca,ca:anchor_tokens=64:drift=$out/drift_1024.npz,nkvt"
+        ;;
+    page)
+        "$python" -m ca_jax.launch.evaluate_report --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
+        ;;
+    *)
+        echo "wanted one of drift, ppl, repair, longeval, mmlu, agreement, page; found $task" >&2
+        exit 1
+        ;;
+    esac
+done
