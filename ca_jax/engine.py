@@ -206,6 +206,7 @@ class Engine:
         self, session: Session, message: str | Sequence[int], params: SamplingParams, priority: int = 0
     ) -> Job:
         """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
+        submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
         with self._lock:
             self._check_open()
             text = message if isinstance(message, str) else None
@@ -223,6 +224,7 @@ class Engine:
                 self._truncator.cut(session, discarded)
             said = text_of(self.model, new_ids) if text is None else text
             job = self._make_job(session.token_ids + new_ids, params, session, said, priority)
+            job.submitted_s = submitted_s
             job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
             job.num_gone = session.conversation.num_dropped
             if self._runner.with_attention:
