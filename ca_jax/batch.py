@@ -229,11 +229,17 @@ class Batch:
             self._metrics.turns += 1
         if job.session is not None and job.output_ids:
             job.session.adopt(job)
-            self._kv.remember(job.session)
+        self._remember(job)
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._release(job)
         job.error = error
+        self._remember(job)
+
+    def _remember(self, job: Job) -> None:
+        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other."""
+        if job.session is not None and job.started_s:
+            self._kv.remember(job.session)
 
     def _release(self, job: Job) -> None:
         """Gives back a job's slot and its staging, and submits what is left to save."""

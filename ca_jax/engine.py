@@ -319,9 +319,8 @@ class Engine:
         """Takes a conversation back to what is left of it, its KV too; for `Session.rewind`."""
         with self._lock:  # At once: what is written to SSD is either state.
             self._check_open()
-            self._kv.truncate(session, len(left.token_ids))
+            self._kv.truncate(session, len(left.token_ids), left)
             session.resume(left)
-            self._kv.remember(session)
 
     def discard(self, session: Session, discarded: np.ndarray) -> None:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""

@@ -216,12 +216,15 @@ class SessionKV:
 
     # What is stored.
 
-    def truncate(self, session: Session, num_tokens: int) -> None:
-        """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run."""
+    def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+        """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
+
+        On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
+        """
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
         self.write_buffer.settle(key)
-        self._store.truncate(key, num_tokens)
+        self._store.truncate(key, num_tokens, note=None if left is None else left.to_bytes())
 
     def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.

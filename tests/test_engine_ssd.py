@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, Un
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.records import MissReason, Residency
 from tests import engine_kit as kit
+from tests.reliability import workload
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
@@ -290,3 +292,44 @@ def test_a_rewind_of_what_is_on_ssd_alone_is_remembered(store):
         session = engine.session(session_id="one")
         assert session.conversation == left
         assert expect_right_answer(session, [65]) == {"ssd": 40}
+
+
+def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conversation(tmp_path):
+    """DRAM is full of what SSD has not yet, and SSD writes nothing for a while."""
+    store = ssd_store(tmp_path, dram_blocks=6)
+    with kit.small_engine(store=store, max_batch_size=1) as engine:
+        may_write = threading.Event()
+        workload.ssd_of(engine)._worker._writes.put(may_write.wait)
+        try:
+            kit.say(engine.session(session_id="first"), kit.prompt(85), max_tokens=4)
+            session = engine.session(session_id="second")
+            kit.say(session, kit.prompt(30), max_tokens=4)
+            assert [info.session_id for info in engine.stored.list()] == ["first"]
+        finally:
+            may_write.set()
+        left = session.conversation
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="second")
+        assert session.conversation == left
+        assert expect_right_answer(session, [65]) == {"ssd": len(left.token_ids) - 1}
+
+
+def test_a_turn_given_up_before_its_answer_takes_no_conversation_with_it(store):
+    """Its prompt has other tokens than what is stored, which goes; some of its KV is saved, and it is cancelled."""
+    with kit.small_engine(store=store, prefill_chunk_tokens=64) as engine:
+        session = engine.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        engine.wait_for_saves()
+        left = session.conversation
+        engine.truncate_stored(session, 0)
+        answer = session.send_ids(kit.prompt(200))
+        engine.step()
+        engine.step()
+        answer.close()
+        engine.wait_for_saves()
+        (info,) = engine.stored.list()
+        assert info.ssd_tokens >= 64
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        assert session.conversation == left
+        assert expect_right_answer(session, [65])["ssd"] >= 40

@@ -202,15 +202,23 @@ class AttentionStore:
         return self._ssd.note(key)
 
     def set_note(self, key: str, note: bytes) -> None:
-        """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place."""
+        """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place.
+
+        For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
+        had room for any of its KV.
+        """
         self._check_open()
+        if self._ssd is None:
+            return
         entry = self._entries.get(key)
-        if entry is not None and self._ssd is not None:
-            entry.note = note
-            if entry.block_ids:
-                self._placement.changed(entry)
-            else:
-                self._ssd.set_note(entry)
+        if entry is None:
+            self._entries.expect(key, note)
+            return
+        entry.note = note
+        if entry.block_ids:
+            self._placement.changed(entry)
+        else:
+            self._ssd.set_note(entry)
 
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike) -> str | None:
         """The tenant's session on SSD that begins with the same tokens for longest, at least a block of them.
@@ -424,6 +432,8 @@ class AttentionStore:
             raise ValueError(f"wanted num_tokens >= 0, found {num_tokens}")
         entry = self._entries.get(key)
         if entry is None:
+            if not num_tokens:
+                self._entries.expect(key, None)
             return 0
         _check_idle(entry)
         if num_tokens:

@@ -128,6 +128,7 @@ class EntryTable:
         self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
+        self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
 
         look_ahead.watch(self._requeue)
 
@@ -152,8 +153,9 @@ class EntryTable:
         return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
     def add(self, entry: Entry) -> None:
-        """Adds a new entry, as the last created and the last used."""
+        """Adds a new entry, as the last created and the last used, with the note that waits for it."""
         self._entries[entry.key] = entry
+        entry.note = self._notes.pop(entry.key, entry.note)
         self._by_name[entry.owner.session_id].add(entry.key)
         self.place(entry)
 
@@ -177,10 +179,18 @@ class EntryTable:
         self._pins[key] += num_pins
         if not self._pins[key]:
             del self._pins[key]
+            self._notes.pop(key, None)
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
             self.place(entry)
+
+    def expect(self, key: str, note: bytes | None) -> None:
+        """Keeps a note for an entry that is not there yet, while its key is pinned; None: keeps none."""
+        if note is not None and self._pins[key]:
+            self._notes[key] = note
+        else:
+            self._notes.pop(key, None)
 
     def clear_pins(self) -> None:
         """Takes all such pins back."""

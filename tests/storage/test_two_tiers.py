@@ -288,6 +288,38 @@ def test_a_note_goes_with_the_next_flush_and_is_told_before(open_store):
     assert store.note("a") == b""
 
 
+def test_a_note_waits_for_the_first_save_of_a_pinned_session(open_store):
+    store = open_store()
+    store.pin("a")
+    store.set_note("a", b"note")  # As for a turn that has ended before the store had room for any of its KV.
+    store.set_note("b", b"of nothing")
+    store.settle()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    save(store, "b", ids(5), make_kv(LAYOUT, 5))
+    store.unpin("a")
+    store.settle()
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"note")
+    assert (ssd_tokens(store, "b"), store.note("b")) == (5, b"")
+
+
+@pytest.mark.parametrize("end", ["unpin", "drop"])
+def test_a_note_that_waits_is_not_given_to_a_later_session(open_store, end):
+    store = open_store()
+    store.pin("a")
+    store.set_note("a", b"secret")
+    if end == "unpin":
+        store.unpin("a")
+        store.pin("a")
+    else:
+        store.drop("a")
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.unpin("a")
+    store.settle()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"")
+
+
 def test_a_note_survives_a_truncation_while_a_flush_is_under_way(open_store, gates):
     store = open_store()
     save(store, "a", ids(5), make_kv(LAYOUT, 5))
