@@ -5,10 +5,11 @@ The names here are the public ones; everything else may change.
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
+from ca_jax.jobs import Completion, FinishReason, SamplingParams, Usage
 from ca_jax.models.config import ModelConfig
 from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
-from ca_jax.session import Completion, FinishReason, SamplingParams, Session, Usage
+from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
 
 __all__ = [

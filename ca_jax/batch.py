@@ -17,12 +17,12 @@ from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import padded
 from ca_jax.decoder import Decoder, DecodeRow
+from ca_jax.jobs import FinishReason, Job
 from ca_jax.metrics import EngineMetrics
 from ca_jax.prefilling import Prefilling
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler, StepPlan
-from ca_jax.session import FinishReason, Job
 from ca_jax.session_kv import SessionKV
 from ca_jax.timeline import Timeline
 from ca_jax.transfer import to_host_memory

@@ -34,6 +34,7 @@ from ca_jax.errors import (
     SessionClosedError,
     TenantError,
 )
+from ca_jax.jobs import Completion, Job, SamplingParams
 from ca_jax.metrics import EngineMetrics
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
@@ -41,7 +42,7 @@ from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
-from ca_jax.session import Completion, Job, SamplingParams, Session
+from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.layout import KVLayout

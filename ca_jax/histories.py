@@ -16,11 +16,11 @@ import jax
 
 from ca_jax import costs
 from ca_jax.config import EngineConfig
+from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad, LayerLoader
 from ca_jax.metrics import EngineMetrics
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
-from ca_jax.session import Job
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout

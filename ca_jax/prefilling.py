@@ -18,10 +18,11 @@ from ca_jax import costs
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.conversations import padded
 from ca_jax.histories import History
+from ca_jax.jobs import Job
 from ca_jax.metrics import EngineMetrics
 from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Prefill, Runner
-from ca_jax.session import Job, Session
+from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ca_jax import sampling
-from ca_jax.session import SamplingParams
+from ca_jax.jobs import SamplingParams
 from ca_jax.transfer import to_device, to_host
 
 

@@ -19,7 +19,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 
-from ca_jax.session import Job
+from ca_jax.jobs import Job
 
 _PASSED_JOBS = 16  # How many are looked at for one that can run.
 _MAX_OVERTAKEN = 32  # How many later jobs are taken before a job.

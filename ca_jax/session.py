@@ -1,249 +1,25 @@
-"""Conversations and their turns, as host data.
+"""Conversations that go on turn by turn, as host data.
 
 A session owns its token ids: history is never tokenised again, so that what is reused is exactly what was computed.
 
-Not here: jax, KV, scheduling (scheduler), running (engine).
+Not here: jax, KV, turns (jobs), scheduling (scheduler), running (engine).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
-import itertools
-import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 
 from ca_jax.conversations import Conversation
 from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
-from ca_jax.text_output import TextOutput
+from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine
-
-_job_ids = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one answer is drawn and when it ends.
-
-    Raises:
-      InvalidRequestError: a value outside its range.
-    """
-
-    max_tokens: int = 256
-    """Most tokens to generate, at least 1."""
-    temperature: float = 0.0
-    """0 is greedy, so that the same conversation gives the same answer; above, logits are divided by it."""
-    top_k: int = 0
-    """Draw from the k likeliest tokens; 0 means all."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability, in (0, 1]."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest, in [0, 1)."""
-    repetition_penalty: float = 1.0
-    """Divides (or multiplies, if negative) the logits of tokens seen so far; 1 is none."""
-    seed: int = 0
-    """Of the draws; the same seed gives the same answer whatever else is in the batch."""
-    stop: tuple[str, ...] = ()
-    """The answer ends before any of these strings."""
-    stop_token_ids: tuple[int, ...] = ()
-    """The answer ends with any of these tokens, besides the model's own."""
-    ignore_eos: bool = False
-    """Go on past the model's own stop tokens."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or above"),
-            ("top_k", self.top_k >= 0, "0 or above"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
-            ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
-            ("stop", all(self.stop), "no empty string"),
-        )
-        for name, holds, wanted in checks:
-            if not holds:
-                raise InvalidRequestError(f"{name} wanted {wanted}, found {getattr(self, name)!r}")
-
-
-class FinishReason(enum.Enum):
-    """Why a job ended."""
-
-    STOP = "stop"
-    """A stop token or stop string."""
-    LENGTH = "length"
-    """`max_tokens`, or the end of the context window."""
-    CANCELLED = "cancelled"
-    """The caller stopped listening."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Usage:
-    """What one turn took."""
-
-    prompt_tokens: int
-    """Tokens the answer was conditioned on: history and new."""
-    cached_tokens: dict[str, int]
-    """Of those, how many had their KV loaded, by tier."""
-    completion_tokens: int
-    """Tokens generated."""
-    ttft_s: float
-    """Seconds from submission to the first token, waiting included."""
-    queued_s: float
-    """Seconds of those spent waiting for a slot."""
-    load_s: float
-    """Seconds in which KV was being copied from the store; they overlap compute."""
-    load_stall_s: float
-    """Seconds in which compute waited for such a copy."""
-    decode_s: float
-    """Seconds from the first token to the last."""
-    token_times_s: tuple[float, ...] = ()
-    """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
-    dropped_tokens: int = 0
-    """Tokens of the conversation that left in this turn, since the context window was full."""
-    repaired_tokens: int = 0
-    """Cached tokens whose KV was computed anew, in part at least, since others had left."""
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Cached tokens of all tiers."""
-        return sum(self.cached_tokens.values())
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that were prefilled."""
-        return self.prompt_tokens - self.num_cached_tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """An answer of `Engine.generate`."""
-
-    token_ids: list[int]
-    """Generated tokens, a stop token included."""
-    text: str
-    """Their text, without stop token or stop string."""
-    finish_reason: FinishReason
-    """Why it ended."""
-    usage: Usage
-    """What it took."""
-
-
-@dataclasses.dataclass(eq=False)
-class Job:
-    """One turn, from submission to its last token. Only the engine writes to it."""
-
-    prompt_ids: list[int]
-    """History and new tokens, when it was submitted."""
-    params: SamplingParams
-    output: TextOutput
-    """Turns tokens into text."""
-    stop_ids: frozenset[int]
-    """Tokens that end it."""
-    session: Session | None = None
-    """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
-    message: str = ""
-    """What the user said."""
-    job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))
-    """Order of submission."""
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    """The context: prompt and generated tokens, without those that left since the window was full."""
-    num_gone: int = 0
-    """Tokens that have left its conversation so far: with those that are there they tell one draw from another."""
-    positions: list[int] = dataclasses.field(default_factory=list)
-    """At which the keys of its first tokens are used, where those are not their places."""
-    attention: np.ndarray | None = None
-    """f32, the attention that its first tokens received so far; None where that is not measured."""
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    """Generated so far."""
-    pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
-    """Text not yet taken by the caller."""
-    priority: int = 0
-    """Jobs of lower values go first; among equals the first to come."""
-    slot: int | None = None
-    """Decode slot while running."""
-    finish_reason: FinishReason | None = None
-    """Set when it has ended."""
-    error: Exception | None = None
-    """What broke it, if something did."""
-    cached_tokens: int = 0
-    """History tokens whose KV was loaded."""
-    cached_tier: str = "dram"
-    """Where it was when the turn was queued: `dram` or `ssd`."""
-    submitted_s: float = dataclasses.field(default_factory=time.perf_counter)
-    """When it was submitted."""
-    started_s: float = 0.0
-    """When its prefill began."""
-    first_token_s: float = 0.0
-    """When its first token was there."""
-    finished_s: float = 0.0
-    """When it ended."""
-    token_times_s: list[float] = dataclasses.field(default_factory=list)
-    """When each token was there."""
-    load_s: float = 0.0
-    """See `Usage`."""
-    load_stall_s: float = 0.0
-    """See `Usage`."""
-    dropped_tokens: int = 0
-    """See `Usage`."""
-    repaired_tokens: int = 0
-    """See `Usage`."""
-
-    def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_ids)
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the context."""
-        return len(self.token_ids)
-
-    def add(self, token: int) -> None:
-        """Puts a generated token behind the context."""
-        self.output_ids.append(token)
-        self.token_ids.append(token)
-
-    def usage(self) -> Usage:
-        """What it took so far."""
-        return Usage(
-            prompt_tokens=len(self.prompt_ids),
-            cached_tokens={self.cached_tier: self.cached_tokens},
-            completion_tokens=len(self.output_ids),
-            ttft_s=max(self.first_token_s - self.submitted_s, 0.0),
-            queued_s=max(self.started_s - self.submitted_s, 0.0),
-            load_s=self.load_s,
-            load_stall_s=self.load_stall_s,
-            decode_s=max(self.finished_s - self.first_token_s, 0.0),
-            token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
-            dropped_tokens=self.dropped_tokens,
-            repaired_tokens=self.repaired_tokens,
-        )
-
-    def completion(self) -> Completion:
-        """The answer of a job that has ended well."""
-        if self.finish_reason is None:
-            raise ValueError(f"wanted a finished job, found job {self.job_id} with {len(self.output_ids)} tokens")
-        return Completion(
-            token_ids=list(self.output_ids),
-            text=self.output.text,
-            finish_reason=self.finish_reason,
-            usage=self.usage(),
-        )
 
 
 class Answer(Iterator[str]):

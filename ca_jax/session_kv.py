@@ -21,12 +21,13 @@ from ca_jax.conversations import Conversation
 from ca_jax.device_memory import staging_bytes
 from ca_jax.errors import TenantError
 from ca_jax.histories import Histories, History
+from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
-from ca_jax.session import Job, Session
+from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.attention import attend, attend_slots, attention_received, slot_attention_received
+from ca_jax.models.attention import attend, attend_slots
+from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.llama import Layer, Llama

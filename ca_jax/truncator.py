@@ -17,12 +17,13 @@ from ca_jax.conversations import extended, padded
 from ca_jax.discarding import DiscardContext, check_discarded
 from ca_jax.drift import Drift
 from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad
 from ca_jax.metrics import EngineMetrics
 from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
 from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Runner
-from ca_jax.session import Job, Session
+from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.turn_saver import TurnSaver
 

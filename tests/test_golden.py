@@ -11,8 +11,8 @@ import pytest
 import ca_jax
 from ca_jax.config import EngineConfig
 from ca_jax.errors import UnknownModelError
+from ca_jax.jobs import SamplingParams
 from ca_jax.models.checkpoint import PRESETS
-from ca_jax.session import SamplingParams
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 

@@ -31,7 +31,7 @@ LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner"]} - {"blend", "evaluation", "launch"}
 STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit}) for unit in SERVING)}  # either way
 WITHOUT_JAX = {
-    *("scheduler", "session", "conversations", "discarding", "overflow"),
+    *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
     *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
@@ -195,13 +195,14 @@ def test_a_house_in_order_breaks_no_rule(made):
             "errors": "import os",
             "config": "from ca_jax.storage.config import StoreConfig",
             "session": "if TYPE_CHECKING:\n  import jax\n  from ca_jax.engine import Engine",
+            "jobs": "import time\nif TYPE_CHECKING:\n  from ca_jax.session import Session",
             "models/config": "from ca_jax.errors import E",
             "models/llama": "import jax\nfrom ca_jax.models import config\nfrom ca_jax.models.config import X",
             "storage/__init__": "from ca_jax.storage.dram import Dram",
             "storage/config": "from ca_jax import errors",
             "storage/dram": "import numpy\nfrom ca_jax.storage.config import StoreConfig",
             "steps": "import jax\nfrom ca_jax import models\nfrom ca_jax.models.llama import Llama",
-            "scheduler": "from ca_jax.storage import dram\nfrom ca_jax.session import Job\ndef f():\n  import jax",
+            "scheduler": "from ca_jax.storage import dram\nfrom ca_jax.jobs import Job\ndef f():\n  import jax",
             "runner": "from ca_jax import blend, drift, steps, config",
             "blend": "from ca_jax.steps import step",
             "drift": "import jax",

@@ -19,12 +19,12 @@ import ca_jax
 from ca_jax import costs, layer_loader
 from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.decode_slots import DecodeSlots
+from ca_jax.jobs import SamplingParams
 from ca_jax.layer_loader import LayerLoader, StagingInUseError
 from ca_jax.metrics import CompileCounter
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.read_buffer import ReadBuffer
-from ca_jax.session import SamplingParams
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout

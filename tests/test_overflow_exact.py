@@ -10,7 +10,8 @@ import pytest
 
 from ca_jax.discarding import DiscardContext, HeavyHitters, SinksAndRecent
 from ca_jax.engine import Engine
-from ca_jax.session import FinishReason, Session
+from ca_jax.jobs import FinishReason
+from ca_jax.session import Session
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
 from tests import overflow_kit as ok

@@ -14,9 +14,10 @@ import pytest
 
 from ca_jax import steps
 from ca_jax.engine import Engine
+from ca_jax.jobs import FinishReason
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.prefilling import Prefilling
-from ca_jax.session import Answer, FinishReason, Session
+from ca_jax.session import Answer, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.paced import GatedTransfers

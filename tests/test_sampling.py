@@ -12,8 +12,8 @@ import pytest
 
 import ca_jax
 from ca_jax import sampling
+from ca_jax.jobs import SamplingParams
 from ca_jax.sampler import Sampler
-from ca_jax.session import SamplingParams
 from tests import engine_kit as kit
 
 VOCAB = 12

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ca_jax.session import Job, SamplingParams, Usage
+from ca_jax.jobs import Job, SamplingParams, Usage
 from ca_jax.text_output import TextOutput
 from tests import engine_kit as kit
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
+from ca_jax.jobs import Job
 from ca_jax.launch.bench_engines import kv_layout, make_engine
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.session import Job, Session
+from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing.controlled_store import ControlledStore

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ca_jax.engine import Engine
+from ca_jax.jobs import SamplingParams
 from ca_jax.launch.bench_overlap import (
     CALIBRATIONS,
     AdjustableLink,
@@ -44,7 +45,7 @@ from ca_jax.launch.bench_suites import send_turn
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.rates import Rates
-from ca_jax.session import SamplingParams, Session
+from ca_jax.session import Session
 
 _FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 _WARM_UP_TOKENS = 1024  # The most that an engine stores to measure its rates.

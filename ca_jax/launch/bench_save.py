@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ca_jax.engine import Engine
+from ca_jax.jobs import SamplingParams
 from ca_jax.launch.bench_overlap import (
     CALIBRATIONS,
     AdjustableLink,
@@ -41,7 +42,7 @@ from ca_jax.launch.bench_overlap_schema import SaveBenchConfig, SaveResult, Save
 from ca_jax.launch.bench_schema import BenchError, Samples
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.session import SamplingParams, Session
+from ca_jax.session import Session
 
 Measured = tuple[list[dict[str, float]], bool, int]
 """Seconds by way, of each round; whether all ways gave the same answers; functions compiled."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ca_jax.engine import Engine
+from ca_jax.jobs import SamplingParams
 from ca_jax.launch.bench_peers import Peer
 from ca_jax.launch.bench_schema import (
     SETTLING_STEPS,
@@ -32,7 +33,7 @@ from ca_jax.launch.bench_schema import (
 )
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import Progress
-from ca_jax.session import SamplingParams, Session
+from ca_jax.session import Session
 
 
 def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: Progress) -> list[Row]:

@@ -26,13 +26,14 @@ from absl import app, flags, logging
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
+from ca_jax.jobs import FinishReason, SamplingParams
 from ca_jax.launch import engine_flags, store_flags
 from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
 from ca_jax.overflow import OverflowConfig
-from ca_jax.session import FinishReason, SamplingParams, Session
+from ca_jax.session import Session
 
 FLAGS = flags.FLAGS
 

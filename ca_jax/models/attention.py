@@ -6,7 +6,8 @@ backend, or by the caller. They differ in rounding alone.
 
 Shapes: B batch, T new tokens, S history tokens, N query heads, K KV heads, G = N / K, H head dim.
 
-Not here: projections (the models), rotation angles (rope), where slots live (steps), kernels (gpu_attention).
+Not here: projections (the models), rotation angles (rope), where slots live (steps), kernels (gpu_attention), what each
+key receives (attention_received).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def matmul_precision(x: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], num_batch: int) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], num_batch: int) -> jax.Array:
+    """Contracts axis `contract[0]` of `a` with `contract[1]` of `b` behind `num_batch` axes of both; gives f32."""
     batch = tuple(range(num_batch))
     return lax.dot_general(
         a,
@@ -64,10 +66,10 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], num_batch: int) 
 def _softmax_weighted(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """`q [*, R, H]`, `k` and `v` `[*, E, H]`, `mask [R, E]` to f32 `[*, R, H]`; `*` is one batch axis or none."""
     num_batch = q.ndim - 2
-    scores = jnp.where(mask, _dot(q, k, (q.ndim - 1, k.ndim - 1), num_batch), MASKED)
+    scores = jnp.where(mask, dot(q, k, (q.ndim - 1, k.ndim - 1), num_batch), MASKED)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)
-    return _dot(weights.astype(v.dtype), v, (q.ndim - 1, v.ndim - 2), num_batch) / total
+    return dot(weights.astype(v.dtype), v, (q.ndim - 1, v.ndim - 2), num_batch) / total
 
 
 def attend(
@@ -249,11 +251,11 @@ def attend_slots(
         values = lax.dynamic_slice(slot_values, (0, 0, i * SLOT_BLOCK, 0), window)
         used = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None]  # [B, block]
         values = jnp.where(used[:, None, :, None], values, 0)
-        scores = jnp.where(used[:, None, None, :], _dot(scaled, keys, (3, 3), 2), MASKED)
+        scores = jnp.where(used[:, None, None, :], dot(scaled, keys, (3, 3), 2), MASKED)
         new_top = jnp.maximum(top, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
         rescale = jnp.exp(top - new_top)
-        out = out * rescale[..., None] + _dot(weights.astype(values.dtype), values, (3, 2), 2)
+        out = out * rescale[..., None] + dot(weights.astype(values.dtype), values, (3, 2), 2)
         return new_top, total * rescale + weights.sum(-1), out
 
     start = (
@@ -263,124 +265,3 @@ def attend_slots(
     )
     _, total, out = lax.fori_loop(0, blocks, body, start)
     return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-
-
-def attention_received(
-    q: jax.Array,
-    new: LayerKV,
-    history: LayerKV | None,
-    history_lengths: jax.Array,
-    rotation: rope.Rotation,
-    history_rotation: rope.Rotation | None,
-    num_queries: jax.Array | int,
-    implementation: PrefillAttention | None = None,
-) -> jax.Array:
-    """The attention that each key of one sequence receives in `attend`, summed over query heads and new tokens.
-
-    A new token that counts gives N in all. Heads and queries go in the blocks of `attend`, so that within one jitted
-    function the scores and the softmax of both are computed once, but for `flash`, which does not hand them out.
-
-    Args:
-      q: `[1, T, N, H]`, unrotated.
-      new: the new tokens' KV, `[1, T, K, H]`, unrotated.
-      history: `[1, S, K, H]`, unrotated, or None for no history.
-      history_lengths: i32 `[1]`, history tokens that count, at most S.
-      rotation: of the new tokens' positions, `[1, T, H/2]`.
-      history_rotation: of history places, `[S, H/2]`.
-      num_queries: new tokens that count; those behind them give nothing, and receive nothing.
-      implementation: of `attend`; None: the backend's.
-
-    Returns:
-      f32 `[S + T]`, history places first; 0 where no token that counts sees the key.
-
-    Raises:
-      ValueError: more than one sequence.
-    """
-    if q.shape[0] != 1:
-        raise ValueError(f"attention_received wanted one sequence, found a batch of {q.shape[0]}")
-    is_batched = (implementation or prefill_attention(q.dtype, q.shape[-1])) != "blocks"
-    query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
-    _, num_new, num_heads, head_dim = q.shape
-    keys = rope.rotate(new.k, rotation)
-    num_history = 0
-    if history is not None and history_rotation is not None:
-        num_history = history.k.shape[1]
-        keys = jnp.concatenate([rope.rotate(history.k, history_rotation), keys], axis=1)
-    num_kv = keys.shape[2]
-    groups = num_heads // num_kv
-    q = rope.rotate(q, rotation)[0]
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    q_heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
-    k_heads = keys[0].transpose(1, 0, 2)  # [K, S + T, H]
-
-    received = jnp.zeros(num_history + num_new, jnp.float32)
-    for start in range(0, num_new, query_block):
-        stop = min(start + query_block, num_new)
-        extent = num_history + stop
-        key_index = jnp.arange(extent)[None, :]
-        query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
-        is_history = key_index < num_history
-        mask = jnp.where(is_history, key_index < history_lengths[0], key_index - num_history <= query_index)
-        counts = query_index < num_queries
-        rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
-        if num_kv <= UNROLLED_KV_HEADS and not is_batched:
-            given = sum(_softmax_sums(rows[h], k_heads[h, :extent], mask, counts) for h in range(num_kv))
-        else:
-            given = _softmax_sums(rows, k_heads[:, :extent], mask, counts)
-        received += jnp.pad(given, (0, num_new - stop))
-    return received
-
-
-def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array) -> jax.Array:
-    """The softmax of `_softmax_weighted`, summed over heads and those rows that `counts [R, 1]` says: f32 `[E]`."""
-    scores = jnp.where(mask, _dot(q, k, (q.ndim - 1, k.ndim - 1), q.ndim - 2), MASKED)
-    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-    total = weights.sum(-1, keepdims=True)
-    return jnp.where(counts, weights / total, 0).sum(range(q.ndim - 1))
-
-
-def slot_attention_received(
-    q: jax.Array, slot_keys: jax.Array, lengths: jax.Array, num_blocks: int | None = None
-) -> jax.Array:
-    """The attention that each key receives in `attend_slots`, summed over query heads.
-
-    A row gives N in all. Keys are read once, in the blocks of `attend_slots`; scores of all heads are held meanwhile.
-
-    Args:
-      q: `[B, K, G, H]`, rotated.
-      slot_keys: `[slots, K, C, H]`, rotated; C is a multiple of `SLOT_BLOCK`; the first B slots are read.
-      lengths: i32 `[B]`, keys of each row that count, its own new token among them.
-      num_blocks: blocks to read, at least as many as the longest row has; None lets that decide at run time.
-
-    Returns:
-      f32 `[B, C]`, 0 behind each row's length.
-    """
-    batch_size, num_kv, groups, head_dim = q.shape
-    capacity = slot_keys.shape[2]
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
-    blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
-
-    def used(i: jax.Array) -> jax.Array:
-        return (i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None])[:, None, None, :]
-
-    def score(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        scores, top, total = carry
-        window = (batch_size, num_kv, SLOT_BLOCK, head_dim)
-        keys = lax.dynamic_slice(slot_keys, (0, 0, i * SLOT_BLOCK, 0), window)
-        found = jnp.where(used(i), _dot(scaled, keys, (3, 3), 2), MASKED)
-        new_top = jnp.maximum(top, found.max(-1))
-        total = total * jnp.exp(top - new_top) + jnp.exp(found - new_top[..., None]).sum(-1)
-        return lax.dynamic_update_slice(scores, found, (0, 0, 0, i * SLOT_BLOCK)), new_top, total
-
-    heads = (batch_size, num_kv, groups)
-    empty = jnp.full((*heads, capacity), MASKED, jnp.float32)
-    start = (empty, jnp.full(heads, MASKED, jnp.float32), jnp.zeros(heads, jnp.float32))
-    scores, top, total = lax.fori_loop(0, blocks, score, start)
-
-    def share(i: jax.Array, received: jax.Array) -> jax.Array:
-        found = lax.dynamic_slice_in_dim(scores, i * SLOT_BLOCK, SLOT_BLOCK, axis=3)
-        weights = jnp.exp(found - top[..., None]) / jnp.maximum(total, 1e-30)[..., None]
-        given = jnp.where(used(i), weights, 0).sum((1, 2))
-        return lax.dynamic_update_slice_in_dim(received, given, i * SLOT_BLOCK, axis=1)
-
-    return lax.fori_loop(0, blocks, share, jnp.zeros((batch_size, capacity), jnp.float32))

@@ -7,6 +7,7 @@ import pytest
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
+from ca_jax.jobs import SamplingParams, Usage
 from ca_jax.launch import bench_scripts, bench_throughput
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import BenchError
@@ -21,7 +22,6 @@ from ca_jax.launch.bench_throughput import (
     serve,
 )
 from ca_jax.pretrained import LoadedModel, load_model
-from ca_jax.session import SamplingParams, Usage
 from ca_jax.traces.sharegpt import Conversation, Turn
 
 CONFIG = ThroughputBenchConfig(

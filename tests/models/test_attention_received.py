@@ -6,13 +6,8 @@ import pytest
 
 from ca_jax import steps
 from ca_jax.models import attention, rope
-from ca_jax.models.attention import (
-    BATCHED_QUERY_BLOCK,
-    QUERY_BLOCK,
-    SLOT_BLOCK,
-    attention_received,
-    slot_attention_received,
-)
+from ca_jax.models.attention import BATCHED_QUERY_BLOCK, QUERY_BLOCK, SLOT_BLOCK
+from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.testing.tiny import tiny_config, tiny_params

@@ -1,0 +1,149 @@
+"""The attention that each key receives, by which discarding lists tell tokens that matter (heavy hitters).
+
+Computed beside `attend` and `attend_slots` in the same blocks, so that XLA shares their scores. Shapes as there.
+
+Not here: attention itself (attention), who sums what over layers and turns (steps, runner).
+Source: accumulated attention scores, H2O (Zhang et al., NeurIPS 2023).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ca_jax.models import rope
+from ca_jax.models.attention import (
+    BATCHED_QUERY_BLOCK,
+    MASKED,
+    QUERY_BLOCK,
+    SLOT_BLOCK,
+    UNROLLED_KV_HEADS,
+    PrefillAttention,
+    dot,
+    prefill_attention,
+)
+from ca_jax.models.kv import LayerKV
+
+
+def attention_received(
+    q: jax.Array,
+    new: LayerKV,
+    history: LayerKV | None,
+    history_lengths: jax.Array,
+    rotation: rope.Rotation,
+    history_rotation: rope.Rotation | None,
+    num_queries: jax.Array | int,
+    implementation: PrefillAttention | None = None,
+) -> jax.Array:
+    """The attention that each key of one sequence receives in `attend`, summed over query heads and new tokens.
+
+    A new token that counts gives N in all. Heads and queries go in the blocks of `attend`, so that within one jitted
+    function the scores and the softmax of both are computed once, but for `flash`, which does not hand them out.
+
+    Args:
+      q: `[1, T, N, H]`, unrotated.
+      new: the new tokens' KV, `[1, T, K, H]`, unrotated.
+      history: `[1, S, K, H]`, unrotated, or None for no history.
+      history_lengths: i32 `[1]`, history tokens that count, at most S.
+      rotation: of the new tokens' positions, `[1, T, H/2]`.
+      history_rotation: of history places, `[S, H/2]`.
+      num_queries: new tokens that count; those behind them give nothing, and receive nothing.
+      implementation: of `attend`; None: the backend's.
+
+    Returns:
+      f32 `[S + T]`, history places first; 0 where no token that counts sees the key.
+
+    Raises:
+      ValueError: more than one sequence.
+    """
+    if q.shape[0] != 1:
+        raise ValueError(f"attention_received wanted one sequence, found a batch of {q.shape[0]}")
+    is_batched = (implementation or prefill_attention(q.dtype, q.shape[-1])) != "blocks"
+    query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
+    _, num_new, num_heads, head_dim = q.shape
+    keys = rope.rotate(new.k, rotation)
+    num_history = 0
+    if history is not None and history_rotation is not None:
+        num_history = history.k.shape[1]
+        keys = jnp.concatenate([rope.rotate(history.k, history_rotation), keys], axis=1)
+    num_kv = keys.shape[2]
+    groups = num_heads // num_kv
+    q = rope.rotate(q, rotation)[0]
+    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
+    q_heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
+    k_heads = keys[0].transpose(1, 0, 2)  # [K, S + T, H]
+
+    received = jnp.zeros(num_history + num_new, jnp.float32)
+    for start in range(0, num_new, query_block):
+        stop = min(start + query_block, num_new)
+        extent = num_history + stop
+        key_index = jnp.arange(extent)[None, :]
+        query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
+        is_history = key_index < num_history
+        mask = jnp.where(is_history, key_index < history_lengths[0], key_index - num_history <= query_index)
+        counts = query_index < num_queries
+        rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
+        if num_kv <= UNROLLED_KV_HEADS and not is_batched:
+            given = sum(_softmax_sums(rows[h], k_heads[h, :extent], mask, counts) for h in range(num_kv))
+        else:
+            given = _softmax_sums(rows, k_heads[:, :extent], mask, counts)
+        received += jnp.pad(given, (0, num_new - stop))
+    return received
+
+
+def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array) -> jax.Array:
+    """The softmax of `_softmax_weighted`, summed over heads and those rows that `counts [R, 1]` says: f32 `[E]`."""
+    scores = jnp.where(mask, dot(q, k, (q.ndim - 1, k.ndim - 1), q.ndim - 2), MASKED)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    total = weights.sum(-1, keepdims=True)
+    return jnp.where(counts, weights / total, 0).sum(range(q.ndim - 1))
+
+
+def slot_attention_received(
+    q: jax.Array, slot_keys: jax.Array, lengths: jax.Array, num_blocks: int | None = None
+) -> jax.Array:
+    """The attention that each key receives in `attend_slots`, summed over query heads.
+
+    A row gives N in all. Keys are read once, in the blocks of `attend_slots`; scores of all heads are held meanwhile.
+
+    Args:
+      q: `[B, K, G, H]`, rotated.
+      slot_keys: `[slots, K, C, H]`, rotated; C is a multiple of `SLOT_BLOCK`; the first B slots are read.
+      lengths: i32 `[B]`, keys of each row that count, its own new token among them.
+      num_blocks: blocks to read, at least as many as the longest row has; None lets that decide at run time.
+
+    Returns:
+      f32 `[B, C]`, 0 behind each row's length.
+    """
+    batch_size, num_kv, groups, head_dim = q.shape
+    capacity = slot_keys.shape[2]
+    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
+    blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
+
+    def used(i: jax.Array) -> jax.Array:
+        return (i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None])[:, None, None, :]
+
+    def score(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        scores, top, total = carry
+        window = (batch_size, num_kv, SLOT_BLOCK, head_dim)
+        keys = lax.dynamic_slice(slot_keys, (0, 0, i * SLOT_BLOCK, 0), window)
+        found = jnp.where(used(i), dot(scaled, keys, (3, 3), 2), MASKED)
+        new_top = jnp.maximum(top, found.max(-1))
+        total = total * jnp.exp(top - new_top) + jnp.exp(found - new_top[..., None]).sum(-1)
+        return lax.dynamic_update_slice(scores, found, (0, 0, 0, i * SLOT_BLOCK)), new_top, total
+
+    heads = (batch_size, num_kv, groups)
+    empty = jnp.full((*heads, capacity), MASKED, jnp.float32)
+    start = (empty, jnp.full(heads, MASKED, jnp.float32), jnp.zeros(heads, jnp.float32))
+    scores, top, total = lax.fori_loop(0, blocks, score, start)
+
+    def share(i: jax.Array, received: jax.Array) -> jax.Array:
+        found = lax.dynamic_slice_in_dim(scores, i * SLOT_BLOCK, SLOT_BLOCK, axis=3)
+        weights = jnp.exp(found - top[..., None]) / jnp.maximum(total, 1e-30)[..., None]
+        given = jnp.where(used(i), weights, 0).sum((1, 2))
+        return lax.dynamic_update_slice_in_dim(received, given, i * SLOT_BLOCK, axis=1)
+
+    return lax.fori_loop(0, blocks, share, jnp.zeros((batch_size, capacity), jnp.float32))
