@@ -35,6 +35,7 @@ class _Measured:
 
     @property
     def first_overflow(self) -> int | None:
+        """Tokens fed before the first overflow; None where there was none."""
         return self.truncations[0].num_fed if self.truncations else None
 
 

@@ -169,11 +169,9 @@ class CurveBin:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PerplexityRow:
-    """One method over one text. Errors are over blocks of step_tokens, see `block_estimate`."""
+class MethodRow:
+    """What every row says: which method it is of, and what that took."""
 
-    text: str
-    """Name of the file."""
     name: str
     """The method with its settings, see `name_of`."""
     method: str
@@ -192,6 +190,18 @@ class PerplexityRow:
     """See `OverflowConfig`."""
     discarder: str
     """Its name, see `OverflowConfig`."""
+    num_truncations: float
+    """Overflows; where questions are asked, before one of them, mean."""
+    seconds: float
+    """That it took, compilation included."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityRow(MethodRow):
+    """One method over one text. Errors are over blocks of step_tokens, see `block_estimate`."""
+
+    text: str
+    """Name of the file."""
     perplexity: float
     """Of all tokens but the first."""
     perplexity_after_overflow: float | None
@@ -207,14 +217,10 @@ class PerplexityRow:
     """The perplexity over that of `tt`."""
     tokens: int
     """Fed."""
-    num_truncations: int
-    """Overflows."""
     mean_kept_tokens: float | None
     """Tokens that stayed at an overflow, mean; None where there was none."""
     recomputed_tokens: float
     """Tokens computed anew at all overflows together; in some layers only, times their share of the layers."""
-    seconds: float
-    """That it took, compilation included."""
     tokens_per_s: float
     """Tokens over them."""
     curve: Sequence[CurveBin]
@@ -222,29 +228,11 @@ class PerplexityRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AccuracyRow:
+class AccuracyRow(MethodRow):
     """One method on one benchmark. Intervals are of 95 %."""
 
     data: str
     """Name of the file or directory."""
-    name: str
-    """The method with its settings, see `name_of`."""
-    method: str
-    """One of `METHODS`."""
-    window: int
-    """Most tokens of the context."""
-    truncation_ratio: float
-    """See `OverflowConfig`."""
-    keep_first_tokens: int
-    """See `OverflowConfig`."""
-    anchor_tokens: int
-    """See `OverflowConfig`."""
-    repair_ratio: float
-    """See `OverflowConfig`."""
-    drift: str | None
-    """See `OverflowConfig`."""
-    discarder: str
-    """Its name, see `OverflowConfig`."""
     num_items: int
     """Questions."""
     num_right: int
@@ -263,36 +251,14 @@ class AccuracyRow:
     """Share of questions with the same answer as `tt`'s, right or wrong."""
     logprob_difference: float | None
     """`mmlu`: mean of how far the log probabilities of A, B, C and D are from those of `tt`, nats."""
-    num_truncations: float
-    """Overflows before a question was asked, mean."""
-    seconds: float
-    """That it took, compilation included."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AgreementRow:
+class AgreementRow(MethodRow):
     """How one method goes on with a text, against `tt`. Intervals are of 95 %."""
 
     text: str
     """Name of the file."""
-    name: str
-    """The method with its settings, see `name_of`."""
-    method: str
-    """One of `METHODS`."""
-    window: int
-    """Most tokens of the context."""
-    truncation_ratio: float
-    """See `OverflowConfig`."""
-    keep_first_tokens: int
-    """See `OverflowConfig`."""
-    anchor_tokens: int
-    """See `OverflowConfig`."""
-    repair_ratio: float
-    """See `OverflowConfig`."""
-    drift: str | None
-    """See `OverflowConfig`."""
-    discarder: str
-    """Its name, see `OverflowConfig`."""
     num_places: int
     """Places where it went on by itself."""
     answer_tokens: int
@@ -311,10 +277,6 @@ class AgreementRow:
     """Of the next token's distribution: how much `tt`'s diverges from it, KL(tt || method), nats, mean over places."""
     kl_stderr: float | None
     """Of the mean; None of one place."""
-    num_truncations: int
-    """Overflows."""
-    seconds: float
-    """That it took, compilation included."""
 
 
 Row = PerplexityRow | AccuracyRow | AgreementRow

@@ -40,6 +40,7 @@ from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import PEER_SUITES, BenchConfig
 from ca_jax.launch.bench_storage_schema import PolicyBenchConfig, StoreBenchConfig
+from ca_jax.launch.out_flags import out_path
 
 FLAGS = flags.FLAGS
 
@@ -61,21 +62,6 @@ def _check_flags() -> None:
             raise ValueError(f"{name} wanted one of the suites {', '.join(suites)}, found {FLAGS.suite}")
 
 
-def _out_path(name: str) -> Path | None:
-    """The file that a flag names; None where the flag is not given.
-
-    Raises:
-      ValueError: it is a directory; minutes would pass before that is noticed otherwise.
-    """
-    value = FLAGS[name].value
-    if value is None:
-        return None
-    path = Path(value).expanduser()
-    if path.is_dir():
-        raise ValueError(f"{name} wanted a file, found the directory {path}")
-    return path
-
-
 def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
@@ -87,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         config = bench_flags.config(bench_flags.CONFIGS[FLAGS.suite])
         if isinstance(config, BenchConfig):
             config.engine_config()
-        json_out, trace_out, plot_out = (_out_path(name) for name in ("json_out", "trace_out", "plot_out"))
+        json_out, trace_out, plot_out = (out_path(name) for name in ("json_out", "trace_out", "plot_out"))
         if isinstance(config, OverflowBenchConfig) and plot_out is not None and not config.num_sessions:
             raise ValueError("plot_out wanted num_sessions of at least 1 to draw, found 0")
     except ValueError as error:

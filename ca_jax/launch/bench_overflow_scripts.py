@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
-from ca_jax.launch.bench_schema import BenchError
-from ca_jax.launch.bench_scripts import Exchange, Script, Scripts, is_installed, recorded_script
+from ca_jax.launch.bench_scripts import Exchange, Script, Scripts, recorded_or_random, recorded_script
 from ca_jax.pretrained import LoadedModel
-from ca_jax.traces.sharegpt import Turn, load_sharegpt
+from ca_jax.traces.sharegpt import Turn
 
 _RANDOM_TURNS_PER_WINDOW = 3  # About as in ShareGPT under a window of 1,024 tokens.
 
@@ -31,18 +30,15 @@ def make_overflow_scripts(model: LoadedModel, config: OverflowBenchConfig) -> Sc
     Raises:
       BenchError: the data set has too few such conversations.
     """
-    if model.tokenizer is None or not is_installed():
-        rng = np.random.default_rng(config.seed)
-        scripts = (_random_script(model, config, rng) for _ in range(config.num_sessions))
-        return Scripts(source="random", each=tuple(scripts))
-    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=2))
-    found = tuple(itertools.islice(overflowing_scripts(model, config, recorded), config.num_sessions))
-    if len(found) < config.num_sessions:
-        raise BenchError(
-            f"wanted {config.num_sessions} conversations that outgrow a window of {config.context_window} tokens, "
-            f"found {len(found)} in ShareGPT"
-        )
-    return Scripts(source="sharegpt", each=found)
+    return recorded_or_random(
+        model,
+        config.num_sessions,
+        lambda recorded: overflowing_scripts(model, config, recorded),
+        lambda rng: _random_script(model, config, rng),
+        min_turns=2,
+        wanted=f"that outgrow a window of {config.context_window} tokens",
+        seed=config.seed,
+    )
 
 
 def overflowing_scripts(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -70,17 +70,48 @@ def make_scripts(model: LoadedModel, config: ThroughputBenchConfig) -> Scripts:
     Raises:
       BenchError: the data set has too few such conversations.
     """
+    return recorded_or_random(
+        model,
+        config.concurrent_sessions,
+        lambda recorded: fitting_scripts(model, config, recorded),
+        lambda rng: _random_script(model, config, rng),
+        min_turns=config.num_turns,
+        wanted=f"of {config.num_turns} turns that fit in a window of {config.context_window} tokens",
+        seed=config.seed,
+    )
+
+
+def recorded_or_random(
+    model: LoadedModel,
+    num_scripts: int,
+    choose: Callable[[Iterable[Sequence[Turn]]], Iterator[Script]],
+    make: Callable[[np.random.Generator], Script],
+    *,
+    min_turns: int,
+    wanted: str,
+    seed: int,
+) -> Scripts:
+    """The first conversations of ShareGPT that are chosen; made ones where it is not installed, or not to be tokenised.
+
+    Args:
+      model: who answers.
+      num_scripts: how many.
+      choose: gives the scripts of those recorded conversations that will do.
+      make: gives one of random tokens.
+      min_turns: of a recorded conversation that is looked at.
+      wanted: what they are to be, for the error.
+      seed: of random tokens.
+
+    Raises:
+      BenchError: the data set has too few such conversations.
+    """
     if model.tokenizer is None or not is_installed():
-        rng = np.random.default_rng(config.seed)
-        scripts = (_random_script(model, config, rng) for _ in range(config.concurrent_sessions))
-        return Scripts(source="random", each=tuple(scripts))
-    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=config.num_turns))
-    found = tuple(itertools.islice(fitting_scripts(model, config, recorded), config.concurrent_sessions))
-    if len(found) < config.concurrent_sessions:
-        raise BenchError(
-            f"wanted {config.concurrent_sessions} conversations of {config.num_turns} turns that fit in a window of "
-            f"{config.context_window} tokens, found {len(found)} in ShareGPT"
-        )
+        rng = np.random.default_rng(seed)
+        return Scripts(source="random", each=tuple(make(rng) for _ in range(num_scripts)))
+    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=min_turns))
+    found = tuple(itertools.islice(choose(recorded), num_scripts))
+    if len(found) < num_scripts:
+        raise BenchError(f"wanted {num_scripts} conversations {wanted}, found {len(found)} in ShareGPT")
     return Scripts(source="sharegpt", each=found)
 
 

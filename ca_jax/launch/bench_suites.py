@@ -87,6 +87,7 @@ class _Bench:
     step: Callable[[], None]  # to be called after each sample
 
     def reuse(self, num_history: int, num_new: int) -> ReuseRow:
+        """A turn over a stored history, and the same turn recomputed."""
         session = self.engine.session()
         self._send(session, self._random_ids(num_history))  # Saves the history's KV.
         session.rewind(num_history)
@@ -116,6 +117,8 @@ class _Bench:
         )
 
     def prefill(self, num_tokens: int) -> PrefillRow:
+        """A first turn of so many tokens."""
+
         def sample(samples: Samples) -> bool:
             prompt = self._random_ids(num_tokens)
             session = self.engine.session()
@@ -144,6 +147,7 @@ class _Bench:
         )
 
     def decode(self, batch_size: int, num_context: int) -> DecodeRow:
+        """Answers of a full batch, each behind a context of so many tokens."""
         engine, peer = self.engine, self.peer
         params = SamplingParams(max_tokens=self.config.max_answer_tokens, ignore_eos=True)
         prompts = [self._random_ids(num_context) for _ in range(batch_size)]

@@ -100,9 +100,11 @@ class _Bench:
         return self._served.engine
 
     def begin(self) -> None:
+        """Warms up."""
         self._served.begin()
 
     def start_row(self, num_history: int, num_new: int) -> _OpenRow:
+        """Stores a history that the rounds of a row share."""
         session = self._served.store_session(num_history)
         return _OpenRow(session_id=session.session_id, history_ids=session.token_ids, num_new=num_new)
 
@@ -118,6 +120,7 @@ class _Bench:
         row.same_tokens &= len(tokens) == 1
 
     def end_row(self, row: _OpenRow) -> TiersRow:
+        """Sums a row up, and forgets its history."""
         self._engine.session(session_id=row.session_id).close()
         num_history, layout = len(row.history_ids), self._served.layout
         recompute_s = row.samples["recompute"].median("ttft_s")
@@ -143,6 +146,7 @@ class _Bench:
         )
 
     def close(self) -> None:
+        """Closes the engine."""
         self._engine.close()
 
     def _sample(self, source: str, row: _OpenRow, new_ids: list[int], samples: Samples) -> tuple[int, int]:

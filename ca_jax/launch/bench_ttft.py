@@ -108,6 +108,7 @@ class _Bench:
         self._recorder = recorder
 
     def row(self, num_history: int, num_new: int, repeats: int, may_record: bool, step: Callable[[], None]) -> TtftRow:
+        """Measures one size: a round that does not count, then so many that do."""
         session = self._served.store_session(num_history)
         self._round(session, num_new, Samples())
         step()

@@ -26,7 +26,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import rich.console
 from absl import app, flags, logging
@@ -36,26 +35,12 @@ from ca_jax.launch import evaluate_flags, evaluate_run, evaluate_tables
 from ca_jax.launch.bench_report import write_json
 from ca_jax.launch.evaluate_plot import plot_losses
 from ca_jax.launch.machine import summarize_machine
+from ca_jax.launch.out_flags import out_path
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 
 FLAGS = flags.FLAGS
 
 _PIPE_COLUMNS = 180  # where there is no terminal to ask
-
-
-def _out_path(name: str) -> Path | None:
-    """The file that a flag names; None where the flag is not given.
-
-    Raises:
-      ValueError: it is a directory; minutes would pass before that is noticed otherwise.
-    """
-    value = FLAGS[name].value
-    if value is None:
-        return None
-    path = Path(value).expanduser()
-    if path.is_dir():
-        raise ValueError(f"{name} wanted a file, found the directory {path}")
-    return path
 
 
 def _load(progress: Progress) -> LoadedModel:
@@ -70,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
     console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     try:
         config = evaluate_flags.config()
-        json_out, plot_out = _out_path("json_out"), _out_path("plot_out")
+        json_out, plot_out = out_path("json_out"), out_path("plot_out")
     except ValueError as error:
         sys.exit(f"error: {error}")
     command = shlex.join(["python", "-m", "ca_jax.launch.evaluate", *sys.argv[1:]])

@@ -2,8 +2,9 @@
 
     python -m ca_jax.launch.evaluate_report --out=results/quality.md ppl_*.json lines.json mmlu.json
 
-Perplexities of one model are a table, a line for each text and window and a column for each method; the other tasks
-have a line for each method, those on the same data below each other. The commands that made the files come last.
+Perplexities of one model are a table, a line for each text and window and a column for each method; those of a file
+with many methods, and the other tasks, have a line for each method, those on the same data below each other. The
+commands that made the files come last.
 
 Not here: evaluating (`evaluate`), what the files hold (`evaluation.schema`, `evaluate_run`).
 """
@@ -27,6 +28,7 @@ _OUT = flags.DEFINE_string("out", None, "Markdown file to write.", required=True
 _NOTES = flags.DEFINE_string("notes", None, "Markdown file whose text comes before the tables.")
 
 _WIDTH = 120
+_MOST_COLUMNS = 6  # Methods beside each other; of more, each has a line.
 _TITLES = {
     "ppl": "Perplexity",
     "longeval": "LongEval: asking for what an overflow has kept",
@@ -80,7 +82,12 @@ def to_markdown(reports: Sequence[Report], *, notes: str = "") -> str:
         lines += [f"## {title}", "", textwrap.fill(_NOTES_ON[task], _WIDTH), ""]
         for model in dict.fromkeys(_model(report) for report in of_task):
             rows = [report for report in of_task if _model(report) == model]
-            lines += [f"{model}:", "", *(_perplexities(rows) if task == "ppl" else _accuracies(task, rows)), ""]
+            lines += [f"{model}:", ""]
+            beside = [report for report in rows if task == "ppl" and len(report["rows"]) <= _MOST_COLUMNS]
+            if beside:
+                lines += [*_perplexities(beside), ""]
+            if len(beside) < len(rows):
+                lines += [*_by_method(task, [report for report in rows if report not in beside]), ""]
     lines += ["## To redo it", ""]
     for place in dict.fromkeys(_place(report) for report in reports):
         commands = [report["command"] for report in reports if _place(report) == place]
@@ -126,10 +133,11 @@ def _perplexity(row: Mapping[str, Any]) -> str:
     return told if row["gap_to_tt"] is None else f"{told} ({gap(row)})"
 
 
-def _accuracies(task: str, reports: Sequence[Report]) -> list[str]:
-    """A line for each method, with the columns that a terminal shows; the same data one below the other."""
+def _by_method(task: str, reports: Sequence[Report]) -> list[str]:
+    """A line for each method, with the columns that a terminal shows but times; the same data one below the other."""
     rows = [row for report in reports for row in report["rows"]]
-    columns = [(heading.replace("\n", " "), cell) for heading, cell in COLUMNS[task] if heading != "s"]
+    shown = [column for column in COLUMNS[task] if column[0] not in ("s", "tokens/s")]
+    columns = [(heading.replace("\n", " "), cell) for heading, cell in shown]
     body = [[_data(row), f"{row['window']:,}", *(cell(row) for _, cell in columns)] for row in rows]
     order = {key: i for i, key in enumerate(dict.fromkeys((line[0], line[1]) for line in body))}
     body.sort(key=lambda line: order[line[0], line[1]])

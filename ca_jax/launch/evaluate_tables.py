@@ -73,6 +73,12 @@ def _seconds(row: Row) -> str:
     return number(row["seconds"], ",.0f")
 
 
+def _recomputed(row: Row) -> str:
+    """Tokens that were computed anew at overflows, and the share of those that stayed."""
+    told, kept = number(row["recomputed_tokens"], ",.0f"), (row["mean_kept_tokens"] or 0) * row["num_truncations"]
+    return f"{told} ({percent(row['recomputed_tokens'] / kept)})" if kept else told
+
+
 COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
     "ppl": (
         ("method", lambda row: str(row["name"])),
@@ -85,7 +91,7 @@ COLUMNS: dict[str, tuple[tuple[str, Callable[[Row], str]], ...]] = {
         ("tokens", lambda row: f"{row['tokens']:,}"),
         ("overflows", lambda row: f"{row['num_truncations']:,}"),
         ("kept,\nmean", lambda row: number(row["mean_kept_tokens"], ",.0f")),
-        ("recomputed\ntokens", lambda row: number(row["recomputed_tokens"], ",.0f")),
+        ("recomputed\nof kept", _recomputed),
         ("s", _seconds),
         ("tokens/s", lambda row: number(row["tokens_per_s"], ",.0f")),
     ),

@@ -134,6 +134,7 @@ class _GenerationBlock(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 (the base class declares a set)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Gives what stands inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

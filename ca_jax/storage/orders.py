@@ -147,19 +147,23 @@ class _Orders(Generic[T]):
         self.waiting: dict[int, _Slot[T]] = {}
 
     def enter(self, slot: _Slot[T], ticket: int | None) -> None:
+        """Takes a slot in, as the last used."""
         self.by_last_used[slot.key] = slot
         self._place(slot, ticket)
 
     def leave(self, slot: _Slot[T], ticket: int | None) -> None:
+        """Takes a slot out."""
         del self.by_last_used[slot.key]
         self._displace(slot, ticket)
 
     def use(self, slot: _Slot[T]) -> None:
+        """Marks a slot as the last used."""
         self.by_last_used.move_to_end(slot.key)
         if slot.key in self.idle:
             self.idle.move_to_end(slot.key)
 
     def requeue(self, slot: _Slot[T], before: int | None, after: int | None) -> None:
+        """A slot's next job is another one now, or none."""
         self._displace(slot, before)
         self._place(slot, after)
         if after is None:

@@ -303,9 +303,11 @@ class _Trailer:
 
     @property
     def num_bytes(self) -> int:
+        """On disk."""
         return _whole_pages(self._dtype.itemsize)
 
     def pack(self, block: int, sums: Sequence[int]) -> bytes:
+        """The trailer of a block whose layers have these checksums."""
         fields = np.zeros((), self._dtype)
         fields["magic"], fields["block"], fields["sums"] = _MAGIC, block, sums
         fields["sum"] = crc32c.crc32c(fields.tobytes()[:-4])

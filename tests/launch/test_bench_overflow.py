@@ -15,7 +15,7 @@ import pytest
 from ca_jax import batch
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.launch import bench_overflow, bench_overflow_costs, bench_overflow_scripts
+from ca_jax.launch import bench_overflow, bench_overflow_costs, bench_scripts
 from ca_jax.launch.bench_overflow import engine_config, run_overflow_suite, summarize_overflow
 from ca_jax.launch.bench_overflow_bookkeeping import measure_bookkeeping
 from ca_jax.launch.bench_overflow_plot import plot_overflow
@@ -407,8 +407,8 @@ def test_conversations_are_taken_that_outgrow_the_window_and_cut_before_their_ca
 
 def test_too_few_conversations_are_no_rows(model, monkeypatch):
     conversation = Conversation(id="x", turns=recorded(*("so it is " * 2,) * 14))
-    monkeypatch.setattr(bench_overflow_scripts, "is_installed", lambda: True)
-    monkeypatch.setattr(bench_overflow_scripts, "load_sharegpt", lambda min_turns: iter([conversation] * 2))
+    monkeypatch.setattr(bench_scripts, "is_installed", lambda: True)
+    monkeypatch.setattr(bench_scripts, "load_sharegpt", lambda min_turns: iter([conversation] * 2))
     found = make_overflow_scripts(model, dataclasses.replace(CONFIG, num_sessions=2))
     assert (found.source, len(found.each)) == ("sharegpt", 2)
     with pytest.raises(BenchError, match="wanted 3 conversations that outgrow a window of 128 tokens, found 2"):
@@ -416,7 +416,7 @@ def test_too_few_conversations_are_no_rows(model, monkeypatch):
 
 
 def test_without_data_set_or_tokenizer_conversations_are_random_and_outgrow_the_window(model, wordless, monkeypatch):
-    monkeypatch.setattr(bench_overflow_scripts, "is_installed", lambda: False)
+    monkeypatch.setattr(bench_scripts, "is_installed", lambda: False)
     config = dataclasses.replace(CONFIG, num_sessions=20, conversation_tokens=140)
     found = make_overflow_scripts(model, config)
     assert found == make_overflow_scripts(wordless, config)

@@ -209,6 +209,20 @@ def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
         evaluate_report.to_markdown([])
 
 
+def test_a_run_of_many_methods_has_a_line_for_each(text):
+    report = run("--task=ppl", "--method=ca:anchor_tokens=8", "--window=128", "--step_tokens=32", f"--data={text}")
+    (row,) = report["rows"]
+    many = {**report, "rows": [{**row, "name": f"ca, {i}"} for i in range(7)]}
+    page = evaluate_report.to_markdown([report, many]).splitlines()
+    head = next(i for i, line in enumerate(page) if line.startswith("| data | window | method |"))
+    lines = [line.strip("| ").split(" | ") for line in page[head + 2 : head + 9]]
+    assert [line[:3] for line in lines] == [["text.txt", "128", f"ca, {i}"] for i in range(7)]
+    share = row["recomputed_tokens"] / (row["mean_kept_tokens"] * row["num_truncations"])
+    assert 0 < share < 0.2
+    assert lines[0][-1] == f"{row['recomputed_tokens']:,.0f} ({100 * share:.1f}%)"
+    assert page.count("| text | window | tokens | overflows | ca, keep 4, anchor 8 |") == 1
+
+
 def test_a_file_that_is_no_report_is_refused(tmp_path):
     path = tmp_path / "a.json"
     for content, message in (
