@@ -137,7 +137,8 @@ class Placement:
     def step(self) -> None:
         """Takes in what has ended and begins what is due."""
         if self._ssd is not None:
-            self._ssd.poll()
+            for entry in self._ssd.poll():
+                self.changed(entry)
             if self._ssd.is_late:
                 self._stop_waiting()
             self._flush()

@@ -215,14 +215,21 @@ class SsdBooks:
         self._begin(entry, entry.flush, ssd_blocks=list(new_ids), read_blocks=frozenset(dram_ids))
         return True
 
-    def poll(self) -> None:
-        """Takes in what the worker has done. Never waits."""
+    def poll(self) -> list[Entry]:
+        """Takes in what the worker has done. Never waits.
+
+        Returns:
+          Sessions that SSD had to forget, and DRAM has.
+        """
+        lost: list[Entry] = []
         while (end := self._worker.take_ended()) is not None:
             if isinstance(end, Lost):
                 entry = self._table.get(end.key)
                 if entry is not None and entry.ssd is not None:
                     self._let_go(entry)
                     self._table.place(entry)
+                    if entry.num_tokens:
+                        lost.append(entry)
                 continue
             move = self._moves.get(end.task)
             if move is None:  # Settled already: told of twice, in the other order.
@@ -241,6 +248,7 @@ class SsdBooks:
                 self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
                 self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
             self._table.place(move.entry)
+        return lost
 
     def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""

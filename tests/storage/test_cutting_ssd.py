@@ -448,6 +448,29 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     assert open_store().list() == ()
 
 
+def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_store, monkeypatch):
+    store = open_store()
+    kv = put(store, "a", 10)
+    store.set_note("a", b"before")
+    store.settle()
+
+    def fail(*_):
+        raise CatalogAccessError("wanted a disk, found none")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store._ssd._worker._keeper._catalog, "cut", fail)
+        with writer_stopped(store):
+            assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
+            store.poll()  # Begins a flush that counts on what SSD has.
+        store.settle()
+    store.settle()
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (9, b"cut")
+    kept = np.delete(np.arange(10), 1)
+    assert_loads(store, "a", np.array(ids(10))[kept], kv[:, :, kept], num_dropped=1)
+
+
 @pytest.mark.parametrize("in_dram", [True, False], ids=["in both", "on SSD only"])
 @pytest.mark.parametrize("change", ["discard", "truncate"])
 def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory, monkeypatch, change, in_dram):
