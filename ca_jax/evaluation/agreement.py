@@ -52,7 +52,7 @@ def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progres
         logprobs = {}
         for name, stream in streams.items():
             started_s = time.perf_counter()
-            stream.feed(part)
+            stream.extend(part)
             if stream.truncations:
                 logprobs[name] = log_softmax(stream.logits())
                 found[name].answers.append(stream.fork().generate(config.answer_tokens))

@@ -46,7 +46,7 @@ def measure_drift(
     total, num_tokens, start = np.zeros(0), 0, 0
     while start < len(token_ids):
         part = token_ids[start : start + window - len(stream.token_ids)]
-        stream.feed(part, on_step)
+        stream.extend(part, on_step)
         start += len(part)
         if len(stream.token_ids) < window or window - count <= settled:
             break

@@ -49,7 +49,7 @@ def run_longeval(model: LoadedModel, config: LongevalConfig, progress: Progress)
             for name, context in contexts.items():
                 started_s = time.perf_counter()
                 stream = context.fork()
-                stream.feed(asked)
+                stream.extend(asked)
                 given = tokenizer.decode(stream.generate(config.max_answer_tokens, model.stop_token_ids))
                 if config.form == "continue":
                     given = given.split("\n")[0]
@@ -103,6 +103,6 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], str]:
 def _fed(empty: ContextStream, record: Record, answers: Answers) -> ContextStream:
     started_s = time.perf_counter()
     stream = empty.fork()
-    stream.feed(record.token_ids)
+    stream.extend(record.token_ids)
     answers.seconds += time.perf_counter() - started_s
     return stream

@@ -63,7 +63,7 @@ def run_mmlu(model: LoadedModel, config: MmluConfig, progress: Progress) -> Eval
         for name, context in streams.items():
             started_s = time.perf_counter()
             stream = context.fork()
-            stream.feed(token_ids)
+            stream.extend(token_ids)
             found = log_softmax(stream.logits())[choice_ids]
             given = CHOICES[int(found.argmax())]
             answers[name].add(given, given == question.answer, len(stream.truncations))
@@ -125,7 +125,7 @@ def _feed_preamble(
 
     progress(what, 0, len(preamble))
     started_s = time.perf_counter()
-    stream.feed(preamble, tell)
+    stream.extend(preamble, tell)
     answers.seconds += time.perf_counter() - started_s
 
 

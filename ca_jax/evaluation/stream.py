@@ -1,7 +1,8 @@
 """A context that grows without end under a window: the pure model, its KV in plain arrays, and each way to overflow.
 
 What the engine does with tiers, slots and jobs is done here with slices of arrays, so that the two can be compared, and
-methods with each other. Nothing is donated: a stream that was copied goes on beside the first.
+methods with each other. KV that two streams share, or that was given out, is not donated: a stream that was copied goes
+on beside the first.
 
 Not here: texts and benchmarks (tasks), serving (engine).
 """
@@ -34,6 +35,7 @@ from ca_jax.transfer import to_device, to_host
 _CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
 _LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.
 _PASS_TOKENS = 512  # Most tokens that are computed anew in one pass.
+_LEAST_STEP = 8  # Steps shorter than `step_tokens` are padded to a power of two, at least this.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ class ContextStream:
         self._attention: np.ndarray = np.zeros(0, np.float32)  # That the tokens received, if that is asked for.
         self._positions: np.ndarray = np.zeros(0, np.int32)  # At which the keys are used; their places, but for `nkvt`.
         self._kv: list[jax.Array] = []  # Per layer [2, S, K, H].
+        self._is_shared = False  # Whether somebody else may hold these arrays.
         self._last: jax.Array | None = None  # x [1, 1, F] of the last token.
 
     @property
@@ -101,10 +104,12 @@ class ContextStream:
     @property
     def kv(self) -> tuple[jax.Array, ...]:
         """Its unrotated KV, `[2, S, K, H]` for each layer; places behind its tokens hold anything."""
+        self._is_shared = True
         return tuple(self._kv)
 
     def fork(self) -> ContextStream:
         """Another stream that goes on from here."""
+        self._is_shared = True
         other = copy.copy(self)
         other.truncations, other._token_ids, other._kv = list(self.truncations), list(self._token_ids), list(self._kv)
         return other
@@ -131,16 +136,22 @@ class ContextStream:
                 losses.append(np.array([np.nan], np.float32))
             else:
                 losses.append(to_host(_losses(self._config, self._outer, self._last, to_device(part[:1], np.int32))))
-            self._make_room(len(part))
-            x = self._run(part, self._step_tokens)
+            x = self._step(part)
             targets = np.zeros(x.shape[1], np.int32)
             targets[: len(part) - 1] = part[1:]
             losses.append(to_host(_losses(self._config, self._outer, x, to_device(targets)))[: len(part) - 1])
-            self._last = x[:, len(part) - 1 : len(part)]
-            self.num_fed += len(part)
             if on_step is not None:
                 on_step(len(part))
         return np.concatenate(losses)
+
+    def extend(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> None:
+        """Puts tokens behind the context as `feed` does, and asks for no likelihoods, which cost a fifth of it."""
+        check_token_ids(token_ids, self._config.vocab_size)
+        for start in range(0, len(token_ids), self._step_tokens):
+            part = list(token_ids[start : start + self._step_tokens])
+            self._step(part)
+            if on_step is not None:
+                on_step(len(part))
 
     def logits(self) -> np.ndarray:
         """Of the token that would come next, f32 `[V]`.
@@ -157,9 +168,7 @@ class ContextStream:
         token_ids: list[int] = []
         while len(token_ids) < max_tokens and not (token_ids and token_ids[-1] in stop_ids):
             token_ids.append(int(self.logits().argmax()))
-            self._make_room(1)
-            self._last = self._run(token_ids[-1:], 8)[:, :1]
-            self.num_fed += 1
+            self._step(token_ids[-1:])
         return token_ids
 
     # Overflow.
@@ -228,10 +237,20 @@ class ContextStream:
         return plan.num_recomputed
 
     def _cache(self) -> KVCache:
+        self._is_shared = True
         layers = tuple(LayerKV(kv[:1], kv[1:]) for kv in self._kv)
         return KVCache(layers, to_device([len(self._token_ids)], np.int32))
 
     # Computing.
+
+    def _step(self, token_ids: list[int]) -> jax.Array:
+        """Puts the tokens of one step behind the context; their last hidden states `[1, at least T, F]`."""
+        self._make_room(len(token_ids))
+        padded = min(max(1 << (len(token_ids) - 1).bit_length(), _LEAST_STEP), max(self._step_tokens, _LEAST_STEP))
+        x = self._run(token_ids, padded)
+        self._last = x[:, len(token_ids) - 1 : len(token_ids)]
+        self.num_fed += len(token_ids)
+        return x
 
     def _embed(self, token_ids: Sequence[int], padded: int) -> jax.Array:
         row = np.zeros((1, padded), np.int32)
@@ -247,7 +266,7 @@ class ContextStream:
             places = np.zeros(self._kv[0].shape[1], np.int32)
             places[:start] = self._positions
             rotation = steps.rotations_of(self._table, to_device(places))
-        capacity = _capacity(stop)
+        capacity = _capacity(start + padded)
         received: np.ndarray = np.zeros(0, np.float32)
         for i, layer_params in enumerate(self._layers):
             past = self._kv[i] if start else None
@@ -259,7 +278,8 @@ class ContextStream:
                 received = to_host(seen) if not i else received + to_host(seen)
             else:
                 x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
-            grown = _append(past, kv[:, : len(token_ids)], length, capacity)
+            owns = past is not None and past.shape[1] == capacity and not self._is_shared
+            grown = (_append_in_place if owns else _append)(past, kv, length, capacity=capacity)
             if start:
                 self._kv[i] = grown
             else:
@@ -270,6 +290,7 @@ class ContextStream:
             self._attention = np.concatenate([self._attention + places, new])
         else:
             self._attention = np.zeros(stop, np.float32)
+        self._is_shared = False
         self._token_ids += token_ids
         self._positions = np.append(self._positions, np.arange(start, stop)).astype(np.int32)
         return x
@@ -291,13 +312,19 @@ def _losses(config: ModelConfig, outer: Any, x: jax.Array, targets: jax.Array) -
     return lax.map(block, (x.reshape(-1, 1, size, x.shape[2]), targets.reshape(-1, size))).reshape(-1)
 
 
-@partial(jax.jit, static_argnames=("capacity",))
-def _append(past: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
+def _appended(past: jax.Array | None, new: jax.Array, length: jax.Array, capacity: int) -> jax.Array:
+    """KV `[2, capacity, K, H]`: the first `length` places of what is there, and the new behind it."""
     _, _, num_kv, head_dim = new.shape
+    if past is not None and past.shape[1] == capacity:
+        return lax.dynamic_update_slice(past, new, (0, length, 0, 0))
     room = jnp.zeros((2, capacity, num_kv, head_dim), new.dtype)
     if past is not None:
         room = lax.dynamic_update_slice(room, past[:, :capacity], (0, 0, 0, 0))
     return lax.dynamic_update_slice(room, new, (0, length, 0, 0))
+
+
+_append = jax.jit(_appended, static_argnames=("capacity",))
+_append_in_place = jax.jit(_appended, static_argnames=("capacity",), donate_argnames=("past",))
 
 
 @jax.jit
