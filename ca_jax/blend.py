@@ -10,6 +10,9 @@ from layer to layer. Truncation uses it to repair what has seen dropped tokens.
            2         x    x    x    .    .
            3         x    .    .    .    .
 
+Or they are evenly apart, and say how the KV of all others moves: by a linear map of what is stored, which is fitted to
+them in each layer and head. What moves KV when others left is mostly common to the tokens of a text.
+
 Everything here is pure. Shapes: L layers, n chosen tokens, S places of stored KV, K KV heads, H head dim, F embed.
 
 Not here: which KV, where it comes from and where it goes (repair, engine).
@@ -23,6 +26,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ca_jax.models import rope
@@ -32,8 +36,11 @@ from ca_jax.models.kv import LayerKV
 from ca_jax.models.llama import Attention, Layer, RMSNorm
 from ca_jax.overflow import OverflowConfig
 from ca_jax.steps import Params
+from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
+_UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to them.
+_RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -44,6 +51,7 @@ def blend_layer(
     positions: jax.Array,
     kv: jax.Array,
     table: rope.Rotation,
+    carried: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all.
 
@@ -54,6 +62,8 @@ def blend_layer(
       positions: i32 `[n]`, increasing: their places in `kv`.
       kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
       table: rotations of all positions.
+      carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
+        the others stay.
 
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
@@ -63,12 +73,39 @@ def blend_layer(
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
-        fused = kv.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
+        rest = kv if carried is None else carry_along(both, positions, kv, *carried)
+        fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
         return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions)[None], fused
 
     out: tuple[jax.Array, jax.Array] = Layer(config).apply({"params": layer_params}, x, attend_fn)  # type: ignore[assignment]
     return out
+
+
+def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+    """Moves KV as some tokens' has moved: by the map of it, a ridge regression, that says best how these moved.
+
+    Args:
+      new: `[2, n, K, H]`, the tokens' KV as it is now.
+      positions: i32 `[n]`, their places in `kv`.
+      kv: what is stored, unrotated, `[2, S, K, H]`.
+      start: i32, the first place that moves.
+      stop: i32, the place behind the last.
+    """
+    old, every = kv[:, positions].astype(jnp.float32), kv.astype(jnp.float32)
+    moved = new.astype(jnp.float32) - old
+    weights = (positions >= jnp.maximum(start, _UNFIT_TOKENS)).astype(jnp.float32)  # [n]
+    count = jnp.maximum(weights.sum(), 1.0)
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    mean, mean_moved = (einsum("n,cnkh->ckh", weights, each)[:, None] / count for each in (old, moved))
+    centred, rest = (old - mean) * weights[:, None, None], (moved - mean_moved) * weights[:, None, None]
+    gram = einsum("cnkh,cnkg->ckhg", centred, centred)
+    size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / count
+    eye = jnp.eye(gram.shape[-1], dtype=jnp.float32)
+    linear = jnp.linalg.solve(gram + (_RIDGE * size + 1e-12) * eye, einsum("cnkh,cnkg->ckhg", centred, rest))
+    carried = every + mean_moved + einsum("cskh,ckhg->cskg", every - mean, linear)
+    place = jnp.arange(kv.shape[1])[:, None, None]
+    return jnp.where((place >= start) & (place < stop), carried.astype(kv.dtype), kv)
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -121,7 +158,7 @@ class BlendPlan:
     """How many tokens are computed anew in which layer.
 
     All of them in the first layers, which says how far each deviates at the next one; then as many in each as bring the
-    mean over all layers to the ratio.
+    mean over all layers to the ratio. Where they are spread, the same ones in all layers.
 
     Raises:
       ValueError: a number out of range.
@@ -137,6 +174,10 @@ class BlendPlan:
     """First tokens that are chosen in any case."""
     check_layers: int = 1
     """Layers of which all tokens are computed. The KV of the first layer never deviates: it is of the token alone."""
+    spreads: bool = False
+    """Whether tokens are evenly apart, and the others move along."""
+    carries_from: int = 0
+    """The first token that moves along."""
 
     def __post_init__(self) -> None:
         if self.num_layers <= 0 or self.num_tokens <= 0 or not 0 <= self.num_first <= self.num_tokens:
@@ -152,6 +193,11 @@ class BlendPlan:
     @property
     def counts(self) -> tuple[int, ...]:
         """Tokens of each layer: no more than the ratio says, unless there are more first ones; multiples of 8."""
+        if self.spreads:
+            count = int(self.ratio * self.num_tokens) // _COUNT_STEP * _COUNT_STEP
+            return (self.num_tokens if self.ratio >= 1 else max(count, min(self.num_first, self.num_tokens)),) * (
+                self.num_layers
+            )
         budget = (self.ratio * self.num_layers - self.check_layers) * self.num_tokens
         num_rest = self.num_layers - self.check_layers
         if self.ratio >= 1:
@@ -167,7 +213,15 @@ class BlendPlan:
     @property
     def chooses(self) -> bool:
         """Whether tokens are chosen by how far they deviate."""
-        return self.counts[0] == self.num_tokens
+        return not self.spreads and self.counts[0] == self.num_tokens
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where tokens are spread, which: i32, the first ones that are chosen in any case and others evenly apart."""
+        num_first = min(self.num_first, self.counts[0])
+        num_rest, room = self.counts[0] - num_first, self.num_tokens - num_first
+        rest = num_first + np.arange(num_rest) * room // max(num_rest, 1)
+        return np.concatenate([np.arange(num_first), rest]).astype(np.int32)
 
     @property
     def num_recomputed(self) -> float:
@@ -207,6 +261,8 @@ class Blender:
             return kv
         params = self._layers[layer]
         x, positions = self._x, self._positions
+        if self._plan.spreads:
+            return self._spread(layer, kv)
         if count < min(self._plan.num_tokens, positions.shape[0]):
             if self._plan.chooses:
                 scores = kv_deviation(self._config, params, x, positions, kv)
@@ -221,6 +277,16 @@ class Blender:
             fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
         return fused
 
+    def _spread(self, layer: int, kv: jax.Array) -> jax.Array:
+        if not layer:
+            places = self._plan.places
+            self._x, self._positions = self._x[:, places], to_device(places)
+        carried = to_device(self._plan.carries_from, np.int32), to_device(self._plan.num_tokens, np.int32)
+        self._x, fused = blend_layer(
+            self._config, self._layers[layer], self._x, self._positions, kv, self._table, carried
+        )
+        return fused
+
 
 def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> BlendPlan | None:
     """How many of a truncated context's tokens are computed anew in which layer; None where none are."""
@@ -231,5 +297,7 @@ def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> B
         num_tokens=num_tokens,
         ratio=overflow.repair_ratio,
         num_first=min(overflow.anchor_tokens, num_tokens),
+        spreads=overflow.repair == "spread" and overflow.repair_ratio > 0,
+        carries_from=overflow.keep_first_tokens,
     )
     return plan if any(plan.counts) else None  # Of few tokens a small share is none.

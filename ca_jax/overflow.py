@@ -27,6 +27,10 @@ METHODS = ("ca", "tt", "of", "nkvt")
 computed anew. `of`: as `tt`, since what is stored has its positions in it and is lost. `nkvt`: it is used at its old
 positions, which is wrong, and here to be compared with."""
 
+REPAIRS = ("deviating", "spread")
+"""Which tokens `repair_ratio` has computed anew. `deviating`: those whose KV is farthest from what they would have, as
+CacheBlend chooses them. `spread`: as many evenly apart, and all others are moved as these have moved, see `blend`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverflowConfig:
@@ -45,7 +49,9 @@ class OverflowConfig:
     anchor_tokens: int = 0
     """First tokens, of those that stay, whose KV is computed anew, as the beginning that they are now."""
     repair_ratio: float = 0.0
-    """Share of the tokens that stay whose KV is computed anew where it deviates most, in [0, 1]."""
+    """Share of the tokens that stay whose KV is computed anew, in [0, 1]."""
+    repair: str = "deviating"
+    """Which tokens these are, one of `REPAIRS`."""
     drift: str | None = None
     """File of the model's drift (`ca_jax.drift`), which is added to what stays; None adds nothing."""
     whole_turns: bool = False
@@ -64,6 +70,8 @@ class OverflowConfig:
                 raise ValueError(f"{name} wanted a number of tokens >= 0, found {value!r}")
         if not 0 <= self.repair_ratio <= 1:
             raise ValueError(f"repair_ratio wanted a share of the tokens in [0, 1], found {self.repair_ratio}")
+        if self.repair not in REPAIRS:
+            raise ValueError(f"repair wanted one of {', '.join(REPAIRS)}; found {self.repair!r}")
         discarder = self.token_discarder
         if self.whole_turns and discarder.name != "oldest":
             raise ValueError(f"whole_turns wanted the oldest to leave first, found the discarder {discarder.name!r}")

@@ -339,3 +339,91 @@ def test_half_precision_stays_half():
     np.testing.assert_array_equal(
         np.asarray(new[:, NUM_TOKENS:], np.float32), np.asarray(kv[:, NUM_TOKENS:], np.float32)
     )
+
+
+# Tokens evenly apart, as which all others move.
+
+
+@given(num_tokens=st.integers(1, 700), ratio=st.floats(0, 1), num_first=st.integers(0, 80))
+def test_places_are_evenly_apart_behind_the_first_ones(num_tokens, ratio, num_first):
+    num_first = min(num_first, num_tokens)
+    plan = BlendPlan(num_layers=3, num_tokens=num_tokens, ratio=ratio, num_first=num_first, spreads=True)
+    count = plan.counts[0]
+    assert plan.counts == (count,) * 3
+    assert num_first <= count <= max(num_first, ratio * num_tokens)
+    assert not plan.chooses
+    places = plan.places
+    assert len(places) == count
+    assert (np.diff(places) > 0).all()
+    assert places[:num_first].tolist() == list(range(num_first))
+    if count > num_first:
+        gaps = np.diff([*places[num_first:], num_tokens])
+        assert places[num_first] == num_first
+        assert gaps.max() - gaps.min() <= 1
+
+
+def moved_by_least_squares(new, positions, kv, start, stop):
+    """The ridge regression as one of least squares, head by head: rows of the ridge below those of the tokens."""
+    out = kv.copy()
+    fits = positions >= max(start, 16)
+    for of in np.ndindex(kv.shape[0], kv.shape[2]):
+        every = kv[of[0], :, of[1]].astype(np.float64)
+        old, now = every[positions][fits], new[of[0], :, of[1]].astype(np.float64)[fits]
+        mean, moved = old.mean(0), now - old
+        ridge = np.sqrt(3 * np.square(old - mean).sum(1).mean()) * np.eye(kv.shape[3])
+        left = np.concatenate([old - mean, ridge])
+        right = np.concatenate([moved - moved.mean(0), np.zeros_like(ridge)])
+        linear = np.linalg.lstsq(left, right, rcond=None)[0]
+        out[of[0], start:stop, of[1]] = (every + moved.mean(0) + (every - mean) @ linear)[start:stop]
+    return out
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, CAPACITY), (4, NUM_TOKENS), (30, 31)])
+def test_others_move_by_the_map_that_fits_best(start, stop):
+    kv, positions = noise()[0], np.arange(3, NUM_TOKENS, 4)
+    new = kv[:, positions] + noise(1)[0][:, : len(positions)] + 3 * kv[:, positions, :, ::-1]
+    found = blend.carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), start, stop)
+    wanted = moved_by_least_squares(new, positions, kv, start, stop)
+    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
+    assert np.abs(wanted[:, start:stop] - kv[:, start:stop]).max() > 1
+    np.testing.assert_array_equal(np.asarray(found)[:, :start], kv[:, :start])
+    np.testing.assert_array_equal(np.asarray(found)[:, stop:], kv[:, stop:])
+
+
+@pytest.mark.parametrize("positions", [np.arange(0, NUM_TOKENS, 8), np.array([90]), np.arange(8)])
+def test_what_all_move_by_is_what_others_move_by(positions):
+    """By nothing, where nobody says it: first tokens do not."""
+    kv, by = noise()[0], noise(1)[0][:, :1]
+    found = blend.carry_along(
+        jnp.asarray(kv[:, positions] + by), jnp.asarray(positions), jnp.asarray(kv), jnp.int32(4), jnp.int32(NUM_TOKENS)
+    )
+    wanted = kv.copy()
+    if positions.max() >= 16:
+        wanted[:, 4:NUM_TOKENS] += by
+    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
+
+
+def test_all_tokens_spread_are_a_prefill():
+    tokens = token_ids()
+    plan = BlendPlan(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=1.0, spreads=True)
+    found = blended(plan, embedded(tokens, CAPACITY), noise())
+    np.testing.assert_allclose(found[:, :, :NUM_TOKENS], fresh(tokens)[1], rtol=0, atol=ATOL)
+    np.testing.assert_array_equal(found[:, :, NUM_TOKENS:], noise()[:, :, NUM_TOKENS:])
+
+
+@pytest.mark.parametrize("num_first", [0, 5])
+def test_spread_tokens_are_computed_over_what_has_moved(num_first):
+    tokens = token_ids()
+    kv = stale(fresh(tokens)[1] + 0.3 * noise()[:, :, :NUM_TOKENS])
+    plan = BlendPlan(
+        num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.3, num_first=num_first, spreads=True, carries_from=4
+    )
+    found = blended(plan, embedded(tokens, CAPACITY), kv)
+    places = jnp.asarray(plan.places)
+    x = embedded(tokens)[:, places]
+    for layer, wanted in enumerate(kv):
+        out, alone = blend.blend_layer(CONFIG, params()[0][layer], x, places, jnp.asarray(wanted), table())
+        moved = blend.carry_along(alone[:, places], places, jnp.asarray(wanted), 4, NUM_TOKENS)
+        out, fused = blend.blend_layer(CONFIG, params()[0][layer], x, places, moved, table())
+        np.testing.assert_allclose(found[layer], np.asarray(fused), rtol=0, atol=ATOL)
+        x = out

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.blend import BlendPlan
+from ca_jax.blend import BlendPlan, repair_plan
 from ca_jax.conversations import extended
 from ca_jax.drift import Drift
 from ca_jax.overflow import OverflowConfig
@@ -145,6 +146,7 @@ REPAIRS = {
     "drift": {"drift": True},
     "drift and anchor": {"drift": True, "anchor_tokens": 16, "keep_first": 0},
     "drift, then all": {"drift": True, "repair_ratio": 1.0},
+    "all, spread": {"repair_ratio": 1.0, "repair": "spread"},
 }
 
 
@@ -247,6 +249,43 @@ def test_the_tokens_that_deviate_most_are_computed_anew(ratio):
     assert first[changed[1]].min() >= first[~changed[1]].max(), "those that are furthest off in the layer that decides"
     assert after[1][changed[1]].max() < ok.ATOL, "in that layer they are exact"
     assert after.sum() < 0.8 * before.sum()
+
+
+@pytest.mark.parametrize(("ratio", "num_anchors"), [(0.15, 0), (0.4, 0), (0.4, 12), (0.02, 0)])
+def test_tokens_that_are_spread_say_how_all_others_move(ratio, num_anchors):
+    """The engine's repair is that of `blend` over what an engine without repair has."""
+    kept = {}
+    for repair_ratio in (0.0, ratio):
+        overflow = ok.config(
+            4, repair_ratio=repair_ratio, repair="spread", anchor_tokens=num_anchors * (repair_ratio > 0)
+        )
+        with ok.engine_of(overflow) as engine:
+            session = engine.session()
+            ok.say(session, kit.prompt(110), 2)
+            discarded = np.zeros(112, bool)
+            discarded[4:40] = True
+            session.discard(discarded)
+            ok.say(session, kit.prompt(5), 1)
+            kept[repair_ratio] = kit.stored_kv(engine, session)[:, :, :75]
+            token_ids, usage = session.token_ids[:75], session.usage
+            blender = None
+            plan = repair_plan(overflow, 3, 75)
+            assert usage.repaired_tokens == (0 if plan is None else round(plan.num_recomputed))
+            if plan is not None:
+                blender = engine._runner.blender(plan, token_ids)
+    if ratio * 75 < 8:
+        assert blender is None
+        np.testing.assert_array_equal(kept[ratio], kept[0.0])
+        return
+    padded = np.zeros((*kept[0.0].shape[:2], 128, *kept[0.0].shape[3:]), np.float32)
+    padded[:, :, :75] = kept[0.0]
+    wanted = np.stack([np.asarray(blender.layer(i, jnp.asarray(kv)))[:, :75] for i, kv in enumerate(padded)])
+    np.testing.assert_allclose(kept[ratio], wanted, rtol=0, atol=ok.ATOL)
+    first = max(num_anchors, 4)
+    moved = np.abs(kept[ratio] - kept[0.0]).max((1, 3, 4))[1:]
+    assert (moved[:, first:] > 1e-4).all(), "all of them have"
+    kept_first = np.abs(kept[ratio] - kept[0.0])[:, :, : 4 if not num_anchors else 0]
+    assert (kept_first[:, :, 1:] < ok.ATOL).all(), "first tokens that stay have seen nobody who left"
 
 
 def test_more_repair_is_nearer():

@@ -15,6 +15,8 @@ from ca_jax.evaluation.stream import ContextStream
 from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 
+_REPAIR = {"deviating": "repair", "spread": "spread repair"}  # In names.
+
 
 class EvaluationError(CaJaxError):
     """What was to be evaluated cannot be: its data are not what was wanted, or do not fit the settings."""
@@ -90,6 +92,7 @@ class Comparison:
             "keep_first_tokens": overflow.keep_first_tokens,
             "anchor_tokens": overflow.anchor_tokens if is_ca else 0,
             "repair_ratio": overflow.repair_ratio if is_ca else 0.0,
+            "repair": overflow.repair if is_ca and overflow.repair_ratio else None,
             "drift": overflow.drift if is_ca else None,
             "discarder": overflow.token_discarder.name,
         }
@@ -121,7 +124,7 @@ def name_of(overflow: OverflowConfig) -> str:
     if overflow.anchor_tokens and overflow.method == "ca":
         parts.append(f"anchor {overflow.anchor_tokens}")
     if overflow.repair_ratio and overflow.method == "ca":
-        parts.append(f"repair {100 * overflow.repair_ratio:.4g}%")
+        parts.append(f"{_REPAIR[overflow.repair]} {100 * overflow.repair_ratio:.4g}%")
     if overflow.drift is not None and overflow.method == "ca":
         parts.append("drift")
     return ", ".join(parts)

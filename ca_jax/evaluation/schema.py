@@ -186,6 +186,8 @@ class MethodRow:
     """See `OverflowConfig`."""
     repair_ratio: float
     """See `OverflowConfig`."""
+    repair: str | None
+    """See `OverflowConfig`; None where nothing is repaired."""
     drift: str | None
     """See `OverflowConfig`."""
     discarder: str

@@ -38,6 +38,7 @@ _VARIED: dict[str, type] = {
     "keep_first_tokens": int,
     "anchor_tokens": int,
     "repair_ratio": float,
+    "repair": str,
     "drift": str,
     "discarder": str,
 }

@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from ca_jax.discarding import DISCARDERS
-from ca_jax.overflow import METHODS, OverflowConfig
+from ca_jax.overflow import METHODS, REPAIRS, OverflowConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
@@ -22,6 +22,7 @@ FLAG_OF = {
     "keep_first_tokens": "keep_first_tokens",
     "anchor_tokens": "overflow_anchor_tokens",
     "repair_ratio": "overflow_repair_ratio",
+    "repair": "overflow_repair",
     "drift": "overflow_drift",
     "whole_turns": "truncate_whole_turns",
     "discarder": "token_discarder",
@@ -30,7 +31,7 @@ FLAG_OF = {
 OFF = "off"
 """The method of an engine that drops nothing."""
 
-_CHOICES = {"method": list(METHODS), "discarder": list(DISCARDERS)}
+_CHOICES = {"method": list(METHODS), "repair": list(REPAIRS), "discarder": list(DISCARDERS)}
 _TEXT = {
     "method": "What becomes of the KV of the tokens that stay when a conversation outgrows the context window: used as "
     "it is stored (ca), computed anew (tt), lost since positions are in it (of), used at its old positions, which is "
@@ -39,7 +40,9 @@ _TEXT = {
     "keep_first_tokens": "First tokens of a conversation that are never dropped.",
     "anchor_tokens": "ca: first tokens, of those that stay, whose KV is computed anew, as the beginning that they are "
     "now.",
-    "repair_ratio": "ca: share of the tokens that stay whose KV is computed anew where it deviates most.",
+    "repair_ratio": "ca: share of the tokens that stay whose KV is computed anew.",
+    "repair": "ca: which tokens these are: those whose KV deviates most, or others evenly apart, as which all move "
+    "(spread).",
     "drift": "ca: file of the model's drift, which is added to the KV of the tokens that stay; none by default.",
     "whole_turns": "Drop whole turns only, as far as that makes room.",
     "discarder": "Which tokens are dropped: the oldest, the oldest but for some first ones (sinks), those that "

@@ -13,6 +13,8 @@ def test_a_name_says_what_a_method_has():
     full = OverflowConfig(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
     assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, repair 12.5%"
     assert name_of(OverflowConfig(drift="a.npz")) == "ca, keep 4, drift"
+    assert name_of(OverflowConfig(repair="spread", repair_ratio=0.1)) == "ca, keep 4, spread repair 10%"
+    assert name_of(OverflowConfig(repair="spread")) == "ca, keep 4"
     assert name_of(OverflowConfig(method="of", drift="a.npz")) == "of, keep 4"
     assert name_of(OverflowConfig(discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
 
@@ -25,7 +27,8 @@ def test_the_first_tt_is_what_others_are_held_against():
     anchored = OverflowConfig(method="nkvt", keep_first_tokens=1, anchor_tokens=4, repair_ratio=0.1)
     assert Comparison(methods=(anchored,), window=256).setting("nkvt, keep 1") == {
         **{"name": "nkvt, keep 1", "method": "nkvt", "window": 256, "truncation_ratio": 0.5},
-        **{"keep_first_tokens": 1, "anchor_tokens": 0, "repair_ratio": 0.0, "drift": None, "discarder": "oldest"},
+        **{"keep_first_tokens": 1, "anchor_tokens": 0, "repair_ratio": 0.0, "repair": None},
+        **{"drift": None, "discarder": "oldest"},
     }
 
 
