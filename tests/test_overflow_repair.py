@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.blend import BlendPlan, repair_plan
+from ca_jax.blend import Blender, BlendPlan, repair_plan
 from ca_jax.conversations import extended
 from ca_jax.drift import Drift
+from ca_jax.jobs import Usage
 from ca_jax.overflow import OverflowConfig
 from ca_jax.storage.tickets import LoadTicket
 from tests import engine_kit as kit
@@ -224,20 +227,41 @@ def test_anchors_are_rounded_up_to_what_is_compiled(num_anchors):
         pair.expect_stored_kv()
 
 
+@dataclasses.dataclass(frozen=True)
+class CutByHand:
+    """What is left of a conversation of 112 tokens after its next turn."""
+
+    kv: np.ndarray  # Stored, of the 75 tokens that stayed, [L, 2, 75, K, H].
+    token_ids: list[int]  # Those.
+    usage: Usage  # Of that turn.
+    plan: BlendPlan | None  # Of its repair.
+    blender: Blender | None  # Another that would do it.
+
+
+def cut_by_hand(overflow: OverflowConfig) -> CutByHand:
+    """Has 36 tokens leave, and the next turn repair the others."""
+    with ok.engine_of(overflow) as engine:
+        session = engine.session()
+        ok.say(session, kit.prompt(110), 2)
+        discarded = np.zeros(112, bool)
+        discarded[4:40] = True
+        session.discard(discarded)
+        ok.say(session, kit.prompt(5), 1)
+        token_ids, plan = session.token_ids[:75], repair_plan(overflow, 3, 75)
+        return CutByHand(
+            kv=kit.stored_kv(engine, session)[:, :, :75],
+            token_ids=token_ids,
+            usage=session.usage,
+            plan=plan,
+            blender=None if plan is None else engine._runner.blender(plan, token_ids),
+        )
+
+
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.8])
 def test_the_tokens_that_deviate_most_are_computed_anew(ratio):
     """Of each layer as many as planned, whose KV is then nearer to a fresh prefill's; all others stay as they were."""
-    kept = {}
-    for repair_ratio in (0.0, ratio):
-        with ok.engine_of(ok.config(repair_ratio=repair_ratio)) as engine:
-            session = engine.session()
-            ok.say(session, kit.prompt(110), 2)
-            discarded = np.zeros(112, bool)
-            discarded[4:40] = True
-            session.discard(discarded)
-            ok.say(session, kit.prompt(5), 1)
-            kept[repair_ratio] = kit.stored_kv(engine, session)[:, :, :75]
-            token_ids, usage = session.token_ids[:75], session.usage
+    without, found = cut_by_hand(ok.config()), cut_by_hand(ok.config(repair_ratio=ratio))
+    token_ids, usage, kept = found.token_ids, found.usage, {0.0: without.kv, ratio: found.kv}
     fresh = fresh_kv(token_ids)
     plan = BlendPlan(num_layers=3, num_tokens=75, ratio=ratio)
     assert usage.repaired_tokens == round(plan.num_recomputed)
@@ -254,25 +278,10 @@ def test_the_tokens_that_deviate_most_are_computed_anew(ratio):
 @pytest.mark.parametrize(("ratio", "num_anchors"), [(0.15, 0), (0.4, 0), (0.4, 12), (0.02, 0)])
 def test_tokens_that_are_spread_say_how_all_others_move(ratio, num_anchors):
     """The engine's repair is that of `blend` over what an engine without repair has."""
-    kept = {}
-    for repair_ratio in (0.0, ratio):
-        overflow = ok.config(
-            4, repair_ratio=repair_ratio, repair="spread", anchor_tokens=num_anchors * (repair_ratio > 0)
-        )
-        with ok.engine_of(overflow) as engine:
-            session = engine.session()
-            ok.say(session, kit.prompt(110), 2)
-            discarded = np.zeros(112, bool)
-            discarded[4:40] = True
-            session.discard(discarded)
-            ok.say(session, kit.prompt(5), 1)
-            kept[repair_ratio] = kit.stored_kv(engine, session)[:, :, :75]
-            token_ids, usage = session.token_ids[:75], session.usage
-            blender = None
-            plan = repair_plan(overflow, 3, 75)
-            assert usage.repaired_tokens == (0 if plan is None else round(plan.num_recomputed))
-            if plan is not None:
-                blender = engine._runner.blender(plan, token_ids)
+    without = cut_by_hand(ok.config(4))
+    found = cut_by_hand(ok.config(4, repair_ratio=ratio, repair="spread", anchor_tokens=num_anchors))
+    kept, blender = {0.0: without.kv, ratio: found.kv}, found.blender
+    assert found.usage.repaired_tokens == (0 if found.plan is None else round(found.plan.num_recomputed))
     if ratio * 75 < 8:
         assert blender is None
         np.testing.assert_array_equal(kept[ratio], kept[0.0])
