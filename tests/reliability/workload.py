@@ -11,6 +11,7 @@ import hashlib
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from ca_jax.storage.ssd_books import SsdBooks
 from tests import engine_kit as kit
 
 DRIVERS = ("zarr3", "raw")
+_PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 _STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
 _KNOWN_FILES = re.compile(
     rf"{re.escape(CATALOG_NAME)}(-wal|-shm|\.corrupt-.*)?|catalog\.lock"
@@ -98,6 +100,15 @@ def reader_of(engine: Engine, directory: Path) -> CatalogReader:
     return CatalogReader(directory, ssd_of(engine)._reader.namespace)
 
 
+def wait_until_nothing_moves(engine: Engine) -> None:
+    """Returns when all moves have settled, those too that were given up as late, which nobody else waits for."""
+    give_up_s = time.monotonic() + _PATIENCE_S
+    while store_of(engine)._placement.busy:
+        assert time.monotonic() < give_up_s, "wanted the SSD tier to come to rest, found it busy"
+        engine.wait_for_saves()
+        engine._wakeup.wait(engine._wakeup.count, 0.05)
+
+
 def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None:
     """Checks that sizes, free lists, catalog and, after a start, the files say the same. The engine must be idle.
 
@@ -108,6 +119,7 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     """
     engine.wait_for_saves()
     wait_for_reclaim(engine)
+    wait_until_nothing_moves(engine)
     store, ssd = store_of(engine), ssd_of(engine)
     tier, stats, infos = ssd._tier, store.stats(), store.list()
     with reader_of(engine, directory) as reader:
