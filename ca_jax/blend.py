@@ -281,7 +281,8 @@ class Blender:
         if not layer:
             places = self._plan.places
             self._x, self._positions = self._x[:, places], to_device(places)
-        carried = to_device(self._plan.carries_from, np.int32), to_device(self._plan.num_tokens, np.int32)
+        start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of the others.
+        carried = to_device(start, np.int32), to_device(self._plan.num_tokens, np.int32)
         self._x, fused = blend_layer(
             self._config, self._layers[layer], self._x, self._positions, kv, self._table, carried
         )

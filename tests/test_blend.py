@@ -427,3 +427,13 @@ def test_spread_tokens_are_computed_over_what_has_moved(num_first):
         out, fused = blend.blend_layer(CONFIG, params()[0][layer], x, places, moved, table())
         np.testing.assert_allclose(found[layer], np.asarray(fused), rtol=0, atol=ATOL)
         x = out
+
+
+def test_how_first_tokens_move_is_not_how_others_do():
+    tokens = token_ids()
+    kv = stale(fresh(tokens)[1] + 0.3 * noise()[:, :, :NUM_TOKENS])
+    plan = BlendPlan(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.05, num_first=40, spreads=True)
+    assert plan.places.tolist() == list(range(40))
+    found = blended(plan, embedded(tokens, CAPACITY), kv)
+    np.testing.assert_array_equal(found[:, :, 40:], kv[:, :, 40:])
+    np.testing.assert_allclose(found[:, :, :40], fresh(tokens)[1][:, :, :40], rtol=0, atol=ATOL)
