@@ -1,0 +1,79 @@
+"""Reads traces of agents: every call they made to a chat model, with its whole prompt and its answer.
+
+A line is `{"timestamp": µs, "input": text, "output": text, "session_id": text}`; a session is one task of an agent.
+Lines are written when calls end, so that those of a session need not stand in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+from ca_jax.traces.requests import Request
+from ca_jax.traces.rows import BadRows, Row, TraceError, json_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AgentCall:
+    """One call of a model by an agent."""
+
+    session_id: str
+    """Its task."""
+    arrival_s: float
+    """Since the epoch."""
+    prompt: str
+    """The whole prompt; empty where the trace has none, as of calls about pictures."""
+    answer: str
+    """What the model said."""
+
+
+def load_agent_calls(paths: Iterable[str | os.PathLike[str]], bad_rows: BadRows | None = None) -> Iterator[AgentCall]:
+    """Yields the calls of one file after the other, those of a file by time.
+
+    Args:
+      paths: of the files.
+      bad_rows: what is done about rows that cannot be used; by default the first is an error.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      TraceError: a row that is malformed.
+    """
+    bad_rows = bad_rows or BadRows()
+    for path in paths:
+        calls = []
+        for row in json_rows(path, bad_rows):
+            try:
+                calls.append(_call(row))
+            except TraceError as error:
+                bad_rows.take(error)
+        yield from sorted(calls, key=lambda call: call.arrival_s)
+
+
+def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int]) -> list[Request]:
+    """Calls as requests, in order of arrival; those without a prompt or an answer are left out.
+
+    Args:
+      calls: of any number of sessions.
+      count_tokens: of a text.
+    """
+    spoken = sorted((call for call in calls if call.prompt and call.answer), key=lambda call: call.arrival_s)
+    return [
+        Request(
+            arrival_s=call.arrival_s - spoken[0].arrival_s,
+            session_id=call.session_id,
+            input_tokens=max(1, count_tokens(call.prompt)),
+            output_tokens=max(1, count_tokens(call.answer)),
+        )
+        for call in spoken
+    ]
+
+
+def _call(row: Row) -> AgentCall:
+    arrival_s = row.number("timestamp") / 1e6
+    if arrival_s < 0:
+        raise row.error("timestamp", "microseconds of at least 0")
+    session_id = row.text("session_id")
+    if not session_id:
+        raise row.error("session_id", "a name")
+    return AgentCall(session_id=session_id, arrival_s=arrival_s, prompt=row.text("input"), answer=row.text("output"))
