@@ -69,7 +69,7 @@ def test_seen_blocks_are_leading_ones(written):
 BAD_MOONCAKE = {
     "no JSON": ('{"timestamp": 1', "wanted a JSON object"),
     "no object": ("[1, 2]", "wanted a JSON object"),
-    "a field is missing": ({"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` wanted a number, found nothing"),
+    "a field is missing": ({"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` wanted a number"),
     "a negative length": (asked(1, -5, 1), "`input_length` wanted an integer of at least 1, found -5"),
     "no whole length": (asked(1, 5.5, 1), "`input_length` wanted an integer"),
     "too few hashes": (asked(1, HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` wanted one for each of 2 blocks"),
