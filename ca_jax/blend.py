@@ -40,7 +40,7 @@ from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
 _UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to them.
-_RIDGE = 3.0  # Of the fit, times the mean squared length of what is known of a token.
+_RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -83,10 +83,7 @@ def blend_layer(
 
 
 def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
-    """Moves KV as some tokens' has moved: by the map, of it and its place, that says best how these moved.
-
-    A ridge regression, for each head. Tokens near the cut have lost more of what they saw than those far behind it, so
-    that place and its square count as much, in all, as what is stored.
+    """Moves KV as some tokens' has moved: by the map of it, a ridge regression, that says best how these moved.
 
     Args:
       new: `[2, n, K, H]`, the tokens' KV as it is now.
@@ -101,28 +98,14 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.
     count = jnp.maximum(weights.sum(), 1.0)
     einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     mean, mean_moved = (einsum("n,cnkh->ckh", weights, each)[:, None] / count for each in (old, moved))
-    size = einsum("n,cnkh->ck", weights, (old - mean) ** 2) / count  # Mean squared length.
-    curve = _place_curve(jnp.arange(kv.shape[1]), positions, weights / count)  # [S, 2]
-    curve = jnp.sqrt(size / curve.shape[1])[:, None, :, None] * curve[:, None]
-    known = jnp.concatenate([every - mean, curve], axis=-1)  # [2, S, K, H + 2]
-    fitted = known[:, positions] * weights[:, None, None]
-    gram = einsum("cnkh,cnkg->ckhg", fitted, fitted)
-    ridge = (_RIDGE * 2 * size[..., None, None] + 1e-12) * jnp.eye(known.shape[-1], dtype=jnp.float32)
-    linear = jnp.linalg.solve(gram + ridge, einsum("cnkh,cnkg->ckhg", fitted, moved - mean_moved))
-    carried = every + mean_moved + einsum("cskh,ckhg->cskg", known, linear)
+    centred, rest = (old - mean) * weights[:, None, None], (moved - mean_moved) * weights[:, None, None]
+    gram = einsum("cnkh,cnkg->ckhg", centred, centred)
+    size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / count
+    eye = jnp.eye(gram.shape[-1], dtype=jnp.float32)
+    linear = jnp.linalg.solve(gram + (_RIDGE * size + 1e-12) * eye, einsum("cnkh,cnkg->ckhg", centred, rest))
+    carried = every + mean_moved + einsum("cskh,ckhg->cskg", every - mean, linear)
     place = jnp.arange(kv.shape[1])[:, None, None]
     return jnp.where((place >= start) & (place < stop), carried.astype(kv.dtype), kv)
-
-
-def _place_curve(places: jax.Array, positions: jax.Array, weights: jax.Array) -> jax.Array:
-    """Place and its square, f32 `[S, 2]`: of mean 0 and variance 1 over `positions`, whose weights sum to 1."""
-
-    def standard(values: jax.Array) -> jax.Array:
-        values = values - (weights * values[positions]).sum()
-        return values * lax.rsqrt((weights * values[positions] ** 2).sum() + 1e-6)
-
-    line = standard(places.astype(jnp.float32))
-    return jnp.stack([line, standard(line**2)], axis=-1)
 
 
 @partial(jax.jit, static_argnames=("config",))

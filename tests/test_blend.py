@@ -370,15 +370,11 @@ def moved_by_least_squares(new, positions, kv, start, stop):
         every = kv[of[0], :, of[1]].astype(np.float64)
         old, now = every[positions][fits], new[of[0], :, of[1]].astype(np.float64)[fits]
         mean, moved = old.mean(0), now - old
-        size = np.square(old - mean).sum(1).mean()
-        line = (np.arange(len(every)) - positions[fits].mean()) / positions[fits].std()
-        square = (line**2 - (line**2)[positions][fits].mean()) / (line**2)[positions][fits].std()
-        known = np.concatenate([every - mean, np.sqrt(size / 2) * np.stack([line, square], 1)], axis=1)
-        ridge = np.sqrt(3 * 2 * size) * np.eye(known.shape[1])
-        left = np.concatenate([known[positions][fits], ridge])
-        right = np.concatenate([moved - moved.mean(0), np.zeros((len(ridge), kv.shape[3]))])
+        ridge = np.sqrt(3 * np.square(old - mean).sum(1).mean()) * np.eye(kv.shape[3])
+        left = np.concatenate([old - mean, ridge])
+        right = np.concatenate([moved - moved.mean(0), np.zeros_like(ridge)])
         linear = np.linalg.lstsq(left, right, rcond=None)[0]
-        out[of[0], start:stop, of[1]] = (every + moved.mean(0) + known @ linear)[start:stop]
+        out[of[0], start:stop, of[1]] = (every + moved.mean(0) + (every - mean) @ linear)[start:stop]
     return out
 
 
