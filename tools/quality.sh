@@ -11,6 +11,7 @@ tasks=${*:-drift ppl repair longeval mmlu agreement page}
 python=${PYTHON:-.venv/bin/python}
 out=results/quality
 text=$data/wikitext2_test_unk_tokens.txt
+spread=ca:repair=spread
 mkdir -p "$out"
 
 evaluate() { # name, flags
@@ -35,29 +36,36 @@ for task in $tasks; do
         for window in 1024 512 2048; do
             for name in wikitext2 c4; do
                 case $name in c4) file=$data/c4_sample.jsonl ;; *) file=$text ;; esac
-                case $name$window in c4512 | c42048) anchored= ;; *) anchored=ca:anchor_tokens=72:drift=$out/drift_$window.npz, ;; esac
+                case $name$window in
+                c4512) other= ;;
+                c42048) other=$spread:repair_ratio=0.15, ;;
+                *) other=ca:anchor_tokens=72:drift=$out/drift_$window.npz, ;;
+                esac
                 evaluate "ppl_${name}_$window" --task=ppl --data="$file" --window="$window" --max_tokens=51200 \
                     --step_tokens="$(step_of "$window")" --plot_out="$out/ppl_${name}_$window.png" \
-                    --method="tt,ca,${anchored}ca:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
+                    --method="tt,ca,${other}ca:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
             done
         done
         ;;
     repair)
         drift=$out/drift_1024.npz
         evaluate repair_curve --task=ppl --data="$text" --window=1024 --max_tokens=16384 --step_tokens=512 \
-            --method="tt,ca:keep_first_tokens=0,ca:keep_first_tokens=1,ca,ca:keep_first_tokens=16,ca:keep_first_tokens=64,ca:keep_first_tokens=0:anchor_tokens=16,ca:anchor_tokens=16,ca:anchor_tokens=72,ca:drift=$drift,ca:repair_ratio=0.1,ca:repair_ratio=0.15,ca:repair_ratio=0.3,ca:repair_ratio=0.5,ca:repair_ratio=0.15:drift=$drift,ca:repair_ratio=0.3:drift=$drift,ca:anchor_tokens=72:drift=$drift,ca:discarder=heavy_hitters"
+            --method="tt,ca:keep_first_tokens=0,ca:keep_first_tokens=1,ca,ca:keep_first_tokens=16,ca:keep_first_tokens=64,ca:keep_first_tokens=0:anchor_tokens=16,ca:anchor_tokens=16,ca:anchor_tokens=72,ca:drift=$drift,ca:repair_ratio=0.1,ca:repair_ratio=0.15,ca:repair_ratio=0.3,ca:repair_ratio=0.5,ca:repair_ratio=0.15:drift=$drift,ca:repair_ratio=0.3:drift=$drift,ca:anchor_tokens=72:drift=$drift,$spread:repair_ratio=0.1,$spread:repair_ratio=0.15,$spread:repair_ratio=0.3,ca:discarder=heavy_hitters"
         ;;
     longeval)
         evaluate longeval_200_lines --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
-            --method="tt,ca,ca:anchor_tokens=72:drift=$out/drift_1024.npz,nkvt"
-        evaluate longeval_5_topics --task=longeval --data="$data/longeval/5_topics.jsonl" --window=1024 --method=tt,ca,nkvt
+            --method="tt,ca,$spread:repair_ratio=0.15,$spread:repair_ratio=0.1,nkvt"
+        evaluate longeval_200_lines_anchored --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
+            --method="tt,$spread:repair_ratio=0.15:anchor_tokens=32"
+        evaluate longeval_5_topics --task=longeval --data="$data/longeval/5_topics.jsonl" --window=1024 \
+            --method="tt,ca,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     mmlu)
         evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 --method=tt,ca,nkvt
         ;;
     agreement)
         evaluate agreement --task=agreement --data="$text" --window=1024 --max_tokens=8192 \
-            --method="tt,ca,ca:repair_ratio=0.15:drift=$out/drift_1024.npz,nkvt"
+            --method="tt,ca,ca:repair_ratio=0.15:drift=$out/drift_1024.npz,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     page)
         "$python" -m ca_jax.launch.evaluate_report --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
