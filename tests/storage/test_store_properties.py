@@ -307,8 +307,8 @@ class StoreMachine(RuleBasedStateMachine):
         aborted = [(ticket, self.kv_of_save(key, i + j)) for j, (ticket, _) in enumerate(reference.saves[i:])]
         self.store.abort_save(reference.saves[i][0])
         del reference.saves[i:]
-        if not reference.tokens and not reference.saves and reference.ssd is None:
-            del self.reference[key]
+        if not reference.tokens and not reference.saves and reference.ssd is None and reference.flush is None:
+            del self.reference[key]  # But for what left DRAM before and is on its way to SSD.
         for ticket, kv in aborted:
             assert not ticket.write_all(kv)
             assert not self.store.complete_save(ticket)
