@@ -57,7 +57,7 @@ for task in $tasks; do
             --method="tt,ca,$spread:repair_ratio=0.15,$spread:repair_ratio=0.1,nkvt"
         evaluate longeval_200_lines_anchored --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
             --method="tt,$spread:repair_ratio=0.15:anchor_tokens=32"
-        evaluate longeval_5_topics --task=longeval --data="$data/longeval/5_topics.jsonl" --window=1024 \
+        evaluate longeval_5_topics --task=longeval --data="$data/longeval/5_topics.jsonl" --window=1024 --max_items=20 \
             --method="tt,ca,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     mmlu)
