@@ -77,6 +77,7 @@ class _Sessions:
         self._num_sessions = 0
 
     def session_of(self, request: Request) -> str:
+        """The session's name. To be asked once for each request, in order of arrival."""
         ids = request.hash_ids
         num_seen = next((i for i, each in enumerate(ids) if each not in self._session_with), len(ids))
         session = self._session_with[ids[num_seen - 1]] if num_seen else None

@@ -81,16 +81,22 @@ BAD_MOONCAKE = {
 }
 
 
+def skipped(load, path, line, message):
+    """What is read without a bad row, which is told otherwise: by line, and counted once where it is skipped."""
+    with pytest.raises(TraceError, match=message) as error:
+        list(load(path))
+    assert str(error.value).startswith(f"{path}, line {line}: ")
+    bad_rows = BadRows(skip=True)
+    found = list(load(path, bad_rows))
+    assert (bad_rows.num_skipped, bad_rows.first) == (1, str(error.value))
+    return found
+
+
 @pytest.mark.parametrize(("row", "message"), BAD_MOONCAKE.values(), ids=BAD_MOONCAKE)
 def test_a_bad_mooncake_row_is_told_or_skipped(written, row, message):
     path = written(asked(1, 5, 1), "", row, asked(2, 5, 2))
-    with pytest.raises(TraceError, match=message) as error:
-        list(load_mooncake(path))
-    assert str(error.value).startswith(f"{path}, line 3: ")
-    bad_rows = BadRows(skip=True)
-    assert [request.arrival_s for request in load_mooncake(path, bad_rows)] == [0.001, 0.002]
-    assert bad_rows.num_skipped == 1
-    assert bad_rows.first == str(error.value)
+    found = skipped(load_mooncake, path, 3, message)
+    assert [request.arrival_s for request in found] == [0.001, 0.002]
 
 
 def test_calls_of_agents_come_by_time(written):
@@ -119,11 +125,8 @@ def test_calls_without_text_are_no_requests(written):
 )
 def test_a_bad_call_is_told_or_skipped(written, row, field):
     path = written(called(1, "x"), row)
-    with pytest.raises(TraceError, match=rf"line 2: `{field}` wanted"):
-        list(load_agent_calls([path]))
-    bad_rows = BadRows(skip=True)
-    assert len(list(load_agent_calls([path], bad_rows))) == 1
-    assert bad_rows.num_skipped == 1
+    found = skipped(lambda path, *bad_rows: load_agent_calls([path], *bad_rows), path, 2, f"`{field}` wanted")
+    assert [call.prompt for call in found] == ["x"]
 
 
 ARRIVALS = {
@@ -165,12 +168,7 @@ def test_a_missing_column_is_told(written):
 )
 def test_a_bad_arrival_is_told_or_skipped(written, row, message):
     path = written("time,input_tokens,output_tokens", "1,2,3", row, "2,2,3", name="a.csv")
-    with pytest.raises(TraceError, match=message) as error:
-        list(load_arrivals(path))
-    assert str(error.value).startswith(f"{path}, line 3: ")
-    bad_rows = BadRows(skip=True)
-    assert [each.arrival_s for each in load_arrivals(path, bad_rows)] == [0, 1]
-    assert bad_rows.num_skipped == 1
+    assert [each.arrival_s for each in skipped(load_arrivals, path, 3, message)] == [0, 1]
 
 
 @pytest.mark.parametrize("load", [load_mooncake, load_arrivals, lambda path: load_agent_calls([path])])
