@@ -111,13 +111,15 @@ class _Bench:
         return rows
 
     def stream_row(self) -> StreamRow:
-        """The stream; the store has room for half of it, so that it makes room as well."""
+        """The stream; the store has room for one of them, so that it makes room by giving up the one before.
+
+        With less room a turn could find none at all, where saves fall behind: what is being saved is not given up.
+        """
         num_prompt, num_turns = self.config.stream_prompt_tokens, self.config.stream_turns
-        num_stored = max(2, num_turns // 2)  # One is saved while the one before is not in the store yet.
         with contextlib.ExitStack() as stack:
             engines = {
                 "off": self._engine(stack, num_prompt, 0),
-                "on": self._engine(stack, num_prompt, num_stored),
+                "on": self._engine(stack, num_prompt, num_turns),
             }
             self._measure(engines, num_prompt, 1, num_turns=num_turns)
             rounds, same_tokens, recompiles = self._measure(
@@ -202,7 +204,7 @@ class _Bench:
                 prompts = [random_ids(self.rng, self.model, num_prompt) for _ in range(num_turns)]
                 seconds, answers = dict[str, float](), list[list[list[int]]]()
                 for name, engine in in_turn(engines, nth_round):
-                    given, seconds[name] = self._answer(name, engine, prompts, until_saved=num_turns > 1)
+                    given, seconds[name] = self._answer(name, engine, prompts, stream=num_turns > 1)
                     answers.append(given)
                 rounds.append(seconds)
                 same_tokens &= all(given == answers[0] for given in answers)
@@ -211,21 +213,25 @@ class _Bench:
         return rounds, same_tokens, compiles.count
 
     def _answer(
-        self, name: str, engine: Engine, prompts: Sequence[list[int]], *, until_saved: bool
+        self, name: str, engine: Engine, prompts: Sequence[list[int]], *, stream: bool
     ) -> tuple[list[list[int]], float]:
-        """A turn of a session of its own for each prompt; the answers, and seconds."""
+        """A turn of a session of its own for each prompt; the answers, and seconds.
+
+        Those of a stream last until all is saved, and leave what they stored to the next to make room of.
+        """
         params = SamplingParams(max_tokens=self.config.save_answer_tokens, ignore_eos=True)
         sessions = [engine.session() for _ in prompts]
         started_s = time.perf_counter()
         for session, prompt in zip(sessions, prompts, strict=True):
             collections.deque(session.send_ids(prompt, sampling=params), maxlen=0)
-        if until_saved:
+        if stream:
             engine.wait_for_saves()
         elapsed_s = time.perf_counter() - started_s
         settle(engine)
         self._check_stored(name, engine, sessions[-1])
-        for session in sessions:
-            session.close()
+        if not stream:
+            for session in sessions:
+                session.close()
         answers = [session.token_ids[len(prompt) :] for session, prompt in zip(sessions, prompts, strict=True)]
         return answers, elapsed_s
 
