@@ -27,6 +27,7 @@ from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Re
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.storage.ssd_worker import FlushTask
 
 from .ssd_helpers import StoppedClock
@@ -98,6 +99,8 @@ class Reference:
     lineage: Lineage = PLAIN
     ssd: list[Token] | None = None
     ssd_blocks: tuple[int, ...] = ()
+    ssd_copy: SsdCopy | None = None
+    """The books' own: another one after each flush, which may have got the same blocks as the one before it."""
     ssd_lineage: Lineage = PLAIN
     flush: FlushTask | None = None
     """Under way when it was looked at last."""
@@ -717,7 +720,9 @@ class StoreMachine(RuleBasedStateMachine):
         may_go = self.may_evict and not (self.pins[key] or reference.in_use)
         ssd_blocks = () if entry is None or entry.ssd is None else tuple(entry.ssd.block_ids.tolist())
         is_other = ssd_blocks and (
-            entry.ssd.num_tokens != len(reference.ssd or []) or entry.ssd.lineage != reference.ssd_lineage
+            entry.ssd.num_tokens != len(reference.ssd or [])
+            or entry.ssd.lineage != reference.ssd_lineage
+            or (entry.ssd is not reference.ssd_copy and reference.tokens)
         )
         if ssd_blocks != reference.ssd_blocks or is_other:
             if ssd_blocks:  # Flushed.
@@ -733,6 +738,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert not (self.ample and is_lost), "left an SSD that has room"
                 reference.ssd = None
             reference.ssd_blocks = ssd_blocks
+        reference.ssd_copy = None if entry is None else entry.ssd
         flush = None if entry is None else entry.flush
         if flush is not reference.flush:
             reference.flush, reference.is_cut_after_flush, reference.has_left = flush, False, False
