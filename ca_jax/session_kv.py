@@ -130,9 +130,7 @@ class SessionKV:
         key, source = self._queued[job]
         if self.write_buffer.is_unsaved(key):
             return False
-        if not is_next and self._store.residency(source) in (Residency.SSD, Residency.PENDING):
-            return False
-        return not self._store.request(source)  # One that runs now is held too: it must not be evicted before it loads.
+        return self._store.ready(source, is_next)
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""

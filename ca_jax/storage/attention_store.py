@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -69,6 +70,8 @@ class AttentionStore:
       clock: seconds since the epoch, which times to live are counted by.
       on_progress: called from any thread when `poll` has something to do.
       timeline: gets a span of every fetch and flush.
+      open_ssd: called with what `SsdBooks` wants by name, and `on_progress`: gives the SSD tier in place of the one
+        that the config names. A simulator has its own.
 
     Raises:
       ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
@@ -87,6 +90,7 @@ class AttentionStore:
         clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] | None = None,
         timeline: Timeline = NO_TIMELINE,
+        open_ssd: Callable[..., SsdBooks] | None = None,
     ):
         if layout.block_tokens != config.block_tokens:
             raise ValueError(f"layout wanted blocks of {config.block_tokens} tokens, found {layout.block_tokens}")
@@ -101,17 +105,19 @@ class AttentionStore:
         self._entries = EntryTable(look_ahead, self._dram.num_blocks)
         self._counters = Counters()
         self._ssd: SsdBooks | None = None
-        if config.ssd_dir is not None:
-            self._ssd = open_ssd_books(
-                config,
-                Namespace(weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""),
+        if open_ssd is None and config.ssd_dir is not None:
+            namespace = Namespace(
+                weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
+            )
+            open_ssd = functools.partial(open_ssd_books, config, namespace, timeline=timeline)
+        if open_ssd is not None:
+            self._ssd = open_ssd(
                 table=self._entries,
                 dram=self._dram,
                 dram_blocks=self._blocks,
                 policy=policy,
                 clock=clock,
                 on_progress=self._progressed,
-                timeline=timeline,
             )
         self._placement = Placement(
             layout,
@@ -265,6 +271,18 @@ class AttentionStore:
         """
         self._check_open()
         return self._placement.request(key)
+
+    def ready(self, key: str, is_next: bool) -> bool:
+        """Whether a job of a session would find its KV, or find that there is none, without waiting. Never blocks.
+
+        Args:
+          key: of the session.
+          is_next: whether its job is the next in the queue. For that one the KV is brought, at the cost of others'; a
+            later one is held if it is there, since it runs now: it must not be evicted before it loads.
+        """
+        if not is_next and self.residency(key) in (Residency.SSD, Residency.PENDING):
+            return False
+        return not self.request(key)
 
     def poll(self) -> None:
         """Takes in what has moved, begins what is due: flushes, fetches, evictions, expiry. Never blocks."""

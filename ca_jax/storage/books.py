@@ -19,7 +19,7 @@ from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import StoredEntry, StoreView
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
 from ca_jax.storage.ssd_copy import SsdCopy
-from ca_jax.storage.ssd_worker import FetchTask, FlushTask
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask
 from ca_jax.storage.tickets import SaveTicket
 
 

@@ -18,19 +18,16 @@ import numpy as np
 from ca_jax.storage.block_io import IoFailure
 from ca_jax.storage.books import Entry, EntryTable, SsdCounters
 from ca_jax.storage.catalog_file import CatalogError
-from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
-from ca_jax.storage.opening import OpenedSsd
 from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
-from ca_jax.storage.ssd_worker import FetchTask, FlushTask, Lost, SsdWorker, TaskEnd
-from ca_jax.timeline import Timeline
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdContents, SsdMover, SsdBlocks, TaskEnd
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -40,24 +37,26 @@ class SsdBooks:
     """The SSD tier as the AttentionStore sees it. Belongs to the bookkeeping thread.
 
     Args:
-      opened: the directory.
-      reader: of its catalog, for the bookkeeping thread.
-      worker_reader: of its catalog, for the worker.
+      space: its blocks. Those of `records` are taken.
+      contents: what is kept with sessions there.
+      mover: does what is decided here.
+      records: the sessions that are there, the least recently used first.
+      num_lost: how many more were there, and cannot be served.
       table: the entries, of which this changes the parts about SSD.
       dram: where fetches go to and flushes come from.
       dram_blocks: its free list.
       policy: who is evicted from SSD.
       quota_blocks: most blocks a tenant may hold; None for no limit.
       clock: seconds since the epoch.
-      on_progress: called from any thread when `poll` has something to do.
-      timeline: gets a span of every move.
     """
 
     def __init__(
         self,
-        opened: OpenedSsd,
-        reader: CatalogReader,
-        worker_reader: CatalogReader,
+        space: SsdBlocks,
+        contents: SsdContents,
+        mover: SsdMover,
+        records: Sequence[SessionRecord] = (),
+        num_lost: int = 0,
         *,
         table: EntryTable,
         dram: DramTier,
@@ -65,40 +64,31 @@ class SsdBooks:
         policy: EvictionPolicy,
         quota_blocks: int | None,
         clock: Callable[[], float],
-        on_progress: Callable[[], None],
-        timeline: Timeline,
     ) -> None:
-        self._tier = opened.tier
-        self._layout = opened.tier.layout
-        self._reader = reader
+        self._space = space
+        self._layout = space.layout
+        self._contents = contents
         self._table = table
         self._dram = dram
         self._policy = policy
         self._dram_blocks = dram_blocks
-        self._blocks = ChargedBlocks(opened.tier.allocator, quota_blocks)
+        self._blocks = ChargedBlocks(space.allocator, quota_blocks)
         self._clock = clock
-        self._counters = SsdCounters(num_lost_sessions=opened.num_lost)
+        self._counters = SsdCounters(num_lost_sessions=num_lost)
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._late_until_s = -np.inf
-        for record in sorted(opened.records, key=lambda record: record.created_s):
+        for record in sorted(records, key=lambda record: record.created_s):
             table.add(self._adopted(record))
-        for record in opened.records:  # The least recently used first.
+        for record in records:  # The least recently used first.
             entry = table.get(record.key)
             if entry is not None:
                 table.use(entry, record.last_used_s)
-        self._worker = SsdWorker(
-            opened.tier,
-            opened.catalog,
-            worker_reader,
-            prepare=opened.reclaim,
-            on_progress=on_progress,
-            timeline=timeline,
-        )
+        self._worker = mover
 
     @property
     def stored_block_bytes(self) -> int:
         """What a block takes on disk."""
-        return self._tier.stored_block_bytes
+        return self._space.stored_block_bytes
 
     @property
     def can_flush(self) -> bool:
@@ -113,7 +103,7 @@ class SsdBooks:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that are held."""
-        return self._tier.num_blocks - self._tier.allocator.num_free
+        return self._space.num_blocks - self._space.allocator.num_free
 
     @property
     def busy(self) -> bool:
@@ -127,11 +117,11 @@ class SsdBooks:
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
-        counters, size = self._counters, self._tier.stored_block_bytes
-        free_bytes = self._tier.allocator.num_free * size
+        counters, size = self._counters, self._space.stored_block_bytes
+        free_bytes = self._space.allocator.num_free * size
         return SsdStats(
-            capacity_bytes=self._tier.num_blocks * size,
-            used_bytes=self._tier.num_blocks * size - free_bytes,
+            capacity_bytes=self._space.num_blocks * size,
+            used_bytes=self._space.num_blocks * size - free_bytes,
             free_bytes=free_bytes,
             num_sessions=self._table.num_on_ssd,
             num_lost_sessions=counters.num_lost_sessions,
@@ -344,7 +334,7 @@ class SsdBooks:
     def note(self, key: str) -> bytes:
         """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file."""
         try:
-            contents = self._reader.contents(key)
+            contents = self._contents.contents(key)
         except CatalogError:
             return b""
         return b"" if contents is None else contents.note
@@ -352,7 +342,7 @@ class SsdBooks:
     def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
         """The tenant's session on SSD that begins with the same tokens for longest; see `Catalog`. Reads a file."""
         try:
-            return self._reader.find_prefix(tenant, token_ids)
+            return self._contents.find_prefix(tenant, token_ids)
         except CatalogError:
             return None
 
@@ -378,7 +368,7 @@ class SsdBooks:
           Whether all has settled.
         """
         self._worker.use({entry.key: entry.last_used_s for entry in self._table if entry.ssd is not None})
-        self._reader.close()  # First: the last one to close has to be one that may merge the log.
+        self._contents.close()  # First: the last one to close has to be one that may merge the log.
         return self._worker.close(timeout_s)
 
     # How.
@@ -480,7 +470,7 @@ class SsdBooks:
             return FlushFailure.NO_ROOM
         for victim in filter(None, map(self._table.get, victims)):
             self._counters.num_evictions += 1
-            self._counters.evicted_bytes += self._num_ssd_blocks(victim.key) * self._tier.stored_block_bytes
+            self._counters.evicted_bytes += self._num_ssd_blocks(victim.key) * self._space.stored_block_bytes
             self._take_note_back(victim)
             self._let_go(victim)
             self._table.place(victim)

@@ -18,6 +18,7 @@ from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.ssd_books import SsdBooks
+from ca_jax.storage.ssd_worker import SsdWorker
 from ca_jax.timeline import Timeline
 
 
@@ -64,18 +65,26 @@ def open_ssd_books(
             deadline_s=config.ssd_deadline_s,
         )
         quota_bytes = config.tenant_quota_bytes
+        mover = SsdWorker(
+            opened.tier,
+            opened.catalog,
+            CatalogReader(directory, namespace),
+            prepare=opened.reclaim,
+            on_progress=on_progress,
+            timeline=timeline,
+        )
         return SsdBooks(
-            opened,
+            opened.tier,
             CatalogReader(directory, namespace),
-            CatalogReader(directory, namespace),
+            mover,
+            opened.records,
+            opened.num_lost,
             table=table,
             dram=dram,
             dram_blocks=dram_blocks,
             policy=policy,
             quota_blocks=None if quota_bytes is None else quota_bytes // opened.tier.stored_block_bytes,
             clock=clock,
-            on_progress=on_progress,
-            timeline=timeline,
         )
 
 

@@ -32,71 +32,17 @@ from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_keeper import CatalogKeeper
 from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents, DamagedRecordError
 from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.host_memory import host_array
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.seal import seal_block, verify_block
-from ca_jax.storage.ssd_copy import SsdCopy
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.timeline import ArgValue, Timeline, Track
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.25  # How often moves under way are held against their deadline.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class FetchTask:
-    """Reads a session's blocks into memory."""
-
-    key: str
-    copy: SsdCopy
-    """What the session is known to have on SSD."""
-    into: Sequence[np.ndarray]
-    """One block of memory for each: the worker's until the task has settled."""
-    cancelled: bool = False
-    """Set by the submitter: its outcome does not matter any more."""
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class FlushTask:
-    """Writes the blocks of a session that are not on SSD yet, and publishes it."""
-
-    record: SessionRecord
-    """As it will be published: all blocks, kept ones first."""
-    token_ids: np.ndarray
-    """int32 `[num_tokens]`."""
-    num_kept_blocks: int
-    """Leading full blocks that are published already, and stay."""
-    sources: Sequence[np.ndarray]
-    """Memory of the other blocks, in order: not to be rewritten until the task has settled, but for the last one, of
-    which only tokens behind the session's may change."""
-    note: bytes | None
-    """What to keep with the session; None keeps what is kept."""
-    cancelled: bool = False
-    """Set by the submitter: it must not be published, if it is not yet. What is forgotten then comes after it."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskEnd:
-    """What became of a task. One that fails before its moves have settled is told of twice."""
-
-    task: FetchTask | FlushTask
-    error: BlockIoError | None = None
-    """Why it failed."""
-    settled: bool = True
-    """Whether none of its memory or blocks will be touched any more. Always after success."""
-    contents: Contents | None = None
-    """Of a fetched session."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Lost:
-    """A session that had to be forgotten, since it could not be cut."""
-
-    key: str
-    """Of the session."""
 
 
 class SsdWorker:

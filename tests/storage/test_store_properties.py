@@ -28,7 +28,7 @@ from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.records import FlushFailure, Owner
 from ca_jax.storage.ssd_copy import SsdCopy
-from ca_jax.storage.ssd_worker import FlushTask
+from ca_jax.storage.ssd_tasks import FlushTask
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import BLOCK_TOKENS, PATIENCE_S, as_bits, load, make_store
@@ -781,7 +781,7 @@ class StoreMachine(RuleBasedStateMachine):
         entries = [entry for entry in self.store._entries if entry.ssd is not None]
         held = [block for entry in entries for block in entry.ssd.block_ids.tolist()]
         held += [block for move in moves for block in move.ssd_blocks]
-        check_books(self.store._ssd._tier.allocator, held)
+        check_books(self.store._ssd._space.allocator, held)
         assert stats.ssd.used_bytes == len(held) * self.store._ssd.stored_block_bytes
         assert stats.ssd.used_bytes + stats.ssd.free_bytes == stats.ssd.capacity_bytes
         assert stats.ssd.num_sessions == len(entries)

@@ -1,0 +1,165 @@
+"""What the SSD's books ask for: tasks, what became of them, and what is asked of whoever does them.
+
+Not here: doing them (ssd_worker; a simulator's clock).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ca_jax.storage.block_io import BlockIoError
+from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.ssd_copy import SsdCopy
+from ca_jax.storage.tier import BlockAllocator
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FetchTask:
+    """Reads a session's blocks into memory."""
+
+    key: str
+    copy: SsdCopy
+    """What the session is known to have on SSD."""
+    into: Sequence[np.ndarray]
+    """One block of memory for each: the worker's until the task has settled."""
+    cancelled: bool = False
+    """Set by the submitter: its outcome does not matter any more."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class FlushTask:
+    """Writes the blocks of a session that are not on SSD yet, and publishes it."""
+
+    record: SessionRecord
+    """As it will be published: all blocks, kept ones first."""
+    token_ids: np.ndarray
+    """int32 `[num_tokens]`."""
+    num_kept_blocks: int
+    """Leading full blocks that are published already, and stay."""
+    sources: Sequence[np.ndarray]
+    """Memory of the other blocks, in order: not to be rewritten until the task has settled, but for the last one, of
+    which only tokens behind the session's may change."""
+    note: bytes | None
+    """What to keep with the session; None keeps what is kept."""
+    cancelled: bool = False
+    """Set by the submitter: it must not be published, if it is not yet. What is forgotten then comes after it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """What became of a task. One that fails before its moves have settled is told of twice."""
+
+    task: FetchTask | FlushTask
+    error: BlockIoError | None = None
+    """Why it failed."""
+    settled: bool = True
+    """Whether none of its memory or blocks will be touched any more. Always after success."""
+    contents: Contents | None = None
+    """Of a fetched session."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lost:
+    """A session that had to be forgotten, since it could not be cut."""
+
+    key: str
+    """Of the session."""
+
+
+class SsdMover(Protocol):
+    """Does tasks, and changes of the catalog in the order in which they were asked for. Nothing here waits."""
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of the catalog that were asked for and not tried yet."""
+        ...
+
+    def submit(self, task: FetchTask | FlushTask) -> None:
+        """Begins a fetch or a flush."""
+        ...
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Has sessions forgotten. Their blocks may be given to later flushes at once."""
+        ...
+
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
+
+        Where the catalog cannot be changed so, the session is forgotten; `take_ended` says it.
+
+        Args:
+          key: of the session.
+          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
+          lineage: what has been dropped then.
+          note: what is kept with it, in the same change; None keeps what is kept.
+        """
+        ...
+
+    def change(
+        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
+    ) -> None:
+        """Has a session's pin or note (if not None) or else its time to live written down."""
+        ...
+
+    def use(self, times_s: Mapping[str, float]) -> None:
+        """Has written down when sessions were last used, seconds since the epoch."""
+        ...
+
+    def take_ended(self) -> TaskEnd | Lost | None:
+        """The next thing that happened, in order; None where there is none."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends after what was submitted, waiting at most so long.
+
+        Returns:
+          Whether all has settled. If not, the memory of open tasks must stay.
+        """
+        ...
+
+
+class SsdBlocks(Protocol):
+    """How many blocks there are on SSD, and which are free."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the cap holds."""
+        ...
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """What one block takes on SSD: the unit of the cap."""
+        ...
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """Who knows which blocks are free."""
+        ...
+
+
+class SsdContents(Protocol):
+    """What is kept with sessions on SSD, for the bookkeeping thread."""
+
+    def contents(self, key: str) -> Contents | None:
+        """What is kept with a session; None where it is unknown."""
+        ...
+
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+        """The tenant's session that begins with the same tokens for longest."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of files."""
+        ...
