@@ -27,7 +27,7 @@ from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdContents, SsdMover, SsdBlocks, TaskEnd
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdBlocks, SsdContents, SsdMover, TaskEnd
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
