@@ -1,0 +1,476 @@
+"""A server in simulated time: the engine's own scheduler and store, and a device that is busy for as long as it would be.
+
+What decides is the engine's: `Scheduler`, `AttentionStore` with its placement, prefetching and policy, `num_leaving`.
+What takes time is simulated: prefills and decode steps (`CostModel`), the link to the host and the SSD (`Link`), each
+shared by all. Like the paper's engine, and unlike ours, a prefill is one piece and holds up decoding.
+
+A block of the store is a few bytes here and stands for what it would hold.
+
+Not here: what is asked of the server (workload), what things cost (machine), tables (report).
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ca_jax import costs
+from ca_jax.jobs import Job, SamplingParams
+from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.scheduler import Scheduler
+from ca_jax.simulate.clock import Clock, Link
+from ca_jax.simulate.machine import CostModel, SimModel
+from ca_jax.simulate.results import SimCounts
+from ca_jax.simulate.ssd import SimulatedSsd
+from ca_jax.simulate.workload import SimSession
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.policy import EvictionPolicy
+from ca_jax.storage.tickets import SaveTicket
+from ca_jax.text_output import TextOutput
+
+_PARAMS = SamplingParams()
+_SILENT = TextOutput(None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreSizes:
+    """The tiers of a simulated store.
+
+    Raises:
+      ValueError: a size or rate that cannot be.
+    """
+
+    dram_bytes: float
+    """Cap of DRAM."""
+    ssd_bytes: float = 0.0
+    """Cap of SSD; 0 for none."""
+    ssd_read_bytes_per_s: float = 5e9
+    """Bandwidth of fetches. The paper has disks of less than 5 GB/s (section 2.4)."""
+    ssd_write_bytes_per_s: float = 5e9
+    """Bandwidth of flushes."""
+    eviction_policy: str = "scheduler_aware"
+    """As in `StoreConfig`."""
+    looks_ahead: bool = True
+    """Whether the store knows of waiting jobs. If not, KV is fetched when its job is the next."""
+    ttl_s: float | None = None
+    """As in `StoreConfig`."""
+    block_tokens: int = 128
+    """As in `StoreConfig`."""
+
+    def __post_init__(self) -> None:
+        for name in ("dram_bytes", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} wanted a number above 0, found {getattr(self, name)}")
+        if not 0 <= self.ssd_bytes < math.inf:
+            raise ValueError(f"ssd_bytes wanted a number of at least 0, found {self.ssd_bytes}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """A simulated server."""
+
+    model: SimModel
+    """What it serves."""
+    cost: CostModel
+    """What computing takes."""
+    link_bytes_per_s: float
+    """Between DRAM and the devices, each way."""
+    hbm_tokens: float = math.inf
+    """Most tokens whose KV the devices hold."""
+    max_batch_size: int = 24
+    """Slots."""
+    read_buffer_layers: int | None = None
+    """Layers that may be loaded before their job begins; None for all."""
+    store: StoreSizes | None = None
+    """Where KV is kept between turns; None to recompute it."""
+    overflow: OverflowConfig = dataclasses.field(default_factory=lambda: OverflowConfig(keep_first_tokens=0))
+    """What happens when a context is full; `method` `ca`, or `of` where what is stored is lost then."""
+    warmup_turns: int = 0
+    """First turns that are not counted."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Client:
+    """A session, what of it is stored, and the turn that it is at."""
+
+    session: SimSession
+    held_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    num_grown: int = 0  # Tokens behind these: the last that were made.
+    next_turn: int = 0
+    num_dropped: int = 0
+    num_made: int = 0  # Tokens ever: the next one's id.
+    num_offered: int = 0  # Tokens that the store has, or is being given.
+    gives_up: bool = False  # Whether the store had no room for this turn's KV.
+    tickets: list[SaveTicket] = dataclasses.field(default_factory=list)
+    answer_left: int = 0
+    arrived_s: float = 0.0
+    is_counted: bool = False
+    has_history: bool = False
+    waited: bool = False
+    next_arrival_s: float | None = None  # Of its next turn, once this one is served.
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the context."""
+        return len(self.held_ids) + self.num_grown
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Of the context, int32 `[num_tokens]`."""
+        if self.num_grown:
+            new_ids = np.arange(self.num_made - self.num_grown, self.num_made, dtype=np.int32)
+            self.held_ids, self.num_grown = np.concatenate([self.held_ids, new_ids]), 0
+        return self.held_ids
+
+    def grow(self, num_tokens: int) -> None:
+        """Puts new tokens behind the context."""
+        self.num_grown += num_tokens
+        self.num_made += num_tokens
+
+    def keep(self, kept: np.ndarray) -> None:
+        """Keeps some tokens of the context, bool `[num_tokens]`."""
+        self.held_ids = self.token_ids[kept]
+
+
+class Server:
+    """Serves sessions in simulated time.
+
+    Args:
+      config: of the server.
+      policy: who is evicted, in place of the one that the config names.
+      on_turn: told of each turn that begins, by its session's name.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        policy: EvictionPolicy | None = None,
+        on_turn: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._config = config
+        self._on_turn = on_turn
+        self._clock = Clock()
+        self._scheduler = Scheduler(config.max_batch_size)
+        self._clients: dict[Job, _Client] = {}
+        self._load = Link(self._clock, config.link_bytes_per_s)
+        self._save = Link(self._clock, config.link_bytes_per_s)
+        self._store: AttentionStore | None = None
+        self._held_tokens = 0.0
+        self._num_turns = 0
+        self._announced: set[Job] = set()
+        self._unsaved: dict[_Client, None] = {}  # Who waits for room in the store.
+        self.counts = SimCounts()
+        """What happened so far."""
+        if config.store is not None:
+            self._store = self._open_store(config.store, policy)
+
+    def serve(
+        self, sessions: Iterable[SimSession], progress: Callable[[int], None] = lambda num_turns: None
+    ) -> SimCounts:
+        """Serves all sessions to their end. May be called once.
+
+        Args:
+          sessions: in order of arrival.
+          progress: told now and then how many turns have begun.
+        """
+        source = iter(sessions)
+        self._expect(source)
+        clock, scheduler = self._clock, self._scheduler
+        while True:
+            clock.run_until(clock.now_s)
+            plan = scheduler.schedule(self._ready, self._admits)
+            if plan.prefill is not None:
+                self._prefill(plan.prefill)
+                if not self._num_turns % 1000:
+                    progress(self._num_turns)
+            elif plan.decode:
+                self._decode(plan.decode)
+            elif clock.next_s < math.inf:
+                clock.run_until(clock.next_s)
+            else:
+                break
+        self.counts.end_s = clock.now_s
+        if not scheduler.idle:
+            raise RuntimeError(f"{scheduler.num_waiting} jobs wait for what never comes")
+        return self.counts
+
+    # Arrivals.
+
+    def _expect(self, source: Iterable[SimSession]) -> None:
+        """Has the next session come when it is due; one at a time, so that a trace is read as it is served."""
+        session = next(iter(source), None)
+        if session is None:
+            return
+
+        def come() -> None:
+            self._expect(source)
+            self._arrive(_Client(session))
+
+        self._clock.at(max(session.arrival_s, self._clock.now_s), come)
+
+    def _arrive(self, client: _Client) -> None:
+        """A turn comes: its context is made, and its job queued."""
+        window = self._config.model.window
+        turn = client.session.turns[client.next_turn]
+        num_new = min(turn.user_tokens, window - self._config.overflow.keep_first_tokens - 1)
+        self._make_room(client, num_new + 1)
+        client.has_history = client.num_tokens > 0
+        client.grow(num_new)
+        client.answer_left = turn.answer_tokens
+        client.arrived_s = self._clock.now_s
+        client.waited = client.gives_up = False
+        client.next_arrival_s = None
+        job = Job([], _PARAMS, _SILENT, frozenset())
+        self._clients[job] = client
+        self._scheduler.submit(job)
+        if self._store is not None and self._config.store is not None and self._config.store.looks_ahead:
+            self._announce(job)
+
+    def _announce(self, job: Job) -> None:
+        if self._store is not None and job not in self._announced:
+            self._announced.add(job)
+            self._store.enqueue(job, self._clients[job].session.session_id)
+            self._store.poll()
+
+    def _make_room(self, client: _Client, num_wanted: int) -> int:
+        """Drops tokens of a context so that some more fit, in the store too; how many."""
+        overflow, window = self._config.overflow, self._config.model.window
+        num_tokens = client.num_tokens
+        leaving = num_leaving(overflow, window=window, num_tokens=num_tokens, num_wanted=num_wanted)
+        if not leaving:
+            return 0
+        mask = oldest_first(num_tokens, leaving, overflow.keep_first_tokens)
+        client.keep(~mask)
+        client.num_dropped += leaving
+        key = client.session.session_id
+        if self._store is not None and overflow.method == "ca":
+            client.num_offered -= int(np.count_nonzero(mask[: client.num_offered]))
+            self._store.discard(key, mask)
+        elif self._store is not None:
+            client.num_offered = 0
+            self._store.drop(key)
+        return leaving
+
+    # Prefill.
+
+    def _ready(self, job: Job, is_next: bool) -> bool:
+        if self._store is None:
+            return True
+        if is_next:
+            self._announce(job)
+        if job not in self._announced:
+            return False
+        client = self._clients[job]
+        is_ready = self._store.ready(client.session.session_id, is_next)
+        client.waited |= is_next and not is_ready
+        return is_ready
+
+    def _admits(self, job: Job) -> bool:
+        return not self._held_tokens or self._held_tokens + self._most_tokens(job) <= self._config.hbm_tokens
+
+    def _most_tokens(self, job: Job) -> int:
+        client = self._clients[job]
+        return min(client.num_tokens + client.answer_left, self._config.model.window)
+
+    def _prefill(self, job: Job) -> None:
+        client, config, clock = self._clients[job], self._config, self._clock
+        key, model = client.session.session_id, config.model
+        client.is_counted = self._num_turns >= config.warmup_turns
+        self._num_turns += 1
+        self._on_turn(key)
+        self._held_tokens += self._most_tokens(job)
+        if client.is_counted and not self.counts.num_turns:
+            self.counts.begin_s = clock.now_s
+        num_tokens, num_cached, ticket = client.num_tokens, 0, None
+        if self._store is not None:
+            self._store.pin(key)
+            ticket = self._store.prepare_load(
+                key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped
+            ) if num_tokens > 1 else None
+            self._store.dequeue(job)
+            self._announced.discard(job)
+            num_cached = 0 if ticket is None else ticket.num_tokens
+        client.num_offered = num_cached
+        began_s = clock.now_s
+        compute_s = config.cost.prefill_s(num_cached, num_tokens - num_cached)
+        taken_s = compute_s
+        if num_cached:
+            load_s = num_cached * model.token_bytes / config.link_bytes_per_s
+            depth = model.num_layers if config.read_buffer_layers is None else config.read_buffer_layers
+            head_start_s = began_s - max(self._load.free_s, client.arrived_s)
+            taken_s = costs.pipeline_s(
+                load_s / model.num_layers, compute_s / model.num_layers, model.num_layers, depth, head_start_s
+            )
+            self._load.move(num_cached * model.token_bytes, lambda: None)
+        clock.run_until(began_s + taken_s)
+        if self._store is not None and ticket is not None:
+            self._store.complete_load(ticket)
+        self._scheduler.prefilled(job)
+        if client.is_counted:
+            self.counts.add_prefill(
+                num_tokens=num_tokens,
+                num_cached=num_cached,
+                has_history=client.has_history,
+                waited=client.waited,
+                prefill_s=taken_s,
+                stall_s=taken_s - compute_s,
+                ttft_s=clock.now_s - client.arrived_s,
+            )
+        self._offer(client)
+        self._append(client, 1)
+        if not client.answer_left:
+            self._finish(job)
+
+    # Decoding.
+
+    def _decode(self, jobs: tuple[Job, ...]) -> None:
+        """Decodes until a job ends or is full, or something happens that may let another in."""
+        window, clock = self._config.model.window, self._clock
+        clients = [self._clients[job] for job in jobs]
+        num_steps = min(min(each.answer_left, max(window - each.num_tokens, 1)) for each in clients)
+        context = sum(each.num_tokens for each in clients)
+        step_s = self._config.cost.decode_s(len(jobs), context)
+        if len(jobs) < self._config.max_batch_size and clock.next_s < math.inf:
+            num_steps = max(1, min(num_steps, math.ceil((clock.next_s - clock.now_s) / step_s)))
+        step_s = self._config.cost.decode_s(len(jobs), context + len(jobs) * num_steps // 2)
+        clock.run_until(clock.now_s + num_steps * step_s)
+        for job, client in zip(jobs, clients, strict=True):
+            if client.is_counted:
+                self.counts.decode_s += num_steps * step_s / len(jobs)
+                self.counts.output_tokens += num_steps
+            self._append(client, num_steps)
+            if not client.answer_left:
+                self._finish(job)
+
+    def _append(self, client: _Client, num_tokens: int) -> None:
+        """Puts generated tokens behind a context; where that is full then and goes on, some leave."""
+        client.grow(num_tokens)
+        client.answer_left -= num_tokens
+        if client.answer_left and client.num_tokens >= self._config.model.window:
+            if self._store is not None and self._config.overflow.method == "ca":
+                self._offer(client)
+            self._settle(client)
+            self._make_room(client, 1)
+            if self._store is None or self._config.overflow.method != "ca":
+                self._recompute(client)
+
+    def _recompute(self, client: _Client) -> None:
+        """What is left of a context is computed anew, in the middle of an answer."""
+        taken_s = self._config.cost.prefill_s(0, client.num_tokens)
+        self._clock.run_until(self._clock.now_s + taken_s)
+        if client.is_counted:
+            self.counts.overflow_s += taken_s
+
+    def _finish(self, job: Job) -> None:
+        client = self._clients.pop(job)
+        self._scheduler.remove(job)
+        turn_end_s = self._clock.now_s
+        self._held_tokens = sum(self._most_tokens(other) for other in self._scheduler.running)
+        client.next_turn += 1
+        turns = client.session.turns
+        if client.next_turn < len(turns):
+            client.next_arrival_s = turn_end_s + turns[client.next_turn].think_s
+        self._offer(client)
+        self._leave_if_saved(client)
+
+    def _leave_if_saved(self, client: _Client) -> None:
+        """Once what a turn computed is stored, or never will be, its session may come again."""
+        if client.answer_left or client.tickets or client in self._unsaved:
+            return
+        if self._store is not None:
+            self._store.unpin(client.session.session_id)
+            self._store.poll()
+        if client.next_arrival_s is not None:
+            self._clock.at(max(client.next_arrival_s, self._clock.now_s), functools.partial(self._arrive, client))
+        else:
+            client.held_ids = client.held_ids[:0]
+
+    # Saving.
+
+    def _offer(self, client: _Client) -> None:
+        """Hands what is computed of a context, and not in the store, to it."""
+        self._unsaved.pop(client, None)
+        if self._store is None or client.gives_up or client.num_offered >= client.num_tokens:
+            return
+        key, new_ids = client.session.session_id, client.token_ids[client.num_offered :]
+        if self._store.room_is_coming(key, len(new_ids)):
+            self._unsaved[client] = None
+            return
+        ticket = self._store.prepare_save(key, client.num_offered, new_ids, num_dropped=client.num_dropped)
+        if ticket is None:
+            client.gives_up = True
+            return
+        client.num_offered += len(new_ids)
+        client.tickets.append(ticket)
+        num_bytes = len(new_ids) * self._config.model.token_bytes
+        if client.is_counted:
+            self.counts.saved_bytes += num_bytes
+        self._save.move(num_bytes, functools.partial(self._saved, client, ticket))
+
+    def _saved(self, client: _Client, ticket: SaveTicket) -> None:
+        if ticket in client.tickets:
+            self._complete(client)
+            self._leave_if_saved(client)
+
+    def _settle(self, client: _Client) -> None:
+        """Has what was handed in be in the store."""
+        self._unsaved.pop(client, None)
+        while client.tickets:
+            self._complete(client)
+
+    def _complete(self, client: _Client) -> None:
+        """Publishes the first save of a session that is open."""
+        ticket = client.tickets.pop(0)
+        if self._store is None:
+            raise RuntimeError("a save without a store")
+        ticket.mark_written()
+        self._store.complete_save(ticket)
+        self._store.poll()
+
+    def _progressed(self) -> None:
+        """Something has moved between the tiers: who waits for room may have it."""
+        if self._store is None:
+            return
+        self._store.poll()
+        for client in tuple(self._unsaved):
+            self._offer(client)
+            if client in self._unsaved:
+                break
+            self._leave_if_saved(client)
+
+    def _open_store(self, sizes: StoreSizes, policy: EvictionPolicy | None) -> AttentionStore:
+        layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=sizes.block_tokens)
+        block_bytes = self._config.model.token_bytes * sizes.block_tokens
+        num_blocks = int(sizes.dram_bytes // block_bytes)
+        if num_blocks < 1:
+            raise ValueError(f"dram_bytes wanted at least a block of {block_bytes} bytes, found {sizes.dram_bytes:g}")
+        ssd = None
+        if sizes.ssd_bytes:
+            ssd = SimulatedSsd(
+                self._clock,
+                layout,
+                block_bytes,
+                int(sizes.ssd_bytes // block_bytes),
+                Link(self._clock, sizes.ssd_read_bytes_per_s),
+                Link(self._clock, sizes.ssd_write_bytes_per_s),
+            )
+        return AttentionStore(
+            layout,
+            StoreConfig(
+                dram_gib=num_blocks * layout.block_bytes / GIB,
+                block_tokens=sizes.block_tokens,
+                ttl_s=sizes.ttl_s,
+                eviction_policy=sizes.eviction_policy,
+            ),
+            policy,
+            clock=lambda: self._clock.now_s,
+            on_progress=self._progressed,
+            open_ssd=None if ssd is None else ssd.open,
+        )

@@ -1,0 +1,128 @@
+"""An SSD tier without a disk: the store's own books of it, and moves that end when a clock says.
+
+Not here: what moves and when (storage), threads, files, checksums.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ca_jax.simulate.clock import Clock, Link
+from ca_jax.storage.block_io import BlockIoError, IoFailure
+from ca_jax.storage.catalog_records import PrefixMatch
+from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.ssd_books import SsdBooks
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.tier import BlockAllocator
+
+
+class SimulatedSsd:
+    """Blocks, catalog and worker of an SSD, as `SsdBooks` asks for them: see `SsdBlocks`, `SsdContents`, `SsdMover`.
+
+    Args:
+      clock: of the simulation.
+      layout: of a block as the store has it.
+      block_bytes: what a block stands for.
+      num_blocks: the cap.
+      read: moves what is fetched.
+      write: moves what is flushed.
+    """
+
+    def __init__(
+        self, clock: Clock, layout: KVLayout, block_bytes: float, num_blocks: int, read: Link, write: Link
+    ) -> None:
+        self._clock = clock
+        self._layout = layout
+        self._block_bytes = block_bytes
+        self._allocator = BlockAllocator(num_blocks)
+        self._links = {FetchTask: read, FlushTask: write}
+        self._token_ids: dict[str, np.ndarray] = {}  # The catalog.
+        self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
+        self._on_progress: Callable[[], None] = lambda: None
+        self._no_seals = np.zeros((0, layout.num_layers), np.uint64)
+
+    def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdBooks:
+        """The books of this SSD, for `AttentionStore(open_ssd=...)`."""
+        self._on_progress = on_progress
+        return SsdBooks(self, self, self, quota_blocks=None, **parts)
+
+    @property
+    def layout(self) -> KVLayout:
+        """See `SsdBlocks`."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """See `SsdBlocks`."""
+        return self._allocator.num_blocks
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """See `SsdBlocks`."""
+        return self._layout.block_bytes
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """See `SsdBlocks`."""
+        return self._allocator
+
+    def contents(self, key: str) -> Contents | None:
+        """See `SsdContents`."""
+        token_ids = self._token_ids.get(key)
+        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals, prefixes=())
+
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+        """See `SsdContents`: no session is begun with the KV of another."""
+        return None
+
+    @property
+    def num_changes(self) -> int:
+        """See `SsdMover`: the catalog takes no time."""
+        return 0
+
+    def submit(self, task: FetchTask | FlushTask) -> None:
+        """See `SsdMover`."""
+        num_blocks = len(task.into) if isinstance(task, FetchTask) else len(task.sources)
+        self._links[type(task)].move(num_blocks * self._block_bytes, functools.partial(self._end, task))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `SsdMover`."""
+        for key in keys:
+            self._token_ids.pop(key, None)
+
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """See `SsdMover`."""
+        self._token_ids[key] = self._token_ids[key][kept]
+
+    def change(
+        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
+    ) -> None:
+        """See `SsdMover`: nothing outlives the simulation."""
+
+    def use(self, times_s: Mapping[str, float]) -> None:
+        """See `SsdMover`: nothing outlives the simulation."""
+
+    def take_ended(self) -> TaskEnd | Lost | None:
+        """See `SsdMover`."""
+        return self._ended.popleft() if self._ended else None
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """See `SsdMover` and `SsdContents`."""
+        return True
+
+    def _end(self, task: FetchTask | FlushTask) -> None:
+        if task.cancelled:
+            self._ended.append(TaskEnd(task=task, error=BlockIoError(IoFailure.CANCELLED, "the task was cancelled")))
+        elif isinstance(task, FetchTask):
+            self._ended.append(TaskEnd(task=task, contents=self.contents(task.key)))
+        else:
+            self._token_ids[task.record.key] = task.token_ids
+            self._ended.append(TaskEnd(task=task))
+        self._on_progress()

@@ -1,0 +1,92 @@
+"""What is asked of a simulated server: sessions, their turns, and when they come.
+
+Not here: readers of traces (`ca_jax.traces`), serving.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimTurn:
+    """One turn of a session."""
+
+    user_tokens: int
+    """New tokens before the answer, > 0."""
+    answer_tokens: int
+    """Of the answer, > 0."""
+    think_s: float = 0.0
+    """Since the answer before it ended, or since the session came."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SimSession:
+    """One conversation."""
+
+    session_id: str
+    """Its name."""
+    arrival_s: float
+    """When it comes."""
+    turns: tuple[SimTurn, ...]
+    """In order."""
+
+
+def poisson_sessions(
+    lengths: Sequence[Sequence[tuple[int, int]]],
+    *,
+    num_sessions: int,
+    arrival_rate: float,
+    think_s: float = 0.0,
+    seed: int = 0,
+) -> Iterator[SimSession]:
+    """Sessions that come at random, each a recorded conversation: all of these in random order, then all again.
+
+    Args:
+      lengths: for each conversation its turns' tokens, (user, answer).
+      num_sessions: how many.
+      arrival_rate: sessions a second, Poisson.
+      think_s: mean time between an answer and the next turn, exponential; 0 for none.
+      seed: of what is drawn.
+
+    Raises:
+      ValueError: no conversation, or a rate or time that cannot be.
+    """
+    if not lengths:
+        raise ValueError("wanted at least one conversation, found none")
+    if not arrival_rate > 0 or not think_s >= 0:
+        raise ValueError(f"wanted arrival_rate > 0 and think_s >= 0, found {arrival_rate} and {think_s}")
+    return _poisson_sessions(lengths, num_sessions, arrival_rate, think_s, np.random.default_rng(seed))
+
+
+def _poisson_sessions(
+    lengths: Sequence[Sequence[tuple[int, int]]],
+    num_sessions: int,
+    arrival_rate: float,
+    think_s: float,
+    rng: np.random.Generator,
+) -> Iterator[SimSession]:
+    order = itertools.chain.from_iterable(rng.permutation(len(lengths)) for _ in itertools.count())
+    now_s = 0.0
+    for index, which in enumerate(itertools.islice(order, num_sessions)):
+        now_s += rng.exponential(1 / arrival_rate)
+        turns = lengths[which]
+        pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
+        pauses[:1] = 0.0
+        yield SimSession(
+            session_id=f"s{index}",
+            arrival_s=now_s,
+            turns=tuple(
+                SimTurn(user_tokens=user, answer_tokens=answer, think_s=pause)
+                for (user, answer), pause in zip(turns, pauses.tolist(), strict=True)
+            ),
+        )
+
+
+def num_turns(sessions: Iterable[SimSession]) -> int:
+    """Of all sessions."""
+    return sum(len(session.turns) for session in sessions)
