@@ -1,4 +1,4 @@
-"""A server in simulated time: the engine's own scheduler and store, and a device that is busy for as long as it would be.
+"""A server in simulated time: the engine's own scheduler and store, and a device that is busy as long as it would be.
 
 What decides is the engine's: `Scheduler`, `AttentionStore` with its placement, prefetching and policy, `num_leaving`.
 What takes time is simulated: prefills and decode steps (`CostModel`), the link to the host and the SSD (`Link`), each
@@ -236,6 +236,7 @@ class Server:
     def _announce(self, job: Job) -> None:
         if self._store is not None and job not in self._announced:
             self._announced.add(job)
+            self._store.poll()  # What has expired by now is not waited for.
             self._store.enqueue(job, self._clients[job].session.session_id)
             self._store.poll()
 
@@ -291,9 +292,11 @@ class Server:
         num_tokens, num_cached, ticket = client.num_tokens, 0, None
         if self._store is not None:
             self._store.pin(key)
-            ticket = self._store.prepare_load(
-                key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped
-            ) if num_tokens > 1 else None
+            ticket = (
+                self._store.prepare_load(key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped)
+                if num_tokens > 1
+                else None
+            )
             self._store.dequeue(job)
             self._announced.discard(job)
             num_cached = 0 if ticket is None else ticket.num_tokens

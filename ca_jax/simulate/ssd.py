@@ -114,7 +114,7 @@ class SimulatedSsd:
         return self._ended.popleft() if self._ended else None
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """See `SsdMover` and `SsdContents`."""
+        """See `SsdMover` and `SsdContents`: there is nothing to end."""
         return True
 
     def _end(self, task: FetchTask | FlushTask) -> None:

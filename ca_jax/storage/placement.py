@@ -273,10 +273,10 @@ class Placement:
     def _flush(self) -> None:
         if self._ssd is None:
             return
-        for key in [key for key in self._dirty if self._can_flush(key)]:
+        for key in tuple(self._dirty):
             if not self._ssd.can_flush:
                 return
-            entry = self._table.get(key)
+            entry = self._table.get(key) if self._can_flush(key) else None
             if entry is not None and self._ssd.flush(entry):
                 del self._dirty[key]
 

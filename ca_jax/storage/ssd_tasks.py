@@ -160,6 +160,6 @@ class SsdContents(Protocol):
         """The tenant's session that begins with the same tokens for longest."""
         ...
 
-    def close(self) -> None:
+    def close(self) -> object:
         """Lets go of files."""
         ...

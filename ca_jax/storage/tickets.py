@@ -12,6 +12,7 @@ Not here: the books. Only the AttentionStore opens and closes tickets.
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 from collections.abc import Sequence
 
@@ -182,7 +183,6 @@ class LoadTicket:
         self._tier = tier
         self._places = places
         self._block_ids = block_ids
-        self._stretches, self._parts = self._plan()
         self._reads: list[ts.Future] = []
         self._state = TicketState.OPEN
 
@@ -201,7 +201,7 @@ class LoadTicket:
             raise ValueError(f"wanted 1 to {self.num_tokens} tokens, found {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
-        self._stretches, self._parts = self._plan()
+        self.__dict__.pop("_plan", None)
 
     def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
@@ -233,12 +233,13 @@ class LoadTicket:
                 f"found {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []
-        for first_token, blocks in self._stretches:
+        stretches, parts = self._plan
+        for first_token, blocks in stretches:
             staging = dst[:, first_token : first_token + blocks.shape[0] * layout.block_tokens]
             staging = _as_blocks(staging, layout.block_tokens).transpose(1, 0, 2, 3, 4)
             futures.append(ts.array(staging).write(blocks[:, layer]).commit)
         self._reads += futures
-        for part in self._parts:
+        for part in parts:
             block = self._tier.slab[self._block_ids[part.index], layer]
             into = dst[:, part.first_token : part.first_token + part.num_tokens]
             if isinstance(part.rows, slice):
@@ -254,6 +255,7 @@ class LoadTicket:
             future.exception()  # Waits. An error is for whoever holds the future.
         self._reads.clear()
 
+    @functools.cached_property
     def _plan(self) -> tuple[list[tuple[int, ts.TensorStore]], list[BlockRows]]:
         """How the tokens are read: stretches of whole blocks, each with its first token, and parts of blocks."""
         size = self._tier.layout.block_tokens
