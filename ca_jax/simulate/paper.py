@@ -158,6 +158,8 @@ class PaperRuns:
         self._lengths = lengths
         self._progress = progress
         self._counts: dict[Run, SimCounts] = {}
+        self.num_turns = 0
+        """Turns simulated so far."""
 
     def __call__(self, run: Run) -> SimCounts:
         """What a run counted."""
@@ -194,13 +196,22 @@ class PaperRuns:
                 link_bytes_per_s=config.device.link_bytes_per_s,
                 hbm_tokens=free_bytes / model.token_bytes,
                 max_batch_size=config.max_batch_size,
-                store=run.store,
+                store=self._sizes(run.store),
                 overflow=OverflowConfig(method=run.method, keep_first_tokens=0),
                 warmup_turns=int(config.warmup_share * num_turns),
             )
         )
-        name = f"{run.model} {'recompute' if run.store is None else run.method}"
-        return server.serve(sessions, lambda done: self._progress(name, done, num_turns))
+        self.num_turns += num_turns
+        name = f"run {len(self._counts) + 1}: {run.model} {'recompute' if run.store is None else run.method}"
+        counts = server.serve(sessions, lambda done: self._progress(name, done, num_turns))
+        self._progress(name, num_turns, num_turns)
+        return counts
+
+    def _sizes(self, store: StoreSizes | None) -> StoreSizes | None:
+        if store is None:
+            return None
+        speed = self.config.ssd_bytes_per_s
+        return dataclasses.replace(store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed)
 
 
 def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+
+from ca_jax.traces.sharegpt import Conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,33 @@ class SimSession:
     """When it comes."""
     turns: tuple[SimTurn, ...]
     """In order."""
+
+
+def conversation_lengths(
+    conversations: Iterable[Conversation], count_tokens: Callable[[str], int], *, max_turns: int | None = None
+) -> list[tuple[tuple[int, int], ...]]:
+    """How long the turns of recorded conversations are; those without an answer are left out.
+
+    Args:
+      conversations: as read.
+      count_tokens: of a text; less than one counts as one.
+      max_turns: most turns of a conversation; later ones are left out.
+
+    Returns:
+      For each conversation with a turn, its turns' tokens: user, answer.
+    """
+    lengths = []
+    for conversation in conversations:
+        said = itertools.dropwhile(lambda turn: turn.role != "user", conversation.turns)
+        spoken = [(turn.role, max(1, count_tokens(turn.text))) for turn in said if turn.role != "system"]
+        turns = tuple(
+            (asked, told)
+            for (role, asked), (next_role, told) in itertools.pairwise(spoken)
+            if role == "user" and next_role == "assistant"
+        )
+        if turns:
+            lengths.append(turns[:max_turns])
+    return lengths
 
 
 def poisson_sessions(

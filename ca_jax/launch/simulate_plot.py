@@ -1,0 +1,59 @@
+"""Plots of simulated figures: the paper's numbers beside ours.
+
+Not here: simulating, tables (simulate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ca_jax.simulate.paper import PaperRow
+
+_BLUE, _VERMILION = "#0072B2", "#D55E00"
+_HUNDREDTHS = ("%", "points")
+
+
+def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
+    """Draws a figure: for each thing that was counted bars of ours and, where it is known, of the paper's.
+
+    Args:
+      path: the PNG to write; its directory must be there.
+      rows: of one figure.
+
+    Raises:
+      ValueError: no rows, or of several figures.
+    """
+    if len({row.figure for row in rows}) != 1:
+        raise ValueError(f"wanted rows of one figure, found those of {sorted({row.figure for row in rows})}")
+    metrics = list(dict.fromkeys((row.metric, row.unit) for row in rows))
+    figure = Figure(figsize=(9, 3.2 * len(metrics)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for (metric, unit), axes in zip(metrics, np.ravel(figure.subplots(len(metrics), 1)), strict=True):
+        shown = [row for row in rows if (row.metric, row.unit) == (metric, unit)]
+        scale, places = 100 if unit in _HUNDREDTHS else 1, np.arange(len(shown))
+        axes.bar(places - 0.2, [scale * row.ours for row in shown], 0.38, color=_BLUE, label="simulated")
+        known = [(place, row.paper) for place, row in zip(places, shown, strict=True) if row.paper is not None]
+        if known:
+            at, papers = zip(*known, strict=True)
+            axes.bar(
+                np.array(at) + 0.2,
+                scale * np.array(papers),
+                0.38,
+                color="white",
+                edgecolor=_VERMILION,
+                hatch="////",
+                label="paper",
+            )
+        axes.set_xticks(places, [row.case for row in shown], rotation=20 if len(shown) > 4 else 0, ha="center")
+        axes.set_ylabel(f"{metric} ({unit})")
+        axes.legend(frameon=False, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path)
