@@ -236,7 +236,8 @@ class Server:
     def _announce(self, job: Job) -> None:
         if self._store is not None and job not in self._announced:
             self._announced.add(job)
-            self._store.poll()  # What has expired by now is not waited for.
+            if self._config.store is not None and self._config.store.ttl_s is not None:
+                self._store.poll()  # What has expired by now is not waited for.
             self._store.enqueue(job, self._clients[job].session.session_id)
             self._store.poll()
 
@@ -435,7 +436,6 @@ class Server:
             raise RuntimeError("a save without a store")
         ticket.mark_written()
         self._store.complete_save(ticket)
-        self._store.poll()
 
     def _progressed(self) -> None:
         """Something has moved between the tiers: who waits for room may have it."""

@@ -151,7 +151,7 @@ class Placement:
         """Whether anything moves, or could be flushed now."""
         if self._ssd is None:
             return False
-        return self._ssd.busy or any(self._can_flush(key) for key in self._dirty)
+        return self._ssd.busy or any(map(_can_flush, filter(None, map(self._table.get, self._dirty))))
 
     @property
     def is_late(self) -> bool:
@@ -271,14 +271,16 @@ class Placement:
         return 0 if entry is None or self._table.must_stay(entry) else len(entry.block_ids)
 
     def _flush(self) -> None:
-        if self._ssd is None:
+        if self._ssd is None or not self._ssd.can_flush:
             return
         for key in tuple(self._dirty):
+            entry = self._table.get(key)
+            if entry is None or entry.num_pins or not _can_flush(entry):  # Most that are dirty run, and are pinned.
+                continue
+            if self._ssd.flush(entry):
+                del self._dirty[key]
             if not self._ssd.can_flush:
                 return
-            entry = self._table.get(key) if self._can_flush(key) else None
-            if entry is not None and self._ssd.flush(entry):
-                del self._dirty[key]
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
@@ -286,13 +288,6 @@ class Placement:
             if entry.waits_for_flush:
                 entry.waits_for_flush = False
                 self._table.place(entry)
-
-    def _can_flush(self, key: str) -> bool:
-        """Whether nothing of a session is about to change, or on its way."""
-        entry = self._table.get(key)
-        return bool(
-            entry and entry.num_tokens and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch)
-        )
 
     def _evict_ahead(self) -> None:
         """Keeps a part of DRAM free, one session at a time, so that saves and fetches find room."""
@@ -345,3 +340,8 @@ class Placement:
                 continue
             self._counters.num_expired += 1
             self.forget(entry)
+
+
+def _can_flush(entry: Entry) -> bool:
+    """Whether nothing of a session is about to change, or on its way."""
+    return bool(entry.num_tokens and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))
