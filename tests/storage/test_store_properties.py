@@ -671,7 +671,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.store.stats().ssd.num_lost_sessions == 0
         for key, old in before.items():
-            contents, entry = self.store._ssd._reader.contents(key), self.entry(key)
+            contents, entry = self.store._ssd._contents.contents(key), self.entry(key)
             token_ids = [] if contents is None else contents.token_ids.tolist()
             lineage = PLAIN if entry is None else entry.ssd.lineage
             matching = [
