@@ -220,6 +220,8 @@ class Server:
         window = self._config.model.window
         turn = client.session.turns[client.next_turn]
         num_new = min(turn.user_tokens, window - self._config.overflow.keep_first_tokens - 1)
+        if turn.kept_tokens is not None and turn.kept_tokens < client.num_tokens:
+            self._go_back(client, turn.kept_tokens)
         self._make_room(client, num_new + 1)
         client.has_history = client.num_tokens > 0
         client.grow(num_new)
@@ -240,6 +242,12 @@ class Server:
                 self._store.poll()  # What has expired by now is not waited for.
             self._store.enqueue(job, self._clients[job].session.session_id)
             self._store.poll()
+
+    def _go_back(self, client: _Client, num_kept: int) -> None:
+        """Forgets what of a context is behind its first tokens."""
+        client.held_ids, client.num_offered = client.token_ids[:num_kept], min(client.num_offered, num_kept)
+        if self._store is not None:
+            self._store.truncate(client.session.session_id, num_kept)
 
     def _make_room(self, client: _Client, num_wanted: int) -> int:
         """Drops tokens of a context so that some more fit, in the store too; how many."""
@@ -380,7 +388,8 @@ class Server:
         client.next_turn += 1
         turns = client.session.turns
         if client.next_turn < len(turns):
-            client.next_arrival_s = turn_end_s + turns[client.next_turn].think_s
+            coming = turns[client.next_turn]
+            client.next_arrival_s = max(turn_end_s + coming.think_s, coming.arrival_s)
         self._offer(client)
         self._leave_if_saved(client)
 

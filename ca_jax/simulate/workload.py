@@ -5,12 +5,14 @@ Not here: readers of traces (`ca_jax.traces`), serving.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ca_jax.traces.requests import Request
 from ca_jax.traces.sharegpt import Conversation
 
 
@@ -24,6 +26,10 @@ class SimTurn:
     """Of the answer, > 0."""
     think_s: float = 0.0
     """Since the answer before it ended, or since the session came."""
+    arrival_s: float = 0.0
+    """When it comes, if that is later: for traces, which say it."""
+    kept_tokens: int | None = None
+    """How many tokens of the context it goes on from; None for all. Those behind it are forgotten."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +120,48 @@ def _poisson_sessions(
                 for (user, answer), pause in zip(turns, pauses.tolist(), strict=True)
             ),
         )
+
+
+def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
+    """Sessions of a recorded trace, each of its requests a turn that comes when it came.
+
+    Args:
+      requests: in order of arrival.
+
+    Returns:
+      In order of arrival.
+
+    Raises:
+      ValueError: a request came before the one before it.
+    """
+    of_session: dict[str, list[SimTurn]] = collections.defaultdict(list)
+    last_s = 0.0
+    for request in requests:
+        if request.arrival_s < last_s:
+            raise ValueError(f"wanted requests in order of arrival, found one of {request.arrival_s} after {last_s} s")
+        last_s = request.arrival_s
+        kept = min(request.shared_tokens, request.input_tokens - 1)  # One token at least gives the first of the answer.
+        turn = SimTurn(
+            user_tokens=request.input_tokens - kept,
+            answer_tokens=request.output_tokens,
+            arrival_s=request.arrival_s,
+            kept_tokens=kept,
+        )
+        of_session[request.session_id].append(turn)
+    return [
+        SimSession(session_id=name, arrival_s=turns[0].arrival_s, turns=tuple(turns))
+        for name, turns in of_session.items()
+    ]
+
+
+def stored_tokens(session: SimSession) -> int:
+    """The most tokens of a session that there are to keep at once, without a limit of its context."""
+    most = num_tokens = 0
+    for turn in session.turns:
+        kept = num_tokens if turn.kept_tokens is None else min(turn.kept_tokens, num_tokens)
+        num_tokens = kept + turn.user_tokens + turn.answer_tokens
+        most = max(most, num_tokens)
+    return most
 
 
 def num_turns(sessions: Iterable[SimSession]) -> int:

@@ -5,16 +5,21 @@ Not here: policies that can be had.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
 
-from ca_jax.storage.policy import StoreView
+from ca_jax.storage.policy import StoredEntry, StoreView
 
 
 class BeladyPolicy:
     """Evicts what is needed last. For sessions of equal size no policy hits more often.
 
+    Sessions with a waiting job are needed in the queue's order, and before all others; of those it knows more than can
+    be known.
+
     Args:
-      next_use: when a session is needed next, in any unit; infinity for never.
+      next_use: when a session without a waiting job is needed next, in any unit; infinity for never.
 
     Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966.
     """
@@ -23,12 +28,28 @@ class BeladyPolicy:
         self._next_use = next_use
 
     def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
-        """See `EvictionPolicy`. Sorts all there is: for comparisons, not for service. `needed_at` is of no concern."""
+        """See `EvictionPolicy`. Sorts all that will return and do not wait: for comparisons, not for service."""
         victims = []
-        entries = (entry for entry in view.by_last_used if entry.num_blocks and not entry.pinned)
-        for entry in sorted(entries, key=lambda entry: -self._next_use(entry.key)):
+        for entry in self._needed_last_first(view, needed_at):
             victims.append(entry.key)
             num_blocks -= entry.num_blocks
             if num_blocks <= 0:
                 return tuple(victims)
         return ()
+
+    def _needed_last_first(self, view: StoreView, needed_at: int | None) -> Iterator[StoredEntry]:
+        returning = []
+        for entry in _evictable(iter(view.idle)):
+            if (next_use := self._next_use(entry.key)) < math.inf:
+                returning.append((next_use, entry))
+            else:
+                yield entry
+        yield from (entry for _, entry in sorted(returning, key=lambda each: each[0], reverse=True))
+        waiting = _evictable(reversed(view.by_next_job))
+        if needed_at is not None:
+            waiting = itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
+        yield from waiting
+
+
+def _evictable(entries: Iterator[StoredEntry]) -> Iterator[StoredEntry]:
+    return (entry for entry in entries if entry.num_blocks and not entry.pinned)

@@ -58,15 +58,22 @@ def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int
       count_tokens: of a text.
     """
     spoken = sorted((call for call in calls if call.prompt and call.answer), key=lambda call: call.arrival_s)
-    return [
-        Request(
-            arrival_s=call.arrival_s - spoken[0].arrival_s,
-            session_id=call.session_id,
-            input_tokens=max(1, count_tokens(call.prompt)),
-            output_tokens=max(1, count_tokens(call.answer)),
+    last_text: dict[str, str] = {}
+    requests = []
+    for call in spoken:
+        shared = os.path.commonprefix([last_text.get(call.session_id, ""), call.prompt])
+        last_text[call.session_id] = call.prompt + call.answer
+        num_tokens = max(1, count_tokens(call.prompt))
+        requests.append(
+            Request(
+                arrival_s=call.arrival_s - spoken[0].arrival_s,
+                session_id=call.session_id,
+                input_tokens=num_tokens,
+                output_tokens=max(1, count_tokens(call.answer)),
+                shared_tokens=min(count_tokens(shared) if shared else 0, num_tokens),
+            )
         )
-        for call in spoken
-    ]
+    return requests
 
 
 def _call(row: Row) -> AgentCall:

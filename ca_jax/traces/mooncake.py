@@ -37,7 +37,7 @@ def load_mooncake(path: str | os.PathLike[str], bad_rows: BadRows | None = None)
             bad_rows.take(error)
             continue
         last_s = request.arrival_s
-        yield dataclasses.replace(request, session_id=sessions.session_of(request))
+        yield sessions.joined(request)
 
 
 def _request(row: Row, last_s: float) -> Request:
@@ -76,18 +76,19 @@ class _Sessions:
         self._session_with: dict[int, _Session] = {}  # By hash id, whose prompt had it first.
         self._num_sessions = 0
 
-    def session_of(self, request: Request) -> str:
-        """The session's name. To be asked once for each request, in order of arrival."""
+    def joined(self, request: Request) -> Request:
+        """A request with its session's name, and what it shares with the one before. In order of arrival, each once."""
         ids = request.hash_ids
         num_seen = next((i for i, each in enumerate(ids) if each not in self._session_with), len(ids))
         session = self._session_with[ids[num_seen - 1]] if num_seen else None
         if session is None or not self._goes_on(session, ids[:num_seen]):
             session = _Session(f"s{self._num_sessions}", num_seen, ())
             self._num_sessions += 1
+        num_shared = HASH_BLOCK_TOKENS * len(session.full_ids)
         session.full_ids = ids[: request.input_tokens // HASH_BLOCK_TOKENS]
         for each in session.full_ids[num_seen:]:
             self._session_with[each] = session
-        return session.name
+        return dataclasses.replace(request, session_id=session.name, shared_tokens=num_shared)
 
     @staticmethod
     def _goes_on(session: _Session, seen_ids: tuple[int, ...]) -> bool:

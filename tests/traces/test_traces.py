@@ -55,8 +55,10 @@ SESSIONS = [
 
 
 def test_sessions_are_found_by_prefix(written):
-    found = load_mooncake(written(*(row for _, row, _ in SESSIONS)))
+    found = list(load_mooncake(written(*(row for _, row, _ in SESSIONS))))
     assert [request.session_id for request in found] == [f"s{session}" for _, _, session in SESSIONS]
+    shared = [0, 0, 3, 3, 4, 0, 0, 0, 0]  # Full blocks of the prompt before.
+    assert [request.shared_tokens for request in found] == [HASH_BLOCK_TOKENS * blocks for blocks in shared]
 
 
 def test_seen_blocks_are_leading_ones(written):
@@ -107,6 +109,12 @@ def test_calls_of_agents_come_by_time(written):
     requests = agent_requests(calls, len)
     assert [(each.session_id, each.arrival_s) for each in requests] == [("a", 0), ("b", 0.5), ("a", 1), ("a", 2)]
     assert [each.output_tokens for each in requests] == [3, 3, 2, 3]
+
+
+def test_calls_share_what_their_prompts_begin_with(written):
+    texts = [("one", "two"), ("onetwothree", "x"), ("onetwo", "y"), ("other", "z"), ("bone", "w")]
+    path = written(*(called(time, *text) for time, text in enumerate(texts)), called(9, "one", session="b"))
+    assert [each.shared_tokens for each in agent_requests(load_agent_calls([path]), len)] == [0, 6, 6, 1, 0, 0]
 
 
 def test_calls_without_text_are_no_requests(written):
