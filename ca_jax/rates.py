@@ -79,7 +79,7 @@ class TransferRate:
           ValueError: there is no sample.
         """
         samples = tuple(samples)
-        byte_s, fixed_s = _fit([(sample.num_bytes, 1.0) for sample in samples], [each.seconds for each in samples])
+        byte_s, fixed_s = fit_times([(sample.num_bytes, 1.0) for sample in samples], [each.seconds for each in samples])
         return cls(bytes_per_s=1 / byte_s if byte_s else math.inf, fixed_s=fixed_s)
 
     def seconds(self, num_bytes: float) -> float:
@@ -118,7 +118,7 @@ class PrefillRate:
         """
         samples = tuple(samples)
         rows = [(each.new_tokens, _num_pairs(each.history_tokens, each.new_tokens), 1.0) for each in samples]
-        token_s, pair_s, fixed_s = _fit(rows, [each.seconds for each in samples])
+        token_s, pair_s, fixed_s = fit_times(rows, [each.seconds for each in samples])
         return cls(fixed_s=fixed_s, token_s=token_s, pair_s=pair_s)
 
     def seconds(self, history_tokens: int, new_tokens: int) -> float:
@@ -177,10 +177,18 @@ def _num_pairs(history_tokens: int, new_tokens: int) -> float:
     return new_tokens * (history_tokens + new_tokens / 2)
 
 
-def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 of least relative error; of equally good ones those with fewer terms, then of earlier columns.
+def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Times >= 0 of the terms that measured times are sums of: those of least relative error.
 
-    The best under that bound is the unbounded best of the terms that are not 0, so all sets of terms are tried.
+    Of equally good ones those with fewer terms, then of earlier columns. The best under that bound is the unbounded
+    best of the terms that are not 0, so all sets of terms are tried.
+
+    Args:
+      rows: how much of each term is in each measured time; every term is in one at least.
+      seconds: what was measured.
+
+    Raises:
+      ValueError: there is no sample.
     """
     if not rows:
         raise ValueError("wanted at least one sample to fit a rate to, found none")
