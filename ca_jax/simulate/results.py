@@ -25,6 +25,8 @@ class SimCounts:
     """And those that waited for SSD to bring it."""
     prompt_tokens: int = 0
     """Histories and new tokens."""
+    history_tokens: int = 0
+    """Of those, the ones that earlier turns had."""
     cached_tokens: int = 0
     """Of those, the ones whose KV was loaded."""
     output_tokens: int = 0
@@ -48,8 +50,8 @@ class SimCounts:
         self,
         *,
         num_tokens: int,
+        num_history: int,
         num_cached: int,
-        has_history: bool,
         waited: bool,
         prefill_s: float,
         stall_s: float,
@@ -57,13 +59,14 @@ class SimCounts:
     ) -> None:
         """Counts the prefill of a turn."""
         self.num_turns += 1
-        self.num_returning += has_history
+        self.num_returning += num_history > 0
         if num_cached:
             if waited:
                 self.ssd_hits += 1
             else:
                 self.dram_hits += 1
         self.prompt_tokens += num_tokens
+        self.history_tokens += num_history
         self.cached_tokens += num_cached
         self.prefill_s += prefill_s
         self.stall_s += stall_s
@@ -71,9 +74,29 @@ class SimCounts:
         self.prefill_times_s.append(prefill_s)
 
     @property
+    def num_hits(self) -> int:
+        """Turns that found KV of their history."""
+        return self.dram_hits + self.ssd_hits
+
+    @property
     def hit_rate(self) -> float:
         """Share of turns with a history that found KV of it."""
-        return (self.dram_hits + self.ssd_hits) / max(self.num_returning, 1)
+        return self.num_hits / max(self.num_returning, 1)
+
+    @property
+    def hit_rate_of_all(self) -> float:
+        """Share of all turns that found KV; first ones have none to find."""
+        return self.num_hits / max(self.num_turns, 1)
+
+    @property
+    def dram_share(self) -> float:
+        """Share of hits that found it in DRAM."""
+        return self.dram_hits / max(self.num_hits, 1)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the histories' tokens whose KV was loaded."""
+        return self.cached_tokens / max(self.history_tokens, 1)
 
     @property
     def gpu_s(self) -> float:

@@ -6,7 +6,7 @@ shared by all. Like the paper's engine, and unlike ours, a prefill is one piece 
 
 A block of the store is a few bytes here and stands for what it would hold.
 
-Not here: what is asked of the server (workload), what things cost (machine), tables (report).
+Not here: what is asked of the server (workload), what things cost (machine, fitted), tables (launch).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 4.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -23,18 +23,21 @@ from ca_jax import costs
 from ca_jax.jobs import Job, SamplingParams
 from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
 from ca_jax.scheduler import Scheduler
+from ca_jax.simulate.client import Client
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.simulate.machine import CostModel, SimModel
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.ssd import SimulatedSsd
-from ca_jax.simulate.workload import SimSession
+from ca_jax.simulate.workload import SimSession, SimTurn
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.tickets import SaveTicket
+from ca_jax.testing.belady import BeladyPolicy
 from ca_jax.text_output import TextOutput
 
+BELADY = "belady"
+"""The eviction policy that knows when sessions come back: a bound, for `StoreSizes.eviction_policy`."""
 _PARAMS = SamplingParams()
 _SILENT = TextOutput(None)
 
@@ -56,7 +59,7 @@ class StoreSizes:
     ssd_write_bytes_per_s: float = 5e9
     """Bandwidth of flushes."""
     eviction_policy: str = "scheduler_aware"
-    """As in `StoreConfig`."""
+    """As in `StoreConfig`, or `BELADY`."""
     looks_ahead: bool = True
     """Whether the store knows of waiting jobs. If not, KV is fetched when its job is the next."""
     ttl_s: float | None = None
@@ -96,47 +99,13 @@ class ServerConfig:
     """First turns that are not counted."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Client:
-    """A session, what of it is stored, and the turn that it is at."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """A turn that waits or runs."""
 
-    session: SimSession
-    held_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    num_grown: int = 0  # Tokens behind these: the last that were made.
-    next_turn: int = 0
-    num_dropped: int = 0
-    num_made: int = 0  # Tokens ever: the next one's id.
-    num_offered: int = 0  # Tokens that the store has, or is being given.
-    gives_up: bool = False  # Whether the store had no room for this turn's KV.
-    tickets: list[SaveTicket] = dataclasses.field(default_factory=list)
-    answer_left: int = 0
-    arrived_s: float = 0.0
-    is_counted: bool = False
-    has_history: bool = False
-    waited: bool = False
-    next_arrival_s: float | None = None  # Of its next turn, once this one is served.
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the context."""
-        return len(self.held_ids) + self.num_grown
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        """Of the context, int32 `[num_tokens]`."""
-        if self.num_grown:
-            new_ids = np.arange(self.num_made - self.num_grown, self.num_made, dtype=np.int32)
-            self.held_ids, self.num_grown = np.concatenate([self.held_ids, new_ids]), 0
-        return self.held_ids
-
-    def grow(self, num_tokens: int) -> None:
-        """Puts new tokens behind the context."""
-        self.num_grown += num_tokens
-        self.num_made += num_tokens
-
-    def keep(self, kept: np.ndarray) -> None:
-        """Keeps some tokens of the context, bool `[num_tokens]`."""
-        self.held_ids = self.token_ids[kept]
+    client: Client
+    turn_index: int
+    arrived_s: float
 
 
 class Server:
@@ -144,32 +113,29 @@ class Server:
 
     Args:
       config: of the server.
-      policy: who is evicted, in place of the one that the config names.
-      on_turn: told of each turn that begins, by its session's name.
+
+    Raises:
+      ValueError: a tier under one block.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        policy: EvictionPolicy | None = None,
-        on_turn: Callable[[str], None] = lambda name: None,
-    ) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._on_turn = on_turn
         self._clock = Clock()
         self._scheduler = Scheduler(config.max_batch_size)
-        self._clients: dict[Job, _Client] = {}
+        self._asked: dict[Job, _Asked] = {}
+        self._clients: dict[str, Client] = {}  # Of sessions that are not over.
         self._load = Link(self._clock, config.link_bytes_per_s)
         self._save = Link(self._clock, config.link_bytes_per_s)
-        self._store: AttentionStore | None = None
         self._held_tokens = 0.0
         self._num_turns = 0
         self._announced: set[Job] = set()
-        self._unsaved: dict[_Client, None] = {}  # Who waits for room in the store.
+        self._waited: set[Job] = set()  # Whose KV was not there when they could have run.
+        self._unsaved: dict[Client, None] = {}  # Who waits for room in the store.
+        self._store: AttentionStore | None = None
         self.counts = SimCounts()
         """What happened so far."""
         if config.store is not None:
-            self._store = self._open_store(config.store, policy)
+            self._store = self._open_store(config.store)
 
     def serve(
         self, sessions: Iterable[SimSession], progress: Callable[[int], None] = lambda num_turns: None
@@ -180,8 +146,7 @@ class Server:
           sessions: in order of arrival.
           progress: told now and then how many turns have begun.
         """
-        source = iter(sessions)
-        self._expect(source)
+        self._expect(iter(sessions))
         clock, scheduler = self._clock, self._scheduler
         while True:
             clock.run_until(clock.now_s)
@@ -203,109 +168,122 @@ class Server:
 
     # Arrivals.
 
-    def _expect(self, source: Iterable[SimSession]) -> None:
+    def _expect(self, source: Iterator[SimSession]) -> None:
         """Has the next session come when it is due; one at a time, so that a trace is read as it is served."""
-        session = next(iter(source), None)
+        session = next(source, None)
         if session is None:
             return
 
         def come() -> None:
             self._expect(source)
-            self._arrive(_Client(session))
+            client = self._clients[session.session_id] = Client(session)
+            self._ask(client, 0)
 
         self._clock.at(max(session.arrival_s, self._clock.now_s), come)
 
-    def _arrive(self, client: _Client) -> None:
-        """A turn comes: its context is made, and its job queued."""
-        window = self._config.model.window
-        turn = client.session.turns[client.next_turn]
-        num_new = min(turn.user_tokens, window - self._config.overflow.keep_first_tokens - 1)
-        if turn.kept_tokens is not None and turn.kept_tokens < client.num_tokens:
-            self._go_back(client, turn.kept_tokens)
-        self._make_room(client, num_new + 1)
-        client.has_history = client.num_tokens > 0
-        client.grow(num_new)
-        client.answer_left = turn.answer_tokens
-        client.arrived_s = self._clock.now_s
-        client.waited = client.gives_up = False
-        client.next_arrival_s = None
+    def _ask(self, client: Client, turn_index: int) -> None:
+        """A turn comes: its job is queued, and the next turn expected if it is known when that comes."""
         job = Job([], _PARAMS, _SILENT, frozenset())
-        self._clients[job] = client
+        self._asked[job] = _Asked(client, turn_index, self._clock.now_s)
         self._scheduler.submit(job)
-        if self._store is not None and self._config.store is not None and self._config.store.looks_ahead:
+        if self._config.store is not None and self._config.store.looks_ahead:
             self._announce(job)
+        turns = client.session.turns
+        client.next_arrival_s = None
+        if turn_index + 1 < len(turns) and (next_s := turns[turn_index + 1].arrival_s) is not None:
+            self._ask_later(client, turn_index + 1, next_s)
+
+    def _ask_later(self, client: Client, turn_index: int, time_s: float) -> None:
+        client.next_arrival_s = max(time_s, self._clock.now_s)
+        self._clock.at(client.next_arrival_s, functools.partial(self._ask, client, turn_index))
 
     def _announce(self, job: Job) -> None:
+        """Tells the store that a job waits."""
         if self._store is not None and job not in self._announced:
             self._announced.add(job)
             if self._config.store is not None and self._config.store.ttl_s is not None:
                 self._store.poll()  # What has expired by now is not waited for.
-            self._store.enqueue(job, self._clients[job].session.session_id)
+            self._store.enqueue(job, self._asked[job].client.key)
             self._store.poll()
 
-    def _go_back(self, client: _Client, num_kept: int) -> None:
-        """Forgets what of a context is behind its first tokens."""
-        client.held_ids, client.num_offered = client.token_ids[:num_kept], min(client.num_offered, num_kept)
-        if self._store is not None:
-            self._store.truncate(client.session.session_id, num_kept)
+    def _returns_s(self, key: str) -> float:
+        """When a session that does not wait comes next, seconds; infinite if never. For whoever may know the future."""
+        client = self._clients.get(key)
+        return math.inf if client is None or client.next_arrival_s is None else client.next_arrival_s
 
-    def _make_room(self, client: _Client, num_wanted: int) -> int:
-        """Drops tokens of a context so that some more fit, in the store too; how many."""
-        overflow, window = self._config.overflow, self._config.model.window
-        num_tokens = client.num_tokens
-        leaving = num_leaving(overflow, window=window, num_tokens=num_tokens, num_wanted=num_wanted)
+    # Contexts.
+
+    def _begin_turn(self, client: Client, turn: SimTurn) -> int:
+        """Makes the context that a turn prefills; how many tokens of it are history."""
+        window = self._config.model.window
+        num_new = min(turn.user_tokens, window - self._config.overflow.keep_first_tokens - 1)
+        if turn.kept_tokens is not None and turn.kept_tokens < client.num_tokens:
+            client.keep_first(turn.kept_tokens)
+            if self._store is not None:
+                self._store.truncate(client.key, turn.kept_tokens)
+        self._make_room(client, num_new + 1)
+        num_history = client.num_tokens
+        client.grow(num_new)
+        client.answer_left = turn.answer_tokens
+        client.is_served, client.gives_up = True, False
+        return num_history
+
+    def _make_room(self, client: Client, num_wanted: int) -> None:
+        """Drops tokens of a context so that some more fit, in the store too."""
+        overflow, num_tokens = self._config.overflow, client.num_tokens
+        leaving = num_leaving(overflow, window=self._config.model.window, num_tokens=num_tokens, num_wanted=num_wanted)
         if not leaving:
-            return 0
+            return
         mask = oldest_first(num_tokens, leaving, overflow.keep_first_tokens)
         client.keep(~mask)
         client.num_dropped += leaving
-        key = client.session.session_id
         if self._store is not None and overflow.method == "ca":
             client.num_offered -= int(np.count_nonzero(mask[: client.num_offered]))
-            self._store.discard(key, mask)
+            self._store.discard(client.key, mask)
         elif self._store is not None:
             client.num_offered = 0
-            self._store.drop(key)
-        return leaving
+            self._store.drop(client.key)
 
     # Prefill.
 
     def _ready(self, job: Job, is_next: bool) -> bool:
+        asked = self._asked[job]
+        if asked.client.is_served or asked.turn_index != asked.client.num_done:
+            return False
         if self._store is None:
             return True
         if is_next:
             self._announce(job)
         if job not in self._announced:
             return False
-        client = self._clients[job]
-        is_ready = self._store.ready(client.session.session_id, is_next)
-        client.waited |= is_next and not is_ready
+        is_ready = self._store.ready(asked.client.key, is_next)
+        if is_next and not is_ready:
+            self._waited.add(job)
         return is_ready
 
     def _admits(self, job: Job) -> bool:
-        return not self._held_tokens or self._held_tokens + self._most_tokens(job) <= self._config.hbm_tokens
-
-    def _most_tokens(self, job: Job) -> int:
-        client = self._clients[job]
-        return min(client.num_tokens + client.answer_left, self._config.model.window)
+        client = self._asked[job].client
+        if not self._held_tokens or client.turn is None:
+            return True
+        num_tokens = client.num_tokens + client.turn.user_tokens + client.turn.answer_tokens
+        return self._held_tokens + min(num_tokens, self._config.model.window) <= self._config.hbm_tokens
 
     def _prefill(self, job: Job) -> None:
-        client, config, clock = self._clients[job], self._config, self._clock
-        key, model = client.session.session_id, config.model
+        asked, config, clock = self._asked[job], self._config, self._clock
+        client, key, model = asked.client, asked.client.key, config.model
         client.is_counted = self._num_turns >= config.warmup_turns
         self._num_turns += 1
-        self._on_turn(key)
-        self._held_tokens += self._most_tokens(job)
         if client.is_counted and not self.counts.num_turns:
             self.counts.begin_s = clock.now_s
+        num_history = self._begin_turn(client, client.session.turns[asked.turn_index])
+        self._held_tokens += self._most_tokens(client)
         num_tokens, num_cached, ticket = client.num_tokens, 0, None
         if self._store is not None:
             self._store.pin(key)
-            ticket = (
-                self._store.prepare_load(key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped)
-                if num_tokens > 1
-                else None
-            )
+            if num_tokens > 1:
+                ticket = self._store.prepare_load(
+                    key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped
+                )
             self._store.dequeue(job)
             self._announced.discard(job)
             num_cached = 0 if ticket is None else ticket.num_tokens
@@ -316,7 +294,7 @@ class Server:
         if num_cached:
             load_s = num_cached * model.token_bytes / config.link_bytes_per_s
             depth = model.num_layers if config.read_buffer_layers is None else config.read_buffer_layers
-            head_start_s = began_s - max(self._load.free_s, client.arrived_s)
+            head_start_s = began_s - max(self._load.free_s, asked.arrived_s)
             taken_s = costs.pipeline_s(
                 load_s / model.num_layers, compute_s / model.num_layers, model.num_layers, depth, head_start_s
             )
@@ -328,24 +306,29 @@ class Server:
         if client.is_counted:
             self.counts.add_prefill(
                 num_tokens=num_tokens,
+                num_history=num_history,
                 num_cached=num_cached,
-                has_history=client.has_history,
-                waited=client.waited,
+                waited=job in self._waited,
                 prefill_s=taken_s,
                 stall_s=taken_s - compute_s,
-                ttft_s=clock.now_s - client.arrived_s,
+                ttft_s=clock.now_s - asked.arrived_s,
             )
+        self._waited.discard(job)
         self._offer(client)
         self._append(client, 1)
         if not client.answer_left:
             self._finish(job)
+
+    def _most_tokens(self, client: Client) -> int:
+        """Most tokens that the context of a session that runs comes to."""
+        return min(client.num_tokens + client.answer_left, self._config.model.window)
 
     # Decoding.
 
     def _decode(self, jobs: tuple[Job, ...]) -> None:
         """Decodes until a job ends or is full, or something happens that may let another in."""
         window, clock = self._config.model.window, self._clock
-        clients = [self._clients[job] for job in jobs]
+        clients = [self._asked[job].client for job in jobs]
         num_steps = min(min(each.answer_left, max(window - each.num_tokens, 1)) for each in clients)
         context = sum(each.num_tokens for each in clients)
         step_s = self._config.cost.decode_s(len(jobs), context)
@@ -361,7 +344,7 @@ class Server:
             if not client.answer_left:
                 self._finish(job)
 
-    def _append(self, client: _Client, num_tokens: int) -> None:
+    def _append(self, client: Client, num_tokens: int) -> None:
         """Puts generated tokens behind a context; where that is full then and goes on, some leave."""
         client.grow(num_tokens)
         client.answer_left -= num_tokens
@@ -373,7 +356,7 @@ class Server:
             if self._store is None or self._config.overflow.method != "ca":
                 self._recompute(client)
 
-    def _recompute(self, client: _Client) -> None:
+    def _recompute(self, client: Client) -> None:
         """What is left of a context is computed anew, in the middle of an answer."""
         taken_s = self._config.cost.prefill_s(0, client.num_tokens)
         self._clock.run_until(self._clock.now_s + taken_s)
@@ -381,38 +364,34 @@ class Server:
             self.counts.overflow_s += taken_s
 
     def _finish(self, job: Job) -> None:
-        client = self._clients.pop(job)
+        client = self._asked.pop(job).client
         self._scheduler.remove(job)
-        turn_end_s = self._clock.now_s
-        self._held_tokens = sum(self._most_tokens(other) for other in self._scheduler.running)
-        client.next_turn += 1
-        turns = client.session.turns
-        if client.next_turn < len(turns):
-            coming = turns[client.next_turn]
-            client.next_arrival_s = max(turn_end_s + coming.think_s, coming.arrival_s)
+        self._held_tokens = sum(self._most_tokens(self._asked[other].client) for other in self._scheduler.running)
+        client.num_done += 1
+        if client.turn is not None and client.turn.arrival_s is None:
+            self._ask_later(client, client.num_done, self._clock.now_s + client.turn.think_s)
         self._offer(client)
         self._leave_if_saved(client)
 
-    def _leave_if_saved(self, client: _Client) -> None:
-        """Once what a turn computed is stored, or never will be, its session may come again."""
+    def _leave_if_saved(self, client: Client) -> None:
+        """Once what a turn computed is stored, or never will be, its session may be served again."""
         if client.answer_left or client.tickets or client in self._unsaved:
             return
+        client.is_served = False
+        if client.turn is None:
+            del self._clients[client.key]
         if self._store is not None:
-            self._store.unpin(client.session.session_id)
+            self._store.unpin(client.key)
             self._store.poll()
-        if client.next_arrival_s is not None:
-            self._clock.at(max(client.next_arrival_s, self._clock.now_s), functools.partial(self._arrive, client))
-        else:
-            client.held_ids = client.held_ids[:0]
 
     # Saving.
 
-    def _offer(self, client: _Client) -> None:
+    def _offer(self, client: Client) -> None:
         """Hands what is computed of a context, and not in the store, to it."""
         self._unsaved.pop(client, None)
         if self._store is None or client.gives_up or client.num_offered >= client.num_tokens:
             return
-        key, new_ids = client.session.session_id, client.token_ids[client.num_offered :]
+        key, new_ids = client.key, client.token_ids[client.num_offered :]
         if self._store.room_is_coming(key, len(new_ids)):
             self._unsaved[client] = None
             return
@@ -427,18 +406,18 @@ class Server:
             self.counts.saved_bytes += num_bytes
         self._save.move(num_bytes, functools.partial(self._saved, client, ticket))
 
-    def _saved(self, client: _Client, ticket: SaveTicket) -> None:
+    def _saved(self, client: Client, ticket: SaveTicket) -> None:
         if ticket in client.tickets:
             self._complete(client)
             self._leave_if_saved(client)
 
-    def _settle(self, client: _Client) -> None:
+    def _settle(self, client: Client) -> None:
         """Has what was handed in be in the store."""
         self._unsaved.pop(client, None)
         while client.tickets:
             self._complete(client)
 
-    def _complete(self, client: _Client) -> None:
+    def _complete(self, client: Client) -> None:
         """Publishes the first save of a session that is open."""
         ticket = client.tickets.pop(0)
         if self._store is None:
@@ -457,13 +436,15 @@ class Server:
                 break
             self._leave_if_saved(client)
 
-    def _open_store(self, sizes: StoreSizes, policy: EvictionPolicy | None) -> AttentionStore:
+    def _open_store(self, sizes: StoreSizes) -> AttentionStore:
         layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=sizes.block_tokens)
         block_bytes = self._config.model.token_bytes * sizes.block_tokens
         num_blocks = int(sizes.dram_bytes // block_bytes)
         if num_blocks < 1:
             raise ValueError(f"dram_bytes wanted at least a block of {block_bytes} bytes, found {sizes.dram_bytes:g}")
-        ssd = None
+        ssd, policy, policy_name = None, None, sizes.eviction_policy
+        if policy_name == BELADY:
+            policy, policy_name = BeladyPolicy(self._returns_s), StoreConfig.eviction_policy
         if sizes.ssd_bytes:
             ssd = SimulatedSsd(
                 self._clock,
@@ -479,7 +460,7 @@ class Server:
                 dram_gib=num_blocks * layout.block_bytes / GIB,
                 block_tokens=sizes.block_tokens,
                 ttl_s=sizes.ttl_s,
-                eviction_policy=sizes.eviction_policy,
+                eviction_policy=policy_name,
             ),
             policy,
             clock=lambda: self._clock.now_s,

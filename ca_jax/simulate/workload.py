@@ -26,8 +26,8 @@ class SimTurn:
     """Of the answer, > 0."""
     think_s: float = 0.0
     """Since the answer before it ended, or since the session came."""
-    arrival_s: float = 0.0
-    """When it comes, if that is later: for traces, which say it."""
+    arrival_s: float | None = None
+    """When it comes, whatever became of the turn before it: recorded. None: `think_s` says."""
     kept_tokens: int | None = None
     """How many tokens of the context it goes on from; None for all. Those behind it are forgotten."""
 
@@ -77,6 +77,7 @@ def poisson_sessions(
     num_sessions: int,
     arrival_rate: float,
     think_s: float = 0.0,
+    waits_for_answers: bool = True,
     seed: int = 0,
 ) -> Iterator[SimSession]:
     """Sessions that come at random, each a recorded conversation: all of these in random order, then all again.
@@ -86,6 +87,8 @@ def poisson_sessions(
       num_sessions: how many.
       arrival_rate: sessions a second, Poisson.
       think_s: mean time between an answer and the next turn, exponential; 0 for none.
+      waits_for_answers: whether a turn comes after the answer before it. If not, that time is between when turns come,
+        as in a log of requests that is replayed.
       seed: of what is drawn.
 
     Raises:
@@ -95,7 +98,8 @@ def poisson_sessions(
         raise ValueError("wanted at least one conversation, found none")
     if not arrival_rate > 0 or not think_s >= 0:
         raise ValueError(f"wanted arrival_rate > 0 and think_s >= 0, found {arrival_rate} and {think_s}")
-    return _poisson_sessions(lengths, num_sessions, arrival_rate, think_s, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    return _poisson_sessions(lengths, num_sessions, arrival_rate, think_s, waits_for_answers, rng)
 
 
 def _poisson_sessions(
@@ -103,6 +107,7 @@ def _poisson_sessions(
     num_sessions: int,
     arrival_rate: float,
     think_s: float,
+    waits_for_answers: bool,
     rng: np.random.Generator,
 ) -> Iterator[SimSession]:
     order = itertools.chain.from_iterable(rng.permutation(len(lengths)) for _ in itertools.count())
@@ -112,12 +117,18 @@ def _poisson_sessions(
         turns = lengths[which]
         pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
         pauses[:1] = 0.0
+        comes_s = now_s + np.cumsum(pauses)
         yield SimSession(
             session_id=f"s{index}",
             arrival_s=now_s,
             turns=tuple(
-                SimTurn(user_tokens=user, answer_tokens=answer, think_s=pause)
-                for (user, answer), pause in zip(turns, pauses.tolist(), strict=True)
+                SimTurn(
+                    user_tokens=user,
+                    answer_tokens=answer,
+                    think_s=pause if waits_for_answers else 0.0,
+                    arrival_s=None if waits_for_answers else come_s,
+                )
+                for (user, answer), pause, come_s in zip(turns, pauses.tolist(), comes_s.tolist(), strict=True)
             ),
         )
 
@@ -149,7 +160,7 @@ def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
         )
         of_session[request.session_id].append(turn)
     return [
-        SimSession(session_id=name, arrival_s=turns[0].arrival_s, turns=tuple(turns))
+        SimSession(session_id=name, arrival_s=turns[0].arrival_s or 0.0, turns=tuple(turns))
         for name, turns in of_session.items()
     ]
 

@@ -107,8 +107,10 @@ class Placement:
         """A job waits no more: it has its KV, or nobody wants it."""
         key = self._look_ahead.remove(job)
         entry = self._table.get(key)
-        if entry is not None and self._look_ahead.next_ticket(key) is None:
-            entry.requested, entry.miss = False, None
+        if entry is not None:
+            entry.requested = False  # Whoever waits behind it asks again.
+            if self._look_ahead.next_ticket(key) is None:
+                entry.miss = None
             self._table.place(entry)
 
     def request(self, key: str) -> bool:

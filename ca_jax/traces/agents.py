@@ -61,7 +61,8 @@ def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int
     last_text: dict[str, str] = {}
     requests = []
     for call in spoken:
-        shared = os.path.commonprefix([last_text.get(call.session_id, ""), call.prompt])
+        before = last_text.get(call.session_id, "")
+        shared = os.path.commonprefix([before, call.prompt])  # noqa: RUF071 (by characters is what is wanted)
         last_text[call.session_id] = call.prompt + call.answer
         num_tokens = max(1, count_tokens(call.prompt))
         requests.append(

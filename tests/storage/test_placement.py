@@ -222,6 +222,16 @@ def test_what_is_requested_stays_until_its_job_has_run(open_store):
     assert store.prepare_save("n", 0, ids(12)) is not None
 
 
+def test_what_was_requested_may_leave_for_the_next_job_of_its_session(open_store):
+    """A job behind the one that has run asks for itself, once it could run."""
+    store = on_ssd(open_store, {"a": 8}, num_blocks=4)
+    for job in (0, 1):
+        store.enqueue(job, "a")
+    fetch(store, "a")
+    store.dequeue(0)
+    assert store.prepare_save("n", 0, ids(12)) is not None
+
+
 def test_a_request_without_room_is_a_miss_and_not_waited_for(open_store):
     store = on_ssd(open_store, {"a": 8}, num_blocks=4)
     store.pin("n")

@@ -1,0 +1,130 @@
+"""What computing takes on a machine that was measured: rates fitted to rows of `ca_jax.launch.bench`.
+
+Not here: rates themselves (`ca_jax.rates`), what follows from data sheets (machine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ca_jax.rates import PrefillRate, PrefillSample, fit_times
+
+FITTED_SUITES = ("prefill", "reuse", "ttft", "decode")
+"""Suites of the bench whose rows say what computing takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSample:
+    """One measured decode step."""
+
+    num_jobs: int
+    """That got a token each."""
+    context_tokens: int
+    """Of all of them."""
+    seconds: float
+    """What it took."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FittedCost:
+    """A `CostModel` of measured rates."""
+
+    prefill: PrefillRate
+    """Of prefills, their histories on the device."""
+    decode_step_s: float
+    """Of each decode step."""
+    decode_job_s: float
+    """Of each job in it."""
+    decode_token_s: float
+    """Of each token of their contexts."""
+
+    @classmethod
+    def fit(cls, prefills: Iterable[PrefillSample], decodes: Iterable[DecodeSample]) -> FittedCost:
+        """The rates of least relative error.
+
+        Raises:
+          ValueError: there is no sample of one kind.
+        """
+        decodes = tuple(decodes)
+        step_s, job_s, token_s = fit_times(
+            [(1.0, each.num_jobs, each.context_tokens) for each in decodes], [each.seconds for each in decodes]
+        )
+        return cls(prefill=PrefillRate.fit(prefills), decode_step_s=step_s, decode_job_s=job_s, decode_token_s=token_s)
+
+    @classmethod
+    def from_bench(cls, paths: Sequence[str | os.PathLike[str]]) -> FittedCost:
+        """From what `ca_jax.launch.bench --json_out` wrote, of any of `FITTED_SUITES`.
+
+        Args:
+          paths: of the files, all of one model and machine.
+
+        Raises:
+          FileNotFoundError: one is not there.
+          ValueError: one is no such file, or of another model or dtype; or nothing in them tells of prefills, or of
+            decode steps.
+        """
+        prefills: list[PrefillSample] = []
+        decodes: list[DecodeSample] = []
+        subjects: dict[tuple[str, str], Path] = {}
+        for path in map(Path, paths):
+            report = _read(path)
+            subjects.setdefault((str(report.get("model")), str(report.get("dtype"))), path)
+            for row in report["rows"]:
+                try:
+                    prefills += _prefills(report["suite"], row)
+                    decodes += _decodes(report["suite"], row)
+                except (KeyError, TypeError, ZeroDivisionError) as error:
+                    raise ValueError(f"{path}: wanted rows as bench writes them, found {error!r} missing") from error
+        if len(subjects) > 1:
+            raise ValueError(f"cost wanted benches of one model, found {', '.join(map(' '.join, subjects))}")
+        for name, samples, suites in (("prefills", prefills, FITTED_SUITES[:3]), ("decode steps", decodes, ["decode"])):
+            if not samples:
+                raise ValueError(f"cost wanted a bench of {name} (suite {' or '.join(suites)}), found none")
+        return cls.fit(prefills, decodes)
+
+    def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
+        """See `CostModel`."""
+        return self.prefill.seconds(history_tokens, new_tokens)
+
+    def decode_s(self, num_jobs: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self.decode_step_s + self.decode_job_s * num_jobs + self.decode_token_s * context_tokens
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: wanted the JSON of a bench, found {error}") from error
+    if not isinstance(report, dict) or report.get("suite") not in FITTED_SUITES or "rows" not in report:
+        found = report.get("suite") if isinstance(report, dict) else type(report).__name__
+        raise ValueError(f"{path}: wanted the JSON of a bench of {', '.join(FITTED_SUITES)}; found {found}")
+    return report
+
+
+def _prefills(suite: str, row: Mapping[str, Any]) -> list[PrefillSample]:
+    if suite == "prefill":
+        return [PrefillSample(history_tokens=0, new_tokens=row["tokens"], seconds=row["prefill_s"])]
+    if suite == "decode":
+        return []
+    history, new = row["history_tokens"], row["new_tokens"]
+    if suite == "ttft":
+        return [PrefillSample(history_tokens=history, new_tokens=new, seconds=row["compute_s"])]
+    reused_s = row["ttft_reuse_s"] - row["load_stall_s"]
+    return [
+        PrefillSample(history_tokens=0, new_tokens=history + new, seconds=row["ttft_recompute_s"]),
+        PrefillSample(history_tokens=history, new_tokens=new, seconds=reused_s),
+    ]
+
+
+def _decodes(suite: str, row: Mapping[str, Any]) -> list[DecodeSample]:
+    if suite != "decode":
+        return []
+    num_jobs = row["batch_size"]
+    context_tokens = num_jobs * row["context_tokens"]
+    return [DecodeSample(num_jobs=num_jobs, context_tokens=context_tokens, seconds=num_jobs / row["tokens_per_s"])]
