@@ -100,7 +100,9 @@ class Reference:
     ssd: list[Token] | None = None
     ssd_blocks: tuple[int, ...] = ()
     ssd_copy: SsdCopy | None = None
-    """The books' own: another one after each flush, which may have got the same blocks as the one before it."""
+    """The books' own, when it was looked at last: another one after each flush, even into the same blocks."""
+    num_flushes: int = 0
+    """Of all sessions, by then: a cut makes another copy too."""
     ssd_lineage: Lineage = PLAIN
     flush: FlushTask | None = None
     """Under way when it was looked at last."""
@@ -719,10 +721,11 @@ class StoreMachine(RuleBasedStateMachine):
         """Takes in what happened to a session meanwhile, if it may have."""
         may_go = self.may_evict and not (self.pins[key] or reference.in_use)
         ssd_blocks = () if entry is None or entry.ssd is None else tuple(entry.ssd.block_ids.tolist())
+        num_flushes = self.store.stats().ssd.num_flushes if self.driver else 0
         is_other = ssd_blocks and (
             entry.ssd.num_tokens != len(reference.ssd or [])
             or entry.ssd.lineage != reference.ssd_lineage
-            or (entry.ssd is not reference.ssd_copy and reference.tokens)
+            or (entry.ssd is not reference.ssd_copy and num_flushes != reference.num_flushes and reference.tokens)
         )
         if ssd_blocks != reference.ssd_blocks or is_other:
             if ssd_blocks:  # Flushed.
@@ -738,7 +741,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert not (self.ample and is_lost), "left an SSD that has room"
                 reference.ssd = None
             reference.ssd_blocks = ssd_blocks
-        reference.ssd_copy = None if entry is None else entry.ssd
+        reference.ssd_copy, reference.num_flushes = None if entry is None else entry.ssd, num_flushes
         flush = None if entry is None else entry.flush
         if flush is not reference.flush:
             reference.flush, reference.is_cut_after_flush, reference.has_left = flush, False, False
