@@ -1,6 +1,6 @@
-"""Plots of simulated figures: the paper's numbers beside ours.
+"""Plots of simulations: the paper's numbers beside ours, policies beside each other.
 
-Not here: simulating, tables (simulate).
+Not here: simulating, tables (simulate_tables).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ca_jax.simulate.comparison import PolicyResult
 from ca_jax.simulate.paper import PaperRow
 
 _BLUE, _VERMILION = "#0072B2", "#D55E00"
@@ -56,4 +57,29 @@ def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
     figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)
+    figure.savefig(path)
+
+
+def plot_policies(path: Path, results: Sequence[PolicyResult]) -> None:
+    """Draws what policies found of a trace: hits, tokens, and prefill seconds saved.
+
+    Args:
+      path: the PNG to write; its directory must be there.
+      results: recomputing first; at least one more.
+    """
+    panels = {
+        "hits (% of returning turns)": [100 * result.hit_rate for result in results],
+        "tokens found (% of histories)": [100 * result.cached_share for result in results],
+        "prefill saved (% of seconds)": [100 * result.prefill_saved for result in results],
+    }
+    figure = Figure(figsize=(9, 3.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (title, heights) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items(), strict=True):
+        axes.bar(range(1, len(results)), heights[1:], color=_BLUE, width=0.6)
+        axes.set_xticks(range(1, len(results)), [result.policy for result in results[1:]], rotation=20, ha="right")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_ylim(0, 100)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
     figure.savefig(path)

@@ -25,8 +25,8 @@ class Request:
     output_tokens: int
     """Of the answer; > 0."""
     shared_tokens: int = 0
-    """Leading tokens of the prompt that are those of the session's request before it and its answer, as far as the trace
-    tells."""
+    """Leading tokens of the prompt that are those of the session's request before it and its answer, as far as is
+    known."""
     hash_ids: tuple[int, ...] = ()
     """One for every block of `HASH_BLOCK_TOKENS` of the prompt, the last one perhaps not full: equal ids are of equal
     blocks behind equal prompts. Empty where the trace has none."""

@@ -1,0 +1,138 @@
+"""A trace as sessions for the simulator: lengths and times alone.
+
+Not here: readers of files (`ca_jax.traces`), flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from ca_jax.simulate.workload import SimSession, conversation_lengths, poisson_sessions, trace_sessions
+from ca_jax.traces.agents import agent_requests, load_agent_calls
+from ca_jax.traces.arrivals import load_arrivals
+from ca_jax.traces.mooncake import load_mooncake
+from ca_jax.traces.requests import Request, share_of_seen_blocks
+from ca_jax.traces.rows import BadRows
+from ca_jax.traces.sharegpt import load_sharegpt
+
+TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "arrivals")
+"""What a trace may be."""
+
+Lengths = list[tuple[tuple[int, int], ...]]
+"""For each conversation its turns' tokens: user, answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceSource:
+    """Which trace, and how it is read.
+
+    Raises:
+      ValueError: an unknown format, no file where one is needed, or a number that cannot be.
+    """
+
+    trace_format: str = "sharegpt"
+    """One of `TRACE_FORMATS`."""
+    path: Path | None = None
+    """The file, of agents also a directory of such; None for the installed ShareGPT."""
+    skip_bad_rows: bool = False
+    """Whether rows that cannot be used are left out and counted; if not, the first one is an error."""
+    chars_per_token: float = 4.0
+    """Characters of a text that make a token."""
+    max_turns: int | None = None
+    """Most turns of a conversation of ShareGPT; later ones are left out."""
+
+    def __post_init__(self) -> None:
+        if self.trace_format not in TRACE_FORMATS:
+            raise ValueError(f"trace_format wanted one of {', '.join(TRACE_FORMATS)}; found {self.trace_format!r}")
+        if self.path is None and self.trace_format != "sharegpt":
+            raise ValueError(f"trace wanted a file of the format {self.trace_format}, found none")
+        if not 0 < self.chars_per_token < float("inf"):
+            raise ValueError(f"chars_per_token wanted a number above 0, found {self.chars_per_token}")
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ValueError(f"max_turns wanted at least 1, found {self.max_turns}")
+
+    def num_tokens(self, text: str) -> int:
+        """Of a text, about."""
+        return round(len(text) / self.chars_per_token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadTrace:
+    """What was read of one."""
+
+    sessions: Sequence[SimSession]
+    """In order of arrival."""
+    seen_blocks_share: float | None
+    """Share of all blocks that lead their prompt and were seen before: of traces with hashes."""
+    skipped_rows: int
+    """Rows that could not be used."""
+    first_skipped: str | None
+    """What was wrong with the first of them."""
+
+
+def sharegpt_lengths(source: TraceSource) -> Lengths:
+    """How long recorded conversations are.
+
+    Raises:
+      FileNotFoundError: there is no such file, or the package is not installed.
+      ValueError: it is malformed.
+    """
+    return conversation_lengths(load_sharegpt(source.path), source.num_tokens, max_turns=source.max_turns)
+
+
+def read_trace(
+    source: TraceSource,
+    *,
+    num_sessions: int | None = None,
+    arrival_rate: float = 1.0,
+    think_s: float = 0.0,
+    waits_for_answers: bool = True,
+    seed: int = 0,
+) -> ReadTrace:
+    """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
+
+    Args:
+      source: which.
+      num_sessions: how many at most, the first ones; None for all.
+      arrival_rate: of conversations of ShareGPT, see `poisson_sessions`; and so the rest.
+      think_s: likewise.
+      waits_for_answers: likewise.
+      seed: likewise.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is malformed (`TraceError` where rows have lines).
+    """
+    if source.path is None or source.trace_format == "sharegpt":
+        lengths = sharegpt_lengths(source)
+        sessions = poisson_sessions(
+            lengths,
+            num_sessions=num_sessions or len(lengths),
+            arrival_rate=arrival_rate,
+            think_s=think_s,
+            waits_for_answers=waits_for_answers,
+            seed=seed,
+        )
+        return ReadTrace(sessions=list(sessions), seen_blocks_share=None, skipped_rows=0, first_skipped=None)
+    bad_rows = BadRows(source.skip_bad_rows)
+    requests = _requests(source, source.path, bad_rows)
+    hashed = [request for request in requests if request.hash_ids]
+    return ReadTrace(
+        sessions=trace_sessions(requests)[:num_sessions],
+        seen_blocks_share=share_of_seen_blocks(hashed) if hashed else None,
+        skipped_rows=bad_rows.num_skipped,
+        first_skipped=bad_rows.first,
+    )
+
+
+def _requests(source: TraceSource, path: Path, bad_rows: BadRows) -> list[Request]:
+    if source.trace_format == "mooncake":
+        return list(load_mooncake(path, bad_rows))
+    if source.trace_format == "arrivals":
+        return list(load_arrivals(path, bad_rows))
+    paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not paths:
+        raise FileNotFoundError(f"{path}: wanted at least one file *.jsonl, found none")
+    return agent_requests(load_agent_calls(paths, bad_rows), source.num_tokens)
