@@ -36,6 +36,7 @@ from ca_jax.simulate.paper import FIGURES, PaperRow, PaperRuns, figure_rows
 from ca_jax.simulate.workload import num_turns, stored_tokens
 
 FLAGS = flags.FLAGS
+_FILE_WIDTH = 120  # Of tables that are no terminal's.
 
 
 def simulate_figures(figures: Sequence[str], console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
@@ -111,6 +112,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
     console = rich.console.Console()
+    if not console.is_terminal:
+        console = rich.console.Console(width=_FILE_WIDTH)
     try:
         json_out = out_path("json_out")
         plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
