@@ -1,0 +1,167 @@
+"""Simulations from the command line: figures, traces, and what is said of bad input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ca_jax.launch.simulate_plot import plot_figure
+from ca_jax.launch.simulate_tables import shown
+from ca_jax.launch.simulate_trace import TraceSource, read_trace
+from ca_jax.simulate.paper import FIGURES, PaperConfig, PaperRow, PaperRuns, figure_rows
+
+LENGTHS = [((30 + 40 * (i % 7), 60 + 90 * (i % 11)),) * (1 + i % 8) for i in range(60)]
+
+
+def run(*arguments, check=True):
+    command = [sys.executable, "-m", "ca_jax.launch.simulate", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def sharegpt(tmp_path):
+    def piece(index):
+        turns = [
+            {"from": "human" if i % 2 == 0 else "gpt", "value": "word " * (20 + 9 * i)} for i in range(2 + 2 * index)
+        ]
+        return {"id": f"c{index}_0", "conversations": turns}
+
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([piece(index) for index in range(5)]))
+    return path
+
+
+@pytest.fixture
+def mooncake(tmp_path):
+    def row(second, *hash_ids):
+        return {
+            "timestamp": 1000 * second,
+            "input_length": 512 * len(hash_ids),
+            "output_length": 9,
+            "hash_ids": hash_ids,
+        }
+
+    path = tmp_path / "trace.jsonl"
+    rows = [row(0, 1), row(1, 2), row(20, 1, 3), row(21, 2, 4), row(40, 1, 3, 5)]
+    path.write_text("\n".join(json.dumps(each) for each in rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return PaperRuns(PaperConfig(num_sessions=60, arrival_rate=20.0), LENGTHS)
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_has_rows_with_the_paper_s_numbers_beside_ours(runs, figure, tmp_path):
+    rows = figure_rows(figure, runs)
+    assert {row.figure for row in rows} == {figure}
+    assert any(row.paper for row in rows)
+    for row in rows:
+        assert row.unit in ("%", "points", "x", "s", "h", "tokens/s")
+        assert row.ratio is None or row.ratio == pytest.approx(row.ours / row.paper)
+        if row.unit == "%":
+            assert -1 <= row.ours <= 1
+    plot_figure(tmp_path / "figure.png", rows)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_that_need_the_same_simulation_share_it(runs):
+    before = runs.num_turns
+    assert figure_rows("14", runs) == figure_rows("14", runs)
+    assert runs.num_turns >= before > 0
+    again = runs.num_turns
+    figure_rows("15", runs)
+    assert runs.num_turns == again
+
+
+def test_numbers_are_shown_with_their_units():
+    assert shown(0.8641, "%") == "86.4 %"
+    assert shown(1234.5, "s") == "1,234 s"
+    assert shown(0.01234, "s") == "0.0123 s"
+    assert shown(None, "s") == ""
+    assert PaperRow(figure="13", case="a", metric="b", unit="%", ours=0.4, paper=0.5).ratio == 0.8
+
+
+def test_figures_are_written_as_table_json_and_plots(sharegpt, tmp_path):
+    out = tmp_path / "out.json"
+    arguments = "--figure=13", "--figure=17", "--num_sessions=8", f"--trace={sharegpt}", "--arrival_rate=5"
+    done = run(*arguments, f"--json_out={out}", f"--plot_dir={tmp_path / 'plots'}")
+    assert "llama-65b" in done.stdout
+    report = json.loads(out.read_text())
+    assert [row["figure"] for row in report["rows"]] == ["13"] * 4 + ["17"] * 4
+    assert report["config"]["num_sessions"] == 8
+    assert {"machine", "versions", "command", "num_turns", "elapsed_s"} <= report.keys()
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["figure_13.png", "figure_17.png"]
+
+
+def test_a_trace_is_served_under_every_policy_and_bad_rows_are_counted(mooncake, tmp_path):
+    with mooncake.open("a") as file:
+        file.write('{"timestamp": 50000, "input_length": -1, "output_length": 1, "hash_ids": []}\n')
+    out = tmp_path / "out.json"
+    arguments = "--trace_format=mooncake", f"--trace={mooncake}", "--capacity_share=1.2", "--model=smollm2-135m"
+    done = run(*arguments, "--policy=lru", "--policy=belady", "--skip_bad_rows", f"--json_out={out}")
+    assert "leading blocks that were seen before: 0.444" in done.stdout  # 4 of 9.
+    assert "1 rows skipped, the first: " in done.stdout
+    report = json.loads(out.read_text())
+    assert [row["policy"] for row in report["rows"]] == ["recompute", "lru", "belady"]
+    assert [row["hit_rate"] for row in report["rows"]] == [0.0, 1.0, 1.0]
+    assert (report["num_sessions"], report["num_turns"], report["skipped_rows"]) == (2, 5, 1)
+
+
+BAD = {
+    "a negative length": (
+        ["--trace_format=mooncake", "--capacity_share=1"],
+        "line 6: `input_length` wanted an integer",
+    ),
+    "a store under one session": (["--trace_format=mooncake", "--skip_bad_rows", "--dram_gb=0.1"], "dram_bytes wanted"),
+    "too few devices": (
+        ["--trace_format=mooncake", "--skip_bad_rows", "--model=llama-70b", "--num_devices=1"],
+        "num_devices wanted as many a100-80 as hold the 138 GB of weights of llama-70b, found 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_what_is_wrong_is_said_in_a_line(mooncake, arguments, message):
+    with mooncake.open("a") as file:
+        file.write('{"timestamp": 50000, "input_length": -1, "output_length": 1, "hash_ids": []}\n')
+    done = run(*arguments, f"--trace={mooncake}", check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_traces_that_cannot_be_read_are_told_of(tmp_path):
+    with pytest.raises(ValueError, match="trace wanted a file of the format arrivals, found none"):
+        TraceSource(trace_format="arrivals")
+    with pytest.raises(ValueError, match="trace_format wanted one of sharegpt, mooncake, agents, arrivals; found 'x'"):
+        TraceSource(trace_format="x", path=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
+        read_trace(TraceSource(trace_format="mooncake", path=tmp_path / "nothing.jsonl"))
+    with pytest.raises(FileNotFoundError, match=r"wanted at least one file \*\.jsonl"):
+        read_trace(TraceSource(trace_format="agents", path=tmp_path))
+    for change in ({"chars_per_token": 0.0}, {"max_turns": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} wanted"):
+            TraceSource(**change)
+
+
+def test_agents_and_arrivals_are_read_too(tmp_path):
+    calls = [
+        {"timestamp": 1000000 * t, "input": "abcd" * (t + 1), "output": "x" * 8, "session_id": "a"} for t in range(2)
+    ]
+    (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, calls)))
+    source = TraceSource(trace_format="agents", path=tmp_path, chars_per_token=4.0)
+    (session,) = read_trace(source).sessions
+    assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
+        (1, 0, 2),
+        (1, 1, 2),
+    ]
+    (tmp_path / "arrivals.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n2,6,8\n")
+    trace = read_trace(TraceSource(trace_format="arrivals", path=tmp_path / "arrivals.csv"), num_sessions=1)
+    assert [session.turns[0].user_tokens for session in trace.sessions] == [5]
+    assert trace.seen_blocks_share is None
