@@ -34,9 +34,10 @@ from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.placement import Placement
-from ca_jax.storage.policy import EvictionPolicy, make_policy
+from ca_jax.storage.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Owner, Residency, StoreStats
+from ca_jax.storage.returns import ReturnTimes
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_setup import open_ssd_books
 from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
@@ -102,7 +103,8 @@ class AttentionStore:
         self._dram = DramTier(layout, config.dram_bytes)
         self._blocks = ChargedBlocks(self._dram.allocator, None if quota is None else quota // layout.block_bytes)
         look_ahead = LookAhead()
-        self._entries = EntryTable(look_ahead, self._dram.num_blocks)
+        returns = ReturnTimes(clock) if isinstance(policy, ReturnAwarePolicy) else None
+        self._entries = EntryTable(look_ahead, self._dram.num_blocks, returns)
         self._counters = Counters()
         self._ssd: SsdBooks | None = None
         if open_ssd is None and config.ssd_dir is not None:

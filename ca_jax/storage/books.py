@@ -18,6 +18,7 @@ from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import StoredEntry, StoreView
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
+from ca_jax.storage.returns import ReturnTimes
 from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.storage.ssd_tasks import FetchTask, FlushTask
 from ca_jax.storage.tickets import SaveTicket
@@ -117,14 +118,16 @@ class EntryTable:
     Args:
       look_ahead: the job queue.
       max_fetched_blocks: no larger session can be fetched.
+      returns: learns when sessions come back, and is asked; None where the policy does not ask.
     """
 
-    def __init__(self, look_ahead: LookAhead, max_fetched_blocks: int) -> None:
+    def __init__(self, look_ahead: LookAhead, max_fetched_blocks: int, returns: ReturnTimes | None = None) -> None:
         self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
-        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead)
-        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead)
+        self._returns = returns
+        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._group_of)
+        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._group_of)
         self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
@@ -180,6 +183,8 @@ class EntryTable:
         if not self._pins[key]:
             del self._pins[key]
             self._notes.pop(key, None)
+            if self._returns is not None:
+                self._returns.left(key)  # Whoever runs a turn has a pin: it has ended.
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
@@ -253,18 +258,20 @@ class EntryTable:
 
     def in_dram(self, tenant: str | None = None) -> StoreView:
         """What a policy may see of DRAM; lazy, so it must be used before the next change."""
-        return self._in_dram.view(lambda entry, position: _describe(entry, len(entry.block_ids), position), tenant)
+        return self._in_dram.view(lambda entry, position: self._describe(entry, len(entry.block_ids), position), tenant)
 
     def on_ssd(self, tenant: str | None = None) -> StoreView:
         """What a policy may see of SSD, likewise."""
-        return self._on_ssd.view(_describe_on_ssd, tenant)
+        return self._on_ssd.view(self._describe_on_ssd, tenant)
 
     def to_fetch(self) -> StoreView:
         """What is on SSD only, can be fetched and has a job waiting, likewise."""
-        return self._to_fetch.view(_describe_on_ssd)
+        return self._to_fetch.view(self._describe_on_ssd)
 
     def _requeue(self, key: str, before: int | None, after: int | None) -> None:
         """A session's next job is another one now: only what a job waits for is fetched."""
+        if self._returns is not None and before is None:
+            self._returns.came(key)
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
@@ -278,20 +285,25 @@ class EntryTable:
         if belongs:
             orders.set_held(entry.key, held)
 
+    def _group_of(self, key: str) -> int:
+        return 0 if self._returns is None else self._returns.group(key)
 
-def _describe(entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
-    return StoredEntry(
-        key=entry.key,
-        num_blocks=num_blocks,
-        pinned=False,  # What must stay is held, and never looked at.
-        last_used_s=entry.last_used_s,
-        created_s=entry.created_s,
-        queue_position=queue_position,
-    )
+    def _describe(self, entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
+        rate = 0.0
+        if self._returns is not None and queue_position is None:
+            rate = self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
+        return StoredEntry(
+            key=entry.key,
+            num_blocks=num_blocks,
+            pinned=False,  # What must stay is held, and never looked at.
+            last_used_s=entry.last_used_s,
+            created_s=entry.created_s,
+            queue_position=queue_position,
+            return_rate=rate,
+        )
 
-
-def _describe_on_ssd(entry: Entry, queue_position: int | None) -> StoredEntry:
-    return _describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
+    def _describe_on_ssd(self, entry: Entry, queue_position: int | None) -> StoredEntry:
+        return self._describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
 
 
 @dataclasses.dataclass

@@ -26,12 +26,15 @@ class TierOrders(Generic[T]):
 
     Args:
       look_ahead: the job queue; watched from now on, for as long as it lives.
+      group_of: which group a session without a waiting job is of, by its key, from the time on when it begins to be
+        one; by default all are of one.
     """
 
-    def __init__(self, look_ahead: LookAhead):
+    def __init__(self, look_ahead: LookAhead, group_of: Callable[[str], int] = lambda key: 0):
         self._look_ahead = look_ahead
+        self._group_of = group_of
         self._slots: dict[str, _Slot[T]] = {}
-        self._all: _Orders[T] = _Orders()
+        self._all: _Orders[T] = _Orders(group_of)
         self._of_tenant: dict[str, _Orders[T]] = {}
         look_ahead.watch(self._requeue)
 
@@ -60,7 +63,7 @@ class TierOrders(Generic[T]):
             raise ValueError(f"wanted a key that the tier does not hold, found {key!r}, which it does")
         slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
         if tenant not in self._of_tenant:
-            self._of_tenant[tenant] = _Orders()
+            self._of_tenant[tenant] = _Orders(self._group_of)
         for orders in (self._all, self._of_tenant[tenant]):
             orders.by_created[key] = slot
             orders.enter(slot, self._look_ahead.next_ticket(key))
@@ -102,7 +105,7 @@ class TierOrders(Generic[T]):
           describe: makes an entry of an item and the queue position of its session's next job.
           tenant: whose sessions; None for everybody's.
         """
-        orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders())
+        orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders(self._group_of))
 
         def described(slot: _Slot[T]) -> StoredEntry:
             return describe(slot.item, self._look_ahead.position(slot.key))
@@ -112,6 +115,7 @@ class TierOrders(Generic[T]):
             by_created=_Lazy(lambda: (slot for slot in orders.by_created.values() if not slot.held), described),
             idle=_Lazy(orders.idle.values, described),
             by_next_job=_ByNextJob(orders, described),
+            idle_groups=tuple(_FromBothEnds(group, described) for group in orders.groups.values()),
         )
 
     def _orders_of(self, slot: _Slot[T]) -> tuple[_Orders[T], _Orders[T]]:
@@ -138,11 +142,14 @@ class _Slot(Generic[T]):
 class _Orders(Generic[T]):
     """The orders of one set of sessions. Held ones are in `by_created` alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, group_of: Callable[[str], int]) -> None:
         # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
+        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}  # Of the idle ones; never empty.
+        self._group: dict[str, int] = {}  # Of the idle ones.
+        self._group_of = group_of
         self.tickets: list[int] = []  # Of the next jobs of those that are not idle, ascending.
         self.waiting: dict[int, _Slot[T]] = {}
 
@@ -161,6 +168,7 @@ class _Orders(Generic[T]):
         self.by_last_used.move_to_end(slot.key)
         if slot.key in self.idle:
             self.idle.move_to_end(slot.key)
+            self.groups[self._group[slot.key]].move_to_end(slot.key)
 
     def requeue(self, slot: _Slot[T], before: int | None, after: int | None) -> None:
         """A slot's next job is another one now, or none."""
@@ -172,6 +180,8 @@ class _Orders(Generic[T]):
     def _place(self, slot: _Slot[T], ticket: int | None) -> None:
         if ticket is None:
             self.idle[slot.key] = slot
+            group = self._group[slot.key] = self._group_of(slot.key)
+            self.groups.setdefault(group, collections.OrderedDict())[slot.key] = slot
         else:
             bisect.insort(self.tickets, ticket)
             self.waiting[ticket] = slot
@@ -179,6 +189,10 @@ class _Orders(Generic[T]):
     def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
         if ticket is None:
             del self.idle[slot.key]
+            group = self._group.pop(slot.key)
+            del self.groups[group][slot.key]
+            if not self.groups[group]:
+                del self.groups[group]
         else:
             del self.tickets[bisect.bisect_left(self.tickets, ticket)]
             del self.waiting[ticket]
@@ -193,6 +207,20 @@ class _Lazy(Generic[T]):
 
     def __iter__(self) -> Iterator[StoredEntry]:
         return map(self._described, self._slots())
+
+
+class _FromBothEnds(Generic[T]):
+    """Slots in their order or, reversed, from its end."""
+
+    def __init__(self, slots: collections.OrderedDict[str, _Slot[T]], described: Callable[[_Slot[T]], StoredEntry]):
+        self._slots = slots
+        self._described = described
+
+    def __iter__(self) -> Iterator[StoredEntry]:
+        return map(self._described, self._slots.values())
+
+    def __reversed__(self) -> Iterator[StoredEntry]:
+        return map(self._described, reversed(self._slots.values()))
 
 
 class _ByNextJob(Generic[T]):

@@ -2,7 +2,8 @@
 
 A choice costs what it names, not what is stored: the view yields sessions in orders that are kept anyway (`orders`).
 
-Not here: what is stored (the AttentionStore keeps it and carries the choice out), those orders, or any clock.
+Not here: what is stored (the AttentionStore keeps it and carries the choice out), those orders, what is learned of
+returns (returns), or any clock.
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 """
@@ -10,9 +11,10 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
-from collections.abc import Iterable, Reversible
+from collections.abc import Iterable, Iterator, Reversible, Sequence
 from typing import Protocol
 
 
@@ -32,6 +34,9 @@ class StoredEntry:
     """When it was first saved; seconds of the store's clock."""
     queue_position: int | None = None
     """Place of its next job in the scheduler's queue, 0 at the head; None where no job waits."""
+    return_rate: float = 0.0
+    """Tokens of prefill that each of its tokens is expected to save a second, 1/s; see `returns`. Nothing is known of
+    it where the policy does not ask."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ class StoreView:
 
     `by_last_used` and `by_created` hold the same entries, and each of them is in either `idle` or `by_next_job`. They
     are made on demand, in orders that the store keeps: a policy that stops early looks at few, however many are stored.
-    What must stay may be left out of all four.
+    What must stay may be left out of all of them.
     """
 
     by_last_used: Iterable[StoredEntry]
@@ -51,6 +56,8 @@ class StoreView:
     """Those without a waiting job, least recently used first."""
     by_next_job: Reversible[StoredEntry]
     """Those with a waiting job, the one whose job is nearest to the queue's head first."""
+    idle_groups: Sequence[Reversible[StoredEntry]]
+    """Those of `idle`, in the same order, each in the group of those that are like it: of as many turns, say."""
 
 
 class EvictionPolicy(Protocol):
@@ -90,10 +97,27 @@ class SchedulerAwarePolicy:
 
     def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
         """See `EvictionPolicy`."""
-        waiting: Iterable[StoredEntry] = reversed(view.by_next_job)
-        if needed_at is not None:  # All that follow the first that stays stand nearer to the head.
-            waiting = itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
-        return _first_that_suffice(itertools.chain(view.idle, waiting), num_blocks, needed_at)
+        return _first_that_suffice(
+            itertools.chain(view.idle, _last_needed_first(view, needed_at)), num_blocks, needed_at
+        )
+
+
+class ReturnAwarePolicy:
+    """Evicts what is worth least to keep, as far as can be learned, before what the job queue asks for.
+
+    Those without a waiting job go in the order of what a byte of theirs is expected to save each second: how soon the
+    session will be back, by its number of turns and the time since the last (`ReturnTimes`); tokens saved grow with
+    bytes kept, so that sizes do not matter. Those with one go as with `SchedulerAwarePolicy`.
+
+    Of each group of sessions that are alike only the two ends are looked at, the one used last and the one not used for
+    longest. Where the worth of waiting rises to some time and falls from then on, as it does with people who read an
+    answer before they go on, the least is at one of the ends.
+    """
+
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+        """See `EvictionPolicy`."""
+        idle = _least_worth_first(view.idle_groups)
+        return _first_that_suffice(itertools.chain(idle, _last_needed_first(view, needed_at)), num_blocks, needed_at)
 
 
 class LruPolicy:
@@ -112,8 +136,9 @@ class FifoPolicy:
         return _first_that_suffice(view.by_created, num_blocks, needed_at)
 
 
-EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy] | type[LruPolicy] | type[FifoPolicy]] = {
+EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy | ReturnAwarePolicy | LruPolicy | FifoPolicy]] = {
     "scheduler_aware": SchedulerAwarePolicy,
+    "return_aware": ReturnAwarePolicy,
     "lru": LruPolicy,
     "fifo": FifoPolicy,
 }
@@ -218,6 +243,37 @@ def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
     if not available_bytes or not mean_session_bytes:
         return 0
     return max(1, int(available_bytes // mean_session_bytes))
+
+
+def _last_needed_first(view: StoreView, needed_at: int | None) -> Iterable[StoredEntry]:
+    """Those with a waiting job behind that place, from the queue's tail on."""
+    waiting = reversed(view.by_next_job)
+    if needed_at is None:
+        return waiting
+    # All that follow the first that stays stand nearer to the head.
+    return itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
+
+
+def _least_worth_first(groups: Iterable[Reversible[StoredEntry]]) -> Iterator[StoredEntry]:
+    """The entries of all groups, always the one of the lowest rate among those at their ends."""
+    ends: list[tuple[float, float, int, StoredEntry, Iterator[StoredEntry]]] = []
+    number = itertools.count()  # So that entries are never compared.
+
+    def push(end: Iterator[StoredEntry]) -> None:
+        entry = next(end, None)
+        if entry is not None:
+            heapq.heappush(ends, (entry.return_rate, entry.last_used_s, next(number), entry, end))
+
+    for group in groups:
+        push(iter(group))
+        push(reversed(group))
+    named: set[str] = set()
+    while ends:
+        _, _, _, entry, end = heapq.heappop(ends)
+        if entry.key not in named:  # If it is, the other end has come from there.
+            named.add(entry.key)
+            yield entry
+            push(end)
 
 
 def _first_that_suffice(entries: Iterable[StoredEntry], num_blocks: int, needed_at: int | None) -> tuple[str, ...]:

@@ -158,6 +158,28 @@ def test_with_fifo_use_does_not_count():
     assert keys(store) == {"b", "c"}
 
 
+def serve_turn(store, key: str, num_turn: int) -> None:
+    """A turn as an engine has it: queued, run with its session pinned, saved if it is not stored."""
+    store.enqueue((key, num_turn), key)
+    store.pin(key)
+    store.dequeue((key, num_turn))
+    if store.lookup(key).residency is Residency.ABSENT:
+        save(store, key, ids(4), make_kv(store.layout, 4))
+    store.unpin(key)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("scheduler_aware", {"s101", "s102"}), ("return_aware", {"often", "s102"})]
+)
+def test_return_aware_eviction_learns_who_comes_back(policy, kept):
+    now_s = 0.0
+    store = make_store(2, eviction_policy=policy, clock=lambda: now_s)
+    for turn in range(103):  # Every fourth is of one session; those of the others are their only ones.
+        now_s += 10.0
+        serve_turn(store, f"s{turn}" if turn % 4 else "often", turn)
+    assert keys(store) == kept
+
+
 def test_a_session_that_grows_does_not_evict_itself(store):
     kv = make_kv(store.layout, 16)
     save(store, "a", ids(12), kv[:, :, :12])
@@ -174,7 +196,7 @@ def test_a_sequence_larger_than_the_store_is_skipped_and_evicts_nothing(store):
     assert keys(store) == {"b"}
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "return_aware"])
 def test_pinned_keys_are_never_evicted(policy):
     store = make_store(eviction_policy=policy)
     save(store, "a", ids(8), make_kv(store.layout, 8))

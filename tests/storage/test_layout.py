@@ -74,7 +74,7 @@ def test_a_layout_refuses_an_unknown_dtype():
         ({"ssd_url": "memory://"}, "wanted an ssd_dir for its catalog, found none"),
         ({"ssd_dir": "d", "ssd_url": "memory://", "ssd_driver": "raw"}, "wanted ssd_driver zarr3, found raw"),
         ({"ssd_driver": "zarr2"}, "one of zarr3, raw; found 'zarr2'"),
-        ({"eviction_policy": "random"}, "one of scheduler_aware, lru, fifo; found 'random'"),
+        ({"eviction_policy": "random"}, "one of scheduler_aware, return_aware, lru, fifo; found 'random'"),
     ],
 )
 def test_a_store_config_refuses_what_it_cannot_serve(changes, message):

@@ -89,6 +89,7 @@ def test_a_key_is_added_once():
 def test_an_unknown_tenant_has_an_empty_view():
     view = TierOrders(LookAhead()).view(describe, tenant="nobody")
     assert [list(order) for order in (view.by_last_used, view.by_created, view.idle, view.by_next_job)] == [[]] * 4
+    assert not view.idle_groups
 
 
 @dataclasses.dataclass
@@ -97,6 +98,8 @@ class Model:
     created: int
     used: int
     held: bool = False
+    group: int = 0
+    """As it was when it last began to be idle."""
 
 
 class OrdersMachine(RuleBasedStateMachine):
@@ -109,14 +112,20 @@ class OrdersMachine(RuleBasedStateMachine):
         self.priorities: list[int] = []  # Of those.
         self.num_jobs = 0
         self.tick = 0
-        self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue), {})]
+        self.groups = dict.fromkeys("abcdef", 0)
+        group_of = self.groups.__getitem__
+        self.tiers: list[tuple[TierOrders, dict[str, Model]]] = [(TierOrders(self.queue, group_of), {})]
         for key in keys:
             self.append(key)
-        self.tiers.append((TierOrders(self.queue), {}))
+        self.tiers.append((TierOrders(self.queue, group_of), {}))
 
     def now(self) -> int:
         self.tick += 1
         return self.tick
+
+    @rule(key=KEYS, group=st.integers(0, 2))
+    def regroup(self, key, group):
+        self.groups[key] = group
 
     def append(self, key, priority=0):
         self.queue.append(self.num_jobs, key, priority)
@@ -147,6 +156,7 @@ class OrdersMachine(RuleBasedStateMachine):
             for _, model in self.tiers:
                 if key in model and not model[key].held:
                     model[key].used = self.now()
+                    model[key].group = self.groups[key]
 
     @rule(key=KEYS, tier=st.integers(0, 1), tenant=st.sampled_from(TENANTS))
     def add_or_remove(self, key, tier, tenant):
@@ -157,7 +167,7 @@ class OrdersMachine(RuleBasedStateMachine):
         else:
             orders.add(key, Stored(key, 1), tenant)
             now = self.now()
-            model[key] = Model(tenant, created=now, used=now)
+            model[key] = Model(tenant, created=now, used=now, group=self.groups[key])
 
     @rule(key=KEYS, tier=st.integers(0, 1))
     def use(self, key, tier):
@@ -173,6 +183,7 @@ class OrdersMachine(RuleBasedStateMachine):
             orders.set_held(key, held)
             if model[key].held and not held:
                 model[key].used = self.now()
+                model[key].group = self.groups[key]
             model[key].held = held
 
     @invariant()
@@ -200,6 +211,13 @@ class OrdersMachine(RuleBasedStateMachine):
                     (key, order.index(key)) for key in waiting
                 ]
                 assert [entry.key for entry in reversed(view.by_next_job)] == waiting[::-1]
+                idle = [(key, model[key].group) for key in by_use if key not in order]
+                groups = {frozenset(entry.key for entry in group): group for group in view.idle_groups}
+                assert len(groups) == len(view.idle_groups) == len({group for _, group in idle})
+                for group in {group for _, group in idle}:
+                    keys = [key for key, other in idle if other == group]
+                    assert [entry.key for entry in groups[frozenset(keys)]] == keys
+                    assert [entry.key for entry in reversed(groups[frozenset(keys)])] == keys[::-1]
 
 
 TestOrdersMachine = OrdersMachine.TestCase

@@ -10,24 +10,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ca_jax.storage import FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
-from ca_jax.storage.policy import PrefetchPlan, PrefetchPolicy, SchedulerAwarePolicy, look_ahead_window
+from ca_jax.storage.policy import (
+    PrefetchPlan,
+    PrefetchPolicy,
+    ReturnAwarePolicy,
+    SchedulerAwarePolicy,
+    look_ahead_window,
+)
 from ca_jax.testing.belady import BeladyPolicy
 
 from .policy_simulator import hits_of_one_tier, next_use_in, run_two_tiers
 
-NAMES = ["scheduler_aware", "lru", "fifo"]
+NAMES = ["scheduler_aware", "return_aware", "lru", "fifo"]
 
 
 def make_view(stored: list[StoredEntry]) -> StoreView:
     """The view that a store of these entries would give."""
     waiting = [entry for entry in stored if entry.queue_position is not None]
     by_last_used = sorted(stored, key=lambda entry: entry.last_used_s)
+    idle = [entry for entry in by_last_used if entry.queue_position is None]
     return StoreView(
         by_last_used=by_last_used,
         by_created=sorted(stored, key=lambda entry: entry.created_s),
-        idle=[entry for entry in by_last_used if entry.queue_position is None],
+        idle=idle,
         by_next_job=sorted(waiting, key=lambda entry: entry.queue_position),
+        idle_groups=[[entry for entry in idle if group_of(entry) == group] for group in (0, 1)],
     )
+
+
+def group_of(entry: StoredEntry) -> int:
+    """One of two groups, of which neither is empty for long."""
+    return ord(entry.key[-1]) % 2
 
 
 def view(*entries: tuple) -> StoreView:
@@ -72,7 +85,7 @@ def test_an_entry_that_holds_nothing_is_no_victim(name):
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="one of scheduler_aware, lru, fifo; found 'best'"):
+    with pytest.raises(ValueError, match="one of scheduler_aware, return_aware, lru, fifo; found 'best'"):
         make_policy("best")
 
 
@@ -149,6 +162,7 @@ def test_every_policy_keeps_the_rules(stored, num_blocks, needed_at, data):
             (0, entry.last_used_s) if entry.queue_position is None else (1, -entry.queue_position)
         ),
     }
+    order["return_aware"] = order["scheduler_aware"]  # Of those that are all worth the same.
     key = next(order[name] for name in NAMES if type(make_policy(name)) is type(policy))
     assert victims == sorted(filter(may_go, stored), key=key)[: len(victims)]
 
@@ -170,6 +184,31 @@ def test_for_a_window_of_any_length_its_sessions_are_exempt_while_others_suffice
     kept = [inside[entry.key] for entry in evictable if entry.key in inside and entry.key not in victims]
     gone = [inside[key] for key in victims if key in inside]
     assert not kept or not gone or max(kept) < min(gone), "one nearer to the tail stayed"
+
+
+# Return-aware eviction.
+
+
+def idle_entry(key: str, used: float, rate: float) -> StoredEntry:
+    return StoredEntry(key=key, num_blocks=1, pinned=False, last_used_s=used, created_s=0.0, return_rate=rate)
+
+
+def test_what_is_worth_least_goes_first_whichever_end_of_its_group_it_is_at():
+    rising_and_falling = [idle_entry("a", 1, 0.2), idle_entry("c", 2, 0.9), idle_entry("e", 3, 0.5)]
+    falling_with_time = [idle_entry("b", 4, 0.3), idle_entry("d", 5, 0.6)]
+    stored = make_view([*rising_and_falling, *falling_with_time, *view(("z", 1, False, 0, 0)).by_next_job])
+    for num_blocks, keys in enumerate(("a", "ab", "abe", "abed", "abedc", "abedcz"), 1):
+        assert ReturnAwarePolicy().choose_victims(stored, num_blocks) == tuple(keys)
+
+
+@given(rates=st.lists(st.floats(0, 1), max_size=12), num_blocks=st.integers(1, 12))
+def test_where_worth_rises_and_then_falls_with_time_the_order_is_that_of_all(rates, num_blocks):
+    half = len(rates) // 2
+    groups = [sorted(each)[::2] + sorted(each)[1::2][::-1] for each in (rates[:half], rates[half:])]
+    stored = [idle_entry(f"{i}{'ab'[group]}", i, rate) for group in (0, 1) for i, rate in enumerate(groups[group])]
+    victims = ReturnAwarePolicy().choose_victims(make_view(stored), num_blocks)
+    by_key = {entry.key: entry.return_rate for entry in stored}
+    assert [by_key[key] for key in victims] == (sorted(rates)[:num_blocks] if num_blocks <= len(rates) else [])
 
 
 # Prefetching.

@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         dtype=st.sampled_from(["float32", "bfloat16"]),
-        policy=st.sampled_from(["lru", "fifo", "scheduler_aware"]),
+        policy=st.sampled_from(["lru", "fifo", "scheduler_aware", "return_aware"]),
         ssd_blocks=st.sampled_from([9, AMPLE]),
         free_fraction=st.sampled_from([0.0, 0.4]),
         seed=st.integers(0, 99),

@@ -1,0 +1,169 @@
+"""What is learned of returns, against counts taken by hand, and what it is worth, against simulated waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import returns
+from ca_jax.storage.returns import NUM_GROUPS, ReturnTimes, best_rates
+
+
+class Hand:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def serve(times: ReturnTimes, clock: Hand, turns: list[tuple[float, str]]) -> None:
+    """Turns that take no time."""
+    for now_s, key in sorted(turns):
+        clock.now_s = now_s
+        times.came(key)
+        times.left(key)
+
+
+def rates_at(times: ReturnTimes, clock: Hand, group: int, waits_s: list[float]) -> list[float]:
+    return [times.rate(group, clock.now_s - wait_s) for wait_s in waits_s]
+
+
+def test_before_anything_is_known_the_rate_falls_with_time_for_all_alike():
+    times = ReturnTimes(Hand())
+    waits_s = [1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 30_000.0, 1e9]
+    rates = [rates_at(times, times._clock, group, waits_s) for group in range(NUM_GROUPS)]
+    assert rates[0] == sorted(rates[0], reverse=True)
+    assert len({*rates[0][:-1]}) == len(waits_s) - 1  # The last is behind the last bin.
+    assert all(each == rates[0] for each in rates)
+
+
+def test_sessions_are_grouped_by_their_turns():
+    clock = Hand()
+    times = ReturnTimes(clock)
+    groups = [times.group("a")]
+    for now_s in range(6):
+        serve(times, clock, [(float(now_s), "a")])
+        groups.append(times.group("a"))
+    assert groups == [0, 0, 1, 2, 3, 3, 3]
+
+
+def test_people_who_read_first_are_worth_more_when_they_are_about_to_come_back():
+    """All come back after 40 to 60 s, if at all; the rate rises until then, and what stayed away is worth little."""
+    clock = Hand()
+    times = ReturnTimes(clock)
+    rng = np.random.default_rng(0)
+    began_s = rng.uniform(0, 5000, 1000)
+    turns = [(now_s, f"s{i}") for i, now_s in enumerate(began_s)]
+    turns += [(now_s + rng.uniform(40, 60), f"s{i}") for i, now_s in enumerate(began_s) if i % 3 == 0]
+    serve(times, clock, turns)
+    new, reading, due, late, gone = rates_at(times, clock, 0, [0.0, 20.0, 46.0, 100.0, 1000.0])
+    assert gone < late < new < reading < due
+    assert 1 / 3 / 60 < new < 1 / 3 / 40  # One in three comes back, and those who do not are given up by then.
+
+
+def test_who_came_back_before_is_likelier_to():
+    clock = Hand()
+    times = ReturnTimes(clock)
+    turns = [(10.0 * i, f"once{i}") for i in range(300)]
+    turns += [(10.0 * i + 90.0 * turn, f"often{i}") for i in range(60) for turn in range(5)]
+    serve(times, clock, turns)
+    rates = [times.rate(group, clock.now_s) for group in range(NUM_GROUPS)]
+    assert rates[0] < min(rates[1:])
+
+
+def test_who_waits_still_counts_for_the_time_so_far():
+    """Of a hundred sessions one came back at once; that the others have not come yet is known, and not overlooked."""
+    clock = Hand()
+    times = ReturnTimes(clock)
+    serve(times, clock, [(i / 1000, f"s{i}") for i in range(100)])
+    serve(times, clock, [(0.5, "s0")])
+    clock.now_s = 0.9
+    times._advance()
+    exposure = times._exposure.sum() + (times._num_waiting * clock.now_s - times._sum_ended_s).sum()
+    waited_s = sum(0.9 - i / 1000 for i in range(1, 100)) + 0.5 + 0.4  # s0 waited twice.
+    assert exposure == pytest.approx(waited_s)
+    assert times._num_returns.sum() == 1
+
+
+def test_counts_are_those_of_a_plain_tally():
+    """Against returns and waits sorted into the bins all at once, for the sessions of each number of turns."""
+    clock = Hand()
+    times = ReturnTimes(clock)
+    rng = np.random.default_rng(1)
+    turns = [(float(now_s), f"s{int(rng.integers(80))}") for now_s in np.cumsum(rng.exponential(3.0, 1500))]
+    serve(times, clock, turns)
+    starts, ends = np.array(returns._STARTS_S), np.array(returns._ENDS_S)
+    num_returns, exposure = np.zeros((2, NUM_GROUPS, len(starts)))
+    for key in {key for _, key in turns}:
+        own = [now_s for now_s, other in turns if other == key]
+        for i, now_s in enumerate(own):
+            group = min(i, NUM_GROUPS - 1)
+            wait_s = (own[i + 1] if i + 1 < len(own) else clock.now_s) - now_s
+            exposure[group] += np.clip(wait_s - starts, 0, ends - starts) / (ends - starts)
+            if i + 1 < len(own):
+                num_returns[group, np.searchsorted(starts, wait_s, side="right") - 1] += 1
+    waiting = (times._num_waiting * (clock.now_s - starts) - times._sum_ended_s) / (ends - starts)
+    np.testing.assert_array_equal(times._num_returns, num_returns)
+    np.testing.assert_allclose(times._exposure + waiting, exposure, atol=1e-6)
+
+
+def test_a_turn_that_was_not_announced_is_none():
+    clock = Hand()
+    times = ReturnTimes(clock)
+    times.left("a")
+    times.left("a")
+    assert times.group("a") == 0
+    times.came("a")
+    times.came("a")  # Two jobs wait.
+    times.left("a")
+    assert times.group("a") == 1
+    assert times._num_returns.sum() == 1
+
+
+def test_who_stays_away_for_long_is_forgotten_whether_a_turn_came_or_not():
+    clock = Hand()
+    times = ReturnTimes(clock)
+    serve(times, clock, [(float(i), f"s{i % 50}") for i in range(200)])
+    times.came("s0")  # And never ends.
+    clock.now_s = 20 * 3600.0
+    times.came("other")
+    assert not times._last
+    assert not any(times._by_bin)
+    np.testing.assert_allclose(times._num_waiting, 0)
+
+
+def test_a_clock_that_goes_back_is_borne():
+    clock = Hand()
+    times = ReturnTimes(clock)
+    for now_s in (100.0, 50.0, 120.0, 80.0):
+        clock.now_s = now_s
+        times.came("a")
+        times.left("a")
+    assert np.all(times._fit() > 0)
+    assert times.rate(0, 1e6) > 0
+
+
+def test_the_rate_is_that_of_the_best_time_to_give_up():
+    """Against a plain search, bin by bin, over each time at which one might give up."""
+    rng = np.random.default_rng(2)
+    hazard = rng.exponential(0.5, (3, 7))
+    widths_s = rng.uniform(0.5, 2.0, 7)
+    rates = best_rates(hazard, widths_s)
+    for group in range(3):
+        for begin in range(7):
+            best, away, wait_s = 0.0, 1.0, 0.0
+            for i in range(begin, 7):
+                stays = np.exp(-hazard[group, i])
+                wait_s += away * widths_s[i] * (1 - stays) / hazard[group, i]
+                away *= stays
+                best = max(best, (1 - away) / wait_s)
+            assert rates[group, begin] == pytest.approx(best)
+
+
+def test_chances_near_nothing_and_near_one_give_rates_that_can_be_compared():
+    rates = best_rates(np.array([[1e-12] * 40, [50.0] * 40]), np.ones(40))
+    np.testing.assert_allclose(rates[0], 1e-12, rtol=1e-3)
+    np.testing.assert_allclose(rates[1], 50.0, rtol=1e-3)
