@@ -1,6 +1,8 @@
 """How much prefill `return_aware` saves, beside recency and what cannot be had: whole sessions, one tier, no queue.
 
-    python tools/return_aware.py --traces DIR [--json_out results/return_aware.json]
+    .venv/bin/python tools/return_aware.py --traces=DIR --json_out=results/return_aware.json
+
+DIR has mooncake_conversation_first3000.jsonl, mooncake_synthetic_trace.jsonl and agent_magentic/.
 
 The tier holds a share of the working set, the sum of all sessions' largest contexts. A turn that finds its session's
 last context there saves the prefill of as much of it as it begins with; what is told is the share of all prefill time
@@ -39,7 +41,7 @@ CAPACITIES = (0.05, 0.1, 0.25, 0.4)
 POLICIES = ("lru", "return_aware", "knows whether", "belady")
 _DECODE_S = 0.03  # A token of a ShareGPT answer: its turn ends so much later.
 _THINK_S = (0.0, 60.0, 300.0)
-_NUM_CONVERSATIONS, _NUM_SESSIONS = 4000, 2500
+_NUM_CONVERSATIONS, _NUM_SESSIONS = 2000, 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

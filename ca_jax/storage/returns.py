@@ -33,9 +33,7 @@ NUM_GROUPS = 4
 _STARTS_S = [0.0] + [2 ** (i / 2) for i in range(31)]  # Of bins; the last goes on from 9 hours to 18.
 _ENDS_S = [*_STARTS_S[1:], 2 * _STARTS_S[-1]]
 _WIDTHS_S = np.subtract(_ENDS_S, _STARTS_S)
-_FIRST_CHANCE = (
-    0.03  # Of a return within a bin, before anything is known: then the rate falls with time, as recency has it.
-)
+_FIRST_CHANCE = 0.03  # Of a return within a bin, before anything is known: then longer waits are worth less.
 _BIN_WEIGHT = 16.0  # Sessions that the neighbour's chance counts for.
 _GROUP_WEIGHT = 8.0  # Returns that the factor 1 counts for.
 _REFIT_TURNS = 32
@@ -54,11 +52,11 @@ class ReturnTimes:
         self._clock = clock
         self._last: dict[str, _Turn] = {}  # Of each session known.
         self._by_bin: list[collections.deque[_Turn]] = [collections.deque() for _ in _STARTS_S]  # First ended first.
-        shape = NUM_GROUPS, len(_STARTS_S)
-        self._num_returns = np.zeros(shape)
-        self._exposure = np.zeros(shape)  # Of who waits no more in a bin, in widths of it.
-        self._num_waiting = np.zeros(shape)
-        self._sum_ended_s = np.zeros(shape)  # Of who waits in a bin now.
+        # By group and bin; lists, since single numbers of arrays are slow.
+        self._num_returns = _zeros()
+        self._exposure = _zeros()  # Of who waits no more in a bin, in widths of it.
+        self._num_waiting = _zeros()
+        self._sum_ended_s = _zeros()  # Of who waits in a bin now.
         self._num_turns = 0  # Since the rates were fitted.
         self._rates = self._fit().tolist()
 
@@ -69,7 +67,7 @@ class ReturnTimes:
         if turn is None or not turn.is_last:
             return
         turn.is_last = False
-        self._num_returns[turn.group, turn.bin] += 1
+        self._num_returns[turn.group][turn.bin] += 1
         in_bin_s = max(self._clock() - turn.ended_s - _STARTS_S[turn.bin], 0.0)
         self._leave_bin(turn, in_bin_s / _WIDTHS_S[turn.bin])
 
@@ -79,7 +77,8 @@ class ReturnTimes:
         before = self._last.get(key)
         if before is not None and before.is_last:
             return
-        turn = _Turn(key=key, number=1 if before is None else before.number + 1, ended_s=self._clock())
+        number = 1 if before is None else before.number + 1
+        turn = _Turn(key=key, number=number, ended_s=self._clock(), group=min(number, NUM_GROUPS) - 1)
         self._last[key] = turn
         self._enter_bin(turn, 0)
         self._num_turns += 1
@@ -122,27 +121,30 @@ class ReturnTimes:
         turn.bin = index
         self._by_bin[index].append(turn)
         if turn.is_last:
-            self._num_waiting[turn.group, index] += 1
-            self._sum_ended_s[turn.group, index] += turn.ended_s
+            self._num_waiting[turn.group][index] += 1
+            self._sum_ended_s[turn.group][index] += turn.ended_s
 
     def _leave_bin(self, turn: _Turn, exposure: float) -> None:
-        self._exposure[turn.group, turn.bin] += exposure
-        self._num_waiting[turn.group, turn.bin] -= 1
-        self._sum_ended_s[turn.group, turn.bin] -= turn.ended_s
+        self._exposure[turn.group][turn.bin] += exposure
+        self._num_waiting[turn.group][turn.bin] -= 1
+        self._sum_ended_s[turn.group][turn.bin] -= turn.ended_s
 
     def _fit(self) -> np.ndarray:
         """The rate by group and bin, from what was seen so far."""
-        waited_s = self._num_waiting * (self._clock() - np.array(_STARTS_S)) - self._sum_ended_s
+        num_returns = np.array(self._num_returns)
+        waited_s = np.array(self._num_waiting) * (self._clock() - np.array(_STARTS_S)) - self._sum_ended_s
         exposure = self._exposure + np.maximum(waited_s, 0) / _WIDTHS_S
         chance = _FIRST_CHANCE
         hazard = np.empty(len(_STARTS_S))
-        for i, (num_returns, exposed) in enumerate(
-            zip(self._num_returns.sum(axis=0), exposure.sum(axis=0), strict=True)
-        ):
-            chance = hazard[i] = (num_returns + _BIN_WEIGHT * chance) / (exposed + _BIN_WEIGHT)
+        for i, (returned, exposed) in enumerate(zip(num_returns.sum(axis=0), exposure.sum(axis=0), strict=True)):
+            chance = hazard[i] = (returned + _BIN_WEIGHT * chance) / (exposed + _BIN_WEIGHT)
         expected = exposure @ hazard
-        factor = (self._num_returns.sum(axis=1) + _GROUP_WEIGHT) / (expected + _GROUP_WEIGHT)
+        factor = (num_returns.sum(axis=1) + _GROUP_WEIGHT) / (expected + _GROUP_WEIGHT)
         return best_rates(factor[:, None] * hazard, _WIDTHS_S)
+
+
+def _zeros() -> list[list[float]]:
+    return [[0.0] * len(_STARTS_S) for _ in range(NUM_GROUPS)]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -152,12 +154,9 @@ class _Turn:
     key: str
     number: int  # Counted from 1.
     ended_s: float
+    group: int
     is_last: bool = True  # Whether no other has come.
     bin: int = 0
-
-    @property
-    def group(self) -> int:
-        return min(self.number, NUM_GROUPS) - 1
 
 
 def best_rates(hazard: np.ndarray, widths_s: np.ndarray) -> np.ndarray:
