@@ -32,7 +32,7 @@ _TEXTS = {
     "ssd_url": "Where KV is kept instead of in --ssd_dir, as a TensorStore URL (s3://, gs://, memory://, file://); "
     "--ssd_dir holds the catalog still.",
     "eviction_policy": f"What goes when the store is full, one of {', '.join(EVICTION_POLICIES)}: whose next turn is "
-    "last, the same with what is learned of when people come back, what was used least recently, what was stored first.",
+    "last, the same with what is learned of when sessions come back, what was used least recently, or stored first.",
 }
 
 
