@@ -126,8 +126,9 @@ class EntryTable:
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
         self._returns = returns
-        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._group_of)
-        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._group_of)
+        group_of = None if returns is None else returns.group
+        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, group_of)
+        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, group_of)
         self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
@@ -284,9 +285,6 @@ class EntryTable:
                 orders.remove(entry.key)
         if belongs:
             orders.set_held(entry.key, held)
-
-    def _group_of(self, key: str) -> int:
-        return 0 if self._returns is None else self._returns.group(key)
 
     def _describe(self, entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
         rate = 0.0

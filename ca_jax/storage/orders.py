@@ -27,10 +27,10 @@ class TierOrders(Generic[T]):
     Args:
       look_ahead: the job queue; watched from now on, for as long as it lives.
       group_of: which group a session without a waiting job is of, by its key, from the time on when it begins to be
-        one; by default all are of one.
+        one; None: all are of one.
     """
 
-    def __init__(self, look_ahead: LookAhead, group_of: Callable[[str], int] = lambda key: 0):
+    def __init__(self, look_ahead: LookAhead, group_of: Callable[[str], int] | None = None):
         self._look_ahead = look_ahead
         self._group_of = group_of
         self._slots: dict[str, _Slot[T]] = {}
@@ -115,7 +115,10 @@ class TierOrders(Generic[T]):
             by_created=_Lazy(lambda: (slot for slot in orders.by_created.values() if not slot.held), described),
             idle=_Lazy(orders.idle.values, described),
             by_next_job=_ByNextJob(orders, described),
-            idle_groups=tuple(_FromBothEnds(group, described) for group in orders.groups.values()),
+            idle_groups=tuple(
+                _FromBothEnds(group, described)
+                for group in ((orders.idle,) if self._group_of is None else orders.groups.values())
+            ),
         )
 
     def _orders_of(self, slot: _Slot[T]) -> tuple[_Orders[T], _Orders[T]]:
@@ -142,12 +145,14 @@ class _Slot(Generic[T]):
 class _Orders(Generic[T]):
     """The orders of one set of sessions. Held ones are in `by_created` alone."""
 
-    def __init__(self, group_of: Callable[[str], int]) -> None:
+    def __init__(self, group_of: Callable[[str], int] | None) -> None:
         # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
-        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}  # Of the idle ones; never empty.
+        self.groups: dict[
+            int, collections.OrderedDict[str, _Slot[T]]
+        ] = {}  # Of the idle ones, if asked for; never empty.
         self._group: dict[str, int] = {}  # Of the idle ones.
         self._group_of = group_of
         self.tickets: list[int] = []  # Of the next jobs of those that are not idle, ascending.
@@ -168,7 +173,8 @@ class _Orders(Generic[T]):
         self.by_last_used.move_to_end(slot.key)
         if slot.key in self.idle:
             self.idle.move_to_end(slot.key)
-            self.groups[self._group[slot.key]].move_to_end(slot.key)
+            if self._group_of is not None:
+                self.groups[self._group[slot.key]].move_to_end(slot.key)
 
     def requeue(self, slot: _Slot[T], before: int | None, after: int | None) -> None:
         """A slot's next job is another one now, or none."""
@@ -180,8 +186,9 @@ class _Orders(Generic[T]):
     def _place(self, slot: _Slot[T], ticket: int | None) -> None:
         if ticket is None:
             self.idle[slot.key] = slot
-            group = self._group[slot.key] = self._group_of(slot.key)
-            self.groups.setdefault(group, collections.OrderedDict())[slot.key] = slot
+            if self._group_of is not None:
+                group = self._group[slot.key] = self._group_of(slot.key)
+                self.groups.setdefault(group, collections.OrderedDict())[slot.key] = slot
         else:
             bisect.insort(self.tickets, ticket)
             self.waiting[ticket] = slot
@@ -189,10 +196,11 @@ class _Orders(Generic[T]):
     def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
         if ticket is None:
             del self.idle[slot.key]
-            group = self._group.pop(slot.key)
-            del self.groups[group][slot.key]
-            if not self.groups[group]:
-                del self.groups[group]
+            if self._group_of is not None:
+                group = self._group.pop(slot.key)
+                del self.groups[group][slot.key]
+                if not self.groups[group]:
+                    del self.groups[group]
         else:
             del self.tickets[bisect.bisect_left(self.tickets, ticket)]
             del self.waiting[ticket]

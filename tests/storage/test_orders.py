@@ -89,7 +89,17 @@ def test_a_key_is_added_once():
 def test_an_unknown_tenant_has_an_empty_view():
     view = TierOrders(LookAhead()).view(describe, tenant="nobody")
     assert [list(order) for order in (view.by_last_used, view.by_created, view.idle, view.by_next_job)] == [[]] * 4
-    assert not view.idle_groups
+    assert [list(group) for group in view.idle_groups] == [[]]
+
+
+def test_without_groups_all_idle_sessions_are_of_one():
+    orders = TierOrders(LookAhead())
+    for key in "abc":
+        orders.add(key, Stored(key, 1))
+    orders.use("a")
+    (group,) = orders.view(describe).idle_groups
+    assert [entry.key for entry in group] == ["b", "c", "a"]
+    assert [entry.key for entry in reversed(group)] == ["a", "c", "b"]
 
 
 @dataclasses.dataclass
