@@ -56,7 +56,7 @@ def test_flags_are_fields(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--eviction_policy=oldest"], "eviction_policy wanted one of scheduler_aware, return_aware, lru, fifo; found 'oldest'"),
+        (["--eviction_policy=oldest"], "eviction_policy wanted one of scheduler_aware, return_aware, lru, fifo; found"),
         (["--dram_gib=-1"], "dram_gib wanted a number of GiB >= 0, found -1"),
         (["--ssd_url=memory://kv"], "ssd_url wanted an ssd_dir"),
         (["--ttl_s=-1"], "ttl"),

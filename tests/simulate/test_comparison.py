@@ -95,7 +95,7 @@ def test_a_store_without_room_for_the_largest_session_is_refused(crowd):
 
 
 def test_unknown_policies_and_no_sessions_are_refused(crowd):
-    with pytest.raises(ValueError, match="policy wanted one of scheduler_aware, lru, fifo, belady; found best"):
+    with pytest.raises(ValueError, match=r"policy wanted one of scheduler_aware, .*, belady; found best"):
         compare_policies(CONFIG, store(60), ["lru", "best"], crowd)
     with pytest.raises(ValueError, match="at least one session"):
         compare_policies(CONFIG, store(60), ["lru"], [])
