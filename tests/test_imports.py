@@ -23,7 +23,7 @@ LEVELS = (
     {"batch"},
     {"engine"},
     {""},
-    {"evaluation"},
+    {"evaluation", "simulate"},
     {"launch"},
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
@@ -32,7 +32,7 @@ SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner
 STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit}) for unit in SERVING)}  # either way
 WITHOUT_JAX = {
     *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
-    *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces"),
+    *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}
