@@ -178,6 +178,7 @@ class Batch:
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self._metrics.decode_steps += 1
+        self._metrics.decode_s += self._decode_s
         if self._savers:
             kv = to_host_memory(kv)  # Once for all of its rows.
         for row, job in zip(rows, jobs, strict=True):

@@ -100,6 +100,8 @@ class Usage:
     """Seconds in which KV was being copied from the store; they overlap compute."""
     load_stall_s: float
     """Seconds in which compute waited for such a copy."""
+    prefill_s: float = 0.0
+    """Seconds of its prefill's passes, waiting for loads included; others' decode steps between them are not."""
     decode_s: float
     """Seconds from the first token to the last."""
     token_times_s: tuple[float, ...] = ()
@@ -189,6 +191,8 @@ class Job:
     """See `Usage`."""
     load_stall_s: float = 0.0
     """See `Usage`."""
+    prefill_s: float = 0.0
+    """See `Usage`."""
     dropped_tokens: int = 0
     """See `Usage`."""
     repaired_tokens: int = 0
@@ -222,6 +226,7 @@ class Job:
             queued_s=max(self.started_s - self.submitted_s, 0.0),
             load_s=self.load_s,
             load_stall_s=self.load_stall_s,
+            prefill_s=self.prefill_s,
             decode_s=max(self.finished_s - self.first_token_s, 0.0),
             token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
             dropped_tokens=self.dropped_tokens,

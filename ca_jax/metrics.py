@@ -33,8 +33,12 @@ class EngineMetrics:
     """Jobs prefilled."""
     prefill_passes: int = 0
     """Passes that took."""
+    prefill_s: float = 0.0
+    """Seconds of those, waiting for loads included."""
     decode_steps: int = 0
     """Decode steps run."""
+    decode_s: float = 0.0
+    """Seconds of those."""
     loaded_histories: int = 0
     """Turns whose stored history was loaded, all of it."""
     mixed_histories: int = 0

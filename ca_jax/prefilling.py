@@ -135,6 +135,8 @@ class Prefilling:
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
         self._metrics.prefill_steps += 1
+        self._metrics.prefill_s += self._computing_s
+        self.job.prefill_s = self._computing_s
         if self._prefill.received:
             known = self.job.attention if self._prefill.history_length else None  # What is computed anew receives anew.
             received = padded(() if known is None else known, len(self.job.prompt_ids))
