@@ -23,7 +23,7 @@ LEVELS = (
     {"batch"},
     {"engine"},
     {""},
-    {"evaluation", "simulate"},
+    {"evaluation", "replay", "simulate"},
     {"launch"},
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -36,10 +36,10 @@ from ca_jax.launch.bench_overflow_schema import (
 )
 from ca_jax.launch.bench_overflow_scripts import make_overflow_scripts
 from ca_jax.launch.bench_schema import BenchError
-from ca_jax.launch.bench_scripts import Script
 from ca_jax.launch.bench_throughput import ServedTurn, serve
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
+from ca_jax.replay.scripts import Script
 from ca_jax.storage.config import GIB
 
 PAPER_HIT_RATE_DROPS = (17.6, 41.5, 18.1, 18.4)

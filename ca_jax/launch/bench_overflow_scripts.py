@@ -1,6 +1,6 @@
 """Which conversations `overflow` serves: ShareGPT's that outgrow the window, or random tokens where there are none.
 
-Not here: a recorded conversation as turns (`bench_scripts`), serving (`bench_overflow`).
+Not here: a recorded conversation as turns (`ca_jax.replay.scripts`), serving (`bench_overflow`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
-from ca_jax.launch.bench_scripts import Exchange, Script, Scripts, recorded_or_random, recorded_script
+from ca_jax.launch.bench_scripts import Scripts, recorded_or_random
 from ca_jax.pretrained import LoadedModel
+from ca_jax.replay.scripts import Exchange, Script, recorded_script
 from ca_jax.traces.sharegpt import Turn
 
 _RANDOM_TURNS_PER_WINDOW = 3  # About as in ShareGPT under a window of 1,024 tokens.

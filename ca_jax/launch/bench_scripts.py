@@ -1,12 +1,7 @@
 """What conversations that are served are made of: ShareGPT's, or random tokens where they are not to be had.
 
-A recorded conversation is served with its recorded lengths. Where answers are capped, what lies behind the cap is not
-generated: it comes with the next message, so that histories still grow as they did.
-
-    recorded   user 1        answer 1               user 2        answer 2
-    served     [message 1]   <generated, capped>    [the rest of answer 1, message 2]   <generated, capped>
-
-Not here: reading the data set (`traces.sharegpt`), which conversations `overflow` takes (`bench_overflow_scripts`),
+Not here: a recorded conversation as turns (`ca_jax.replay.scripts`), reading the data set (`traces.sharegpt`), which
+conversations `overflow` takes (`bench_overflow_scripts`),
 serving (`bench_throughput`).
 """
 
@@ -20,32 +15,11 @@ import numpy as np
 
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig
-from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel
-from ca_jax.prompts import turn_ids
+from ca_jax.replay.scripts import LEAST_ANSWER_TOKENS, Exchange, Script, recorded_script
 from ca_jax.traces.sharegpt import Turn, dataset_path, load_sharegpt
 
-_LEAST_ANSWER_TOKENS = 2  # There is a time between them.
 _RANDOM_MESSAGE_SHARE = 0.2  # Of a random turn at most, the rest is the answer: about as in ShareGPT.
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """One turn to be served."""
-
-    message: tuple[int, ...]
-    """Tokens sent, behind what the conversation has."""
-    answer_tokens: int
-    """Tokens to be generated."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of both."""
-        return len(self.message) + self.answer_tokens
-
-
-Script = tuple[Exchange, ...]
-"""A conversation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,37 +112,12 @@ def fitting_scripts(
             yield script
 
 
-def recorded_script(
-    model: LoadedModel, tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], most_answer_tokens: int
-) -> Script:
-    """A conversation as it was recorded, in the model's template, of whose answers only the beginnings are generated.
-
-    Args:
-      model: whose chat template.
-      tokenizer: the model's.
-      texts: what the user said and what was answered, of each turn.
-      most_answer_tokens: generated of an answer.
-    """
-    script: list[Exchange] = []
-    answer_ids: list[int] = []  # Of the turn before: stands for the conversation so far, which is not tokenised again.
-    rest: tuple[int, ...] = ()
-    messages: list[dict[str, str]] = []
-    for said, answered in texts:
-        new_ids = turn_ids(model, answer_ids, messages, said)[len(answer_ids) :]
-        answer_ids = tokenizer.encode(answered, add_bos=False)
-        num_generated = max(min(len(answer_ids), most_answer_tokens), _LEAST_ANSWER_TOKENS)
-        script.append(Exchange((*rest, *new_ids), num_generated))
-        rest = tuple(answer_ids[num_generated:])
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": answered}]
-    return tuple(script)
-
-
 def _random_script(model: LoadedModel, config: ThroughputBenchConfig, rng: np.random.Generator) -> Script:
     most_message_tokens = max(int(_RANDOM_MESSAGE_SHARE * config.turn_tokens), 1)
     script, rest = [], 0
     for _ in range(config.num_turns):
         message_tokens = int(rng.integers(1, most_message_tokens, endpoint=True))
-        answer_tokens = int(rng.integers(_LEAST_ANSWER_TOKENS, config.turn_tokens - most_message_tokens, endpoint=True))
+        answer_tokens = int(rng.integers(LEAST_ANSWER_TOKENS, config.turn_tokens - most_message_tokens, endpoint=True))
         num_generated = min(answer_tokens, config.answer_tokens)
         ids = rng.integers(model.config.vocab_size, size=rest + message_tokens).tolist()
         script.append(Exchange(tuple(ids), num_generated))

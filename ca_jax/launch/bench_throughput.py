@@ -26,10 +26,11 @@ from ca_jax.jobs import Job, SamplingParams, Usage
 from ca_jax.launch.bench_engines import kv_layout, make_engine
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import Samples
-from ca_jax.launch.bench_scripts import Script, make_scripts
+from ca_jax.launch.bench_scripts import make_scripts
 from ca_jax.launch.bench_serving_schema import MODES, ThroughputBenchConfig, ThroughputResult, ThroughputRow
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
+from ca_jax.replay.scripts import Script
 from ca_jax.storage.config import GIB
 
 

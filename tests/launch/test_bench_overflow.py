@@ -28,9 +28,10 @@ from ca_jax.launch.bench_overflow_schema import (
 )
 from ca_jax.launch.bench_overflow_scripts import make_overflow_scripts, overflowing_scripts
 from ca_jax.launch.bench_schema import BenchError
-from ca_jax.launch.bench_scripts import Exchange, Scripts
+from ca_jax.launch.bench_scripts import Scripts
 from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.replay.scripts import Exchange
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import StoreConfig
 from ca_jax.traces.sharegpt import Conversation, Turn

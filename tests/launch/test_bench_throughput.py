@@ -11,7 +11,7 @@ from ca_jax.jobs import SamplingParams, Usage
 from ca_jax.launch import bench_scripts, bench_throughput
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import BenchError
-from ca_jax.launch.bench_scripts import Exchange, Scripts, fitting_scripts, make_scripts
+from ca_jax.launch.bench_scripts import Scripts, fitting_scripts, make_scripts
 from ca_jax.launch.bench_serving_schema import MODES, ThroughputBenchConfig
 from ca_jax.launch.bench_throughput import (
     ServedRound,
@@ -22,6 +22,7 @@ from ca_jax.launch.bench_throughput import (
     serve,
 )
 from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.replay.scripts import Exchange
 from ca_jax.traces.sharegpt import Conversation, Turn
 
 CONFIG = ThroughputBenchConfig(
