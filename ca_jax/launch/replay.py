@@ -1,0 +1,167 @@
+"""Replays a trace through the engine: real conversations, come and gone as they are told to, and what they took.
+
+    python -m ca_jax.launch.replay --num_sessions=100 --max_turns=10 --dram_gib=1 --recompute --json_out=replay.json
+    python -m ca_jax.launch.replay --trace_format=mooncake --trace=conversation_trace.jsonl --length_scale=0.05
+    python -m ca_jax.launch.replay --arrival_rate=1 --ssd_dir=/mnt/ssd --eviction_policy=lru --simulate
+
+Answers are as long as they were, but for a cap, so that all ways do the same work. `--recompute` serves the same
+workload again with the store off; `--simulate` has it served in simulated time, with the rates that were measured.
+With `--ssd_dir` the store uses a directory of its own there, which is removed at the end.
+
+Not here: replaying (`ca_jax.replay`), what is simulated at paper scale (simulate), JSON and tables (replay_report).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+from absl import app, flags, logging
+
+from ca_jax.config import EngineConfig
+from ca_jax.engine import enable_compile_cache
+from ca_jax.errors import CaJaxError
+from ca_jax.launch import engine_flags, store_flags
+from ca_jax.launch.bench_disk import scratch_directory
+from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
+from ca_jax.launch.out_flags import out_path
+from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.replay_plot import plot_replay
+from ca_jax.launch.replay_progress import replay_progress
+from ca_jax.launch.replay_report import make_report, print_report, write_json
+from ca_jax.pretrained import load_model
+from ca_jax.replay.running import ReplayConfig, Result, replay
+from ca_jax.replay.trace_scripts import TRACE_FORMATS, TraceConfig
+from ca_jax.replay.workload import THINK_TIMES, WorkloadConfig
+
+FLAGS = flags.FLAGS
+_TRACE, _WORKLOAD = TraceConfig(), WorkloadConfig()
+_PIPE_COLUMNS = 180  # Where there is no terminal to ask.
+
+
+def _define_flags() -> None:
+    """Only where this is the program: scripts share names of flags."""
+    flags.DEFINE_string(
+        "model",
+        "smollm2-135m-instruct",
+        "Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint.",
+    )
+    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.")
+    flags.DEFINE_integer("context_window", None, "Most tokens of a conversation; by default the model's, up to 4,096.")
+    flags.DEFINE_enum("trace_format", _TRACE.trace_format, TRACE_FORMATS, "What kind of trace it is.")
+    flags.DEFINE_string(
+        "trace", None, "The trace's file, of agents also a directory; by default the installed ShareGPT."
+    )
+    flags.DEFINE_boolean("skip_bad_rows", _TRACE.skip_bad_rows, "Leave out rows that cannot be used, and count them.")
+    flags.DEFINE_float(
+        "length_scale", _TRACE.length_scale, "What lengths are multiplied by where the trace has no text."
+    )
+    flags.DEFINE_integer("num_sessions", _WORKLOAD.num_sessions, "Conversations, the first ones of the trace.")
+    flags.DEFINE_integer("max_turns", _WORKLOAD.max_turns, "Most turns of each; later ones are left out.")
+    flags.DEFINE_integer("max_answer_tokens", _WORKLOAD.max_answer_tokens, "Most tokens generated of an answer.")
+    flags.DEFINE_float(
+        "arrival_rate",
+        _WORKLOAD.arrival_rate,
+        "Conversations that begin a second, Poisson; 0: as in the trace, or all at once where it does not say.",
+    )
+    flags.DEFINE_float("think_time_s", _WORKLOAD.think_time_s, "Mean time between an answer and the next turn.")
+    flags.DEFINE_enum(
+        "think_time_distribution", _WORKLOAD.think_time_distribution, THINK_TIMES, "How that is distributed."
+    )
+    flags.DEFINE_integer("warmup_turns", _WORKLOAD.warmup_turns, "First turns that are served and not counted.")
+    flags.DEFINE_integer("seed", _WORKLOAD.seed, "Of arrivals, think times and made-up tokens.")
+    flags.DEFINE_boolean("recompute", False, "Serve the same again with the store off, and compare.")
+    flags.DEFINE_boolean("simulate", False, "Have the same simulated with the rates that were measured, and compare.")
+    flags.DEFINE_string("json_out", None, "File to write everything to, each turn included.")
+    flags.DEFINE_string("plot_out", None, "File for a figure of TTFT, hits and tiers, PNG.")
+    engine_flags.define()
+    store_flags.define()
+
+
+def replay_config() -> ReplayConfig:
+    """The configuration that flags say.
+
+    Raises:
+      ValueError: a value outside its range; the message names the flag.
+    """
+    return ReplayConfig(
+        trace=TraceConfig(**_values(TraceConfig)),
+        workload=WorkloadConfig(**_values(WorkloadConfig)),
+        engine=dataclasses.replace(
+            engine_flags.engine_config(),
+            dtype=FLAGS.dtype,
+            context_window=FLAGS.context_window,
+            store=store_flags.store_config(),
+        ),
+        recompute=FLAGS.recompute,
+        simulate=FLAGS.simulate,
+    )
+
+
+def _values(config: type) -> dict[str, Any]:
+    """What the flags say that stand for the fields of a config."""
+    return {field.name: FLAGS[field.name].value for field in dataclasses.fields(config)}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    try:
+        config = replay_config()
+        json_out, plot_out = out_path("json_out"), out_path("plot_out")
+        console.print(repr(config), style="dim", markup=False, highlight=False, soft_wrap=True)
+        with contextlib.ExitStack() as stack:
+            served = dataclasses.replace(config, engine=_with_scratch(config.engine, stack))
+            enable_compile_cache(config.engine.compile_cache_dir)
+            with progress_bars() as progress:
+                model = load_model(FLAGS.model, dtype=config.engine.dtype, progress=progress)
+            machine = describe_machine()
+            on_sample = stack.enter_context(replay_progress(console))
+            result = replay(model, served, lambda *what: None, on_sample)
+        print_report(result, console)
+        if json_out is not None:
+            report = make_report(
+                result,
+                config,
+                model=model.name,
+                dtype=model.dtype,
+                machine=machine,
+                versions=describe_versions(),
+                command=shlex.join(["python", "-m", "ca_jax.launch.replay", *sys.argv[1:]]),
+            )
+            write_json(report, json_out)
+        if plot_out is not None:
+            plot_out.parent.mkdir(parents=True, exist_ok=True)
+            plot_replay(plot_out, result.runs, title=_title(result, model.name), caption=summarize_machine(machine))
+    except (CaJaxError, OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    written = [str(path) for path in (json_out, plot_out) if path is not None]
+    if written:
+        console.print(f"written to {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _with_scratch(config: EngineConfig, stack: contextlib.ExitStack) -> EngineConfig:
+    """The engine with an SSD tier in a directory of its own, if it is to have one."""
+    if config.store.ssd_dir is None:
+        return config
+    directory = stack.enter_context(scratch_directory(config.store.ssd_dir))
+    return dataclasses.replace(config, store=dataclasses.replace(config.store, ssd_dir=str(directory)))
+
+
+def _title(result: Result, model: str) -> str:
+    workload = result.workload
+    share = result.store_bytes / result.workload_bytes
+    return f"{model}: {len(workload.sessions):,} conversations, a store of {share:.0%} of their KV"
+
+
+if __name__ == "__main__":
+    _define_flags()
+    app.run(main)

@@ -1,0 +1,401 @@
+"""Serves a workload with an engine, in one loop of one thread, and keeps what every turn took.
+
+Turns that are due are queued, however many: those that wait are what scheduler and store look ahead at. Between turns
+that are due and none that runs, the loop sleeps.
+
+Not here: what is asked (workload), what follows from what it took (summary).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+from collections.abc import Callable
+
+from ca_jax.engine import Engine
+from ca_jax.jobs import Job, SamplingParams
+from ca_jax.replay.workload import ReplayTurn, Workload
+from ca_jax.session import Session
+
+SAMPLE_S = 0.5
+"""Least time between two looks at what the engine is doing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedTurn:
+    """One turn that has ended."""
+
+    session: int
+    """The conversation's place in the workload."""
+    turn: int
+    """Of the conversation, from 0."""
+    due_s: float
+    """When it came, since the replay began."""
+    started_s: float
+    """When its prefill began, since the replay began."""
+    ttft_s: float
+    """From when it came to its first token."""
+    latency_s: float
+    """From when it came to its last token."""
+    prefill_s: float
+    """Of its prefill's passes, waiting for loads included."""
+    load_stall_s: float
+    """Of that, waiting for loads."""
+    decode_s: float
+    """From its first token to its last."""
+    history_tokens: int
+    """Of the conversation before it, without what left as the window was full."""
+    message_tokens: int
+    """Sent."""
+    answer_tokens: int
+    """Generated."""
+    cached_tokens: int
+    """Tokens whose KV was loaded."""
+    tier: str
+    """Where that was when the turn was queued, `dram` or `ssd`."""
+    dropped_tokens: int
+    """Of the conversation, that left in this turn or an earlier one."""
+    is_counted: bool
+    """Whether it came after the warm-up."""
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Tokens of its history whose KV was loaded; what is loaded behind that another conversation began with."""
+        return min(self.cached_tokens, self.history_tokens)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that were prefilled."""
+        return self.history_tokens + self.message_tokens - self.cached_tokens
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between its tokens; answers have two or more."""
+        return self.decode_s / max(self.answer_tokens - 1, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the engine was doing at one moment."""
+
+    time_s: float
+    """Since the replay began."""
+    ended: int
+    """Turns that have ended."""
+    running: int
+    """Turns in slots."""
+    waiting: int
+    """Turns in the queue."""
+    returning: int
+    """Turns that have begun and had a history."""
+    hits: int
+    """Of those, the ones whose history was loaded, in part at least."""
+    output_tokens: int
+    """Generated in turns that have ended."""
+    prompt_tokens: int
+    """Histories and messages of these."""
+    dram_share: float
+    """Of the DRAM tier, in use."""
+    ssd_share: float
+    """Of the SSD tier, in use; 0 where there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSample:
+    """One decode step."""
+
+    num_jobs: int
+    """That got a token each."""
+    context_tokens: int
+    """Of all of them."""
+    seconds: float
+    """What it took."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the engine and its store have done, since they were made or since the warm-up."""
+
+    elapsed_s: float
+    """Time."""
+    prefill_s: float
+    """Of prefill passes, waiting for loads included."""
+    decode_s: float
+    """Of decode steps."""
+    decode_steps: int
+    """How many."""
+    load_stall_s: float
+    """Compute waited for loads."""
+    write_stall_s: float
+    """Compute waited for room in the write buffer."""
+    truncations: int
+    """Times tokens left a full context."""
+    failed_loads: int
+    """Loads that broke."""
+    failed_saves: int
+    """Saves that broke."""
+    loaded_bytes: int
+    """From DRAM to the device."""
+    saved_bytes: int
+    """From the device to DRAM."""
+    fetched_bytes: int
+    """From SSD to DRAM."""
+    flushed_bytes: int
+    """From DRAM to SSD."""
+    dram_evictions: int
+    """Conversations that left DRAM."""
+    ssd_evictions: int
+    """Conversations that left SSD."""
+    skipped_saves: int
+    """Saves for which no room could be made."""
+
+    def since(self, earlier: Totals) -> Totals:
+        """What was done since."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        return Totals(**{name: getattr(self, name) - getattr(earlier, name) for name in fields})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """A workload, served."""
+
+    turns: tuple[ServedTurn, ...]
+    """In the order in which their prefills began."""
+    answers: dict[tuple[int, int], tuple[int, ...]]
+    """What was generated, by conversation and turn."""
+    samples: tuple[Sample, ...]
+    """Taken now and then."""
+    decode_samples: tuple[DecodeSample, ...]
+    """Decode steps that no prefill pass came behind."""
+    totals: Totals
+    """After the warm-up."""
+
+
+def serve(
+    engine: Engine,
+    workload: Workload,
+    *,
+    warmup_turns: int = 0,
+    on_sample: Callable[[Sample], None] = lambda sample: None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Served:
+    """Serves all conversations to their ends, each in a session of its own, and waits until their KV is stored.
+
+    Blocks, in the thread that runs the engine. Answers are greedy and exactly as long as they are to be.
+
+    Args:
+      engine: idle, with the window that the workload was made for.
+      workload: what is asked.
+      warmup_turns: first turns that are not counted.
+      on_sample: told now and then what goes on.
+      clock: seconds; what the engine measures is of its own clock.
+      sleep: waits so many seconds of that clock.
+
+    Raises:
+      ValueError: the engine has another window.
+      Exception: what broke a turn, if something did.
+    """
+    if engine.window != workload.window:
+        raise ValueError(f"wanted an engine with a window of {workload.window} tokens, found {engine.window}")
+    return _Replay(engine, workload, warmup_turns, on_sample, clock, sleep).run()
+
+
+@dataclasses.dataclass
+class _Running:
+    """A turn that was queued."""
+
+    session: int
+    turn: int
+    due_s: float
+    submitted_s: float
+    job: Job
+
+
+class _Replay:
+    def __init__(
+        self,
+        engine: Engine,
+        workload: Workload,
+        warmup_turns: int,
+        on_sample: Callable[[Sample], None],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._engine = engine
+        self._workload = workload
+        self._warmup_turns = warmup_turns
+        self._on_sample = on_sample
+        self._clock = clock
+        self._sleep = sleep
+        self._begin_s = clock()
+        self._sessions: dict[int, Session] = {}
+        self._due = [(each.turns[0].not_before_s, index, 0) for index, each in enumerate(workload.sessions)]
+        heapq.heapify(self._due)
+        self._waiting: list[_Running] = []
+        self._running: list[_Running] = []
+        self._ended: list[tuple[float, ServedTurn]] = []
+        self._answers: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._num_started = self._returning = self._hits = self._output_tokens = self._prompt_tokens = 0
+        self._samples: list[Sample] = []
+        self._decode_samples: list[DecodeSample] = []
+        self._counted: set[int] = set()  # Ids of jobs.
+        self._before = self._totals()
+
+    def run(self) -> Served:
+        """See `serve`."""
+        while self._due or self._waiting or self._running:
+            self._submit()
+            if self._waiting or self._running:
+                self._step()
+            else:
+                self._sleep(max(self._due[0][0] - self._now_s, 0.0))
+            if not self._samples or self._now_s - self._samples[-1].time_s >= SAMPLE_S:
+                self._sample()
+        end_s = self._now_s
+        self._engine.wait_for_saves()
+        self._sample()
+        totals = dataclasses.replace(self._totals(), elapsed_s=end_s)
+        return Served(
+            turns=tuple(turn for _, turn in sorted(self._ended, key=lambda each: each[0])),
+            answers=self._answers,
+            samples=tuple(self._samples),
+            decode_samples=tuple(self._decode_samples),
+            totals=totals.since(self._before),
+        )
+
+    @property
+    def _now_s(self) -> float:
+        return self._clock() - self._begin_s
+
+    def _submit(self) -> None:
+        """Queues what is due."""
+        while self._due and self._due[0][0] <= self._now_s:
+            due_s, index, turn = heapq.heappop(self._due)
+            if index not in self._sessions:
+                self._sessions[index] = self._engine.session()
+            session = self._sessions[index]
+            exchange = self._turns(index)[turn].exchange
+            params = SamplingParams(max_tokens=exchange.answer_tokens, ignore_eos=True)
+            submitted_s = self._now_s
+            job = self._engine.submit_turn(session, exchange.message, params)
+            self._waiting.append(_Running(index, turn, due_s, submitted_s, job))
+
+    def _step(self) -> None:
+        """Has the engine go on, and takes in what that came to."""
+        if not self._counted:
+            self._before = self._totals()
+        metrics = self._engine.metrics
+        decode_s, passes = metrics.decode_s, metrics.prefill_passes
+        decoding = [each.job for each in self._running if each.job.output_ids]
+        num_jobs, context_tokens = len(decoding), sum(job.num_tokens for job in decoding)
+        self._engine.step()
+        if num_jobs and metrics.decode_s > decode_s and metrics.prefill_passes == passes:
+            self._decode_samples.append(
+                DecodeSample(num_jobs=num_jobs, context_tokens=context_tokens, seconds=metrics.decode_s - decode_s)
+            )
+        still_waiting = []
+        for each in self._waiting:
+            if each.job.error is not None:
+                raise each.job.error
+            if each.job.started_s:
+                self._begun(each)
+            else:
+                still_waiting.append(each)
+        self._waiting = still_waiting
+        ended = [each for each in self._running if each.job.done]
+        if ended:
+            self._running = [each for each in self._running if not each.job.done]
+        for each in ended:
+            self._end(each)
+
+    def _begun(self, each: _Running) -> None:
+        """A turn's prefill has begun."""
+        if self._num_started >= self._warmup_turns:
+            self._counted.add(each.job.job_id)
+        self._num_started += 1
+        self._running.append(each)
+        if _num_history(each.job, self._turns(each.session)[each.turn]):
+            self._returning += 1
+            self._hits += each.job.cached_tokens > 0
+
+    def _end(self, each: _Running) -> None:
+        """A turn has ended: the next one of its conversation has its time."""
+        job = each.job
+        if job.error is not None:
+            raise job.error
+        usage = job.usage()
+        waited_s = each.submitted_s - each.due_s
+        started_s = each.submitted_s + usage.queued_s
+        served = ServedTurn(
+            session=each.session,
+            turn=each.turn,
+            due_s=each.due_s,
+            started_s=started_s,
+            ttft_s=waited_s + usage.ttft_s,
+            latency_s=waited_s + usage.ttft_s + usage.decode_s,
+            prefill_s=usage.prefill_s,
+            load_stall_s=usage.load_stall_s,
+            decode_s=usage.decode_s,
+            history_tokens=_num_history(job, self._turns(each.session)[each.turn]),
+            message_tokens=len(self._turns(each.session)[each.turn].exchange.message),
+            answer_tokens=usage.completion_tokens,
+            cached_tokens=usage.num_cached_tokens,
+            tier=job.cached_tier,
+            dropped_tokens=self._sessions[each.session].num_dropped,
+            is_counted=job.job_id in self._counted,
+        )
+        self._ended.append((job.started_s, served))
+        self._answers[each.session, each.turn] = tuple(job.output_ids)
+        self._output_tokens += usage.completion_tokens
+        self._prompt_tokens += usage.prompt_tokens
+        turns = self._turns(each.session)
+        if each.turn + 1 < len(turns):
+            due_s = max(turns[each.turn + 1].not_before_s, self._now_s + turns[each.turn + 1].think_s)
+            heapq.heappush(self._due, (due_s, each.session, each.turn + 1))
+
+    def _turns(self, index: int) -> tuple[ReplayTurn, ...]:
+        return self._workload.sessions[index].turns
+
+    def _sample(self) -> None:
+        stats = self._engine.store_stats()
+        sample = Sample(
+            time_s=self._now_s,
+            ended=len(self._ended),
+            running=len(self._running),
+            waiting=len(self._waiting),
+            returning=self._returning,
+            hits=self._hits,
+            output_tokens=self._output_tokens,
+            prompt_tokens=self._prompt_tokens,
+            dram_share=stats.used_bytes / stats.capacity_bytes if stats.capacity_bytes else 0.0,
+            ssd_share=0.0 if stats.ssd is None else stats.ssd.used_bytes / stats.ssd.capacity_bytes,
+        )
+        self._samples.append(sample)
+        self._on_sample(sample)
+
+    def _totals(self) -> Totals:
+        metrics, stats = self._engine.metrics, self._engine.store_stats()
+        return Totals(
+            elapsed_s=self._now_s,
+            prefill_s=metrics.prefill_s,
+            decode_s=metrics.decode_s,
+            decode_steps=metrics.decode_steps,
+            load_stall_s=metrics.load_stall_s,
+            write_stall_s=metrics.write_stall_s,
+            truncations=metrics.truncations,
+            failed_loads=metrics.failed_loads,
+            failed_saves=metrics.failed_saves,
+            loaded_bytes=stats.loaded_bytes,
+            saved_bytes=stats.saved_bytes,
+            fetched_bytes=0 if stats.ssd is None else stats.ssd.fetched_bytes,
+            flushed_bytes=0 if stats.ssd is None else stats.ssd.flushed_bytes,
+            dram_evictions=stats.num_evictions,
+            ssd_evictions=0 if stats.ssd is None else stats.ssd.num_evictions,
+            skipped_saves=sum(stats.skipped_saves.values()),
+        )
+
+
+def _num_history(job: Job, turn: ReplayTurn) -> int:
+    return len(job.prompt_ids) - len(turn.exchange.message)
