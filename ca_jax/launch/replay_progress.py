@@ -1,16 +1,19 @@
 """A replay as it goes on: a bar with what runs and waits, hits, tiers and tokens a second; lines where no terminal is.
 
-Not here: serving (`ca_jax.replay`), bars of warm-ups (progress).
+Not here: serving (`ca_jax.replay`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 
 import rich.console
 import rich.progress
 
+from ca_jax.pretrained import Progress
+from ca_jax.replay.running import OnSample
 from ca_jax.replay.serving import Sample
 from ca_jax.replay.workload import Workload
 
@@ -18,18 +21,24 @@ _LINE_S = 10.0  # Between lines where no terminal is.
 _RATE_S = 10.0  # What tokens a second are of.
 
 
-@contextlib.contextmanager
-def replay_progress(console: rich.console.Console) -> Iterator[Callable[[str, Workload, Sample], None]]:
-    """Shows runs while the block lasts.
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Whom to tell."""
 
-    Yields:
-      To be told of samples, in the thread that serves.
-    """
+    progress: Progress
+    """Of what comes before a run: loading, compiling."""
+    on_sample: OnSample
+    """Of a run; in the thread that serves."""
+
+
+@contextlib.contextmanager
+def replay_progress(console: rich.console.Console) -> Iterator[Shown]:
+    """Shows what goes on while the block lasts; a line of a run now and then where no terminal is."""
     if not console.is_terminal:
-        yield _Lines(console).tell
+        yield Shown(lambda what, done, total: None, _Lines(console).tell)
         return
     columns = (
-        rich.progress.TextColumn("{task.description:<9}"),
+        rich.progress.TextColumn("{task.description:<18}"),
         rich.progress.BarColumn(bar_width=20),
         rich.progress.MofNCompleteColumn(),
         rich.progress.TimeElapsedColumn(),
@@ -39,13 +48,16 @@ def replay_progress(console: rich.console.Console) -> Iterator[Callable[[str, Wo
     rates: dict[str, _Rate] = {}
     with rich.progress.Progress(*columns, console=console) as bars:
 
-        def tell(name: str, workload: Workload, sample: Sample) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=workload.num_turns, now="")
-                rates[name] = _Rate()
-            bars.update(tasks[name], completed=sample.ended, now=describe(sample, rates[name].of(sample)))
+        def tell(what: str, done: int, total: int, now: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, now=now)
+            bars.update(tasks[what], completed=done, total=total, now=now)
 
-        yield tell
+        def tell_sample(name: str, workload: Workload, sample: Sample) -> None:
+            tokens_per_s = rates.setdefault(name, _Rate()).of(sample)
+            tell(name, sample.ended, workload.num_turns, describe(sample, tokens_per_s))
+
+        yield Shown(tell, tell_sample)
 
 
 def describe(sample: Sample, tokens_per_s: float) -> str:
