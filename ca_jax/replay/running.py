@@ -106,7 +106,12 @@ def replay(
     runs, agreed = [], None
     for name in (STORE, RECOMPUTE) if config.recompute else (STORE,):
         with Engine(model, config.engine if name == STORE else without_store(config.engine)) as engine:
-            engine.warmup(progress=progress)
+            longest = workload.largest_session_tokens
+            engine.warmup(
+                max_history_tokens=longest,
+                max_new_tokens=min(longest, config.engine.prefill_chunk_tokens),
+                progress=progress,
+            )
             engine.wait_until_ready()  # First touch would share the memory bus with the run.
             with CompileCounter() as compiles:
                 served = serve(

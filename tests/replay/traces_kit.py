@@ -29,7 +29,7 @@ def sharegpt_file(path: Path, *conversations: list[tuple[str, str]]) -> Path:
 def talk(num_turns: int, seed: int) -> list[tuple[str, str]]:
     """A conversation whose messages and answers differ in length."""
     return [
-        ("a question " * (1 + (3 * seed + 5 * turn) % 4), "an answer " * (1 + (seed + 2 * turn) % 5))
+        ("why? " * (1 + (3 * seed + 5 * turn) % 4), "so so. " * (1 + (seed + 2 * turn) % 5))
         for turn in range(num_turns)
     ]
 

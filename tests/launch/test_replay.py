@@ -1,0 +1,146 @@
+"""Replay from the command line: flags to configs, tables, JSON, figure, progress, and what is said of bad input."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import rich.console
+from absl import flags
+
+from ca_jax.launch import replay as script
+from ca_jax.launch.replay_progress import replay_progress
+from ca_jax.replay.serving import Sample
+from ca_jax.replay.trace_scripts import TraceConfig
+from ca_jax.replay.workload import WorkloadConfig
+from tests import engine_kit as kit
+from tests.replay.traces_kit import lines_file, sharegpt_file, talk, workload
+
+
+def parse(*arguments):
+    values = flags.FlagValues()
+    script.define_flags(values)
+    values(["program", *map(str, arguments)])
+    return script.replay_config(values)
+
+
+@pytest.fixture
+def sharegpt(tmp_path):
+    return sharegpt_file(tmp_path / "sharegpt.json", *(talk(3, seed) for seed in range(4)))
+
+
+def test_flags_not_given_leave_the_defaults():
+    config = parse()
+    assert (config.trace, config.workload) == (TraceConfig(), WorkloadConfig())
+    assert (config.recompute, config.simulate) == (False, False)
+
+
+def test_flags_stand_for_fields():
+    config = parse(
+        "--trace_format=mooncake",
+        "--trace=x.jsonl",
+        "--skip_bad_rows",
+        "--num_sessions=7",
+        "--arrival_rate=2",
+        "--think_time_s=3",
+        "--think_time_distribution=constant",
+        "--eviction_policy=lru",
+        "--context_window=512",
+        "--recompute",
+    )
+    assert config.trace == TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True)
+    assert config.workload == WorkloadConfig(
+        num_sessions=7, arrival_rate=2.0, think_time_s=3.0, think_time_distribution="constant"
+    )
+    assert (config.engine.store.eviction_policy, config.engine.context_window) == ("lru", 512)
+    assert config.recompute
+
+
+def test_a_replay_leaves_tables_json_and_a_figure(sharegpt, tmp_path):
+    config = parse(f"--trace={sharegpt}", "--num_sessions=4", "--max_answer_tokens=6", "--recompute", "--simulate")
+    config = dataclasses.replace(config, engine=kit.SMALL)
+    output = io.StringIO()
+    json_out, plot_out = tmp_path / "made" / "replay.json", tmp_path / "made" / "replay.png"
+    result = script.run(
+        config,
+        lambda progress: kit.tiny_model(),
+        rich.console.Console(file=output, width=180),
+        command="python -m it",
+        json_out=json_out,
+        plot_out=plot_out,
+    )
+    report = json.loads(json_out.read_text())
+    assert report["config"]["workload"] == dataclasses.asdict(config.workload)
+    assert report["workload"]["turns"] == 12
+    for run, found in zip(report["runs"], result.runs, strict=True):
+        turns = [dict(zip(report["turn_columns"], row, strict=True)) for row in run["turns"]]
+        assert len(turns) == run["summary"]["turns"] == 12
+        assert sum(each["answer_tokens"] for each in turns) == run["summary"]["output_tokens"]
+        assert run["summary"]["hit_rate"] == found.summary.hit_rate
+        assert len(run["samples"][0]) == len(report["sample_columns"])
+    assert report["comparison"]["same_answers"] == 12
+    assert report["agreement"]["simulated_hit_rate"] == 1.0
+    assert plot_out.read_bytes().startswith(b"\x89PNG")
+    said = output.getvalue()
+    for wanted in (
+        "4 conversations, 12 turns",
+        "hit rate",
+        "100.0%",
+        "the same answer in 12 of 12",
+        "simulated: hit rate",
+    ):
+        assert wanted in said
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_says_what_goes_on(sharegpt, is_terminal):
+    made = workload(TraceConfig(trace=str(sharegpt)), num_sessions=4)
+    sample = Sample(
+        time_s=20.0,
+        ended=5,
+        running=2,
+        waiting=3,
+        returning=4,
+        hits=3,
+        output_tokens=40,
+        prompt_tokens=160,
+        dram_share=0.5,
+        ssd_share=0.25,
+    )
+    output = io.StringIO()
+    console = rich.console.Console(file=output, force_terminal=is_terminal, width=160)
+    with replay_progress(console) as shown:
+        shown.progress("compiling", 1, 1)
+        shown.on_sample("store", made, dataclasses.replace(sample, time_s=10.0, output_tokens=0, prompt_tokens=0))
+        shown.on_sample("store", made, sample)
+    said = output.getvalue()
+    assert "running 2 waiting 3 · hits 75% · DRAM 50% SSD 25% · 20 tokens/s" in said
+    assert "5/12" in said
+    assert ("compiling" in said) == is_terminal
+
+
+def test_bad_input_is_one_line_and_no_traceback(tmp_path):
+    rows = [{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}]
+    rows.append({**rows[0], "timestamp": 1})
+    path = lines_file(tmp_path / "unsorted.jsonl", *rows)
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "ca_jax.launch.replay", "--trace_format=mooncake", f"--trace={path}"),
+            *(f"--model={_tiny_directory(tmp_path)}", "--num_sessions=2"),
+        ],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "unsorted.jsonl, line 2: `timestamp` wanted at least the 5 ms of the row before, found 1" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def _tiny_directory(tmp_path):
+    config = kit.tiny.tiny_config()
+    return kit.tiny.write_tiny_hf(tmp_path / "tiny", config, kit.tiny.tiny_params(config))
