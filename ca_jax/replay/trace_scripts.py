@@ -97,7 +97,7 @@ def trace_sessions(
     """
     if config.trace_format == "sharegpt":
         tokenizer = _tokenizer(model)
-        for conversation in load_sharegpt(config.trace):
+        for conversation in load_sharegpt(None if config.trace is None else Path(config.trace).expanduser()):
             texts = spoken_texts(conversation.turns)[:max_turns]
             if texts:
                 script = recorded_script(model, tokenizer, texts, max_answer_tokens)
@@ -105,13 +105,14 @@ def trace_sessions(
         return
     if config.trace is None:
         raise ValueError(f"trace wanted a file of the format {config.trace_format}, found none")
+    path = Path(config.trace).expanduser()
     if config.trace_format == "agents":
-        calls = list(load_agent_calls(_files(config.trace), bad_rows))
+        calls = list(load_agent_calls(_files(path), bad_rows))
         yield from _agent_sessions(_tokenizer(model), calls, max_turns, max_answer_tokens)
         return
     load = load_mooncake if config.trace_format == "mooncake" else load_arrivals
     requests: dict[str, list[Request]] = collections.defaultdict(list)
-    for request in load(config.trace, bad_rows):
+    for request in load(path, bad_rows):
         requests[request.session_id].append(request)
     tokens = _MadeTokens(model.config.vocab_size, config.length_scale, seed)
     for session_id, turns in requests.items():
@@ -144,8 +145,9 @@ class _AgentSession:
 def agent_conversations(calls: Iterable[AgentCall]) -> Iterator[tuple[str, list[AgentCall], list[str]]]:
     """Finds what of an agent's calls goes on from what, each prompt being told whole.
 
-    A prompt that begins with the last one of its session and the answer to that goes on from it, and only what follows
-    is new. Any other begins a session of its own. Calls without a prompt or an answer are left out.
+    A prompt that begins with the last one of a session of its task, and the answer to that, goes on from it, and only
+    what follows is new; where several would do, from the longest. Any other begins a session of its own, as does a
+    prompt that was answered before. Calls without a prompt or an answer are left out.
 
     Args:
       calls: of any number of tasks.
@@ -154,17 +156,18 @@ def agent_conversations(calls: Iterable[AgentCall]) -> Iterator[tuple[str, list[
       For each session its name, its calls, and the new text of each.
     """
     found: list[_AgentSession] = []
-    last_of: dict[str, _AgentSession] = {}
-    num_of: collections.Counter[str] = collections.Counter()
+    of_task: dict[str, list[_AgentSession]] = collections.defaultdict(list)
     for call in sorted((each for each in calls if each.prompt and each.answer), key=lambda each: each.arrival_s):
-        session = last_of.get(call.session_id)
-        message = None if session is None else _continuation(session.calls[-1], call)
-        if session is None or message is None:
-            session = _AgentSession(f"{call.session_id}/{num_of[call.session_id]}", [], [])
-            num_of[call.session_id] += 1
-            last_of[call.session_id] = session
+        sessions = of_task[call.session_id]
+        longest_first = sorted(sessions, key=lambda each: len(each.calls[-1].prompt), reverse=True)
+        for session in longest_first:
+            message = _continuation(session.calls[-1], call)
+            if message is not None:
+                break
+        else:
+            session, message = _AgentSession(f"{call.session_id}/{len(sessions)}", [], []), call.prompt
+            sessions.append(session)
             found.append(session)
-            message = call.prompt
         session.calls.append(call)
         session.messages.append(message)
     yield from ((each.session_id, each.calls, each.messages) for each in found)
@@ -255,6 +258,5 @@ def _tokenizer(model: LoadedModel) -> Tokenizer:
     return model.tokenizer
 
 
-def _files(trace: str) -> list[Path]:
-    path = Path(trace).expanduser()
+def _files(path: Path) -> list[Path]:
     return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]

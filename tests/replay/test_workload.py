@@ -122,16 +122,17 @@ def test_an_agent_s_prompt_goes_on_from_the_whole_context_or_begins_anew(tmp_pat
         ("2000000", "other", "user: hi", "hello"),
         ("5000000", "other", "", "a picture"),
         ("6000000", "other", "user: hihello!", "yes"),
+        ("7000000", "task", "user: go\n\nassistant: looking\n\nuser: and?\n\nassistant: found it\n\nuser: fine", "bye"),
     )
     made = workload(trace, num_sessions=3, max_answer_tokens=4)
     names = [session.session_id for session in made.sessions]
     assert names == ["task/0", "other/0", "task/1"]
     assert texts(made) == [
-        ["user: go", "ing\n\nuser: and?"],
+        ["user: go", "ing\n\nuser: and?", "d it\n\nuser: fine"],
         ["user: hi", "o!"],
         ["user: go\n\nassistant: looked\n\nuser: and?"],
     ]
-    assert [turn.not_before_s for turn in made.sessions[0].turns] == [0.0, 2.0]
+    assert [turn.not_before_s for turn in made.sessions[0].turns] == [0.0, 2.0, 6.0]
 
 
 def test_arrivals_have_random_tokens_of_their_lengths(tmp_path):
