@@ -173,8 +173,15 @@ class Batch:
         is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
         self._kv.write_buffer.make_room(len(rows))
         started_s = time.perf_counter()
+
+        def await_pass() -> None:
+            """The device computes these rows from when it is done with the pass before them."""
+            nonlocal started_s
+            if self._prefilling is not None and self._prefilling.await_pass():
+                started_s = time.perf_counter()
+
         with self._timeline.annotate("engine", "decode", rows=len(rows)):
-            drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone)
+            drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self._metrics.decode_steps += 1

@@ -10,6 +10,7 @@ Not here: jitted code (steps), which jobs run (scheduler), when an answer ends (
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -61,12 +62,15 @@ class Decoder:
         self._sampler = sampler
         self._ahead: _Flight | None = None
 
-    def step(self, rows: list[DecodeRow], run_ahead: bool) -> tuple[np.ndarray, jax.Array, np.ndarray | None]:
+    def step(
+        self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
+    ) -> tuple[np.ndarray, jax.Array, np.ndarray | None]:
         """Decodes one token for each row, and waits for them.
 
         Args:
           rows: at least one, each of another slot.
           run_ahead: whether all rows are likely to want another token, and nobody else waits for the device.
+          on_dispatched: called once all is dispatched, before it is waited for.
 
         Returns:
           Drawn tokens i32 `[n]` by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
@@ -87,6 +91,7 @@ class Decoder:
             self._ahead = self._dispatch(
                 tuple((job, slot, length + 1) for job, slot, length in batch), flight.drawn, lengths, flight.dropped
             )
+        on_dispatched()
         received = None if flight.received is None else to_host(flight.received)
         return to_host(flight.drawn), flight.kv, received
 

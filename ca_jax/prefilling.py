@@ -68,6 +68,7 @@ class Prefilling:
         self._repair: RepairedHistory | None = None
         self._was_alone = True
         self._computing_s = 0.0
+        self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
         self._layer_since_s = 0.0
         self._prefill = self._start(0)
 
@@ -129,8 +130,22 @@ class Prefilling:
         self._metrics.prefill_passes += 1
         if self._prefill.logits is not None:
             self._wait()
-        self._computing_s += time.perf_counter() - started_s
+        now_s = time.perf_counter()
+        self._computing_s += now_s - started_s
+        self._dispatched_s = None if self.is_complete else now_s
         return self._prefill.logits
+
+    def await_pass(self) -> bool:
+        """Waits for the last pass, if nobody has; whether it did. What is dispatched behind it computes from then on.
+
+        For whoever waits for that anyway: so what each took is known.
+        """
+        if self._dispatched_s is None:
+            return False
+        jax.block_until_ready(self._prefill.outputs)
+        self._computing_s += time.perf_counter() - self._dispatched_s
+        self._dispatched_s = None
+        return True
 
     def finish(self) -> None:
         """Measures what it took. Its logits were waited for."""
