@@ -111,6 +111,10 @@ def test_times_of_a_turn_are_in_order(stored):
         assert 0 < each.prefill_s <= each.ttft_s <= each.latency_s
         assert each.latency_s == pytest.approx(each.ttft_s + each.decode_s)
     assert served.samples[-1].ended == CROWD.num_turns
+    totals = served.totals
+    assert sum(each.prefill_s for each in served.turns) == pytest.approx(totals.prefill_s)
+    assert sum(each.load_stall_s for each in served.turns) == pytest.approx(totals.load_stall_s)
+    assert totals.prefill_s + totals.decode_s <= totals.elapsed_s  # Passes that decode steps wait for count once.
     assert [sample.time_s for sample in served.samples] == sorted(sample.time_s for sample in served.samples)
 
 
