@@ -36,8 +36,9 @@ from ca_jax.launch.replay_progress import replay_progress
 from ca_jax.launch.replay_report import make_report, print_report, write_json
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.replay.running import ReplayConfig, Result, replay
-from ca_jax.replay.trace_scripts import TRACE_FORMATS, TraceConfig
+from ca_jax.replay.trace_scripts import TraceConfig
 from ca_jax.replay.workload import THINK_TIMES, WorkloadConfig
+from ca_jax.traces.formats import TRACE_FORMATS
 
 FLAGS = flags.FLAGS
 _TRACE, _WORKLOAD = TraceConfig(), WorkloadConfig()

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ca_jax.simulate.workload import SimSession, conversation_lengths, poisson_sessions, trace_sessions
-from ca_jax.traces.agents import agent_requests, load_agent_calls
+from ca_jax.traces.agents import agent_files, agent_requests, load_agent_calls
 from ca_jax.traces.arrivals import load_arrivals
+from ca_jax.traces.formats import TRACE_FORMATS
 from ca_jax.traces.mooncake import load_mooncake
 from ca_jax.traces.requests import Request, share_of_seen_blocks
 from ca_jax.traces.rows import BadRows
 from ca_jax.traces.sharegpt import load_sharegpt
-
-TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "arrivals")
-"""What a trace may be."""
 
 Lengths = list[tuple[tuple[int, int], ...]]
 """For each conversation its turns' tokens: user, answer."""
@@ -132,7 +130,4 @@ def _requests(source: TraceSource, path: Path, bad_rows: BadRows) -> list[Reques
         return list(load_mooncake(path, bad_rows))
     if source.trace_format == "arrivals":
         return list(load_arrivals(path, bad_rows))
-    paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    if not paths:
-        raise FileNotFoundError(f"{path}: wanted at least one file *.jsonl, found none")
-    return agent_requests(load_agent_calls(paths, bad_rows), source.num_tokens)
+    return agent_requests(load_agent_calls(agent_files(path), bad_rows), source.num_tokens)

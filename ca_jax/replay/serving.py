@@ -17,6 +17,7 @@ from ca_jax.engine import Engine
 from ca_jax.jobs import Job, SamplingParams
 from ca_jax.replay.workload import ReplayTurn, Workload
 from ca_jax.session import Session
+from ca_jax.simulate.fitted import DecodeSample
 
 SAMPLE_S = 0.5
 """Least time between two looks at what the engine is doing."""
@@ -99,18 +100,6 @@ class Sample:
     """Of the DRAM tier, in use."""
     ssd_share: float
     """Of the SSD tier, in use; 0 where there is none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeSample:
-    """One decode step."""
-
-    num_jobs: int
-    """That got a token each."""
-    context_tokens: int
-    """Of all of them."""
-    seconds: float
-    """What it took."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

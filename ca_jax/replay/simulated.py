@@ -15,11 +15,12 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.overflow import OverflowConfig
-from ca_jax.rates import PrefillRate, PrefillSample, fit_times
+from ca_jax.rates import PrefillSample
 from ca_jax.replay.serving import Served
 from ca_jax.replay.summary import Summary
 from ca_jax.replay.trace_scripts import ReplayError
 from ca_jax.replay.workload import Workload
+from ca_jax.simulate.fitted import FittedCost
 from ca_jax.simulate.machine import SimModel
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.simulator import Server, ServerConfig, StoreSizes
@@ -30,43 +31,21 @@ _LINK_BYTES_PER_S = 5e9  # Where the engine has measured none.
 _SSD_READ_BYTES_PER_S, _SSD_WRITE_BYTES_PER_S = 1.4e9, 0.7e9  # Of zarr3 in results/bench_store.json.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredCost:
-    """What computing took in a replay, as a `CostModel`."""
+def measured_cost(served: Served) -> FittedCost:
+    """What computing took in a run.
 
-    prefill: PrefillRate
-    """Of prefills, without waiting for loads."""
-    decode_step_s: float
-    """Of each decode step."""
-    decode_job_s: float
-    """Of each job in it."""
-    decode_token_s: float
-    """Of each token of their contexts."""
-
-    @classmethod
-    def fit(cls, served: Served) -> MeasuredCost:
-        """From the turns and decode steps of a run."""
-        prefills = [
-            PrefillSample(
-                history_tokens=turn.cached_tokens,
-                new_tokens=turn.prefill_tokens,
-                seconds=max(turn.prefill_s - turn.load_stall_s, 1e-6),
-            )
-            for turn in served.turns
-        ]
-        decodes = served.decode_samples
-        step_s, job_s, token_s = fit_times(
-            [(1.0, each.num_jobs, each.context_tokens) for each in decodes], [each.seconds for each in decodes]
+    Raises:
+      ValueError: there was no turn, or no decode step by itself.
+    """
+    prefills = [
+        PrefillSample(
+            history_tokens=turn.cached_tokens,
+            new_tokens=turn.prefill_tokens,
+            seconds=max(turn.prefill_s - turn.load_stall_s, 1e-6),
         )
-        return cls(prefill=PrefillRate.fit(prefills), decode_step_s=step_s, decode_job_s=job_s, decode_token_s=token_s)
-
-    def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
-        """See `CostModel`."""
-        return self.prefill.seconds(history_tokens, new_tokens)
-
-    def decode_s(self, num_jobs: int, context_tokens: int) -> float:
-        """See `CostModel`."""
-        return self.decode_step_s + self.decode_job_s * num_jobs + self.decode_token_s * context_tokens
+        for turn in served.turns
+    ]
+    return FittedCost.fit(prefills, served.decode_samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +130,7 @@ def server_config(engine: Engine, served: Served, *, warmup_turns: int = 0) -> S
     )
     return ServerConfig(
         model=sizes,
-        cost=MeasuredCost.fit(served),
+        cost=measured_cost(served),
         link_bytes_per_s=_link_bytes_per_s(engine),
         max_batch_size=config.max_batch_size,
         store=_store_sizes(engine),

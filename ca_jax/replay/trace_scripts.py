@@ -22,16 +22,14 @@ from ca_jax.errors import CaJaxError
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.replay.scripts import LEAST_ANSWER_TOKENS, Exchange, Script, recorded_script
-from ca_jax.traces.agents import AgentCall, load_agent_calls
+from ca_jax.traces.agents import AgentCall, agent_files, load_agent_calls
 from ca_jax.traces.arrivals import load_arrivals
+from ca_jax.traces.formats import TRACE_FORMATS
 from ca_jax.traces.mooncake import load_mooncake
 from ca_jax.traces.requests import HASH_BLOCK_TOKENS, Request
 from ca_jax.traces.rows import BadRows
 from ca_jax.traces.sharegpt import Turn, load_sharegpt
 
-TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "arrivals")
-"""What a trace may be: conversations; requests with hashes of their prompts; calls of agents with their whole prompts;
-requests of which lengths alone are known."""
 _HASHED, _RANDOM = 1, 2  # Seeds of made-up tokens begin with these, so that they differ.
 _SPEAKER = re.compile(r"\s*(?:\w+: ?)?")  # What stands between a prompt and the answer to it, in the next prompt.
 
@@ -107,7 +105,7 @@ def trace_sessions(
         raise ValueError(f"trace wanted a file of the format {config.trace_format}, found none")
     path = Path(config.trace).expanduser()
     if config.trace_format == "agents":
-        calls = list(load_agent_calls(_files(path), bad_rows))
+        calls = list(load_agent_calls(agent_files(path), bad_rows))
         yield from _agent_sessions(_tokenizer(model), calls, max_turns, max_answer_tokens)
         return
     load = load_mooncake if config.trace_format == "mooncake" else load_arrivals
@@ -256,7 +254,3 @@ def _tokenizer(model: LoadedModel) -> Tokenizer:
     if model.tokenizer is None:
         raise ReplayError(f"a trace with text wanted a model with a tokenizer, found {model.name}")
     return model.tokenizer
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]

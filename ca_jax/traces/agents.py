@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from ca_jax.traces.requests import Request
 from ca_jax.traces.rows import BadRows, Row, TraceError, json_rows
@@ -48,6 +49,21 @@ def load_agent_calls(paths: Iterable[str | os.PathLike[str]], bad_rows: BadRows 
             except TraceError as error:
                 bad_rows.take(error)
         yield from sorted(calls, key=lambda call: call.arrival_s)
+
+
+def agent_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a trace: those of a directory, `*.jsonl`, by name, or the one that is named.
+
+    Raises:
+      FileNotFoundError: a directory without such files.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    paths = sorted(path.glob("*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(f"{path}: wanted at least one file *.jsonl, found none")
+    return paths
 
 
 def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int]) -> list[Request]:

@@ -8,11 +8,12 @@ from ca_jax.config import EngineConfig
 from ca_jax.overflow import OverflowConfig
 from ca_jax.rates import PrefillRate
 from ca_jax.replay.running import ReplayConfig, replay
-from ca_jax.replay.serving import DecodeSample, serve
-from ca_jax.replay.simulated import MeasuredCost, agreement, check_simulable, sim_sessions, simulate
+from ca_jax.replay.serving import serve
+from ca_jax.replay.simulated import agreement, check_simulable, measured_cost, sim_sessions, simulate
 from ca_jax.replay.summary import summarize
 from ca_jax.replay.trace_scripts import ReplayError, TraceConfig
 from ca_jax.replay.workload import WorkloadConfig
+from ca_jax.simulate.fitted import DecodeSample
 from tests import engine_kit as kit
 from tests.replay.traces_kit import lines_file, sharegpt_file, talk, workload
 
@@ -62,7 +63,7 @@ def test_costs_are_fitted_to_what_was_measured(made):
         for jobs in (1, 2, 5)
         for tokens in (100, 700)
     )
-    found = MeasuredCost.fit(dataclasses.replace(served, turns=turns, decode_samples=decodes))
+    found = measured_cost(dataclasses.replace(served, turns=turns, decode_samples=decodes))
     assert found.prefill_s(0, 100) == pytest.approx(0.3, rel=1e-3)
     assert found.decode_s(3, 400) == pytest.approx(0.02, rel=1e-3)
 
