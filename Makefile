@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat bench $(BENCHES) test test-slow lint format clean distclean
+.PHONY: help setup setup-parity demo chat bench $(BENCHES) figures test test-slow lint format clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,21 @@ bench-overflow: BENCH_FLAGS := --plot_out=results/overflow.png
 $(BENCHES): bench-%: setup
 	@mkdir -p results
 	$(BIN)/python -m ca_jax.launch.bench --suite=$* --json_out=results/bench_$*.json $(BENCH_FLAGS) $(ARGS)
+
+# What `make figures` serves with the engine: conversations against recomputing them, and under each policy against the
+# simulator. TRACES=DIR, with Mooncake's and the agents' traces, redoes the table of return-aware eviction too.
+REPLAY := --num_sessions=100 --max_turns=10 --max_answer_tokens=32 --context_window=2048 --arrival_rate=0.5 \
+  --dram_gib=1 --ssd_dir=build/ssd --ssd_gib=2 --recompute
+CHECKED := --num_sessions=200 --max_turns=3 --max_answer_tokens=8 --context_window=512 --norecompute_if_faster \
+  --dram_gib=0.365 --ssd_dir=build/ssd --ssd_gib=0.73
+
+figures: setup ## Redo results/paper.md, every table and plot; an hour and a half
+	@mkdir -p results/paper build/ssd
+	$(BIN)/python -m ca_jax.launch.simulate --figure=all --json_out=results/paper/figures.json --plot_dir=results/paper
+	$(BIN)/python -m ca_jax.launch.replay $(REPLAY) --json_out=results/replay.json --plot_out=results/replay.png
+	$(BIN)/python -m tools.replay_vs_simulator --json_out=results/replay_vs_simulator.json -- $(CHECKED)
+	$(if $(TRACES),$(BIN)/python tools/return_aware.py --traces=$(TRACES) --json_out=results/return_aware.json)
+	$(BIN)/python -m tools.paper_page
 
 test: lint ## Lint, types and all tests but the long ones
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
