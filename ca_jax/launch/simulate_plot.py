@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from ca_jax.simulate.comparison import PolicyResult
 from ca_jax.simulate.paper import PaperRow
@@ -32,30 +33,26 @@ def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
     if len({row.figure for row in rows}) != 1:
         raise ValueError(f"wanted rows of one figure, found those of {sorted({row.figure for row in rows})}")
     metrics = list(dict.fromkeys((row.metric, row.unit) for row in rows))
-    figure = Figure(figsize=(9, 3.2 * len(metrics)), dpi=120, layout="constrained")
+    of_metric = [[row for row in rows if (row.metric, row.unit) == metric] for metric in metrics]
+    sizes = [len(each) + 1.5 for each in of_metric]
+    figure = Figure(figsize=(9, 0.7 + 0.34 * sum(sizes)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    for (metric, unit), axes in zip(metrics, np.ravel(figure.subplots(len(metrics), 1)), strict=True):
-        shown = [row for row in rows if (row.metric, row.unit) == (metric, unit)]
+    panels = np.ravel(figure.subplots(len(metrics), 1, height_ratios=sizes))
+    for (metric, unit), shown, axes in zip(metrics, of_metric, panels, strict=True):
         scale, places = 100 if unit in _HUNDREDTHS else 1, np.arange(len(shown))
-        axes.bar(places - 0.2, [scale * row.ours for row in shown], 0.38, color=_BLUE, label="simulated")
-        known = [(place, row.paper) for place, row in zip(places, shown, strict=True) if row.paper is not None]
+        axes.barh(places - 0.2, [scale * row.ours for row in shown], 0.38, color=_BLUE)
+        known = [(place, scale * row.paper) for place, row in zip(places, shown, strict=True) if row.paper is not None]
         if known:
             at, papers = zip(*known, strict=True)
-            axes.bar(
-                np.array(at) + 0.2,
-                scale * np.array(papers),
-                0.38,
-                color="white",
-                edgecolor=_VERMILION,
-                hatch="////",
-                label="paper",
-            )
-        axes.set_xticks(places, [row.case for row in shown], rotation=20 if len(shown) > 4 else 0, ha="center")
-        axes.set_ylabel(f"{metric} ({unit})")
-        axes.legend(frameon=False, fontsize=9)
+            axes.barh(np.array(at) + 0.2, papers, 0.38, color="white", edgecolor=_VERMILION, hatch="////")
+        axes.set_yticks(places, [row.case for row in shown], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{metric} ({unit})", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
+    marks = [Patch(color=_BLUE), Patch(facecolor="white", edgecolor=_VERMILION, hatch="////")]
+    figure.legend(marks, ["simulated", "paper"], loc="outside upper right", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)
     figure.savefig(path)
 
