@@ -133,6 +133,7 @@ def server_config(engine: Engine, served: Served, *, warmup_turns: int = 0) -> S
         cost=measured_cost(served),
         link_bytes_per_s=_link_bytes_per_s(engine),
         max_batch_size=config.max_batch_size,
+        prefills_block=False,
         store=_store_sizes(engine),
         overflow=config.overflow or OverflowConfig(),
         warmup_turns=warmup_turns,

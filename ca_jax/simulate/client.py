@@ -36,6 +36,8 @@ class Client:
     """Saves under way, in order."""
     answer_left: int = 0
     """Tokens of the answer that are to be generated."""
+    answers: bool = False
+    """Whether some of it is: then the last token has no KV, since nothing was computed behind it."""
     is_counted: bool = False
     """Whether the turn is none of the warm-up."""
     next_arrival_s: float | None = None
@@ -53,6 +55,11 @@ class Client:
     def num_tokens(self) -> int:
         """Of the context."""
         return len(self._held_ids) + self._num_grown
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the context that have KV."""
+        return self.num_tokens - self.answers
 
     @property
     def token_ids(self) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 What decides is the engine's: `Scheduler`, `AttentionStore` with its placement, prefetching and policy, `num_leaving`.
 What takes time is simulated: prefills and decode steps (`CostModel`), the link to the host and the SSD (`Link`), each
-shared by all. Like the paper's engine, and unlike ours, a prefill is one piece and holds up decoding.
+shared by all. A prefill is one piece; as in the paper those of all waiting jobs come before decoding, unless asked
+otherwise.
 
 A block of the store is a few bytes here and stands for what it would hold.
 
@@ -89,6 +90,9 @@ class ServerConfig:
     """Most tokens whose KV the devices hold."""
     max_batch_size: int = 24
     """Slots."""
+    prefills_block: bool = True
+    """Whether nothing is decoded while a job can be prefilled, as in the paper; if not, each job in a slot decodes a
+    token between two prefills, as in this engine."""
     read_buffer_layers: int | None = None
     """Layers that may be loaded before their job begins; None for all."""
     store: StoreSizes | None = None
@@ -152,6 +156,8 @@ class Server:
             clock.run_until(clock.now_s)
             plan = scheduler.schedule(self._ready, self._admits)
             if plan.prefill is not None:
+                if plan.decode and not self._config.prefills_block:
+                    self._decode(plan.decode, most_steps=1)
                 self._prefill(plan.prefill)
                 if not self._num_turns % 1000:
                     progress(self._num_turns)
@@ -225,7 +231,7 @@ class Server:
         num_history = client.num_tokens
         client.grow(num_new)
         client.answer_left = turn.answer_tokens
-        client.is_served, client.gives_up = True, False
+        client.is_served, client.answers, client.gives_up = True, False, False
         return num_history
 
     def _make_room(self, client: Client, num_wanted: int) -> None:
@@ -325,12 +331,13 @@ class Server:
 
     # Decoding.
 
-    def _decode(self, jobs: tuple[Job, ...]) -> None:
-        """Decodes until a job ends or is full, or something happens that may let another in."""
+    def _decode(self, jobs: tuple[Job, ...], most_steps: int | None = None) -> None:
+        """Decodes until a job ends or is full, or something happens that may let another in; so many steps at most."""
         window, clock = self._config.model.window, self._clock
         clients = [self._asked[job].client for job in jobs]
         num_steps = min(min(each.answer_left, max(window - each.num_tokens, 1)) for each in clients)
         context = sum(each.num_tokens for each in clients)
+        num_steps = num_steps if most_steps is None else min(num_steps, most_steps)
         step_s = self._config.cost.decode_s(len(jobs), context)
         if len(jobs) < self._config.max_batch_size and clock.next_s < math.inf:
             num_steps = max(1, min(num_steps, math.ceil((clock.next_s - clock.now_s) / step_s)))
@@ -347,6 +354,7 @@ class Server:
     def _append(self, client: Client, num_tokens: int) -> None:
         """Puts generated tokens behind a context; where that is full then and goes on, some leave."""
         client.grow(num_tokens)
+        client.answers = True
         client.answer_left -= num_tokens
         if client.answer_left and client.num_tokens >= self._config.model.window:
             if self._store is not None and self._config.overflow.method == "ca":
@@ -389,9 +397,9 @@ class Server:
     def _offer(self, client: Client) -> None:
         """Hands what is computed of a context, and not in the store, to it."""
         self._unsaved.pop(client, None)
-        if self._store is None or client.gives_up or client.num_offered >= client.num_tokens:
+        if self._store is None or client.gives_up or client.num_offered >= client.num_computed:
             return
-        key, new_ids = client.key, client.token_ids[client.num_offered :]
+        key, new_ids = client.key, client.token_ids[client.num_offered : client.num_computed]
         if self._store.room_is_coming(key, len(new_ids)):
             self._unsaved[client] = None
             return

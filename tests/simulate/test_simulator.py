@@ -82,7 +82,7 @@ def test_with_room_for_all_every_history_is_loaded(sessions):
     histories = [history for history, _ in all_prompts(sessions)]
     assert counts.num_returning == sum(history > 0 for history in histories)
     assert (counts.hit_rate, counts.ssd_hits) == (1.0, 0)
-    assert counts.cached_tokens == sum(histories)
+    assert counts.cached_tokens == sum(history - 1 for history in histories if history)  # The last has no KV.
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
@@ -91,7 +91,7 @@ def test_what_dram_has_no_room_for_comes_from_ssd(sessions, policy):
     counts = server(sizes).serve(sessions)
     histories = [history for history, _ in all_prompts(sessions)]
     assert counts.hit_rate == 1.0
-    assert counts.cached_tokens == sum(histories)
+    assert counts.cached_tokens == sum(history - 1 for history in histories if history)  # The last has no KV.
     blind = server(dataclasses.replace(sizes, looks_ahead=False)).serve(sessions)
     assert blind.hit_rate == 1.0
     assert blind.ssd_hits > counts.ssd_hits
@@ -102,6 +102,17 @@ def test_a_store_that_is_too_small_hits_less(sessions, policy):
     counts = server(StoreSizes(dram_bytes=60 * BLOCK_BYTES, eviction_policy=policy)).serve(sessions)
     assert 0 < counts.hit_rate < 1
     assert counts.prompt_tokens == sum(prompt for _, prompt in all_prompts(sessions))
+
+
+def test_where_prefills_do_not_block_answers_go_on_between_them():
+    turns = (SimTurn(user_tokens=1000, answer_tokens=6),)
+    sessions = [SimSession(session_id=name, arrival_s=0.0, turns=turns) for name in "abcd"]
+    blocked, mixed = (server(prefills_block=block).serve(sessions) for block in (True, False))
+    assert (blocked.prefill_s, blocked.output_tokens) == (mixed.prefill_s, mixed.output_tokens)
+    assert blocked.ttft_s[0] == mixed.ttft_s[0]
+    for step, (early, late) in enumerate(zip(blocked.ttft_s, mixed.ttft_s, strict=True)):
+        # Before each prefill those that were prefilled got a token.
+        assert late - early == pytest.approx(sum(COST.decode_s(n, 1002 * n) for n in range(1, step + 1)), rel=0.01)
 
 
 def test_a_session_that_ended_its_time_to_live_is_forgotten():
