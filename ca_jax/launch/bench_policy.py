@@ -26,8 +26,16 @@ from ca_jax.storage.catalog_records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.policy import EVICTION_POLICIES, EvictionPolicy, PrefetchPolicy, look_ahead_window, make_policy
+from ca_jax.storage.policy import (
+    EVICTION_POLICIES,
+    EvictionPolicy,
+    PrefetchPolicy,
+    ReturnAwarePolicy,
+    look_ahead_window,
+    make_policy,
+)
 from ca_jax.storage.records import Owner
+from ca_jax.storage.returns import ReturnTimes
 from ca_jax.testing.loop_workload import hits_of_one_tier, loop_trace
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
@@ -115,7 +123,8 @@ class _Books:
         self._reserve_blocks = dram_blocks // _RESERVE_SHARE
         self._mean_blocks = float(sizes.mean())
         self._window_jobs = look_ahead_window(dram_blocks, self._mean_blocks)
-        self._table = EntryTable(self._look_ahead, dram_blocks)
+        returns = ReturnTimes(time.monotonic) if isinstance(policy, ReturnAwarePolicy) else None
+        self._table = EntryTable(self._look_ahead, dram_blocks, returns)
         for i, (size, stays) in enumerate(zip(sizes.tolist(), in_dram.tolist(), strict=True)):
             self._table.add(_make_entry(i, size, stays))
         self._keys: Iterator[str] = (f"s{i}" for i in iter(lambda: int(rng.integers(config.num_sessions)), -1))
@@ -242,14 +251,19 @@ def _write_catalog(config: PolicyBenchConfig, directory: Path, progress: Progres
 
 
 def _measure_loop(config: PolicyBenchConfig, progress: Progress) -> list[PolicyRow]:
-    """Counts hits of every policy at the summary's queue depth, and of the scheduler-aware one at others."""
+    """Counts hits of every policy at the summary's queue depth, and of the scheduler-aware one at others.
+
+    But for the one that learns: nobody returns at a time of his own here.
+    """
     num_sessions = config.loop_sessions
     trace = loop_trace(num_sessions, _LOOP_ROUNDS)
     sizes = dict.fromkeys(trace, 1)
     num_blocks = round(num_sessions / (1 + _OVER_CAPACITY))
     cells: list[tuple[str, float | None]] = [("belady", None)]
     cells += [("scheduler_aware", depth) for depth in sorted({*_QUEUE_DEPTHS, config.queue_depth})]
-    cells += [(name, config.queue_depth) for name in EVICTION_POLICIES if name != "scheduler_aware"]
+    cells += [
+        (name, config.queue_depth) for name in EVICTION_POLICIES if name not in ("scheduler_aware", "return_aware")
+    ]
     rates: list[float] = []
     progress("loop", 0, len(cells))
     for name, depth in cells:

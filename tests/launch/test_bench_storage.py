@@ -250,7 +250,7 @@ def test_policy_measures_choices_start_up_and_loop(tmp_path: Path) -> None:
     rows = run_policy_suite(config, ignore)
     assert list(tmp_path.iterdir()) == []
     decisions = [row for row in rows if isinstance(row, DecisionRow)]
-    assert [row.policy for row in decisions] == ["scheduler_aware", "lru", "fifo"]
+    assert [row.policy for row in decisions] == ["scheduler_aware", "return_aware", "lru", "fifo"]
     for row in decisions:
         assert (row.num_sessions, row.num_jobs) == (60, 10)
         assert 0 < row.p50_ms <= row.p99_ms <= row.max_ms

@@ -87,7 +87,7 @@ class Arena:
     @property
     def tier(self) -> DiskTier:
         """The blocks on SSD."""
-        return workload.ssd_of(self.engine)._tier
+        return workload.ssd_of(self.engine)._space
 
     @property
     def block_directory(self) -> Path:

@@ -97,7 +97,7 @@ def wait_for_reclaim(engine: Engine) -> None:
 
 def reader_of(engine: Engine, directory: Path) -> CatalogReader:
     """Another reader of the engine's catalog."""
-    return CatalogReader(directory, ssd_of(engine)._reader.namespace)
+    return CatalogReader(directory, ssd_of(engine)._contents.namespace)
 
 
 def wait_until_nothing_moves(engine: Engine) -> None:
@@ -121,7 +121,7 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     wait_for_reclaim(engine)
     wait_until_nothing_moves(engine)
     store, ssd = store_of(engine), ssd_of(engine)
-    tier, stats, infos = ssd._tier, store.stats(), store.list()
+    tier, stats, infos = ssd._space, store.stats(), store.list()
     with reader_of(engine, directory) as reader:
         problems = reader.integrity_check()
         assert problems == (), problems
