@@ -25,7 +25,7 @@ Everything.
 """
 MACHINE = {"cpu": "AMD EPYC", "cores": 2, "memory_gib": 23.5, "device": "cpu", "platform": "cpu"}
 FIGURES = {
-    "command": ["python", "-m", "x", "--figure=13"],
+    "command": "python -m x --figure=13",
     "num_turns": 52000,
     "elapsed_s": 41.2,
     "machine": MACHINE,

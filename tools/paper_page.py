@@ -65,7 +65,7 @@ def lines(
     own = {*_TITLES, "replay", "simulator", ""}
     yield notes[""]
     yield ""
-    yield f"`{_command(figures['command'])}`: {figures['num_turns']:,} turns in {figures['elapsed_s']:.0f} s, " + (
+    yield f"`{figures['command']}`: {figures['num_turns']:,} turns in {figures['elapsed_s']:.0f} s, " + (
         f"{summarize_machine(figures['machine'])}."
     )
     rows: dict[str, list[Mapping[str, Any]]] = {}
@@ -127,7 +127,7 @@ def _note(notes: Mapping[str, str], title: str) -> Iterable[str]:
 
 
 def _replay_table(replay: Mapping[str, Any]) -> Iterable[str]:
-    yield f"`{_command(replay['command'])}`; {summarize_machine(replay['machine'])}."
+    yield f"`{replay['command']}`; {summarize_machine(replay['machine'])}."
     yield ""
     runs = {run["name"]: run["summary"] for run in replay["runs"]}
     rows: list[tuple[str, list[str]]] = [
@@ -146,7 +146,7 @@ def _replay_table(replay: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _check_table(check: Mapping[str, Any]) -> Iterable[str]:
-    yield f"`{_command(check['command'])}`; {summarize_machine(check['machine'])}."
+    yield f"`{check['command']}`; {summarize_machine(check['machine'])}."
     yield ""
     rows = []
     for policy, found in check["policies"].items():
@@ -164,10 +164,6 @@ def _check_table(check: Mapping[str, Any]) -> Iterable[str]:
         )
     headings = "policy", "hits, engine", "simulator", "points", "tokens prefilled, engine", "simulator", "more"
     yield from table(headings, rows)
-
-
-def _command(command: str | Sequence[str]) -> str:
-    return command if isinstance(command, str) else " ".join(command)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
-from absl import app, flags
+from absl import app, flags, logging
 
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.out_flags import out_path
@@ -111,6 +112,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
     console = rich.console.Console()
     if not console.is_terminal:
         console = rich.console.Console(width=_FILE_WIDTH)
@@ -127,7 +129,7 @@ def main(argv: Sequence[str]) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     if json_out is not None:
-        command = ["python", "-m", "ca_jax.launch.simulate", *sys.argv[1:]]
+        command = shlex.join(["python", "-m", "ca_jax.launch.simulate", *sys.argv[1:]])
         report = {"command": command, **report, "machine": describe_machine(), "versions": describe_versions()}
         json_out.parent.mkdir(parents=True, exist_ok=True)
         json_out.write_text(json.dumps(report, indent=1) + "\n")

@@ -15,15 +15,8 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tier import BlockAllocator
 
 
-class DiskTier(Protocol):
-    """Blocks that outlive the process.
-
-    Moves do not block and never raise for what a disk does: they give a handle, whose error has a reason. Memory and
-    blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Whole blocks
-    only are written, and whose bytes they are is for others to know: a block that nobody refers to is just overwritten.
-
-    Any thread may move, the allocator belongs to one. L layers, K KV heads, H head dim.
-    """
+class SsdBlocks(Protocol):
+    """How many blocks there are on SSD, and which are free."""
 
     @property
     def layout(self) -> KVLayout:
@@ -32,18 +25,29 @@ class DiskTier(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the tier's cap holds."""
+        """How many blocks the cap holds."""
         ...
 
     @property
     def stored_block_bytes(self) -> int:
-        """What one block takes on disk, with checksums and rounding: the unit of the cap."""
+        """What one block takes on SSD, with checksums and rounding: the unit of the cap."""
         ...
 
     @property
     def allocator(self) -> BlockAllocator:
         """Who knows which blocks are free. At start all are, whatever is on disk: the catalog takes its own."""
         ...
+
+
+class DiskTier(SsdBlocks, Protocol):
+    """Blocks that outlive the process.
+
+    Moves do not block and never raise for what a disk does: they give a handle, whose error has a reason. Memory and
+    blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Whole blocks
+    only are written, and whose bytes they are is for others to know: a block that nobody refers to is just overwritten.
+
+    Any thread may move, the allocator belongs to one. L layers, K KV heads, H head dim.
+    """
 
     def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """Reads whole blocks, verifying their checksums.

@@ -19,6 +19,7 @@ from ca_jax.storage.block_io import IoFailure
 from ca_jax.storage.books import Entry, EntryTable, SsdCounters
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.disk_tier import SsdBlocks
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
@@ -27,7 +28,7 @@ from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.room import choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdBlocks, SsdContents, SsdMover, TaskEnd
+from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.

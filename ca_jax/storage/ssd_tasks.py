@@ -14,10 +14,8 @@ import numpy as np
 from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
 from ca_jax.storage.catalog_rows import Contents
-from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.ssd_copy import SsdCopy
-from ca_jax.storage.tier import BlockAllocator
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -122,30 +120,6 @@ class SsdMover(Protocol):
         Returns:
           Whether all has settled. If not, the memory of open tasks must stay.
         """
-        ...
-
-
-class SsdBlocks(Protocol):
-    """How many blocks there are on SSD, and which are free."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks the cap holds."""
-        ...
-
-    @property
-    def stored_block_bytes(self) -> int:
-        """What one block takes on SSD: the unit of the cap."""
-        ...
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """Who knows which blocks are free."""
         ...
 
 

@@ -97,26 +97,17 @@ class SsdWorker:
             self._writes.put(functools.partial(self._begin_flush, task))
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Has sessions forgotten. Their blocks may be given to later flushes at once."""
+        """See `SsdMover`."""
         self._change_catalog(functools.partial(self._keeper.forget, tuple(keys)))
 
     def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
-
-        Where the catalog cannot be changed so, the session is forgotten; `take_ended` says it.
-
-        Args:
-          key: of the session.
-          kept: bool `[num_tokens]`, which of its tokens on SSD stay.
-          lineage: what has been dropped then.
-          note: what is kept with it, in the same change; None keeps what is kept.
-        """
+        """See `SsdMover`."""
         self._change_catalog(functools.partial(self._keeper.cut, key, kept, lineage, note))
 
     def change(
         self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
     ) -> None:
-        """Has a session's pin or note (if not None) or else its time to live written down."""
+        """See `SsdMover`."""
         self._change_catalog(functools.partial(self._keeper.change, key, pinned, note, ttl_s))
 
     def use(self, times_s: Mapping[str, float]) -> None:
