@@ -14,7 +14,7 @@ import rich.progress
 
 from ca_jax.pretrained import Progress
 from ca_jax.replay.running import OnSample
-from ca_jax.replay.serving import Sample
+from ca_jax.replay.served import Sample
 from ca_jax.replay.workload import Workload
 
 _LINE_S = 10.0  # Between lines where no terminal is.

@@ -16,7 +16,7 @@ import rich.console
 import rich.table
 
 from ca_jax.replay.running import ReplayConfig, Result, Run
-from ca_jax.replay.serving import Sample, ServedTurn
+from ca_jax.replay.served import Sample, ServedTurn
 from ca_jax.replay.summary import Spread
 from ca_jax.storage.config import GIB
 

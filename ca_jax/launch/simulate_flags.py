@@ -14,10 +14,10 @@ from absl import flags
 from ca_jax.launch.simulate_trace import TraceSource
 from ca_jax.overflow import OverflowConfig
 from ca_jax.simulate.comparison import POLICIES
+from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
 from ca_jax.simulate.machine import DEVICES, MODELS, CostModel, RooflineCost, SimModel
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
-from ca_jax.simulate.simulator import ServerConfig, StoreSizes
 from ca_jax.traces.formats import TRACE_FORMATS
 
 FLAGS = flags.FLAGS

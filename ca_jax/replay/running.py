@@ -12,7 +12,8 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS, Engine
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.replay.serving import Sample, Served, serve
+from ca_jax.replay.served import Sample, Served
+from ca_jax.replay.serving import serve
 from ca_jax.replay.simulated import Agreement, agreement, check_simulable, simulate
 from ca_jax.replay.summary import Comparison, Summary, compare, summarize
 from ca_jax.replay.trace_scripts import ReplayError, TraceConfig

@@ -16,14 +16,15 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.overflow import OverflowConfig
 from ca_jax.rates import PrefillSample
-from ca_jax.replay.serving import Served
+from ca_jax.replay.served import Served
 from ca_jax.replay.summary import Summary
 from ca_jax.replay.trace_scripts import ReplayError
 from ca_jax.replay.workload import Workload
+from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.fitted import FittedCost
 from ca_jax.simulate.machine import SimModel
 from ca_jax.simulate.results import SimCounts
-from ca_jax.simulate.simulator import Server, ServerConfig, StoreSizes
+from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import SimSession, SimTurn
 
 _METHODS = ("ca", "of")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ca_jax.replay.serving import Served, Totals
+from ca_jax.replay.served import Served, Totals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import SimCounts
-from ca_jax.simulate.simulator import BELADY, Server, ServerConfig, StoreSizes
+from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import SimSession, num_turns, stored_tokens
 from ca_jax.storage.policy import EVICTION_POLICIES
 

@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from ca_jax.overflow import OverflowConfig
+from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.machine import DEVICES, MODELS, Device, RooflineCost
 from ca_jax.simulate.results import SimCounts
-from ca_jax.simulate.simulator import BELADY, Server, ServerConfig, StoreSizes
+from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import poisson_sessions
 
 GB = 1e9

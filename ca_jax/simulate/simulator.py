@@ -7,7 +7,8 @@ otherwise.
 
 A block of the store is a few bytes here and stands for what it would hold.
 
-Not here: what is asked of the server (workload), what things cost (machine, fitted), tables (launch).
+Not here: what kind of server it is (config), what is asked of it (workload), what things cost (machine, fitted), tables
+(launch).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 4.
 """
 
@@ -22,11 +23,11 @@ import numpy as np
 
 from ca_jax import costs
 from ca_jax.jobs import Job, SamplingParams
-from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow import num_leaving, oldest_first
 from ca_jax.scheduler import Scheduler
 from ca_jax.simulate.client import Client
 from ca_jax.simulate.clock import Clock, Link
-from ca_jax.simulate.machine import CostModel, SimModel
+from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.ssd import SimulatedSsd
 from ca_jax.simulate.workload import SimSession, SimTurn
@@ -37,70 +38,8 @@ from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.belady import BeladyPolicy
 from ca_jax.text_output import TextOutput
 
-BELADY = "belady"
-"""The eviction policy that knows when sessions come back: a bound, for `StoreSizes.eviction_policy`."""
 _PARAMS = SamplingParams()
 _SILENT = TextOutput(None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreSizes:
-    """The tiers of a simulated store.
-
-    Raises:
-      ValueError: a size or rate that cannot be.
-    """
-
-    dram_bytes: float
-    """Cap of DRAM."""
-    ssd_bytes: float = 0.0
-    """Cap of SSD; 0 for none."""
-    ssd_read_bytes_per_s: float = 5e9
-    """Bandwidth of fetches. The paper has disks of less than 5 GB/s (section 2.4)."""
-    ssd_write_bytes_per_s: float = 5e9
-    """Bandwidth of flushes."""
-    eviction_policy: str = "scheduler_aware"
-    """As in `StoreConfig`, or `BELADY`."""
-    looks_ahead: bool = True
-    """Whether the store knows of waiting jobs. If not, KV is fetched when its job is the next."""
-    ttl_s: float | None = None
-    """As in `StoreConfig`."""
-    block_tokens: int = 128
-    """As in `StoreConfig`."""
-
-    def __post_init__(self) -> None:
-        for name in ("dram_bytes", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} wanted a number above 0, found {getattr(self, name)}")
-        if not 0 <= self.ssd_bytes < math.inf:
-            raise ValueError(f"ssd_bytes wanted a number of at least 0, found {self.ssd_bytes}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """A simulated server."""
-
-    model: SimModel
-    """What it serves."""
-    cost: CostModel
-    """What computing takes."""
-    link_bytes_per_s: float
-    """Between DRAM and the devices, each way."""
-    hbm_tokens: float = math.inf
-    """Most tokens whose KV the devices hold."""
-    max_batch_size: int = 24
-    """Slots."""
-    prefills_block: bool = True
-    """Whether nothing is decoded while a job can be prefilled, as in the paper; if not, each job in a slot decodes a
-    token between two prefills, as in this engine."""
-    read_buffer_layers: int | None = None
-    """Layers that may be loaded before their job begins; None for all."""
-    store: StoreSizes | None = None
-    """Where KV is kept between turns; None to recompute it."""
-    overflow: OverflowConfig = dataclasses.field(default_factory=lambda: OverflowConfig(keep_first_tokens=0))
-    """What happens when a context is full; `method` `ca`, or `of` where what is stored is lost then."""
-    warmup_turns: int = 0
-    """First turns that are not counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

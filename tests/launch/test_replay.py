@@ -13,7 +13,7 @@ from absl import flags
 
 from ca_jax.launch import replay as script
 from ca_jax.launch.replay_progress import replay_progress
-from ca_jax.replay.serving import Sample
+from ca_jax.replay.served import Sample
 from ca_jax.replay.trace_scripts import TraceConfig
 from ca_jax.replay.workload import WorkloadConfig
 from tests import engine_kit as kit

@@ -7,8 +7,9 @@ import pytest
 
 from ca_jax.overflow import OverflowConfig
 from ca_jax.simulate.clock import Clock, Link
+from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.machine import DEVICES, MODELS, RooflineCost, SimModel
-from ca_jax.simulate.simulator import Server, ServerConfig, StoreSizes
+from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import SimSession, SimTurn, num_turns, poisson_sessions
 from ca_jax.storage.policy import EVICTION_POLICIES
 
