@@ -51,8 +51,8 @@ $(BENCHES): bench-%: setup
 # simulator. TRACES=DIR, with Mooncake's and the agents' traces, redoes the table of return-aware eviction too.
 REPLAY := --num_sessions=100 --max_turns=10 --max_answer_tokens=32 --arrival_rate=0.5 --dram_gib=1 --ssd_dir=build/ssd \
   --ssd_gib=2 --recompute
-CHECKED := --num_sessions=200 --max_turns=3 --max_answer_tokens=8 --context_window=512 --arrival_rate=2 --think_time_s=30 \
-  --norecompute_if_faster --dram_gib=0.365 --ssd_dir=build/ssd --ssd_gib=1.02
+CHECKED := --num_sessions=200 --max_turns=10 --max_answer_tokens=4 --context_window=256 --norecompute_if_faster \
+  --dram_gib=0.19 --ssd_dir=build/ssd --ssd_gib=0.57
 
 figures: setup ## Redo results/paper.md, every table and plot; an hour and a half
 	@mkdir -p results/paper build/ssd

@@ -33,7 +33,7 @@ _SSD_READ_BYTES_PER_S, _SSD_WRITE_BYTES_PER_S = 1.4e9, 0.7e9  # Of zarr3 in resu
 
 
 def measured_cost(served: Served) -> FittedCost:
-    """What computing took in a run.
+    """What computing took in a run, each kind of it and in all.
 
     Raises:
       ValueError: there was no turn, or no decode step by itself.
@@ -46,7 +46,7 @@ def measured_cost(served: Served) -> FittedCost:
         )
         for turn in served.turns
     ]
-    return FittedCost.fit(prefills, served.decode_samples)
+    return FittedCost.fit(prefills, served.decode_samples).taking(prefills, served.decode_samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,26 @@ class FittedCost:
                 raise ValueError(f"cost wanted a bench of {name} (suite {' or '.join(suites)}), found none")
         return cls.fit(prefills, decodes)
 
+    def taking(self, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
+        """The same, all rates longer or shorter by what makes samples take as long in all as they were measured to.
+
+        The least relative error is that of the middle: where some took far longer than others like them, as on a
+        machine that is shared, the sum comes out short.
+        """
+        prefill_s = sum(self.prefill_s(each.history_tokens, each.new_tokens) for each in prefills)
+        decode_s = sum(self.decode_s(each.num_jobs, each.context_tokens) for each in decodes)
+        by_prefill = sum(each.seconds for each in prefills) / prefill_s
+        by_decode = sum(each.seconds for each in decodes) / decode_s
+        rate = self.prefill
+        return FittedCost(
+            prefill=PrefillRate(
+                fixed_s=rate.fixed_s * by_prefill, token_s=rate.token_s * by_prefill, pair_s=rate.pair_s * by_prefill
+            ),
+            decode_step_s=self.decode_step_s * by_decode,
+            decode_job_s=self.decode_job_s * by_decode,
+            decode_token_s=self.decode_token_s * by_decode,
+        )
+
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
         """See `CostModel`."""
         return self.prefill.seconds(history_tokens, new_tokens)

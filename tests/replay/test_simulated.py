@@ -67,6 +67,21 @@ def test_costs_are_fitted_to_what_was_measured(made):
     assert found.decode_s(3, 400) == pytest.approx(0.02, rel=1e-3)
 
 
+def test_costs_come_to_what_all_took_though_some_took_far_longer_than_others_like_them(made):
+    with kit.small_engine() as engine:
+        served = serve(engine, made)
+    slow = [
+        dataclasses.replace(each, load_stall_s=0.0, prefill_s=5.0 if i % 9 == 0 else 0.3)
+        for i, each in enumerate(served.turns)
+    ]
+    decodes = tuple(DecodeSample(num_jobs=1, context_tokens=100, seconds=4.0 if i == 7 else 0.02) for i in range(50))
+    found = measured_cost(dataclasses.replace(served, turns=tuple(slow), decode_samples=decodes))
+    assert sum(found.prefill_s(each.cached_tokens, each.prefill_tokens) for each in slow) == pytest.approx(
+        sum(each.prefill_s for each in slow)
+    )
+    assert 50 * found.decode_s(1, 100) == pytest.approx(sum(each.seconds for each in decodes))
+
+
 def test_sessions_are_simulated_with_their_lengths_and_times(trace):
     made = workload(trace, num_sessions=5, arrival_rate=2.0, think_time_s=4.0)
     for ours, simulated in zip(made.sessions, sim_sessions(made), strict=True):
