@@ -127,7 +127,14 @@ class Server:
         self._clock.at(max(session.arrival_s, self._clock.now_s), come)
 
     def _ask(self, client: Client, turn_index: int) -> None:
-        """A turn comes: its job is queued, and the next turn expected if it is known when that comes."""
+        """A turn comes: its job is queued, and the next turn expected if it is known when that comes.
+
+        What it pushes out of a full context leaves at once, as in the engine: it is not kept while the job waits.
+        """
+        if turn_index == client.num_done and not client.answer_left:
+            self._make_room(client, self._num_new(client.session.turns[turn_index]) + 1)
+            if client.is_served:
+                self._leave_if_saved(client)
         job = Job([], _PARAMS, _SILENT, frozenset())
         self._asked[job] = _Asked(client, turn_index, self._clock.now_s)
         self._scheduler.submit(job)
@@ -160,8 +167,7 @@ class Server:
 
     def _begin_turn(self, client: Client, turn: SimTurn) -> int:
         """Makes the context that a turn prefills; how many tokens of it are history."""
-        window = self._config.model.window
-        num_new = min(turn.user_tokens, window - self._config.overflow.keep_first_tokens - 1)
+        num_new = self._num_new(turn)
         if turn.kept_tokens is not None and turn.kept_tokens < client.num_tokens:
             client.keep_first(turn.kept_tokens)
             if self._store is not None:
@@ -173,12 +179,17 @@ class Server:
         client.is_served, client.answers, client.gives_up = True, False, False
         return num_history
 
+    def _num_new(self, turn: SimTurn) -> int:
+        """Tokens of a turn's message, as far as they fit."""
+        return min(turn.user_tokens, self._config.model.window - self._config.overflow.keep_first_tokens - 1)
+
     def _make_room(self, client: Client, num_wanted: int) -> None:
-        """Drops tokens of a context so that some more fit, in the store too."""
+        """Drops tokens of a context so that some more fit, in the store too, where what was handed in is first."""
         overflow, num_tokens = self._config.overflow, client.num_tokens
         leaving = num_leaving(overflow, window=self._config.model.window, num_tokens=num_tokens, num_wanted=num_wanted)
         if not leaving:
             return
+        self._settle(client)
         mask = oldest_first(num_tokens, leaving, overflow.keep_first_tokens)
         client.keep(~mask)
         client.num_dropped += leaving
@@ -298,7 +309,6 @@ class Server:
         if client.answer_left and client.num_tokens >= self._config.model.window:
             if self._store is not None and self._config.overflow.method == "ca":
                 self._offer(client)
-            self._settle(client)
             self._make_room(client, 1)
             if self._store is None or self._config.overflow.method != "ca":
                 self._recompute(client)
