@@ -179,7 +179,8 @@ class TicketDesk:
         Args:
           key: session id.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
-          truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open.
+          truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open;
+            after a miss nothing comes from SSD in between either.
           num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them.
 
         Returns:
@@ -198,6 +199,10 @@ class TicketDesk:
             self._counters.misses[miss or MissReason.ABSENT] += 1
             if entry is not None:
                 entry.miss = None
+                if truncate:
+                    self._placement.give_up_fetch(
+                        entry
+                    )  # It would come between this and the save from the first token.
                 self._entries.place(entry)
             return None
         if truncate and not entry.in_use:

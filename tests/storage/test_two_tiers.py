@@ -773,3 +773,21 @@ def test_a_note_survives_its_sessions_eviction_from_ssd(open_store):
     assert ssd_tokens(store, "a") == 4
     store.close()
     assert open_store(8, ssd_blocks=4).note("a") == b"note"
+
+
+def test_what_is_fetched_for_a_job_that_did_not_wait_does_not_come_between_its_load_and_its_save(open_store, gates):
+    store = open_store(6)
+    put(store, "a", 7)
+    store.settle()
+    store.leave_dram("a")
+    gates[0].reads.close()
+    store.enqueue("job", "a")
+    assert not store.ready("a", True)
+    gates[0].reads.wait_held()
+    assert store.prepare_load("a", ids(7), truncate=True) is None
+    store.dequeue("job")
+    gates[0].reads.open()
+    store.settle()
+    kv = make_kv(LAYOUT, 9, seed=3)
+    assert save(store, "a", ids(9), kv)
+    assert_loads(store, "a", ids(9), kv)
