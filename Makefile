@@ -51,7 +51,7 @@ $(BENCHES): bench-%: setup
 # simulator. TRACES=DIR, with Mooncake's and the agents' traces, redoes the table of return-aware eviction too.
 REPLAY := --num_sessions=100 --max_turns=10 --max_answer_tokens=32 --arrival_rate=0.5 --dram_gib=1 --ssd_dir=build/ssd \
   --ssd_gib=2 --recompute
-CHECKED := --num_sessions=200 --max_turns=10 --max_answer_tokens=4 --context_window=256 --norecompute_if_faster \
+CHECKED := --num_sessions=200 --max_turns=8 --max_answer_tokens=4 --context_window=256 --norecompute_if_faster \
   --dram_gib=0.19 --ssd_dir=build/ssd --ssd_gib=0.57
 
 figures: setup ## Redo results/paper.md, every table and plot; an hour and a half
