@@ -124,6 +124,19 @@ def test_a_session_that_ended_its_time_to_live_is_forgotten():
         assert server(sizes).serve([session]).dram_hits == hits
 
 
+def test_what_a_message_pushes_out_of_a_full_context_is_not_kept_while_its_turn_waits():
+    """There is room for what stays of all sessions behind their next message, not for what they held before it."""
+    model = dataclasses.replace(MODEL, window=256)
+    turns = (SimTurn(user_tokens=200, answer_tokens=40), SimTurn(user_tokens=60, answer_tokens=40))
+    sessions = [SimSession(session_id=str(i), arrival_s=0.0, turns=turns) for i in range(12)]
+    num_blocks, block_tokens = 36, 64
+    assert 12 * 240 > num_blocks * block_tokens
+    sizes = StoreSizes(
+        dram_bytes=num_blocks * block_tokens * MODEL.token_bytes, eviction_policy="fifo", block_tokens=block_tokens
+    )
+    assert server(sizes, model).serve(sessions).hit_rate == 1.0
+
+
 @pytest.mark.parametrize("ssd_blocks", [0, 5000])
 def test_cut_kv_is_hit_and_kv_with_positions_is_lost(sessions, ssd_blocks):
     model = dataclasses.replace(MODEL, window=600)
