@@ -130,7 +130,7 @@ def test_what_a_message_pushes_out_of_a_full_context_is_not_kept_while_its_turn_
     turns = (SimTurn(user_tokens=200, answer_tokens=40), SimTurn(user_tokens=60, answer_tokens=40))
     sessions = [SimSession(session_id=str(i), arrival_s=0.0, turns=turns) for i in range(12)]
     num_blocks, block_tokens = 36, 64
-    assert 12 * 240 > num_blocks * block_tokens
+    assert num_blocks * block_tokens < 12 * 240
     sizes = StoreSizes(
         dram_bytes=num_blocks * block_tokens * MODEL.token_bytes, eviction_policy="fifo", block_tokens=block_tokens
     )
