@@ -20,6 +20,7 @@ from ca_jax.decoder import Decoder, DecodeRow
 from ca_jax.jobs import FinishReason, Job
 from ca_jax.metrics import EngineMetrics
 from ca_jax.prefilling import Prefilling
+from ca_jax.processes import Processes, all_agree, least
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler, StepPlan
@@ -43,6 +44,7 @@ class Batch:
       metrics: where what happens is counted.
       timeline: told of phases.
       window: most tokens of a job.
+      processes: those that do the same together.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Batch:
         metrics: EngineMetrics,
         timeline: Timeline,
         window: int,
+        processes: Processes,
     ) -> None:
+        self._processes = processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
@@ -104,7 +108,10 @@ class Batch:
                 self._fail(plan.preload, error)
 
     def _admits(self, job: Job) -> bool:
-        return job.session is None or self._kv.write_buffer.admits(min(len(job.prompt_ids), self._runner.chunk_tokens))
+        if job.session is None:
+            return True
+        num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
+        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
 
     def _begin_prefill(self, job: Job) -> None:
         """Begins to load a job's history, if this is its first step."""
@@ -115,7 +122,9 @@ class Batch:
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
-            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._metrics, self._watch)
+            self._prefilling = Prefilling(
+                job, self._runner, self._kv, self._truncator, self._metrics, self._watch, self._processes
+            )
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
             self._fail(job, error)
@@ -145,9 +154,11 @@ class Batch:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
         most = self._runner.chunk_tokens
         rates = self._kv.meter.rates
-        if not is_alone and self._config.max_tpot_ms is not None and rates is not None:
-            budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
-            most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
+        if not is_alone and self._config.max_tpot_ms is not None:
+            if rates is not None:
+                budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
+                most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
+            [most] = least(self._processes, "tokens of a pass", [most])
         return min(most, prefilling.num_left)
 
     def settle(self) -> None:

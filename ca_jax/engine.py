@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import collections
+import dataclasses
+import itertools
 import math
 import os
 import threading
@@ -30,6 +32,7 @@ from ca_jax.drift import Drift
 from ca_jax.errors import (
     ContextWindowError,
     InvalidRequestError,
+    ProcessesError,
     SessionBusyError,
     SessionClosedError,
     TenantError,
@@ -37,6 +40,7 @@ from ca_jax.errors import (
 from ca_jax.jobs import Completion, Job, SamplingParams
 from ca_jax.metrics import EngineMetrics
 from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.processes import JaxProcesses, OneProcess, Processes, from_first
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
@@ -56,7 +60,9 @@ from ca_jax.wakeup import Wakeup
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
+_STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
+_engine_numbers = itertools.count()  # Of those that several processes make together.
 
 
 class Engine:
@@ -69,9 +75,11 @@ class Engine:
       config: how.
       timeline: gets spans of what happens when; by default nothing is recorded.
       store_wrapper: given the store, returns what is used in its place; for `ca_jax.testing`.
+      processes: those that serve as one; by default those of `jax.distributed`, where that is initialised.
 
     Raises:
       ValueError: the context window is above what the model was trained for, or a size does not fit the machine.
+      ProcessesError: other processes serve other weights, or otherwise.
     """
 
     def __init__(
@@ -81,10 +89,13 @@ class Engine:
         *,
         timeline: Timeline = NO_TIMELINE,
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._processes = processes or _processes()
         self.model = model
         self.metrics = EngineMetrics(model_load_s=model.load_s)
+        self._check_alike()
         limit = model.config.max_positions
         self.window = self.config.context_window or min(limit, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
@@ -127,6 +138,7 @@ class Engine:
             fingerprint=model.fingerprint,
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
+            processes=self._processes,
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
@@ -143,6 +155,7 @@ class Engine:
             self.metrics,
             timeline,
             self.window,
+            self._processes,
         )
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
@@ -194,7 +207,8 @@ class Engine:
             if session is None:
                 messages = [] if system is None else [{"role": "system", "content": system}]
                 new = Conversation(token_ids=[], messages=messages, turn_starts=[])
-                session = Session(self, session_id or uuid.uuid4().hex, kept or new, tenant=tenant, ttl_s=ttl_s)
+                name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
+                session = Session(self, name, kept or new, tenant=tenant, ttl_s=ttl_s)
                 self._sessions[session.session_id] = session
             return session
 
@@ -353,7 +367,7 @@ class Engine:
             has_run = self._batch.step()
             stalled = not (has_run or self._scheduler.idle)
         if stalled:
-            self._wakeup.wait(seen, _STALL_S)
+            self._wakeup.wait(seen, _STALL_S if self._processes.count == 1 else _STALL_TOGETHER_S)
         return stalled or has_run
 
     def warmup(
@@ -482,6 +496,27 @@ class Engine:
                 f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
             )
 
+    def _check_alike(self) -> None:
+        """Checks that all processes serve the same, and that none needs what is another's."""
+        if self._processes.count == 1:
+            return
+        store = dataclasses.replace(self.config.store, ssd_dir=None, ssd_url=None)
+        config = dataclasses.replace(self.config, compile_cache_dir=None, store=store)
+        mine = [self.model.fingerprint, repr(self.model.config), repr(config)]
+        for index, theirs in enumerate(self._processes.gather("what is served", mine)):
+            for name, wanted, found in zip(("weights", "model config", "engine config"), mine, theirs, strict=True):
+                if wanted != found:
+                    raise ProcessesError(
+                        f"wanted the same {name} on all processes, found {wanted} on process {self._processes.index} "
+                        f"and {found} on process {index}"
+                    )
+        overflow = self.config.overflow
+        if overflow is not None and overflow.token_discarder.needs_kv:
+            raise ValueError(
+                f"discarder {overflow.token_discarder.name} wanted all of a session's KV in one process, "
+                f"found {self._processes.count}"
+            )
+
     def _measure(self, num_history: int, num_new: int) -> None:
         """Measures rates of what was warmed up."""
         self._kv.meter.forget()
@@ -492,6 +527,10 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
+
+
+def _processes() -> Processes:
+    return JaxProcesses(f"engine {next(_engine_numbers)}") if jax.process_count() > 1 else OneProcess()
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

@@ -53,3 +53,7 @@ class TenantError(CaJaxError):
 
 class UnknownSessionError(CaJaxError, LookupError):
     """A session id under which nothing is stored."""
+
+
+class ProcessesError(CaJaxError, RuntimeError):
+    """Processes that are to serve as one do not: one does not answer, does something else, or holds other shards."""

@@ -19,6 +19,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad, LayerLoader
 from ca_jax.metrics import EngineMetrics
+from ca_jax.processes import Processes, least
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.storage.attention_store import AttentionStore
@@ -67,6 +68,7 @@ class Histories:
       config: how deep, and whether to recompute.
       meter: measured rates.
       metrics: where choices and failures are counted.
+      processes: what one of them has not, none loads.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Histories:
         config: EngineConfig,
         meter: RateMeter,
         metrics: EngineMetrics,
+        processes: Processes,
     ) -> None:
+        self._processes = processes
         self._store = store
         self._loader = loader
         self._runner = runner
@@ -183,28 +187,36 @@ class Histories:
 
         Its last token is never part of it, since its logits are wanted.
         """
-        wanted = job.prompt_ids[:-1]
-        ticket = self._store.prepare_load(key, wanted, truncate=True, num_dropped=lineage) if wanted else None
-        if ticket is None and self._store.residency(key) is Residency.DRAM:
-            self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+        ticket = self._hold(job.prompt_ids[:-1], key, lineage)
+        found = 0 if ticket is None else ticket.num_tokens
         try:
-            return self._begin(job, key, ticket)
+            wanted = self._num_worth_loading(found, len(job.prompt_ids) - found)
+            num_stored, num_loaded = least(self._processes, "what is loaded", (found, wanted))
+            if ticket is not None and num_stored < found:
+                self._store.abort_load(ticket, MissReason.OTHER_SHARD)
+                ticket = self._hold(job.prompt_ids[:num_stored], key, lineage)
+            if ticket is None and self._store.residency(key) is Residency.DRAM:
+                self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+            return self._begin(job, key, ticket, num_loaded)
         except Exception:
             if ticket is not None and ticket.state is TicketState.OPEN:
                 self._store.abort_load(ticket)
             raise
 
-    def _begin(self, job: Job, key: str, ticket: LoadTicket | None) -> History:
-        """Decides what of it is loaded, and begins."""
+    def _hold(self, token_ids: list[int], key: str, lineage: int) -> LoadTicket | None:
+        """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
+        if not token_ids:
+            return None
+        return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
+
+    def _begin(self, job: Job, key: str, ticket: LoadTicket | None, num_loaded: int) -> History:
+        """Begins to load the first tokens of what is stored."""
         num_stored = 0 if ticket is None else ticket.num_tokens
-        if ticket is not None:
-            plan = self._plan(num_stored, len(job.prompt_ids) - num_stored)
-            if plan is not None and not plan.load_tokens:
-                self._store.abort_load(ticket, MissReason.RECOMPUTED)
-                ticket = None
-            elif plan is not None and plan.recompute_tokens:
-                ticket.shorten(plan.load_tokens)
-        num_loaded = 0 if ticket is None else ticket.num_tokens
+        if ticket is not None and not num_loaded:
+            self._store.abort_load(ticket, MissReason.RECOMPUTED)
+            ticket = None
+        elif ticket is not None and num_loaded < num_stored:
+            ticket.shorten(num_loaded)
         depth = self._depth(num_loaded, len(job.prompt_ids) - num_loaded)
         return History(
             key=key,
@@ -218,12 +230,12 @@ class Histories:
         all_at_once = self._config.read_buffer == "off"
         return self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
 
-    def _plan(self, num_stored: int, num_new: int) -> costs.HistoryPlan | None:
-        """What of a stored history is loaded; None: all of it."""
+    def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
+        """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""
         rates = self._meter.rates if self._config.recompute_if_faster else None
-        if rates is None:
-            return None
-        return costs.choose_history(
+        if rates is None or not num_stored:
+            return num_stored
+        plan = costs.choose_history(
             rates,
             num_stored,
             num_new,
@@ -233,6 +245,7 @@ class Histories:
             min_gain=_MIN_GAIN,
             padded=self._runner.padded,
         )
+        return plan.load_tokens
 
     def _depth(self, num_history: int, num_new: int) -> int:
         """Layers of the read buffer for a load."""

@@ -17,13 +17,17 @@ import numpy as np
 from ca_jax import costs
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.conversations import padded
+from ca_jax.errors import ProcessesError
 from ca_jax.histories import History
 from ca_jax.jobs import Job
+from ca_jax.layer_loader import LayerLoad
 from ca_jax.metrics import EngineMetrics
+from ca_jax.processes import Processes, all_agree
 from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Prefill, Runner
 from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
+from ca_jax.shared_load import SharedLoad
 from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver
 
@@ -41,6 +45,7 @@ class Prefilling:
       truncator: says whether a history is to be repaired.
       metrics: where passes, and how well their time was predicted, are counted.
       watch: told of every pass.
+      processes: those that compute it together.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Prefilling:
         truncator: Truncator,
         metrics: EngineMetrics,
         watch: ComputeWatch,
+        processes: Processes,
     ) -> None:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} was planned without a slot")
@@ -64,7 +70,9 @@ class Prefilling:
         self._metrics = metrics
         self._watch = watch
         self._truncator = truncator
+        self._processes = processes
         self._history: History | None = None
+        self._load: LayerLoad | SharedLoad | None = None
         self._repair: RepairedHistory | None = None
         self._was_alone = True
         self._computing_s = 0.0
@@ -79,7 +87,9 @@ class Prefilling:
             history = self._history = self._kv.open_history(job, job.session)
             self._forget_lost(job.session, history.num_stored)
             if history.load is not None:
-                self._repair = self._truncator.repaired(job.session, history.load, job.prompt_ids[: history.num_loaded])
+                together = self._processes.count > 1
+                self._load = SharedLoad(history.load, self._runner) if together else history.load
+                self._repair = self._truncator.repaired(job.session, self._load, job.prompt_ids[: history.num_loaded])
             if self._repair is None:
                 self.saver = self._kv.begin_saving(job.session, history.num_stored)
             self._prefill = self._start(job.cached_tokens)
@@ -120,6 +130,7 @@ class Prefilling:
             try:
                 history.load.begin(lambda layer: self._runner.insert_past(self._prefill, layer))
                 self._dispatch(num_tokens)
+                self._check_load()
                 self._kv.histories.complete(self.job, history)
                 if self._repair is not None:
                     self._save_repaired(self._repair)
@@ -189,7 +200,7 @@ class Prefilling:
         prefill = self._prefill
         start = self.num_before
         is_first = not prefill.num_done
-        history = None if self._history is None or not is_first else self._repair or self._history.load
+        history = (self._repair or self._load) if is_first else None
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
@@ -206,6 +217,11 @@ class Prefilling:
         self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
         self._layer_since_s = time.perf_counter()
 
+    def _check_load(self) -> None:
+        """Raises where the load broke, on any process: what was computed from it is nothing then."""
+        if isinstance(self._load, SharedLoad) and not all_agree(self._processes, "loaded", self._load.error is None):
+            raise ProcessesError("a shard of the history could not be loaded") from self._load.error
+
     def _begin_anew(self) -> None:
         """Forgets the history, and what was computed from it: all of the prompt is prefilled."""
         job, history = self.job, self._history
@@ -218,7 +234,7 @@ class Prefilling:
         self._kv.fail_history(history)
         self._forget_lost(job.session, 0)
         self.saver = self._kv.begin_saving(job.session, 0)
-        self._history = self._repair = None
+        self._history = self._load = self._repair = None
         job.cached_tokens = 0
         self._prefill = self._start(0)
 

@@ -15,6 +15,7 @@ from ca_jax.blend import Blender, BlendPlan
 from ca_jax.drift import Drift, add_drift
 from ca_jax.layer_loader import LayerLoad
 from ca_jax.runner import Runner
+from ca_jax.shared_load import SharedLoad
 from ca_jax.transfer import to_device
 
 
@@ -33,7 +34,7 @@ class RepairedHistory:
 
     def __init__(
         self,
-        load: LayerLoad,
+        load: LayerLoad | SharedLoad,
         token_ids: list[int],
         plan: BlendPlan | None,
         drift: Drift | None,

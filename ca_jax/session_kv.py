@@ -25,6 +25,7 @@ from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.processes import Processes, all_agree
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.session import Session
@@ -32,6 +33,7 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import EntryInfo, MissReason, Owner, Residency, StoreStats
+from ca_jax.storage.shards import shard_config
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import to_device
 from ca_jax.turn_saver import TurnSaver
@@ -51,6 +53,7 @@ class SessionKV:
       fingerprint: of the weights: KV of others is never found.
       metrics: where failures are counted.
       on_progress: called from any thread when `collect` has something to do.
+      processes: those that serve as one; each has the KV of its heads.
       timeline: told of transfers.
       store_wrapper: given the store, returns what is used in its place.
 
@@ -68,20 +71,23 @@ class SessionKV:
         fingerprint: str,
         metrics: EngineMetrics,
         on_progress: Callable[[], None],
+        processes: Processes,
         timeline: Timeline = NO_TIMELINE,
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
     ) -> None:
         max_tokens = runner.history_buckets[-1]
-        store = AttentionStore(layout, config.store, weights=fingerprint, on_progress=on_progress, timeline=timeline)
+        shard = shard_config(config.store, processes.index, processes.count)
+        store = AttentionStore(layout, shard, weights=fingerprint, on_progress=on_progress, timeline=timeline)
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
         self._metrics = metrics
+        self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         self._loader = LayerLoader(layout, staging_bytes(layout, config, max_tokens), timeline=timeline)
         self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
-        self.histories = Histories(self._store, self._loader, runner, layout, config, self.meter, metrics)
+        self.histories = Histories(self._store, self._loader, runner, layout, config, self.meter, metrics, processes)
         self.write_buffer = WriteBuffer(
             self._store,
             self._saver,
@@ -128,9 +134,8 @@ class SessionKV:
         if job not in self._queued:
             return True
         key, source = self._queued[job]
-        if self.write_buffer.is_unsaved(key):
-            return False
-        return self._store.ready(source, is_next)
+        is_ready = not self.write_buffer.is_unsaved(key) and self._store.ready(source, is_next)
+        return all_agree(self._processes, "ready", is_ready)
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""
@@ -147,7 +152,9 @@ class SessionKV:
         key, source = self._queued.get(job, ("", ""))
         is_at_hand = self._store.residency(source) is Residency.DRAM
         is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
-        if self.histories.may_preload and is_at_hand and not is_busy:
+        if not self.histories.may_preload:
+            return
+        if all_agree(self._processes, "preload", is_at_hand and not is_busy):
             self._take_prefix(job, session)
             self.histories.preload(job, key, session.conversation.lineage)
 
@@ -204,14 +211,31 @@ class SessionKV:
         """
         key = self.key(session_id, tenant)
         infos = self._store.of_name(session_id)
-        if infos and key not in {info.key for info in infos}:
+        is_others = bool(infos) and key not in {info.key for info in infos}
+        kept = self._kept(key, session_id) if infos and not is_others else None
+        if self._processes.count > 1:
+            kept, is_others = self._newest(kept, is_others)
+        if is_others:
             raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
-        note = self._store.note(key) if infos else b""
+        return kept
+
+    def _kept(self, key: str, session_id: str) -> Conversation | None:
+        note = self._store.note(key)
         try:
             return Conversation.from_bytes(note) if note else None
         except ValueError:
             _LOG.warning("what was kept of session %r cannot be read: it begins anew", session_id)
             return None
+
+    def _newest(self, kept: Conversation | None, is_others: bool) -> tuple[Conversation | None, bool]:
+        """What all processes go on with: what the one says that kept most of it. One that died early kept less."""
+        length = -1 if kept is None else kept.num_dropped + len(kept.token_ids)
+        found = self._processes.gather("what was kept of a session", [length, is_others])
+        longest = max(range(len(found)), key=lambda index: found[index][0])
+        if found[longest][0] >= 0:
+            note = kept.to_bytes().hex() if kept is not None and longest == self._processes.index else None
+            kept = Conversation.from_bytes(bytes.fromhex(self._processes.gather("a conversation", note)[longest]))
+        return kept, any(others for _, others in found)
 
     # What is stored.
 

@@ -25,6 +25,7 @@ from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Runner
 from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
+from ca_jax.shared_load import SharedLoad
 from ca_jax.turn_saver import TurnSaver
 
 
@@ -65,7 +66,7 @@ class Truncator:
             return False
         return bool(self._drift is not None or overflow.anchor_tokens or overflow.repair_ratio)
 
-    def repaired(self, session: Session, load: LayerLoad, token_ids: list[int]) -> RepairedHistory | None:
+    def repaired(self, session: Session, load: LayerLoad | SharedLoad, token_ids: list[int]) -> RepairedHistory | None:
         """A history of a session as its prefill should read it, if that is not as it is stored.
 
         Args:

@@ -13,10 +13,10 @@ import ca_jax
 # own level or lower ones, directly or through units that have no level. Cycles are refused everywhere.
 LEVELS = (
     {"models", "storage"},
-    {"discarding", "conversations"},
+    {"discarding", "conversations", "processes"},
     {"transfer", "steps", "overflow", "drift"},
     {"scheduler", "runner", "blend", "layer_loader", "async_saver"},
-    {"histories", "write_buffer"},
+    {"histories", "write_buffer", "shared_load"},
     {"session_kv"},
     {"truncator", "repair"},
     {"prefilling", "decoder"},

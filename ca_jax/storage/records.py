@@ -48,6 +48,8 @@ class MissReason(enum.StrEnum):
     """The catalog could not be read."""
     CANCELLED = "cancelled"
     """The fetch was given up."""
+    OTHER_SHARD = "other_shard"
+    """It is there, and another process does not have its shard of it."""
     RECOMPUTED = "recomputed"
     """It is there, and recomputing it was predicted to be faster than loading it."""
 

@@ -1,0 +1,126 @@
+"""Several processes that serve as one: each runs the same scheduler on the same inputs, over its share of the devices.
+
+What they compute together they must dispatch alike. So whatever a process finds out by itself (what its store holds,
+what has arrived, how long something took) and that decides what is dispatched is agreed upon first: all take the least
+of it. Bytes of KV are never exchanged, and devices take no part: values of a few bytes go through the key-value service
+of `jax.distributed`, 1.3 ms an agreement between two processes of one machine.
+
+Not here: what is agreed upon (batch, histories, prefilling, session_kv), who has which heads (models.sharding).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ca_jax.errors import ProcessesError
+
+_TIMEOUT_S = 120.0  # Longer than a compile takes, during which a process answers nobody.
+_KEPT = 2  # Agreements whose values stay where others may still read them: nobody is further behind.
+
+
+class Processes(Protocol):
+    """The processes of an engine. Every method but the properties waits for all of them, in the same order on each."""
+
+    @property
+    def index(self) -> int:
+        """Of this one, from 0."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """What each process says, by index.
+
+        Args:
+          what: is being asked; processes that ask different things have gone apart.
+          value: this process's answer: numbers, strings, lists of them, or None.
+
+        Raises:
+          ProcessesError: another process asks something else, or none answers in time.
+        """
+
+
+class OneProcess:
+    """There is no other: what this one says is agreed."""
+
+    index = 0
+    count = 1
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """See `Processes`."""
+        return [value]
+
+
+class JaxProcesses:
+    """The processes of `jax.distributed`. Belongs to the engine's thread.
+
+    Args:
+      name: of what agrees, for instance an engine: the same on all processes, and no other's.
+      timeout_s: how long the others are waited for.
+
+    Raises:
+      ProcessesError: `jax.distributed` is not initialised.
+    """
+
+    def __init__(self, name: str, timeout_s: float = _TIMEOUT_S) -> None:
+        from jax._src import distributed  # Its key-value service has no public name.
+
+        state = distributed.global_state
+        if state.client is None:
+            raise ProcessesError("wanted jax.distributed.initialize called before, found that it was not")
+        self.index: int = state.process_id
+        self.count: int = state.num_processes
+        self._client = state.client
+        self._name = f"ca_jax/{name}"
+        self._timeout_s = timeout_s
+        self._num_agreed = 0
+
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """See `Processes`."""
+        number, self._num_agreed = self._num_agreed, self._num_agreed + 1
+        self._client.key_value_set(self._key(number, self.index), json.dumps([what, value]))
+        if number >= _KEPT:
+            self._client.key_value_delete(self._key(number - _KEPT, self.index))
+        values = []
+        for index in range(self.count):
+            asked, answer = (what, value) if index == self.index else self._answer(number, index, what)
+            if asked != what:
+                raise ProcessesError(
+                    f"wanted all {self.count} processes to do the same, found process {self.index} at {what!r} and "
+                    f"process {index} at {asked!r}: they must be given the same calls in the same order"
+                )
+            values.append(answer)
+        return values
+
+    def _answer(self, number: int, index: int, what: str) -> tuple[str, Any]:
+        try:
+            text = self._client.blocking_key_value_get(self._key(number, index), int(self._timeout_s * 1000))
+        except Exception as error:  # Its own kind is not public either.
+            raise ProcessesError(
+                f"wanted process {index} to agree on {what!r}, found no answer in {self._timeout_s:g} s"
+            ) from error
+        asked, answer = json.loads(text)
+        return asked, answer
+
+    def _key(self, number: int, index: int) -> str:
+        return f"{self._name}/{number}/{index}"
+
+
+def all_agree(processes: Processes, what: str, holds: bool) -> bool:
+    """Whether something holds on every process."""
+    return all(processes.gather(what, holds)) if processes.count > 1 else holds
+
+
+def least(processes: Processes, what: str, values: Sequence[int]) -> list[int]:
+    """The smallest of each of some numbers over all processes."""
+    if processes.count == 1:
+        return list(values)
+    return [min(column) for column in zip(*processes.gather(what, list(values)), strict=True)]
+
+
+def from_first(processes: Processes, what: str, value: Any) -> Any:
+    """What the first process says."""
+    return processes.gather(what, value if processes.index == 0 else None)[0] if processes.count > 1 else value

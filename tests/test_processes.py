@@ -1,0 +1,249 @@
+"""Engines that serve as one: what one of them lacks none uses, and all give the answers of a single one.
+
+Here processes are threads, each with an engine and a store of its own; real ones are in `test_two_processes.py`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.errors import ProcessesError, TenantError
+from ca_jax.metrics import EngineMetrics
+from ca_jax.overflow import OverflowConfig
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.records import MissReason, StoreStats
+from ca_jax.storage.shards import shard_config
+from ca_jax.testing.controlled_store import ControlledStore
+from ca_jax.testing.paced import Transfer
+from ca_jax.testing.threads import ThreadProcesses, run_together
+from tests import engine_kit as kit
+from tests.test_engine_ssd import ssd_store
+
+PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
+Between = Callable[[Engine, int, str], None]
+"""Done to one process's engine before a session's turn of that number."""
+
+
+def nothing(engine: Engine, process: int, session_id: str) -> None:
+    """Leaves the engine as it is."""
+
+
+class Talk(NamedTuple):
+    """What came of a conversation."""
+
+    answers: list[list[int]]
+    cached: list[int]
+    metrics: EngineMetrics
+    stats: StoreStats
+    num_stored: list[int]
+
+
+def talk(processes: ThreadProcesses, before_last: Between = nothing, **changes) -> Talk:
+    """Three turns of one conversation."""
+    with engine_of(processes, **changes) as engine:
+        session = engine.session(session_id="one")
+        answers, cached = [], []
+        for number, prompt in enumerate(PROMPTS):
+            if number == len(PROMPTS) - 1:
+                engine.wait_for_saves()
+                before_last(engine, processes.index, session.session_id)
+            answers.append(kit.say(session, prompt))
+            cached.append(session.usage.num_cached_tokens)
+        engine.wait_for_saves()
+        num_stored = [info.num_tokens for info in engine.stored.list()]
+        return Talk(answers, cached, engine.metrics, engine.store_stats(), num_stored)
+
+
+def engine_of(processes: ThreadProcesses, *, store_wrapper=None, **changes) -> Engine:
+    config = dataclasses.replace(kit.SMALL, **changes)
+    return Engine(kit.tiny_model(), config, processes=processes, store_wrapper=store_wrapper)
+
+
+@functools.cache
+def expected() -> tuple[list, list]:
+    """The same of a single engine."""
+    with kit.small_engine() as engine:
+        session = engine.session()
+        answers = [kit.say(session, prompt) for prompt in PROMPTS]
+    return answers, [0, 40 + 12 - 1, 40 + 12 + 30 + 12 - 1]
+
+
+def test_two_that_serve_as_one_answer_like_one():
+    for found in run_together(2, talk):
+        assert (found.answers, found.cached) == expected()
+        assert found.metrics.loaded_histories == 2
+
+
+def test_what_one_lacks_none_loads():
+    def forget(engine: Engine, process: int, session_id: str) -> None:
+        if process == 1:
+            engine._kv._store.drop(engine._kv.key(session_id))
+
+    for process, found in enumerate(run_together(2, lambda p: talk(p, forget))):
+        assert found.answers == expected()[0]
+        assert found.cached[-1] == 0
+        assert found.stats.misses[MissReason.OTHER_SHARD] == (process == 0)
+
+
+@pytest.mark.parametrize("num_left", [1, 37, 64])
+def test_what_one_has_less_of_is_loaded_as_far_as_it_goes(num_left):
+    def shorten(engine: Engine, process: int, session_id: str) -> None:
+        if process == 1:
+            engine._kv._store.truncate(engine._kv.key(session_id), num_left)
+
+    for found in run_together(2, lambda p: talk(p, shorten)):
+        assert found.answers == expected()[0]
+        assert found.cached[-1] == num_left
+        assert found.num_stored == [sum(map(len, PROMPTS)) + 3 * 12 - 1]
+
+
+def test_a_load_that_breaks_on_one_is_begun_anew_on_all():
+    class Breaking:
+        """Transfers that fail from a layer on."""
+
+        def submit(self, transfer: Transfer, run: Callable[[], None]) -> concurrent.futures.Future[None]:
+            future: concurrent.futures.Future[None] = concurrent.futures.Future()
+            if transfer.layer:
+                future.set_exception(OSError("gone"))
+            else:
+                future.set_result(run())
+            return future
+
+    def broken(processes: ThreadProcesses) -> Talk:
+        wrapper = functools.partial(ControlledStore, loads=Breaking()) if processes.index == 1 else None
+        return talk(processes, store_wrapper=wrapper)
+
+    for found in run_together(2, broken):
+        assert found.answers == expected()[0]
+        assert found.cached == [0, 0, 0]
+        assert found.metrics.failed_loads == 2
+
+
+@pytest.mark.parametrize("lost", ["nothing", "shard", "turn"])
+def test_a_conversation_goes_on_after_a_restart_whatever_one_has_lost(tmp_path, lost):
+    """`turn`: one process died before the second turn was on its disk."""
+    store = ssd_store(tmp_path)
+
+    def first(processes: ThreadProcesses) -> list[list[int]]:
+        with engine_of(processes, store=store) as engine:
+            session = engine.session(session_id="one")
+            answers = [kit.say(session, PROMPTS[0])]
+            engine.wait_for_saves()
+            engine._kv.settle()
+            processes.gather("saved", None)
+            if processes.index == 1:
+                shutil.copytree(shard_config(store, 1, 2).ssd_dir, tmp_path.parent / "kept", dirs_exist_ok=True)
+            return [*answers, kit.say(session, PROMPTS[1])]
+
+    def second(processes: ThreadProcesses) -> tuple[list[int], int, int]:
+        with engine_of(processes, store=store) as engine:
+            session = engine.session(session_id="one")
+            return kit.say(session, PROMPTS[2]), session.usage.num_cached_tokens, len(session.messages)
+
+    answers, cached = expected()
+    assert run_together(2, first) == [answers[:2]] * 2
+    shard = shard_config(store, 1, 2).ssd_directory
+    if lost != "nothing":
+        shutil.rmtree(shard)
+    if lost == "turn":
+        shutil.copytree(tmp_path.parent / "kept", shard)
+    loaded = {"nothing": cached[2], "shard": 0, "turn": len(PROMPTS[0]) + 12 - 1}[lost]
+    assert run_together(2, second) == [(answers[2], loaded, 6)] * 2
+
+
+def test_several_conversations_at_once_and_a_full_context_end_alike():
+    """The order in which KV is at hand differs between them; what is done must not."""
+
+    def run(processes: ThreadProcesses) -> tuple[list, int]:
+        overflow = OverflowConfig(truncation_ratio=0.5)
+        with engine_of(processes, store=kit.store_of(40), max_batch_size=2, overflow=overflow) as engine:
+            sessions = [engine.session() for _ in range(4)]
+            for turn in range(6):
+                prompts = [kit.prompt(70 + 9 * number, turn) for number in range(4)]
+                kit.drain(*(s.send_ids(p, max_tokens=20) for s, p in zip(sessions, prompts, strict=True)))
+                engine.wait_for_saves()
+                if processes.index == 1 and turn == 1:
+                    engine._kv._store.drop(engine._kv.key(sessions[0].session_id))
+            return [(s.session_id, s.token_ids) for s in sessions], engine.metrics.truncations
+
+    one, other = run_together(2, run)
+    assert one == other
+    assert one[1] > 0
+
+
+def test_those_that_do_not_do_the_same_are_told():
+    def run(processes: ThreadProcesses) -> None:
+        with engine_of(processes) as engine:
+            session = engine.session(session_id="one")
+            kit.say(session, PROMPTS[0])
+            if processes.index:
+                engine.session()
+            else:
+                kit.say(session, PROMPTS[1])
+
+    with pytest.raises(ProcessesError, match=r"found \['ready', \"a session's name\"\]"):
+        run_together(2, run, timeout_s=20)
+
+
+def test_those_that_serve_otherwise_are_told_before_anything_is_compiled():
+    def run(processes: ThreadProcesses) -> None:
+        engine_of(processes, save_group_tokens=8 + 8 * processes.index)
+
+    with pytest.raises(ProcessesError, match="wanted the same engine config on all processes, found"):
+        run_together(2, run)
+
+
+def test_a_conversation_of_another_tenant_is_refused_by_all(tmp_path):
+    def run(processes: ThreadProcesses) -> None:
+        with engine_of(processes, store=ssd_store(tmp_path)) as engine:
+            kit.say(engine.session(session_id="one", tenant="a"), PROMPTS[0])
+            engine._kv.settle()
+            engine._sessions.clear()
+            with pytest.raises(TenantError):
+                engine.session(session_id="one", tenant="b")
+
+    run_together(2, run)
+
+
+def test_a_directory_of_another_number_of_processes_is_refused(tmp_path):
+    store = ssd_store(tmp_path)
+    assert shard_config(store, 0, 1) == store
+    (tmp_path / "shard-0-of-2").mkdir()
+    shard = shard_config(dataclasses.replace(store, ssd_url="memory://blocks/"), 1, 2)
+    assert (shard.ssd_dir, shard.ssd_url) == (str(tmp_path / "shard-1-of-2"), "memory://blocks/shard-1-of-2")
+    with pytest.raises(ValueError, match="wanted the store of 4 processes, found that of 2 processes"):
+        shard_config(store, 0, 4)
+    with pytest.raises(ValueError, match="wanted the store of 1 process, found that of 2 processes"):
+        kit.small_engine(store=store)
+
+
+def test_the_store_of_one_process_is_refused_by_two(tmp_path):
+    store = ssd_store(tmp_path)
+    kit.small_engine(store=store).close()
+    with pytest.raises(ValueError, match="wanted the store of 2 processes, found that of 1 process"):
+        shard_config(store, 0, 2)
+
+
+def test_store_wrappers_get_the_shard(tmp_path):
+    """A store that is off has no directory, and nothing to lack."""
+    seen: list[AttentionStore] = []
+
+    def run(processes: ThreadProcesses) -> list:
+        def wrapper(store: AttentionStore) -> AttentionStore:
+            seen.append(store)
+            return store
+
+        found = talk(processes, store=kit.STORE_OFF, store_wrapper=wrapper)
+        assert not any(found.cached)
+        return found.answers
+
+    assert run_together(2, run) == [expected()[0]] * 2
+    assert len(seen) == 2
