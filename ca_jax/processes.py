@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ca_jax.errors import ProcessesError
 
-_TIMEOUT_S = 120.0  # Longer than a compile takes, during which a process answers nobody.
+_TIMEOUT_S = 600.0  # Longer than a compile takes. Of a process that died jax tells the others sooner, and ends them.
 _KEPT = 2  # Agreements whose values stay where others may still read them: nobody is further behind.
 
 
@@ -112,6 +112,11 @@ class JaxProcesses:
 def all_agree(processes: Processes, what: str, holds: bool) -> bool:
     """Whether something holds on every process."""
     return all(processes.gather(what, holds)) if processes.count > 1 else holds
+
+
+def any_agrees(processes: Processes, what: str, holds: bool) -> bool:
+    """Whether something holds on any process."""
+    return any(processes.gather(what, holds)) if processes.count > 1 else holds
 
 
 def least(processes: Processes, what: str, values: Sequence[int]) -> list[int]:

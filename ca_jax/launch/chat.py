@@ -6,6 +6,9 @@ Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer; 
 is no terminal is read line by line, so that a chat can be scripted. Where the context window was full and tokens were
 dropped, the line under the answer says so.
 
+Where several processes serve as one (`--coordinator_address --num_processes --process_id`), the first one reads and
+writes, and the others follow.
+
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.
 
@@ -27,12 +30,13 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
 from ca_jax.jobs import FinishReason, SamplingParams
-from ca_jax.launch import engine_flags, store_flags
-from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines
+from ca_jax.launch import engine_flags, process_flags, store_flags
+from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines, shared_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
 from ca_jax.overflow import OverflowConfig
+from ca_jax.processes import OneProcess, Processes, any_agrees
 from ca_jax.session import Session
 
 FLAGS = flags.FLAGS
@@ -68,6 +72,7 @@ class Chat:
       read_line: gives the user's next line, without its end; EOFError ends the chat, KeyboardInterrupt drops the line.
       console: where everything goes.
       sampling: how answers are drawn.
+      processes: those that chat together; the first one's user is everybody's.
       system: system message of new conversations.
       session_id: names the first conversation, which is gone on with if the store kept it; made up if not given.
 
@@ -82,11 +87,13 @@ class Chat:
         read_line: Callable[[], str],
         console: rich.console.Console,
         sampling: SamplingParams,
+        processes: Processes | None = None,
         system: str | None = None,
         session_id: str | None = None,
     ) -> None:
         self._engine = engine
-        self._read_line = read_line
+        self._processes = processes or OneProcess()
+        self._read_line = shared_lines(read_line, self._processes)
         self._console = console
         self._sampling = sampling
         self._system = system
@@ -163,7 +170,7 @@ class Chat:
         with interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
                 write_piece(self._console, piece)
-                if interrupted.is_set():
+                if any_agrees(self._processes, "stop", interrupted.is_set()):
                     break
         self._console.print()
         ended = {FinishReason.CANCELLED: "stopped · ", FinishReason.LENGTH: "cut short · "}
@@ -273,6 +280,7 @@ def _define_flags() -> None:
     )
     engine_flags.define(_DEFAULT_CONFIG)
     store_flags.define()
+    process_flags.define()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -280,8 +288,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
     logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    console = rich.console.Console()
     try:
+        processes = process_flags.join("chat")
+        console = rich.console.Console(quiet=processes.index > 0)
         sampling = SamplingParams(
             max_tokens=FLAGS.max_tokens,
             temperature=FLAGS.temperature,
@@ -316,6 +325,7 @@ def main(argv: Sequence[str]) -> None:
                 read_line=read_line,
                 console=console,
                 sampling=sampling,
+                processes=processes,
                 system=FLAGS.system,
                 session_id=FLAGS.session_id,
             )

@@ -16,6 +16,7 @@ import prompt_toolkit.completion
 import rich.console
 
 from ca_jax.launch.terminal import printable
+from ca_jax.processes import Processes, from_first
 
 _PROMPT = "> "
 
@@ -51,3 +52,27 @@ def prompt_lines(commands: Sequence[str]) -> Callable[[], str]:
         _PROMPT, completer=completer, complete_while_typing=False
     )
     return prompt.prompt
+
+
+def shared_lines(read_line: Callable[[], str], processes: Processes) -> Callable[[], str]:
+    """A `read_line` that gives all processes what the first one's gives; the others' are not asked."""
+    if processes.count == 1:
+        return read_line
+
+    def read_first() -> str:
+        said = None
+        if processes.index == 0:
+            try:
+                said = ["line", read_line()]
+            except EOFError:
+                said = ["end", ""]
+            except KeyboardInterrupt:
+                said = ["interrupt", ""]
+        kind, line = from_first(processes, "a line", said)
+        if kind == "end":
+            raise EOFError
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        return line
+
+    return read_first
