@@ -145,8 +145,8 @@ class Batch:
         prefilling.finish()
         if prefilling.saver is not None:
             self._savers[job] = prefilling.saver
-        self._metrics.prompt_tokens += len(job.prompt_ids)
-        self._metrics.cached_tokens += job.cached_tokens
+        self._metrics.prompt_tokens += job.num_prompt_tokens
+        self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
         self._scheduler.prefilled(job)
         self._accept(job, token)
 

@@ -33,6 +33,8 @@ class Conversation:
     """Tokens that were dropped from it, since the context was full or by hand."""
     lineage: int = 0
     """Those of them that had others behind them which stayed: KV of another lineage has seen other tokens."""
+    num_slid: int = 0
+    """First tokens that no layer of the model looks back to any more: their KV is not kept."""
     positions: list[int] = dataclasses.field(default_factory=list)
     """At which its keys are used, where those are not their places: KV that was cut naively."""
     attention: list[float] = dataclasses.field(default_factory=list)
@@ -41,6 +43,15 @@ class Conversation:
     """First tokens some of whose KV the next prefill computes anew: those that were there when others left."""
     to_drift: list[int] = dataclasses.field(default_factory=list)
     """For each truncation since then, how many first tokens are left of those that drifted by it."""
+
+    @property
+    def kv_lineage(self) -> int:
+        """The store's mark of its KV: all tokens that are gone from there and had others behind them."""
+        return self.lineage + self.num_slid
+
+    def slid(self, num_tokens: int) -> Conversation:
+        """The same, of which only the KV behind its first `num_tokens` tokens is kept."""
+        return dataclasses.replace(self, num_slid=num_tokens)
 
     def with_turn(
         self,
@@ -72,6 +83,7 @@ class Conversation:
             turn_starts=turn_starts,
             positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
+            num_slid=min(self.num_slid, num_tokens),
         )
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
@@ -95,10 +107,11 @@ class Conversation:
         A turn of which nothing is left but what is before the first token that leaves loses its messages too.
 
         Args:
-          discarded: bool `[T]`, True where a token leaves.
+          discarded: bool `[T]`, True where a token leaves; the first `num_slid` leave in any case, having no KV.
           keeps_positions: whether keys are used at their old positions from now on.
           others: the same for the tokens of a turn that runs, which are not of the conversation yet.
         """
+        discarded = discarded | (np.arange(len(discarded)) < self.num_slid)
         everything = discarded if others is None else np.concatenate([discarded, others])
         left = np.flatnonzero(~everything)
         kept = np.flatnonzero(~discarded)
@@ -152,6 +165,7 @@ class Conversation:
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 lineage=int(fields["lineage"]),
                 num_dropped=int(fields["num_dropped"]),
+                num_slid=int(fields.get("num_slid", 0)),
                 num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 **packed,

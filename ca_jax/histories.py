@@ -16,6 +16,7 @@ import jax
 
 from ca_jax import costs
 from ca_jax.config import EngineConfig
+from ca_jax.conversations import Conversation
 from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad, LayerLoader
 from ca_jax.metrics import EngineMetrics
@@ -43,6 +44,8 @@ class History:
     """On its way; None where nothing is loaded."""
     num_stored: int
     """Tokens whose KV is stored, and need not be saved again."""
+    num_slid: int
+    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
     predicted_s: float | None
     """What prefilling over it is predicted to take; None without rates."""
 
@@ -69,6 +72,7 @@ class Histories:
       meter: measured rates.
       metrics: where choices and failures are counted.
       processes: what one of them has not, none loads.
+      window: how far all layers look back, tokens, the one that looks among them; None: to the first.
     """
 
     def __init__(
@@ -81,8 +85,10 @@ class Histories:
         meter: RateMeter,
         metrics: EngineMetrics,
         processes: Processes,
+        window: int | None,
     ) -> None:
         self._processes = processes
+        self._window = 0 if window is None else window
         self._store = store
         self._loader = loader
         self._runner = runner
@@ -101,13 +107,13 @@ class Histories:
         """Whether a job's load has begun early."""
         return self._preloaded is not None and self._preloaded[0] is job
 
-    def preload(self, job: Job, key: str, lineage: int) -> None:
+    def preload(self, job: Job, key: str, kept: Conversation) -> None:
         """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
         self.give_up_preloaded()
-        self._preloaded = job, self._open(job, key, lineage)
+        self._preloaded = job, self._open(job, key, kept)
         self._metrics.preloads += self._preloaded[1].load is not None
 
-    def open(self, job: Job, key: str, lineage: int) -> History:
+    def open(self, job: Job, key: str, kept: Conversation) -> History:
         """A job's turn has come: begins to load its history, unless that has begun already.
 
         Says in `job` how many tokens' KV is loaded, and from where.
@@ -116,7 +122,7 @@ class Histories:
             (_, history), self._preloaded = self._preloaded, None
         else:
             self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
-            history = self._open(job, key, lineage)
+            history = self._open(job, key, kept)
         job.cached_tokens = history.num_loaded
         job.cached_tier = "ssd" if history.from_ssd else "dram"
         self._metrics.loaded_histories += 0 < history.num_loaded == history.num_stored
@@ -182,22 +188,26 @@ class Histories:
         load.release()
         self._store.complete_load(ticket)
 
-    def _open(self, job: Job, key: str, lineage: int) -> History:
+    def _open(self, job: Job, key: str, kept: Conversation) -> History:
         """Begins to load as much of the stored prefix of a prompt as is worth it.
 
-        Its last token is never part of it, since its logits are wanted.
+        Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
+        layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
-        ticket = self._hold(job.prompt_ids[:-1], key, lineage)
+        prompt_ids, num_slid, lineage = job.prompt_ids[kept.num_slid :], kept.num_slid, kept.kv_lineage
+        ticket = self._hold(prompt_ids[:-1], key, lineage)
         found = 0 if ticket is None else ticket.num_tokens
         try:
-            wanted = self._num_worth_loading(found, len(job.prompt_ids) - found)
+            wanted = found if num_slid else self._num_worth_loading(found, len(prompt_ids) - found)
             num_stored, num_loaded = least(self._processes, "what is loaded", (found, wanted))
+            if num_slid and num_stored < self._window - 1:
+                num_stored = num_loaded = num_slid = 0
             if ticket is not None and num_stored < found:
                 self._store.abort_load(ticket, MissReason.OTHER_SHARD)
-                ticket = self._hold(job.prompt_ids[:num_stored], key, lineage)
+                ticket = self._hold(prompt_ids[:num_stored], key, lineage)
             if ticket is None and self._store.residency(key) is Residency.DRAM:
                 self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
-            return self._begin(job, key, ticket, num_loaded)
+            return self._begin(job, key, ticket, num_loaded, num_slid)
         except Exception:
             if ticket is not None and ticket.state is TicketState.OPEN:
                 self._store.abort_load(ticket)
@@ -209,7 +219,7 @@ class Histories:
             return None
         return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
 
-    def _begin(self, job: Job, key: str, ticket: LoadTicket | None, num_loaded: int) -> History:
+    def _begin(self, job: Job, key: str, ticket: LoadTicket | None, num_loaded: int, num_slid: int) -> History:
         """Begins to load the first tokens of what is stored."""
         num_stored = 0 if ticket is None else ticket.num_tokens
         if ticket is not None and not num_loaded:
@@ -217,12 +227,14 @@ class Histories:
             ticket = None
         elif ticket is not None and num_loaded < num_stored:
             ticket.shorten(num_loaded)
-        depth = self._depth(num_loaded, len(job.prompt_ids) - num_loaded)
+        num_new = len(job.prompt_ids) - num_slid - num_loaded
+        depth = self._depth(num_loaded, num_new)
         return History(
             key=key,
             load=None if ticket is None else self._load(ticket, depth, job),
             num_stored=num_stored,
-            predicted_s=self._predict(num_loaded, len(job.prompt_ids) - num_loaded, depth),
+            num_slid=num_slid,
+            predicted_s=self._predict(num_loaded, num_new, depth),
         )
 
     def _load(self, ticket: LoadTicket, depth: int, job: Job) -> LayerLoad:

@@ -89,7 +89,7 @@ class Usage:
     prompt_tokens: int
     """Tokens the answer was conditioned on: history and new."""
     cached_tokens: dict[str, int]
-    """Of those, how many had their KV loaded, by tier."""
+    """Of those, how many had their KV loaded, or are behind a sliding window and needed none, by tier."""
     completion_tokens: int
     """Tokens generated."""
     ttft_s: float
@@ -153,6 +153,8 @@ class Job:
     """What the user said."""
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))
     """Order of submission."""
+    slid_ids: list[int] = dataclasses.field(default_factory=list)
+    """First tokens of its conversation that no layer looks back to, and that are not in its context: see `skip`."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     """The context: prompt and generated tokens, without those that left since the window was full."""
     num_gone: int = 0
@@ -211,6 +213,20 @@ class Job:
         """Of the context."""
         return len(self.token_ids)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """That the answer is conditioned on, those among them that a sliding window has left behind."""
+        return len(self.slid_ids) + len(self.prompt_ids)
+
+    def skip(self, num_tokens: int) -> None:
+        """Leaves first tokens out of the context, which no layer looks back to: there is no KV of them.
+
+        What is behind them is used at places and positions from 0 on, which is the same to attention.
+        """
+        self.slid_ids = self.prompt_ids[:num_tokens]
+        self.prompt_ids, self.token_ids = self.prompt_ids[num_tokens:], self.token_ids[num_tokens:]
+        self.num_gone += num_tokens
+
     def add(self, token: int) -> None:
         """Puts a generated token behind the context."""
         self.output_ids.append(token)
@@ -219,8 +235,8 @@ class Job:
     def usage(self) -> Usage:
         """What it took so far."""
         return Usage(
-            prompt_tokens=len(self.prompt_ids),
-            cached_tokens={self.cached_tier: self.cached_tokens},
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens={self.cached_tier: len(self.slid_ids) + self.cached_tokens},
             completion_tokens=len(self.output_ids),
             ttft_s=max(self.first_token_s - self.submitted_s, 0.0),
             queued_s=max(self.started_s - self.submitted_s, 0.0),

@@ -214,7 +214,7 @@ class Session:
     def adopt(self, job: Job) -> None:
         """Makes an ended turn part of the conversation; for the engine."""
         self._conversation = self._conversation.with_turn(
-            job.token_ids, job.message, job.output.text, job.positions, job.attention
+            [*job.slid_ids, *job.token_ids], job.message, job.output.text, job.positions, job.attention
         )
         self.usage = job.usage()
         self.finish_reason = job.finish_reason

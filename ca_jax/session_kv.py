@@ -156,7 +156,7 @@ class SessionKV:
             return
         if all_agree(self._processes, "preload", is_at_hand and not is_busy):
             self._take_prefix(job, session)
-            self.histories.preload(job, key, session.conversation.lineage)
+            self.histories.preload(job, key, session.conversation)
 
     def open_history(self, job: Job, session: Session) -> History:
         """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
@@ -167,7 +167,7 @@ class SessionKV:
         if not self.histories.is_preloaded(job):
             self.write_buffer.settle(key)
             self._take_prefix(job, session)
-        history = self.histories.open(job, key, session.conversation.lineage)
+        history = self.histories.open(job, key, session.conversation)
         self.withdraw(job)
         return history
 
@@ -180,7 +180,7 @@ class SessionKV:
     def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
         key = self.key(session.session_id, session.tenant)
-        return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.lineage)
+        return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
 
     def begin_saving_anew(self, session: Session) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
@@ -287,7 +287,7 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         layout, num_tokens = self._layout, len(token_ids)
         layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
-        ticket = self._store.prepare_load(key, token_ids, num_dropped=session.conversation.lineage)
+        ticket = self._store.prepare_load(key, token_ids, num_dropped=session.conversation.kv_lineage)
         if ticket is not None:
             reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
             for read in reads:

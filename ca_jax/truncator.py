@@ -121,6 +121,9 @@ class Truncator:
         overflow, num_history = self._overflow, len(session.token_ids)
         if overflow is None or num_history + num_new < self._window:
             return None
+        slid = np.arange(num_history) < session.conversation.num_slid
+        if slid.any() and num_history - slid.sum() + num_new < self._window:
+            return slid
         if num_new >= self._window:
             raise ContextWindowError(
                 f"wanted a prompt under the context window of {self._window} tokens, found {num_new}"
@@ -167,6 +170,10 @@ class Truncator:
         session, overflow, slot = job.session, self._overflow, job.slot
         if session is None or overflow is None or slot is None:
             raise RuntimeError(f"job {job.job_id} has a full context and no session, slot or leave to drop any of it")
+        if job.slid_ids:
+            slid = np.arange(len(session.token_ids)) < len(job.slid_ids)
+            session.resume(session.conversation.cut(slid))
+            job.slid_ids = []
         num_history = len(session.token_ids)
         starts = [*(start for start, _ in session.conversation.turn_starts), num_history]
         attention = () if job.attention is None else job.attention

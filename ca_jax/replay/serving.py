@@ -250,4 +250,4 @@ class _Replay:
 
 
 def _num_history(job: Job, turn: ReplayTurn) -> int:
-    return len(job.prompt_ids) - len(turn.exchange.message)
+    return job.num_prompt_tokens - len(turn.exchange.message)
