@@ -24,7 +24,7 @@ from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.llama import Layer, Llama
+from ca_jax.models.transformer import Layer, Transformer
 
 Params = Any
 """A tree of linen variables."""
@@ -67,7 +67,7 @@ def empty_kv(config: ModelConfig, num_tokens: int, dtype: str) -> jax.Array:
 @partial(jax.jit, static_argnames=("config",))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
-    return _apply(Llama(config), params, tokens, method=Llama.embed)
+    return _apply(Transformer(config), params, tokens, method=Transformer.embed)
 
 
 def _prefill_layer(
@@ -155,13 +155,13 @@ def prefill_layer_attention(
 @partial(jax.jit, static_argnames=("config",))
 def last_logits(config: ModelConfig, params: Params, x: jax.Array, index: jax.Array) -> jax.Array:
     """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
-    return _apply(Llama(config), params, lax.dynamic_slice_in_dim(x, index, 1, 1), method=Llama.head)[:, 0]
+    return _apply(Transformer(config), params, lax.dynamic_slice_in_dim(x, index, 1, 1), method=Transformer.head)[:, 0]
 
 
 @partial(jax.jit, static_argnames=("config",))
 def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
-    return _apply(Llama(config), params, x, method=Llama.head)
+    return _apply(Transformer(config), params, x, method=Transformer.head)
 
 
 @partial(jax.jit, static_argnames=("capacity",))
@@ -323,11 +323,11 @@ def decode(
       attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0 behind the
       new token.
     """
-    model = Llama(config)
+    model = Transformer(config)
     num_rows = tokens.shape[0]
     rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
     new_keys, new_values, new_kv, received = [], [], [], []
-    x = _apply(model, params, tokens[:, None], method=Llama.embed)
+    x = _apply(model, params, tokens[:, None], method=Transformer.embed)
     for i in range(config.num_layers):
 
         def attend_fn(
@@ -350,6 +350,6 @@ def decode(
         new_keys.append(keys)
         new_values.append(values)
         received += of_layer
-    logits = _apply(model, params, x, method=Llama.head)[:, 0]
+    logits = _apply(model, params, x, method=Transformer.head)[:, 0]
     out = (logits, jnp.stack(new_kv), Slots(new_keys, new_values))
     return (*out, sum(received, jnp.float32(0))) if with_attention else out
