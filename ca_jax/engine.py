@@ -139,6 +139,7 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
+            window=self._kv_window(),
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
@@ -495,6 +496,11 @@ class Engine:
             raise ContextWindowError(
                 f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
             )
+
+    def _kv_window(self) -> int | None:
+        """How much of a session's KV is kept, where the model looks back no further; not where truncation may."""
+        overflow = self.config.overflow
+        return self.model.config.kv_window if overflow is None or overflow.changes_nothing else None
 
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""

@@ -227,6 +227,12 @@ class Job:
         self.prompt_ids, self.token_ids = self.prompt_ids[num_tokens:], self.token_ids[num_tokens:]
         self.num_gone += num_tokens
 
+    def skip_none(self) -> None:
+        """Takes back what was skipped, for a prompt that is prefilled whole. No token may have been generated."""
+        self.num_gone -= len(self.slid_ids)
+        self.prompt_ids = [*self.slid_ids, *self.prompt_ids]
+        self.slid_ids, self.token_ids = [], list(self.prompt_ids)
+
     def add(self, token: int) -> None:
         """Puts a generated token behind the context."""
         self.output_ids.append(token)

@@ -90,6 +90,13 @@ class OverflowConfig:
         """
         return make_discarder(self.discarder) if isinstance(self.discarder, str) else self.discarder
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether what stays is used as it is, and nothing of it is looked at to choose what leaves."""
+        repairs = self.drift is not None or self.anchor_tokens or self.repair_ratio
+        looks = self.token_discarder.needs_attention or self.token_discarder.needs_kv
+        return self.method == "ca" and not repairs and not looks
+
     def check_window(self, window: int) -> None:
         """Refuses what does not fit a window of so many tokens.
 

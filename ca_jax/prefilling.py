@@ -85,7 +85,8 @@ class Prefilling:
         job = self.job
         if job.session is not None:
             history = self._history = self._kv.open_history(job, job.session)
-            self._forget_lost(job.session, history.num_stored)
+            self._forget_lost(job.session, history.num_stored, history.num_slid)
+            job.skip(history.num_slid)
             if history.load is not None:
                 together = self._processes.count > 1
                 self._load = SharedLoad(history.load, self._runner) if together else history.load
@@ -232,15 +233,18 @@ class Prefilling:
             self.saver.give_up()
             self._kv.write_buffer.end(self.saver)
         self._kv.fail_history(history)
-        self._forget_lost(job.session, 0)
+        self._forget_lost(job.session, 0, 0)
+        job.skip_none()
         self.saver = self._kv.begin_saving(job.session, 0)
         self._history = self._load = self._repair = None
         job.cached_tokens = 0
         self._prefill = self._start(0)
 
-    def _forget_lost(self, session: Session, num_stored: int) -> None:
+    def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
         """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
         left = session.conversation
+        if left.num_slid != num_slid:
+            session.resume(left.slid(num_slid))
         if left.num_to_repair > num_stored:
             session.resume(left.with_kv_of(num_stored))
         self.job.positions = self.job.positions[:num_stored]

@@ -134,7 +134,9 @@ class Truncator:
             return np.ones(num_history, bool)
         starts = [*(start for start, _ in session.conversation.turn_starts), num_history]
         num_needed = num_history + num_wanted - self._window
-        return self._choose(session, session.token_ids, count, starts, num_needed, session.conversation.attention)
+        return slid | self._choose(
+            session, session.token_ids, count, starts, num_needed, session.conversation.attention
+        )
 
     def cut(self, session: Session, discarded: np.ndarray, *, by_hand: bool = False) -> None:
         """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
@@ -173,6 +175,7 @@ class Truncator:
         if job.slid_ids:
             slid = np.arange(len(session.token_ids)) < len(job.slid_ids)
             session.resume(session.conversation.cut(slid))
+            job.dropped_tokens += len(job.slid_ids)
             job.slid_ids = []
         num_history = len(session.token_ids)
         starts = [*(start for start, _ in session.conversation.turn_starts), num_history]

@@ -189,6 +189,11 @@ class ModelConfig:
         """How many tokens a token sees in a layer, itself among them; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window
 
+    @property
+    def kv_window(self) -> int | None:
+        """How far all layers look back, tokens, the one that looks among them; None: some layer looks at all."""
+        return None if self.full_layers else self.sliding_window
+
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         """Bytes of keys and values one token leaves in all layers, at `itemsize` bytes a number (2 for bf16)."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

@@ -169,6 +169,12 @@ class AttentionStore:
         self._placement.used(entry)
         return Lookup(residency=entry.residency, num_tokens=entry.num_readable)
 
+    def num_readable(self, key: str) -> int:
+        """How many of a session's tokens can be read, or fetched. Not a use."""
+        self._check_open()
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.num_readable
+
     def residency(self, key: str) -> Residency:
         """Where a session's KV is. Not a use."""
         self._check_open()
