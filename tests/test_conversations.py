@@ -30,6 +30,7 @@ GOOD = {
     "attention": numbers([0.5, 0.25], "<f4"),
     "num_to_repair": 2,
     "to_drift": [2, 1],
+    "num_slid": 1,
 }
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
@@ -49,7 +50,7 @@ def packed(value: object) -> bytes:
     turn_starts=st.lists(st.tuples(INT32, INT32)),
     rest=st.fixed_dictionaries(
         {
-            **dict.fromkeys(("num_dropped", "lineage"), INT32),
+            **dict.fromkeys(("num_dropped", "lineage", "num_slid"), INT32),
             "positions": st.lists(INT32),
             "attention": st.lists(st.floats(0, 2**20, width=32)),
         }
@@ -73,6 +74,7 @@ def test_every_field_is_among_the_bytes():
         positions=[0, 6, 7],
         attention=[0.5, 0.25],
         num_to_repair=2,
+        num_slid=1,
         to_drift=[2, 1],
     )
 

@@ -137,7 +137,6 @@ def test_a_conversation_goes_on_after_a_restart_whatever_one_has_lost(tmp_path, 
             session = engine.session(session_id="one")
             answers = [kit.say(session, PROMPTS[0])]
             engine.wait_for_saves()
-            engine._kv.settle()
             processes.gather("saved", None)
             if processes.index == 1:
                 shutil.copytree(shard_config(store, 1, 2).ssd_dir, tmp_path.parent / "kept", dirs_exist_ok=True)
@@ -205,7 +204,7 @@ def test_a_conversation_of_another_tenant_is_refused_by_all(tmp_path):
     def run(processes: ThreadProcesses) -> None:
         with engine_of(processes, store=ssd_store(tmp_path)) as engine:
             kit.say(engine.session(session_id="one", tenant="a"), PROMPTS[0])
-            engine._kv.settle()
+            engine.wait_for_saves()
             engine._sessions.clear()
             with pytest.raises(TenantError):
                 engine.session(session_id="one", tenant="b")
