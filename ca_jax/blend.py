@@ -33,7 +33,7 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.transformer import Attention, Layer, RMSNorm
+from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
 from ca_jax.steps import Params
 from ca_jax.transfer import to_device
@@ -43,7 +43,7 @@ _UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to th
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "window"))
 def blend_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -52,6 +52,7 @@ def blend_layer(
     kv: jax.Array,
     table: rope.Rotation,
     carried: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all.
 
@@ -64,6 +65,7 @@ def blend_layer(
       table: rotations of all positions.
       carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
         the others stay.
+      window: static, of the layer: `config.window_of`.
 
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
@@ -76,7 +78,7 @@ def blend_layer(
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
         fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
-        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions)[None], fused
+        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
     out: tuple[jax.Array, jax.Array] = Layer(config).apply({"params": layer_params}, x, attend_fn)  # type: ignore[assignment]
     return out
@@ -123,15 +125,9 @@ def kv_deviation(
       positions: i32 `[n]`, places in `kv`.
       kv: what is stored, unrotated, `[2, S, K, H]`.
     """
-    found: list[jax.Array] = []
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, None]:
-        found.append(jnp.concatenate([new.k, new.v], axis=0))
-        return q, None
-
-    normed = RMSNorm(config.norm_eps).apply({"params": layer_params["attn_norm"]}, x)
-    Attention(config).apply({"params": layer_params["attn"]}, normed, attend_fn)
-    return ((found[0].astype(jnp.float32) - kv[:, positions].astype(jnp.float32)) ** 2).sum((0, 2, 3))
+    new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
+    found = jnp.concatenate([new.k, new.v], axis=0)
+    return ((found.astype(jnp.float32) - kv[:, positions].astype(jnp.float32)) ** 2).sum((0, 2, 3))
 
 
 @partial(jax.jit, static_argnames=("num_tokens",))
@@ -271,7 +267,8 @@ class Blender:
             scores = jnp.where(positions < self._plan.num_first, jnp.inf, scores)
             scores = jnp.where(positions < self._plan.num_tokens, scores, -jnp.inf)
             x, positions = choose_tokens(x, positions, scores, count)
-        self._x, fused = blend_layer(self._config, params, x, positions, kv, self._table)
+        window = self._config.window_of(layer)
+        self._x, fused = blend_layer(self._config, params, x, positions, kv, self._table, window=window)
         self._positions = positions
         if positions.shape[0] > self._plan.num_tokens:  # Others may lie where the padding does.
             fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
@@ -284,7 +281,14 @@ class Blender:
         start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of the others.
         carried = to_device(start, np.int32), to_device(self._plan.num_tokens, np.int32)
         self._x, fused = blend_layer(
-            self._config, self._layers[layer], self._x, self._positions, kv, self._table, carried
+            self._config,
+            self._layers[layer],
+            self._x,
+            self._positions,
+            kv,
+            self._table,
+            carried,
+            self._config.window_of(layer),
         )
         return fused
 

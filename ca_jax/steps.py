@@ -45,10 +45,16 @@ def _slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> 
     return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
 
 
-@partial(jax.jit, static_argnames=("config", "num_positions"))
-def rotation_table(config: ModelConfig, num_positions: int) -> rope.Rotation:
-    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, H/2]` each."""
-    return rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions))
+@partial(jax.jit, static_argnames=("config", "num_positions", "context"))
+def rotation_table(config: ModelConfig, num_positions: int, context: int | None = None) -> rope.Rotation:
+    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]` each, R as in `rope`.
+
+    Args:
+      config: static.
+      num_positions: P, static.
+      context: how long a text may become, tokens, static; `dynamic` rope asks for it. None: P.
+    """
+    return rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
 
 
 @partial(jax.jit, static_argnames=("config", "capacity", "num_slots", "dtype"))
@@ -79,6 +85,7 @@ def _prefill_layer(
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
     num_new: jax.Array | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`prefill_layer`: `x`, and the new KV; with `num_new`, behind it the attention received."""
     rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
@@ -89,13 +96,13 @@ def _prefill_layer(
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         over = (q, new, past, history_length[None], rotation, past_rotation)
-        out, kv = attend(*over), jnp.concatenate([new.k, new.v], axis=0)
-        return out, (kv,) if num_new is None else (kv, attention_received(*over, num_new))
+        out, kv = attend(*over, window=window), jnp.concatenate([new.k, new.v], axis=0)
+        return out, (kv,) if num_new is None else (kv, attention_received(*over, num_new, window=window))
 
     return _apply(Layer(config), {"params": layer_params}, x, attend_fn)
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "window"))
 def prefill_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -104,8 +111,9 @@ def prefill_layer(
     history_length: jax.Array,
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer over new tokens and their unrotated history. All layers share one compiled function per (T, S).
+    """One layer over new tokens and their unrotated history. Layers of a window share a compiled function per (T, S).
 
     Args:
       config: static.
@@ -114,16 +122,17 @@ def prefill_layer(
       history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
-      history_rotation: of history places, `[S, H/2]`; None: place s has position s.
+      history_rotation: of history places, `[S, R/2]`; None: place s has position s.
+      window: static, of the layer: `config.window_of`.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
     """
-    x, (kv,) = _prefill_layer(config, layer_params, x, history, history_length, table, history_rotation)
+    x, (kv,) = _prefill_layer(config, layer_params, x, history, history_length, table, history_rotation, window=window)
     return x, kv
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "window"))
 def prefill_layer_attention(
     config: ModelConfig,
     layer_params: Params,
@@ -132,6 +141,7 @@ def prefill_layer_attention(
     history_length: jax.Array,
     num_new: jax.Array,
     table: rope.Rotation,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`prefill_layer`, and the attention that each token received in it.
 
@@ -143,12 +153,15 @@ def prefill_layer_attention(
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
       table: rotations of all positions.
+      window: static, of the layer: `config.window_of`.
 
     Returns:
       `x [1, T, F]` and the new KV `[2, T, K, H]` as of `prefill_layer`; f32 `[S + T]`, history places first: summed
       over query heads and new tokens that count, 0 behind `history_length` and behind `num_new`.
     """
-    x, (kv, received) = _prefill_layer(config, layer_params, x, history, history_length, table, num_new=num_new)
+    x, (kv, received) = _prefill_layer(
+        config, layer_params, x, history, history_length, table, num_new=num_new, window=window
+    )
     return x, kv, received
 
 
@@ -204,7 +217,7 @@ def insert_slot(
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
-      rotation: of the T tokens, `[T, H/2]`; None: their positions go on from `start`.
+      rotation: of the T tokens, `[T, R/2]`; None: their positions go on from `start`.
 
     Returns:
       The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
@@ -230,8 +243,7 @@ def cut_slot(slots: Slots, slot: jax.Array, places: jax.Array, turned: jax.Array
     Returns:
       The slots.
     """
-    cos, sin = (part[turned] for part in table)
-    back = rope.Rotation(cos, -sin)
+    back = rope.turned_back(table, turned)
 
     def move(buffer: jax.Array, turns: bool) -> jax.Array:
         rows = lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
@@ -274,7 +286,7 @@ def drift_slot(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array,
 
 @jax.jit
 def rotations_of(table: rope.Rotation, positions: jax.Array) -> rope.Rotation:
-    """The rotations of some positions: i32 `[T]` to f32 `[T, H/2]`."""
+    """The rotations of some positions: i32 `[T]` to f32 `[T, R/2]`."""
     return rope.Rotation(*(part[positions] for part in table))
 
 
@@ -331,7 +343,11 @@ def decode(
     for i in range(config.num_layers):
 
         def attend_fn(
-            q: jax.Array, new: LayerKV, keys: jax.Array = slots.keys[i], values: jax.Array = slots.values[i]
+            q: jax.Array,
+            new: LayerKV,
+            keys: jax.Array = slots.keys[i],
+            values: jax.Array = slots.values[i],
+            window: int | None = config.window_of(i),
         ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
             if scatter:
@@ -339,9 +355,11 @@ def decode(
             else:
                 keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
             q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
-            out = attend_slots(q, keys, values, lengths + 1, num_blocks)
+            out = attend_slots(q, keys, values, lengths + 1, num_blocks, window=window)
             kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
-            given = (slot_attention_received(q, keys, lengths + 1, num_blocks),) if with_attention else ()
+            given = ()
+            if with_attention:
+                given = (slot_attention_received(q, keys, lengths + 1, num_blocks, window=window),)
             return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values, *given)
 
         layer_params = params["params"][f"layer_{i}"]
