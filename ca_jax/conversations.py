@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_FORMAT = 2
+_FORMAT = 3
 _PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 
 
@@ -165,7 +165,7 @@ class Conversation:
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 lineage=int(fields["lineage"]),
                 num_dropped=int(fields["num_dropped"]),
-                num_slid=int(fields.get("num_slid", 0)),
+                num_slid=int(fields["num_slid"]),
                 num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
                 **packed,

@@ -20,7 +20,7 @@ def numbers(values: list, dtype: str) -> str:
 
 
 GOOD = {
-    "format": 2,
+    "format": 3,
     "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
@@ -132,7 +132,7 @@ def test_a_field_that_is_missing_is_named(missing):
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="wanted a conversation of format 2, found 1"):
+    with pytest.raises(ValueError, match="wanted a conversation of format 3, found 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 

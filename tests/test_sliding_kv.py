@@ -1,0 +1,181 @@
+"""Models all of whose layers slide: what no layer looks back to leaves the store, and answers stay right."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.models.transformer import Transformer
+from ca_jax.overflow import OverflowConfig
+from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.config import StoreConfig
+from ca_jax.testing.threads import ThreadProcesses, run_together
+from tests import engine_kit as kit
+from tests.test_engine_ssd import ssd_store
+
+SLIDING = 48
+PROMPTS = [kit.prompt(70), kit.prompt(5), kit.prompt(90), kit.prompt(33)]
+
+
+@functools.cache
+def model(full_layers: tuple[int, ...] = ()) -> LoadedModel:
+    """The tests' tiny model, but that its layers slide."""
+    plain = kit.tiny_model()
+    config = dataclasses.replace(plain.config, sliding_window=SLIDING, full_layers=full_layers)
+    name = f"sliding {full_layers}"
+    return dataclasses.replace(plain, config=config, model=Transformer(config), fingerprint=name)
+
+
+@functools.partial(jax.jit, static_argnames=("module",))
+def _pass(module, params, tokens):
+    return module.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0]
+
+
+def greedy(token_ids: list[int], max_tokens: int = 12) -> list[int]:
+    """The greedy answer to a prompt, by a full pass for each token."""
+    ids = list(token_ids)
+    for _ in range(max_tokens):
+        padded = np.zeros((1, kit.WINDOW), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(_pass(model().model, model().params, padded)[0, len(ids) - 1].argmax()))
+    return ids[len(token_ids) :]
+
+
+def engine(store: StoreConfig = kit.SMALL.store, **changes) -> Engine:
+    return Engine(model(), dataclasses.replace(kit.SMALL, store=store, **changes))
+
+
+def num_stored(engine: Engine) -> list[int]:
+    engine.wait_for_saves()
+    return [info.num_tokens for info in engine.stored.list()]
+
+
+def expect_right_answers(session, prompts) -> list[int]:
+    """Sends turns, checks their answers against full passes; the tokens that each prefilled."""
+    new_tokens = []
+    for prompt in prompts:
+        expected = greedy(session.token_ids + prompt)
+        assert kit.say(session, prompt) == expected
+        new_tokens.append(session.usage.new_tokens)
+    return new_tokens
+
+
+def test_what_is_stored_stays_within_the_window_and_answers_are_right():
+    with engine() as served:
+        session = served.session()
+        for prompt in PROMPTS:
+            before = len(session.token_ids)
+            [new] = expect_right_answers(session, [prompt])
+            assert new == len(prompt) + (1 if before else 0)
+            assert session.usage.prompt_tokens == before + len(prompt)
+            [stored] = num_stored(served)
+            assert SLIDING - 1 <= stored < SLIDING - 1 + kit.BLOCK_TOKENS
+        assert len(session.token_ids) == sum(map(len, PROMPTS)) + 12 * len(PROMPTS)
+        assert served.store_stats().used_bytes <= 5 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES
+
+
+def test_a_conversation_goes_on_from_ssd(tmp_path):
+    store = ssd_store(tmp_path)
+    with engine(store) as served:
+        session = served.session(session_id="one")
+        expect_right_answers(session, PROMPTS[:2])
+        kept = session.token_ids
+    with engine(store) as served:
+        session = served.session(session_id="one")
+        assert session.token_ids == kept
+        assert expect_right_answers(session, PROMPTS[2:]) == [91, 34]
+        assert served.store_stats().num_hits_from_ssd == 1
+
+
+@pytest.mark.parametrize("num_left", [0, 20])
+def test_kv_that_is_lost_in_part_or_whole_is_computed_anew_from_the_first_token(num_left):
+    """What is left of it alone would not do: the tokens behind look back further."""
+    with engine() as served:
+        session = served.session()
+        expect_right_answers(session, PROMPTS[:2])
+        kit.store_in(served).truncate(served._kv.key(session.session_id), num_left)
+        before = len(session.token_ids)
+        assert expect_right_answers(session, PROMPTS[2:]) == [before + 90, 34]
+
+
+def test_tokens_taken_back_or_dropped_by_hand_leave_right_answers():
+    with engine() as served:
+        session = served.session()
+        expect_right_answers(session, PROMPTS[:3])
+        num_stored(served)
+        session.rewind(len(session.token_ids) - 3)
+        expect_right_answers(session, PROMPTS[3:])
+        num_stored(served)
+        session.rewind(40)
+        assert expect_right_answers(session, PROMPTS[1:]) == [45, 91, 34]
+        num_stored(served)
+        left = session.discard([len(session.token_ids) - 20])
+        assert SLIDING <= left + 1 < SLIDING + kit.BLOCK_TOKENS
+        assert kit.say(session, PROMPTS[1])
+        assert session.usage.new_tokens == 6
+
+
+def test_a_full_context_loses_what_has_slid_first():
+    """Then nothing is forgotten that a layer looks back to, and answers are as if no context were full."""
+    with engine(context_window=256, overflow=OverflowConfig()) as served:
+        session, everything = served.session(), []
+        for turn in range(9):
+            prompt = kit.prompt(40, turn)
+            everything += prompt
+            answer = kit.say(session, prompt, max_tokens=16)
+            assert answer == greedy(everything, 16)
+            everything += answer
+            num_stored(served)
+        assert served.metrics.truncations > 0
+        assert session.num_dropped + len(session.token_ids) == len(everything)
+
+
+def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
+    with engine(context_window=256, overflow=OverflowConfig()) as served:
+        session = served.session()
+        expect_right_answers(session, [PROMPTS[0], PROMPTS[2]])
+        num_stored(served)
+        before, prompt = session.token_ids, PROMPTS[3]
+        kit.say(session, prompt, max_tokens=180)
+        everything = before + prompt + greedy(before + prompt, 180)
+        kept = session.token_ids[4:]  # The first ones stay, as far away as they are.
+        assert kept == everything[-len(kept) :]
+        assert session.usage.dropped_tokens > 0
+        assert len(session.token_ids) <= 256
+        expect_right_answers(session, [PROMPTS[1]])
+
+
+@pytest.mark.parametrize("changes", [{}, {"overflow": OverflowConfig(anchor_tokens=4)}])
+def test_where_a_layer_looks_further_or_truncation_may_everything_is_stored(changes):
+    loaded = model() if changes else model(full_layers=(1,))
+    with Engine(loaded, dataclasses.replace(kit.SMALL, **changes)) as served:
+        session = served.session()
+        kit.converse(session, PROMPTS[:3])
+        assert num_stored(served) == [len(session.token_ids) - 1]
+
+
+def test_processes_that_serve_as_one_keep_the_same():
+    def run(processes: ThreadProcesses) -> tuple[list, list, list]:
+        with Engine(model(), kit.SMALL, processes=processes) as served:
+            session = served.session()
+            answers = []
+            for turn, prompt in enumerate(PROMPTS):
+                if turn == 2:
+                    served.wait_for_saves()
+                answers.append(kit.say(session, prompt))
+            served.wait_for_saves()
+            return answers, session.token_ids, [info.num_tokens for info in served.stored.list()]
+
+    one, other = run_together(2, run)
+    assert one[:2] == other[:2]
+    ids: list[int] = []
+    for prompt, answer in zip(PROMPTS, one[0], strict=True):
+        ids += prompt
+        assert answer == greedy(ids)
+        ids += answer
