@@ -33,8 +33,8 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.llama import Attention, Layer, RMSNorm
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, replicated
+from ca_jax.models.transformer import Attention, Layer, RMSNorm
 from ca_jax.overflow import OverflowConfig
 from ca_jax.steps import Params
 from ca_jax.transfer import to_device

@@ -18,10 +18,10 @@ import numpy as np
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import PRESETS, ModelConfig
-from ca_jax.models.llama import Llama
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.transformer import Transformer
 from ca_jax.steps import Params
 from ca_jax.transfer import params_to_device, to_device, to_host
 
@@ -130,7 +130,7 @@ def load_model(
     return LoadedModel(
         name=checkpoint.name,
         config=checkpoint.config,
-        model=Llama(checkpoint.config),
+        model=Transformer(checkpoint.config),
         params=params,
         tokenizer=checkpoint.tokenizer,
         fingerprint=checkpoint.fingerprint,
@@ -166,7 +166,7 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
     return LoadedModel(
         name=f"{preset} (random weights)",
         config=config,
-        model=Llama(config),
+        model=Transformer(config),
         params=params,
         tokenizer=None,
         fingerprint=random_fingerprint(config, dtype=dtype, seed=seed),

@@ -27,8 +27,8 @@ from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.llama import Layer, Llama
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
+from ca_jax.models.transformer import Layer, Transformer
 
 Params = Any
 """A tree of linen variables."""
@@ -87,7 +87,7 @@ def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSh
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
-    return constrain(_apply(Llama(config), params, tokens, method=Llama.embed), sharding)
+    return constrain(_apply(Transformer(config), params, tokens, method=Transformer.embed), sharding)
 
 
 def _prefill_layer(
@@ -191,7 +191,7 @@ def prefill_layer_attention(
 
 def _logits(config: ModelConfig, params: Params, x: jax.Array, sharding: ModelSharding | None, rows: Axes) -> jax.Array:
     """`x [n, 1, F]` to logits f32 `[n, V]`: each device computes those of its part of the vocabulary."""
-    logits = _apply(Llama(config), params, x, method=Llama.head)[:, 0]
+    logits = _apply(Transformer(config), params, x, method=Transformer.head)[:, 0]
     return constrain(constrain(logits, sharding, (*rows, "vocab")), sharding)
 
 
@@ -206,7 +206,7 @@ def last_logits(
 @partial(jax.jit, static_argnames=("config",))
 def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
-    return _apply(Llama(config), params, x, method=Llama.head)
+    return _apply(Transformer(config), params, x, method=Transformer.head)
 
 
 @partial(jax.jit, static_argnames=("capacity", "sharding"))
@@ -430,7 +430,7 @@ def decode(
       attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0 behind the
       new token.
     """
-    model = Llama(config)
+    model = Transformer(config)
     rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
     new_keys, new_values, new_kv, received = [], [], [], []
 
@@ -456,7 +456,7 @@ def decode(
 
     in_axes = (_ROW_HEADS, _ROW_KV_HEADS, _SLOT_HEADS, _SLOT_HEADS, _ROWS, _ROWS)
     out_axes = (_ROW_HEADS, _STEP_KV, _SLOT_HEADS, _SLOT_HEADS, *((("heads", "batch"),) if with_attention else ()))
-    x = constrain(_apply(model, params, tokens[:, None], method=Llama.embed), sharding, _ROWS)
+    x = constrain(_apply(model, params, tokens[:, None], method=Transformer.embed), sharding, _ROWS)
     for i in range(config.num_layers):
 
         def attend_fn(

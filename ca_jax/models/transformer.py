@@ -1,18 +1,16 @@
-"""The Llama architecture in Flax linen: pure functions of parameters, tokens, positions and an explicit history.
+"""A decoder-only transformer in Flax linen: pure functions of parameters, tokens, positions and an explicit history.
 
 A layer does not know where its history is. It hands queries and the new tokens' KV to an `attend` function and adds
-what comes back, so that one layer serves the research call (`Llama.__call__`), layer-by-layer prefill and decode.
+what comes back, so that one layer serves the research call (`Transformer.__call__`), layer-by-layer prefill and decode.
 
 Shapes: B batch, T new tokens, S history tokens, L layers, N query heads, K KV heads, H head dim, F embed, D mlp,
 V vocab.
 
-Not here: attention itself, rotation, sharding, checkpoints.
+Not here: what layers are made of (blocks), attention itself, rotation, sharding, checkpoints.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -21,74 +19,9 @@ import jax.numpy as jnp
 
 from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
+from ca_jax.models.blocks import INIT, MLP, AttendFn, Attention, RMSNorm
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-
-AttendFn = Callable[[jax.Array, LayerKV], tuple[jax.Array, Any]]
-"""Unrotated queries `[B, T, N, H]` and new KV `[B, T, K, H]` to attention output `[B, T, N, H]` and any carry."""
-
-_INIT = nn.initializers.normal(0.02)
-
-
-def _project(x: jax.Array, weights: jax.Array, num_inputs: int = 1) -> jax.Array:
-    """Contracts the last `num_inputs` axes of x with the first of the weights, as one plain matrix product.
-
-    Written out as 2-D because the CPU backend has a fast path for that alone: 30 layers at one token took 20 ms so,
-    31 ms as an einsum over `[B, T, F] [F, N, H]`.
-    """
-    split = x.ndim - num_inputs
-    leading, trailing = x.shape[:split], weights.shape[num_inputs:]
-    rows = math.prod(leading)
-    flat = jnp.dot(
-        x.reshape(rows, -1), weights.reshape(math.prod(weights.shape[:num_inputs]), -1), precision=matmul_precision(x)
-    )
-    return flat.reshape(*leading, *trailing)
-
-
-class RMSNorm(nn.Module):
-    """Divides by the root mean square over F and scales; f32 inside (Zhang and Sennrich, 2019)."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., F]` to the same shape and dtype."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        full = x.astype(jnp.float32)
-        full = full * jax.lax.rsqrt(jnp.mean(full * full, axis=-1, keepdims=True) + self.eps)
-        return full.astype(x.dtype) * scale.astype(x.dtype)
-
-
-class Attention(nn.Module):
-    """Projections of grouped-query attention around an `attend` function."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
-        """`x [B, T, F]` to `[B, T, F]` and what `attend_fn` carries out."""
-        c = self.config
-        wq = self.param("wq", _INIT, (c.embed_dim, c.num_heads, c.head_dim))
-        wk = self.param("wk", _INIT, (c.embed_dim, c.num_kv_heads, c.head_dim))
-        wv = self.param("wv", _INIT, (c.embed_dim, c.num_kv_heads, c.head_dim))
-        wo = self.param("wo", _INIT, (c.num_heads, c.head_dim, c.embed_dim))
-        out, carry = attend_fn(_project(x, wq), LayerKV(_project(x, wk), _project(x, wv)))
-        return _project(out, wo, num_inputs=2), carry
-
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward (Shazeer, 2020)."""
-
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, T, F]` to `[B, T, F]`."""
-        c = self.config
-        w_gate = self.param("w_gate", _INIT, (c.embed_dim, c.mlp_dim))
-        w_up = self.param("w_up", _INIT, (c.embed_dim, c.mlp_dim))
-        w_down = self.param("w_down", _INIT, (c.mlp_dim, c.embed_dim))
-        return _project(nn.silu(_project(x, w_gate)) * _project(x, w_up), w_down)
 
 
 class Layer(nn.Module):
@@ -106,7 +39,7 @@ class Layer(nn.Module):
         return x, carry
 
 
-class Llama(nn.Module):
+class Transformer(nn.Module):
     """The whole model. `embed`, `layers[i]` and `head` are separately callable through `apply(..., method=...)`."""
 
     config: ModelConfig
@@ -114,11 +47,11 @@ class Llama(nn.Module):
     def setup(self) -> None:
         """Declares the parts; their names are the names in the parameter tree."""
         c = self.config
-        self.embedder = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=_INIT, name="embed")
+        self.embedder = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=INIT, name="embed")
         self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.num_layers)]
         self.final_norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
-            self.unembedder = nn.Dense(c.vocab_size, use_bias=False, kernel_init=_INIT, name="head")
+            self.unembedder = nn.Dense(c.vocab_size, use_bias=False, kernel_init=INIT, name="head")
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """i32 `[B, T]` to `[B, T, F]` in the dtype of the parameters."""
