@@ -20,6 +20,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -39,7 +40,8 @@ from ca_jax.errors import (
 )
 from ca_jax.jobs import Completion, Job, SamplingParams
 from ca_jax.metrics import EngineMetrics
-from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.models.sharding import model_sharding
+from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import JaxProcesses, OneProcess, Processes, from_first
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
 from ca_jax.rates import Rates
@@ -71,14 +73,15 @@ class Engine:
     Public methods may be called from any thread; one at a time runs the engine.
 
     Args:
-      model: what to serve.
+      model: what to serve. One that is on one device, and is to be served by several, is copied to them.
       config: how.
       timeline: gets spans of what happens when; by default nothing is recorded.
       store_wrapper: given the store, returns what is used in its place; for `ca_jax.testing`.
       processes: those that serve as one; by default those of `jax.distributed`, where that is initialised.
 
     Raises:
-      ValueError: the context window is above what the model was trained for, or a size does not fit the machine.
+      ValueError: the context window is above what the model was trained for, or a size does not fit the machine, the
+        devices or the model's heads.
       ProcessesError: other processes serve other weights, or otherwise.
     """
 
@@ -93,7 +96,8 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self._processes = processes or _processes()
-        self.model = model
+        self.model = model = model.laid_out(_layout(self.config))
+        num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         self._check_alike()
         limit = model.config.max_positions
@@ -111,8 +115,8 @@ class Engine:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._abandoned: collections.deque[Job] = collections.deque()
-        self._scheduler = Scheduler(self.config.max_batch_size)
-        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
+        self._scheduler = Scheduler(self.config.max_batch_size, num_parts)
+        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size, model.sharding)
         self._runner = Runner(
             model.config,
             model.params,
@@ -122,6 +126,7 @@ class Engine:
             shorter_passes=self.config.max_tpot_ms is not None,
             with_attention=self.config.overflow is not None and self.config.overflow.token_discarder.needs_attention,
             timeline=timeline,
+            sharding=model.sharding,
         )
         layout = KVLayout(
             num_layers=model.config.num_layers,
@@ -170,7 +175,7 @@ class Engine:
         """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised."""
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
-        return cls(load_model(model, dtype=config.dtype, progress=progress), config)
+        return cls(load_model(model, dtype=config.dtype, progress=progress, layout=_layout(config)), config)
 
     # Conversations.
 
@@ -403,7 +408,7 @@ class Engine:
             new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
             self._runner.warmup(history, new, progress)
             self._truncator.warmup()
-            self._sampler.warmup(self._runner.batch_buckets)
+            self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
             self._measure(history, new)
             return time.perf_counter() - started_s
 
@@ -537,6 +542,14 @@ class Engine:
 
 def _processes() -> Processes:
     return JaxProcesses(f"engine {next(_engine_numbers)}") if jax.process_count() > 1 else OneProcess()
+
+
+def _layout(config: EngineConfig) -> Layout:
+    sizes = {
+        "data_parallel_size": config.data_parallel_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    return partial(model_sharding, **sizes)
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

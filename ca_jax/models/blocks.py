@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from ca_jax.models.attention import matmul_precision
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.sharding import ModelSharding, by_device
 
 AttendFn = Callable[[jax.Array, LayerKV], tuple[jax.Array, Any]]
 """Unrotated queries `[B, T, N, H]` and new KV `[B, T, K, H]` to attention output `[B, T, N, H]` and any carry."""
@@ -146,13 +147,15 @@ class Experts(nn.Module):
     """A feed-forward of E experts, of which each token goes through a few; it weighs them by a softmax.
 
     Tokens are sorted by expert and go through theirs in blocks, so that no expert is read whom nobody chose, and none
-    is computed for a token that did not choose it.
+    is computed for a token that did not choose it. On a mesh each device has its part of every expert: all go through
+    the same blocks, and what they give is summed once.
 
     Source: Jiang et al., "Mixtral of Experts" (2024); blocks of tokens of one expert are those of MegaBlocks (Gale et
     al., 2023).
     """
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -167,11 +170,20 @@ class Experts(nn.Module):
         weights, chosen = jax.lax.top_k(shares, c.num_experts_per_token)
         weights = weights / weights.sum(-1, keepdims=True)
 
-        def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-            gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (w_gate, w_up, w_down))
-            return project(nn.silu(project(rows, gate)) * project(rows, up), down)
+        def sums(rows: jax.Array, weights: jax.Array, chosen: jax.Array, *matrices: jax.Array) -> jax.Array:
+            def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
+                gate, up, down = (jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in matrices)
+                return project(nn.silu(project(rows, gate)) * project(rows, up), down)
 
-        return _through_experts(apply, rows, weights, chosen, c.num_experts).reshape(x.shape)
+            return _through_experts(apply, rows, weights, chosen, c.num_experts)[None]
+
+        of_rows = ("batch",) if x.shape[0] > 1 else ()  # One sequence is on all devices.
+        of_matrices = ((None, None, "mlp"), (None, None, "mlp"), (None, "mlp"))
+        is_divided = self.sharding is not None and c.mlp_dim % self.sharding.num_tensor == 0
+        in_axes, out_axes = (of_rows, of_rows, of_rows, *of_matrices), ("mlp", *of_rows)
+        given = by_device(sums, self.sharding if is_divided else None, in_axes, out_axes)
+        out = given(rows, weights, chosen, w_gate, w_up, w_down).sum(0)
+        return out.astype(x.dtype).reshape(x.shape)
 
 
 def _through_experts(
@@ -194,6 +206,9 @@ def _through_experts(
       weights: f32 `[R, k]`.
       chosen: i32 `[R, k]`, experts.
       num_experts: E.
+
+    Returns:
+      f32 `[R, F]`.
     """
     num_rows, num_chosen = chosen.shape
     size = min(EXPERT_BLOCK, num_rows)
@@ -213,5 +228,4 @@ def _through_experts(
         given = apply(expert, rows[picks // num_chosen])
         return out.at[picks // num_chosen].add(given.astype(jnp.float32) * weight[:, None])
 
-    out = jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(rows.shape, jnp.float32))
-    return out.astype(rows.dtype)
+    return jax.lax.fori_loop(0, ends[-1], body, jnp.zeros(rows.shape, jnp.float32))

@@ -23,6 +23,7 @@ from ca_jax.models.attention import attend, matmul_precision
 from ca_jax.models.blocks import INIT, MLP, AttendFn, Attention, Experts, norm_of
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.models.sharding import ModelSharding
 
 
 class Layer(nn.Module):
@@ -33,6 +34,7 @@ class Layer(nn.Module):
     """
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
     def setup(self) -> None:
         """Declares the parts; their names are the names in the parameter tree."""
@@ -41,7 +43,7 @@ class Layer(nn.Module):
         self.attn = Attention(c)
         if not c.shares_norm:
             self.mlp_norm = norm_of(c)
-        self.mlp = Experts(c) if c.num_experts else MLP(c)
+        self.mlp = Experts(c, self.sharding) if c.num_experts else MLP(c)
 
     def new_kv(self, x: jax.Array) -> LayerKV:
         """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`."""
