@@ -16,7 +16,7 @@ import rich.progress
 from absl import app, flags, logging
 
 from ca_jax.errors import CaJaxError
-from ca_jax.models import orbax
+from ca_jax.models import orbax, reading
 from ca_jax.models.checkpoint import load_checkpoint
 
 _MODEL = flags.DEFINE_string(
@@ -38,14 +38,12 @@ def convert(model: str, output_dir: Path, dtype: str) -> None:
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn())
     with rich.progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("opening", total=None)
-        checkpoint = load_checkpoint(
-            model,
-            dtype=dtype,
+        checkpoint = load_checkpoint(model, dtype=dtype, destinations=reading.unread)
+        orbax.save_checkpoint(
+            checkpoint,
+            output_dir,
             progress=lambda label, done, total: bar.update(task, description=label, completed=done, total=total),
         )
-        writing = bar.add_task("writing", total=None)
-        orbax.save_checkpoint(checkpoint, output_dir)
-        bar.update(writing, total=1, completed=1, visible=False)
     console.print(f"{checkpoint.name} ({dtype}) -> {output_dir}")
 
 
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
         raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # orbax reports every step.
+    logging.set_verbosity(logging.ERROR)  # orbax reports every step.
     try:
         convert(_MODEL.value, Path(_OUTPUT_DIR.value).expanduser(), _DTYPE.value)
     except CaJaxError as error:
