@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -22,6 +23,7 @@ from ca_jax.drift import Drift, add_drift
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import to_device, to_host
 
@@ -114,6 +116,7 @@ class Runner:
       shorter_passes: whether passes may be shorter than that before a prompt's last one.
       with_attention: whether to measure the attention that tokens receive.
       timeline: told of what is dispatched.
+      sharding: where the parameters lie, and all else will; None: on one device.
     """
 
     def __init__(
@@ -127,7 +130,12 @@ class Runner:
         shorter_passes: bool = False,
         with_attention: bool = False,
         timeline: Timeline = NO_TIMELINE,
+        sharding: ModelSharding | None = None,
     ) -> None:
+        self.sharding = sharding
+        """Of the model."""
+        self.to_device = partial(to_device, sharding=replicated(sharding))
+        """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self._config = config
         self._params = params
         self._timeline = timeline
@@ -140,12 +148,14 @@ class Runner:
         self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)
         self.pass_sizes = pass_sizes(chunk_tokens) if shorter_passes else (chunk_tokens,)
         self.history_buckets = history_buckets(window, coarse)
-        self.batch_buckets = batch_buckets(max_batch_size)
+        # Slots that lie on several devices are decoded all: their first ones are one device's alone.
+        is_whole = sharding is None or sharding.num_data == 1
+        self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
         # Padding behind a job's tokens must fit too: an update that overlaps the end would be moved, not cut.
         widest = max(window + self._max_padding(), self.history_buckets[-1])
         capacity = -(-widest // SLOT_BLOCK) * SLOT_BLOCK
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self._table = steps.rotation_table(config, capacity + chunk_tokens)
+        self._table = steps.rotation_table(config, capacity + chunk_tokens, sharding)
         self.slots = DecodeSlots(
             config,
             params,
@@ -154,6 +164,7 @@ class Runner:
             capacity=capacity,
             dtype=self._dtype,
             with_attention=with_attention,
+            sharding=sharding,
         )
 
     @property
@@ -163,8 +174,8 @@ class Runner:
 
     @property
     def param_bytes(self) -> int:
-        """Of the model's parameters."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        """Of the model's parameters, on each device."""
+        return bytes_per_device(self._params)
 
     def _max_padding(self) -> int:
         sizes = (0, *self.new_token_buckets)
@@ -221,8 +232,8 @@ class Runner:
         is_last = len(part) == prefill.num_left
         padded = np.zeros((1, pad_to(self.new_token_buckets, len(part))), np.int32)
         padded[0, : len(part)] = part
-        x = steps.embed(self._config, self._outer, to_device(padded))
-        length = to_device(start, np.int32)
+        x = self._embed(padded)
+        length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
         for i, layer_params in enumerate(self._layers):
@@ -245,7 +256,7 @@ class Runner:
         prefill.num_done += len(part)
         prefill.owns_past |= not is_last
         if is_last:
-            prefill.logits = steps.last_logits(self._config, self._outer, x, to_device(len(part) - 1, np.int32))
+            prefill.logits = self._last_logits(x, self.to_device(len(part) - 1, np.int32))
 
     def _prefill_layer(
         self,
@@ -261,10 +272,12 @@ class Runner:
         past = prefill.past[layer]
         if not self.with_attention:
             rotation = self._past_rotation(prefill, past)
-            return steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
-        count = to_device(num_new, np.int32)
+            return steps.prefill_layer(
+                self._config, layer_params, x, past, length, self._table, rotation, self.sharding
+            )
+        count = self.to_device(num_new, np.int32)
         x, kv, attention = steps.prefill_layer_attention(
-            self._config, layer_params, x, past, length, count, self._table
+            self._config, layer_params, x, past, length, count, self._table, self.sharding
         )
         received.append(attention)
         return x, kv
@@ -279,7 +292,9 @@ class Runner:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
         rotation = self._past_rotation(prefill, past)
-        return self.slots.insert(layer, past, to_device(prefill.slot, np.int32), to_device(0, np.int32), rotation)
+        return self.slots.insert(
+            layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation
+        )
 
     def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
@@ -288,7 +303,7 @@ class Runner:
           For each layer whose past was inserted now, a scalar that is ready when that is done.
         """
         done = {}
-        slot, start = to_device(prefill.slot, np.int32), to_device(prefill.last_start, np.int32)
+        slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
         for layer, kv in enumerate(prefill.kv):
             if prefill.past[layer] is not None and layer not in prefill.inserted:
                 done[layer] = self.insert_past(prefill, layer)
@@ -303,10 +318,10 @@ class Runner:
         if past is None:
             past = self.empty_kv(capacity)
         elif not prefill.owns_past or past.shape[1] != capacity:
-            past, done = steps.grow_history(past, capacity)
+            past, done = steps.grow_history(past, capacity, self.sharding)
             if history is not None:
                 history.used(layer, done)
-        prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start)
+        prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
 
     def _past_rotation(self, prefill: Prefill, past: jax.Array | None) -> rope.Rotation | None:
         """Rotations of a prefill's past, where its positions are not its places."""
@@ -314,7 +329,7 @@ class Runner:
             return None
         positions = np.arange(past.shape[1], dtype=np.int32)
         positions[: prefill.history_length] = prefill.history_positions
-        return steps.rotations_of(self._table, to_device(positions))
+        return steps.rotations_of(self._table, self.to_device(positions))
 
     # Truncation.
 
@@ -327,15 +342,15 @@ class Runner:
         """
         row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
         row[0, : len(token_ids)] = token_ids
-        x = steps.embed(self._config, self._outer, to_device(row))
-        return Blender(self._config, self._layers, self._table, plan, x)
+        x = self._embed(row)
+        return Blender(self._config, self._layers, self._table, plan, x, self.sharding)
 
     def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
         """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
         kv = self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         if drift is not None:
-            kv = add_drift(kv, to_device(drift.values[0]), zero, zero)
+            kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
         if plan is not None:
             blender = self.blender(plan, [0] * plan.num_tokens)
             for layer in range(min(plan.check_layers + 2, plan.num_layers)):
@@ -378,10 +393,10 @@ class Runner:
         histories = {size: self.empty_kv(size) for size in self.history_buckets if 0 < size <= reach}
         new_sizes = [size for size in self.new_token_buckets if size <= largest]
         total, done = len(new_sizes) * (1 + len(histories)), 0
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         for new_size in new_sizes:
             x = self._embedded(new_size)
-            steps.last_logits(self._config, self._outer, x, zero)
+            self._last_logits(x, zero)
             for history in (None, *histories.values()):  # One layer will do: all share their compiled functions.
                 prefill = Prefill(0, [0], 0, past=[history])
                 self._prefill_layer(prefill, 0, self._layers[0], x, zero, 1, [])
@@ -399,7 +414,7 @@ class Runner:
 
     def _warm_up_passes(self, histories: dict[int, jax.Array]) -> None:
         """Compiles what is between two passes of one prompt, whatever was before the first."""
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         for below, size in itertools.pairwise((0, *histories)):
             reached = {
                 self._padded_up_to(length + num_new)
@@ -408,12 +423,12 @@ class Runner:
             }
             for capacity in self.history_buckets:
                 if min(reached) <= capacity <= max(reached):
-                    steps.grow_history(histories[size], capacity)
+                    steps.grow_history(histories[size], capacity, self.sharding)
         for num_new in self.pass_sizes:
             new = self.empty_kv(num_new)
             for capacity in self.history_buckets:
                 if capacity >= num_new:
-                    steps.append_history(self.empty_kv(capacity), new, zero)
+                    steps.append_history(self.empty_kv(capacity), new, zero, self.sharding)
 
     def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
         """Times one layer at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
@@ -423,7 +438,7 @@ class Runner:
         """
         new_sizes = sorted({pad_to(self.new_token_buckets, min(size, max_new)) for size in (16, max_new // 4, max_new)})
         pasts = sorted({self.padded_history(size) for size in (0, max_history // 2, max_history)})
-        zero, samples = to_device(0, np.int32), []
+        zero, samples = self.to_device(0, np.int32), []
         for num_new in new_sizes:
             x = self._embedded(num_new)
             for num_past in pasts:
@@ -432,21 +447,29 @@ class Runner:
                 for _ in range(_TIMED_RUNS):
                     jax.block_until_ready((x, past))
                     started_s = time.perf_counter()
-                    out, _ = steps.prefill_layer(self._config, self._layers[0], x, past, zero, self._table)
+                    out, _ = steps.prefill_layer(
+                        self._config, self._layers[0], x, past, zero, self._table, sharding=self.sharding
+                    )
                     out.block_until_ready()
                     layer_s = time.perf_counter() - started_s
-                    steps.last_logits(self._config, self._outer, out, zero).block_until_ready()
+                    self._last_logits(out, zero).block_until_ready()
                     head_s = time.perf_counter() - started_s - layer_s
                     seconds.append(layer_s * self._config.num_layers + head_s)
                 samples.append((num_past, num_new, min(seconds)))
         return samples
 
     def _embedded(self, num_tokens: int) -> jax.Array:
-        return steps.embed(self._config, self._outer, to_device(np.zeros((1, num_tokens), np.int32)))
+        return self._embed(np.zeros((1, num_tokens), np.int32))
+
+    def _embed(self, tokens: np.ndarray) -> jax.Array:
+        return steps.embed(self._config, self._outer, self.to_device(tokens), self.sharding)
+
+    def _last_logits(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return steps.last_logits(self._config, self._outer, x, index, self.sharding)
 
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
-        return steps.empty_kv(self._config, num_tokens, self._dtype)
+        return steps.empty_kv(self._config, num_tokens, self._dtype, self.sharding)
 
     def _padded_up_to(self, num_tokens: int) -> int:
         return self.padded_history(min(num_tokens, self.history_buckets[-1]))

@@ -6,6 +6,9 @@ at their positions: a working copy, never saved. New tokens' KV leaves both unro
 
 Shapes: n rows decoded, T new tokens (padded), S history places (padded), C slot capacity, L K G H F V as in models.
 
+With a `sharding` they run over its mesh: whatever is done for each head by each device for the heads that it has, the
+products between by all, and what is small is whole on each device.
+
 Not here: buffers and their owners (runner), host transfers (transfer), sampling (sampling).
 """
 
@@ -24,6 +27,7 @@ from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer
 
 Params = Any
@@ -37,6 +41,15 @@ class Slots(NamedTuple):
     values: list[jax.Array]
 
 
+_HEADS: Axes = (None, None, "heads", None)  # q [1, T, N, H]
+_KV_HEADS: Axes = (None, None, "kv_heads", None)  # new KV [1, T, K, H]; history [2, S, K, H]
+_ROWS: Axes = ("batch",)  # Of what has a row for each slot.
+_ROW_HEADS: Axes = ("batch", None, "heads", None)  # q [n, 1, N, H]
+_ROW_KV_HEADS: Axes = ("batch", None, "kv_heads", None)  # new KV [n, 1, K, H]
+_STEP_KV: Axes = (None, "batch", "kv_heads", None)  # new KV of a layer [2, n, K, H]
+_SLOT_HEADS: Axes = ("batch", "kv_heads", None, None)  # slots [slots, K, C, H]
+
+
 def _apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
     return module.apply(variables, *args, method=method)
 
@@ -45,29 +58,36 @@ def _slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> 
     return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
 
 
-@partial(jax.jit, static_argnames=("config", "num_positions"))
-def rotation_table(config: ModelConfig, num_positions: int) -> rope.Rotation:
+@partial(jax.jit, static_argnames=("config", "num_positions", "sharding"))
+def rotation_table(config: ModelConfig, num_positions: int, sharding: ModelSharding | None = None) -> rope.Rotation:
     """The rotations of positions 0 to `num_positions` - 1, f32 `[P, H/2]` each."""
-    return rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions))
+    table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions))
+    return rope.Rotation(*(constrain(part, sharding) for part in table))
 
 
-@partial(jax.jit, static_argnames=("config", "capacity", "num_slots", "dtype"))
-def make_slots(config: ModelConfig, num_slots: int, capacity: int, dtype: str) -> Slots:
+@partial(jax.jit, static_argnames=("config", "capacity", "num_slots", "dtype", "sharding"))
+def make_slots(
+    config: ModelConfig, num_slots: int, capacity: int, dtype: str, sharding: ModelSharding | None = None
+) -> Slots:
     """Empty decode slots; every layer has its own buffers, so that each can be donated."""
     shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
-    return Slots(*([jnp.zeros(shape, dtype) for _ in range(config.num_layers)] for _ in range(2)))
+
+    def make() -> list[jax.Array]:
+        return [constrain(jnp.zeros(shape, dtype), sharding, _SLOT_HEADS) for _ in range(config.num_layers)]
+
+    return Slots(make(), make())
 
 
-@partial(jax.jit, static_argnames=("config", "num_tokens", "dtype"))
-def empty_kv(config: ModelConfig, num_tokens: int, dtype: str) -> jax.Array:
+@partial(jax.jit, static_argnames=("config", "num_tokens", "dtype", "sharding"))
+def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
     """One layer's unrotated KV of so many tokens `[2, T, K, H]`, all zeros."""
-    return jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype)
+    return constrain(jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype), sharding, _KV_HEADS)
 
 
-@partial(jax.jit, static_argnames=("config",))
-def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames=("config", "sharding"))
+def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
-    return _apply(Transformer(config), params, tokens, method=Transformer.embed)
+    return constrain(_apply(Transformer(config), params, tokens, method=Transformer.embed), sharding)
 
 
 def _prefill_layer(
@@ -79,23 +99,32 @@ def _prefill_layer(
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
     num_new: jax.Array | None = None,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`prefill_layer`: `x`, and the new KV; with `num_new`, behind it the attention received."""
     rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
-    past, past_rotation = None, None
+    past_rotation = None
     if history is not None:
-        past = LayerKV(history[0][None], history[1][None])
         past_rotation = _slice_rotation(table, 0, history.shape[1]) if history_rotation is None else history_rotation
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def attend_heads(q: jax.Array, new: LayerKV, history: jax.Array | None) -> tuple[jax.Array, ...]:
+        past = None if history is None else LayerKV(history[0][None], history[1][None])
         over = (q, new, past, history_length[None], rotation, past_rotation)
         out, kv = attend(*over), jnp.concatenate([new.k, new.v], axis=0)
-        return out, (kv,) if num_new is None else (kv, attention_received(*over, num_new))
+        return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new)[None])
 
-    return _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        in_axes, out_axes = (_HEADS, _KV_HEADS, _KV_HEADS), (_HEADS, _KV_HEADS, ("heads",))
+        if num_new is None:
+            out_axes = out_axes[:2]
+        out, kv, *received = by_device(attend_heads, sharding, in_axes, out_axes)(q, new, history)
+        return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
+
+    x, carried = _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+    return constrain(x, sharding), carried
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "sharding"))
 def prefill_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -104,6 +133,7 @@ def prefill_layer(
     history_length: jax.Array,
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer over new tokens and their unrotated history. All layers share one compiled function per (T, S).
 
@@ -115,15 +145,18 @@ def prefill_layer(
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
       history_rotation: of history places, `[S, H/2]`; None: place s has position s.
+      sharding: static.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
     """
-    x, (kv,) = _prefill_layer(config, layer_params, x, history, history_length, table, history_rotation)
+    x, (kv,) = _prefill_layer(
+        config, layer_params, x, history, history_length, table, history_rotation, sharding=sharding
+    )
     return x, kv
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "sharding"))
 def prefill_layer_attention(
     config: ModelConfig,
     layer_params: Params,
@@ -132,6 +165,7 @@ def prefill_layer_attention(
     history_length: jax.Array,
     num_new: jax.Array,
     table: rope.Rotation,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`prefill_layer`, and the attention that each token received in it.
 
@@ -143,19 +177,30 @@ def prefill_layer_attention(
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
       table: rotations of all positions.
+      sharding: static.
 
     Returns:
       `x [1, T, F]` and the new KV `[2, T, K, H]` as of `prefill_layer`; f32 `[S + T]`, history places first: summed
       over query heads and new tokens that count, 0 behind `history_length` and behind `num_new`.
     """
-    x, (kv, received) = _prefill_layer(config, layer_params, x, history, history_length, table, num_new=num_new)
+    x, (kv, received) = _prefill_layer(
+        config, layer_params, x, history, history_length, table, num_new=num_new, sharding=sharding
+    )
     return x, kv, received
 
 
-@partial(jax.jit, static_argnames=("config",))
-def last_logits(config: ModelConfig, params: Params, x: jax.Array, index: jax.Array) -> jax.Array:
+def _logits(config: ModelConfig, params: Params, x: jax.Array, sharding: ModelSharding | None, rows: Axes) -> jax.Array:
+    """`x [n, 1, F]` to logits f32 `[n, V]`: each device computes those of its part of the vocabulary."""
+    logits = _apply(Transformer(config), params, x, method=Transformer.head)[:, 0]
+    return constrain(constrain(logits, sharding, (*rows, "vocab")), sharding)
+
+
+@partial(jax.jit, static_argnames=("config", "sharding"))
+def last_logits(
+    config: ModelConfig, params: Params, x: jax.Array, index: jax.Array, sharding: ModelSharding | None = None
+) -> jax.Array:
     """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
-    return _apply(Transformer(config), params, lax.dynamic_slice_in_dim(x, index, 1, 1), method=Transformer.head)[:, 0]
+    return _logits(config, params, lax.dynamic_slice_in_dim(x, index, 1, 1), sharding, (None,))
 
 
 @partial(jax.jit, static_argnames=("config",))
@@ -164,28 +209,50 @@ def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     return _apply(Transformer(config), params, x, method=Transformer.head)
 
 
-@partial(jax.jit, static_argnames=("capacity",))
-def grow_history(history: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("capacity", "sharding"))
+def grow_history(
+    history: jax.Array, capacity: int, sharding: ModelSharding | None = None
+) -> tuple[jax.Array, jax.Array]:
     """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]`, and a scalar.
 
     The scalar is ready when the copy is, and outlives it: the copy is donated later on.
     """
     _, num_places, num_kv, head_dim = history.shape
     room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
-    room = lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0))
-    return room, room[0, 0, 0, 0] * 0 + num_places
+    room = constrain(lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0)), sharding, _KV_HEADS)
+    return room, constrain(room[0, 0, 0, 0] * 0 + num_places, sharding)
 
 
-@partial(jax.jit, donate_argnames=("history",))
-def append_history(history: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("history",))
+def append_history(
+    history: jax.Array, new: jax.Array, length: jax.Array, sharding: ModelSharding | None = None
+) -> jax.Array:
     """Puts new unrotated KV `[2, T, K, H]` behind the `length` tokens of `[2, S, K, H]`, which is donated.
 
     `length + T` is at most S.
     """
-    return lax.dynamic_update_slice(history, new, (0, length, 0, 0))
+    return constrain(lax.dynamic_update_slice(history, new, (0, length, 0, 0)), sharding, _KV_HEADS)
 
 
-@partial(jax.jit, donate_argnames=("keys", "values"))
+def _own_slot(slot: jax.Array, num_slots: int, sharding: ModelSharding | None) -> tuple[jax.Array, jax.Array | None]:
+    """Where a slot is among the `num_slots` of this device, and whether it is one of them; None: each is."""
+    if sharding is None or sharding.num_data == 1:
+        return slot, None
+    own = slot - lax.axis_index("data") * num_slots
+    return jnp.clip(own, 0, num_slots - 1), (own >= 0) & (own < num_slots)
+
+
+def _write_slot(
+    buffer: jax.Array, rows: jax.Array, slot: jax.Array, start: jax.Array | int, is_own: jax.Array | None
+) -> jax.Array:
+    """Puts `rows [K, T, H]` into a slot of `[slots, K, C, H]` from place `start` on, if it is this device's."""
+    new, at = rows[None].astype(buffer.dtype), (slot, 0, start, 0)
+    if is_own is not None:
+        new = jnp.where(is_own, new, lax.dynamic_slice(buffer, at, new.shape))
+    return lax.dynamic_update_slice(buffer, new, at)
+
+
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("keys", "values"))
 def insert_slot(
     keys: jax.Array,
     values: jax.Array,
@@ -194,6 +261,7 @@ def insert_slot(
     start: jax.Array,
     table: rope.Rotation,
     rotation: rope.Rotation | None = None,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
 
@@ -205,19 +273,35 @@ def insert_slot(
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
       rotation: of the T tokens, `[T, H/2]`; None: their positions go on from `start`.
+      sharding: static.
 
     Returns:
       The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
     """
-    rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation)
-    at = (slot, 0, start, 0)
-    keys = lax.dynamic_update_slice(keys, rotated.transpose(1, 0, 2)[None].astype(keys.dtype), at)
-    values = lax.dynamic_update_slice(values, kv[1].transpose(1, 0, 2)[None].astype(values.dtype), at)
-    return keys, values, start + kv.shape[1]
+    rotation = _slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation
+
+    def insert(keys: jax.Array, values: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+        own, is_own = _own_slot(slot, keys.shape[0], sharding)
+        rotated = rope.rotate(kv[0], rotation)
+        return (
+            _write_slot(keys, rotated.transpose(1, 0, 2), own, start, is_own),
+            _write_slot(values, kv[1].transpose(1, 0, 2), own, start, is_own),
+        )
+
+    in_axes = (_SLOT_HEADS, _SLOT_HEADS, _KV_HEADS)
+    keys, values = by_device(insert, sharding, in_axes, (_SLOT_HEADS, _SLOT_HEADS))(keys, values, kv)
+    return keys, values, constrain(start + kv.shape[1], sharding)
 
 
-@partial(jax.jit, donate_argnames=("slots",))
-def cut_slot(slots: Slots, slot: jax.Array, places: jax.Array, turned: jax.Array, table: rope.Rotation) -> Slots:
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("slots",))
+def cut_slot(
+    slots: Slots,
+    slot: jax.Array,
+    places: jax.Array,
+    turned: jax.Array,
+    table: rope.Rotation,
+    sharding: ModelSharding | None = None,
+) -> Slots:
     """Moves the rows of a slot that stay to its beginning, keys rotated on to their new positions. Donates the slots.
 
     Args:
@@ -226,6 +310,7 @@ def cut_slot(slots: Slots, slot: jax.Array, places: jax.Array, turned: jax.Array
       places: i32 `[C]`, where the row of each place comes from, at or behind it; anything where none comes.
       turned: i32 `[C]`, positions that a key is turned back by, >= 0.
       table: rotations of all positions.
+      sharding: static.
 
     Returns:
       The slots.
@@ -234,15 +319,26 @@ def cut_slot(slots: Slots, slot: jax.Array, places: jax.Array, turned: jax.Array
     back = rope.Rotation(cos, -sin)
 
     def move(buffer: jax.Array, turns: bool) -> jax.Array:
-        rows = lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
+        own, is_own = _own_slot(slot, buffer.shape[0], sharding)
+        rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
         rows = rope.rotate(rows, back) if turns else rows
-        return lax.dynamic_update_slice(buffer, rows.transpose(1, 0, 2)[None].astype(buffer.dtype), (slot, 0, 0, 0))
+        return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
 
-    return Slots([move(keys, True) for keys in slots.keys], [move(values, False) for values in slots.values])
+    def moved(slots: Slots) -> Slots:
+        return Slots([move(keys, True) for keys in slots.keys], [move(values, False) for values in slots.values])
+
+    return by_device(moved, sharding, (_SLOT_HEADS,), _SLOT_HEADS)(slots)
 
 
-@partial(jax.jit, donate_argnames=("slots",))
-def drift_slot(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array, table: rope.Rotation) -> Slots:
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("slots",))
+def drift_slot(
+    slots: Slots,
+    slot: jax.Array,
+    span: jax.Array,
+    drift: jax.Array,
+    table: rope.Rotation,
+    sharding: ModelSharding | None = None,
+) -> Slots:
     """Adds a model's drift to some tokens of a slot, whose keys are rotated. Donates the slots.
 
     Args:
@@ -251,6 +347,7 @@ def drift_slot(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array,
       span: i32 `[2]`, the first of the tokens and one past the last.
       drift: f32 `[L, 2, K, H]`, of unrotated keys and of values.
       table: rotations of all positions.
+      sharding: static.
 
     Returns:
       The slots.
@@ -261,15 +358,19 @@ def drift_slot(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array,
     rotation = _slice_rotation(table, 0, capacity)
 
     def add(buffer: jax.Array, shift: jax.Array, is_key: bool) -> jax.Array:
-        rows = lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # [K, C, H]
+        own, is_own = _own_slot(slot, buffer.shape[0], sharding)
+        rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)  # [K, C, H]
         full = jnp.broadcast_to(shift[None], (capacity, *shift.shape))
         full = (rope.rotate(full, rotation) if is_key else full).transpose(1, 0, 2).astype(buffer.dtype)
-        return lax.dynamic_update_slice(buffer, jnp.where(moves, rows + full, rows)[None], (slot, 0, 0, 0))
+        return _write_slot(buffer, jnp.where(moves, rows + full, rows), own, 0, is_own)
 
-    return Slots(
-        [add(keys, shift[0], True) for keys, shift in zip(slots.keys, drift, strict=True)],
-        [add(values, shift[1], False) for values, shift in zip(slots.values, drift, strict=True)],
-    )
+    def moved(slots: Slots, drift: jax.Array) -> Slots:
+        return Slots(
+            [add(keys, shift[0], True) for keys, shift in zip(slots.keys, drift, strict=True)],
+            [add(values, shift[1], False) for values, shift in zip(slots.values, drift, strict=True)],
+        )
+
+    return by_device(moved, sharding, (_SLOT_HEADS, _KV_HEADS), _SLOT_HEADS)(slots, drift)
 
 
 @jax.jit
@@ -293,7 +394,11 @@ def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     return at.set(new[:, 0].astype(slots.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
 
-@partial(jax.jit, static_argnames=("config", "num_blocks", "scatter", "with_attention"), donate_argnames=("slots",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "num_blocks", "scatter", "with_attention", "sharding"),
+    donate_argnames=("slots",),
+)
 def decode(
     config: ModelConfig,
     params: Params,
@@ -304,8 +409,9 @@ def decode(
     num_blocks: int | None = None,
     scatter: bool = False,
     with_attention: bool = False,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, Slots] | tuple[jax.Array, jax.Array, Slots, jax.Array]:
-    """One token for the first n slots. Donates the slots.
+    """One token for the first n slots. Donates the slots. Where a mesh has them in parts n is all of them.
 
     Args:
       config: static.
@@ -317,6 +423,7 @@ def decode(
       num_blocks: static, see `attend_slots`.
       scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
       with_attention: static: also return the attention that each token received.
+      sharding: static.
 
     Returns:
       Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots. If asked for, the
@@ -324,32 +431,50 @@ def decode(
       new token.
     """
     model = Transformer(config)
-    num_rows = tokens.shape[0]
     rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
     new_keys, new_values, new_kv, received = [], [], [], []
-    x = _apply(model, params, tokens[:, None], method=Transformer.embed)
+
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        keys: jax.Array,
+        values: jax.Array,
+        lengths: jax.Array,
+        rotation: rope.Rotation,
+    ) -> tuple[jax.Array, ...]:
+        rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
+        if scatter:
+            keys, values = _scatter(keys, rotated, lengths), _scatter(values, new.v, lengths)
+        else:
+            keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
+        grouped = rope.rotate(q, rotation)[:, 0].reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
+        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks).reshape(q.shape)
+        kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
+        if not with_attention:
+            return out, kv, keys, values
+        return out, kv, keys, values, slot_attention_received(grouped, keys, lengths + 1, num_blocks)[None]
+
+    in_axes = (_ROW_HEADS, _ROW_KV_HEADS, _SLOT_HEADS, _SLOT_HEADS, _ROWS, _ROWS)
+    out_axes = (_ROW_HEADS, _STEP_KV, _SLOT_HEADS, _SLOT_HEADS, *((("heads", "batch"),) if with_attention else ()))
+    x = constrain(_apply(model, params, tokens[:, None], method=Transformer.embed), sharding, _ROWS)
     for i in range(config.num_layers):
 
         def attend_fn(
             q: jax.Array, new: LayerKV, keys: jax.Array = slots.keys[i], values: jax.Array = slots.values[i]
-        ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
-            if scatter:
-                keys, values = _scatter(keys, rotated, lengths), _scatter(values, new.v, lengths)
-            else:
-                keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
-            q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
-            out = attend_slots(q, keys, values, lengths + 1, num_blocks)
-            kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
-            given = (slot_attention_received(q, keys, lengths + 1, num_blocks),) if with_attention else ()
-            return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values, *given)
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            over = (q, new, keys, values, lengths, rotation)
+            out, *carried = by_device(attend_heads, sharding, in_axes, out_axes)(*over)
+            return out, carried
 
         layer_params = params["params"][f"layer_{i}"]
         x, (kv, keys, values, *of_layer) = _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+        x = constrain(x, sharding, _ROWS)
         new_kv.append(kv)
         new_keys.append(keys)
         new_values.append(values)
         received += of_layer
-    logits = _apply(model, params, x, method=Transformer.head)[:, 0]
-    out = (logits, jnp.stack(new_kv), Slots(new_keys, new_values))
-    return (*out, sum(received, jnp.float32(0))) if with_attention else out
+    logits = _logits(config, params, x, sharding, _ROWS)
+    kv = constrain(jnp.stack(new_kv), sharding, (None, *_STEP_KV))
+    if not with_attention:
+        return logits, kv, Slots(new_keys, new_values)
+    return logits, kv, Slots(new_keys, new_values), constrain(sum(received, jnp.float32(0)).sum(0), sharding)

@@ -134,8 +134,8 @@ def prefill_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
     return "flash" if served else "batched"
 
 
-def slot_attention(slot_keys: jax.Array) -> SlotAttention:
-    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind.
+def slot_attention(slot_keys: jax.Array | jax.ShapeDtypeStruct) -> SlotAttention:
+    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind on a device.
 
     With `kernel` its `num_blocks` says nothing: each row's own length decides, on the device.
     """

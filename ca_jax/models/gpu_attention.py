@@ -170,7 +170,7 @@ def fits_flash(dtype: jnp.dtype, head_dim: int) -> bool:
     return dtype in _HALF and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
 
 
-def fits_kernel(slots: jax.Array) -> bool:
+def fits_kernel(slots: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `attend_slots_kernel` is for slots `[slots, K, C, H]` of this kind."""
     _, _, capacity, head_dim = slots.shape
     is_power_of_two = head_dim >= 16 and head_dim & (head_dim - 1) == 0
