@@ -17,7 +17,8 @@ import numpy as np
 
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
-from ca_jax.models.config import PRESETS, ModelConfig
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.models.reading import Destination, Leaf
 from ca_jax.models.sharding import ModelSharding
@@ -165,7 +166,7 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
     and no stop tokens, it takes and gives token ids. Waits until the weights are there.
 
     Args:
-      preset: one of `models.config.PRESETS`.
+      preset: one of `models.presets.PRESETS`.
       dtype: of the weights; None as for `load_model`.
       seed: of the weights, in [0, 2^32).
       layout: says where the weights are drawn; None: on the default device.

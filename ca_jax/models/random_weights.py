@@ -3,7 +3,7 @@
 Every matrix is normal with variance 1 / inputs, and what is added to the residual stream is scaled down by the number
 of additions, so that activations and logits are of order one however many layers there are, in every dtype served.
 
-Not here: the shapes themselves (`config.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
+Not here: the shapes themselves (`presets.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
 """
 
 from __future__ import annotations
