@@ -393,7 +393,7 @@ class Engine:
             new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
             self._runner.warmup(history, new, progress)
             self._truncator.warmup()
-            self._sampler.warmup(self._runner.batch_buckets)
+            self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
             self._measure(history, new)
             return time.perf_counter() - started_s
 

@@ -448,7 +448,7 @@ class Runner:
                     jax.block_until_ready((x, past))
                     started_s = time.perf_counter()
                     out, _ = steps.prefill_layer(
-                        self._config, self._layers[0], x, past, zero, self._table, sharding=self.sharding
+                        self._config, self._layers[0], x, past, zero, self._table, None, self.sharding
                     )
                     out.block_until_ready()
                     layer_s = time.perf_counter() - started_s
