@@ -9,6 +9,8 @@ Not here: what is compiled (steps), who pads (runner).
 
 from __future__ import annotations
 
+import itertools
+
 
 def new_token_buckets(chunk_tokens: int, coarse: bool = False) -> tuple[int, ...]:
     """Padded numbers of new tokens of one pass: 8, steps of 16 to 128, of 32 to 256, of 64 beyond, the chunk itself.
@@ -50,6 +52,15 @@ def batch_buckets(max_batch_size: int) -> tuple[int, ...]:
     while sizes[-1] * 2 < max_batch_size:
         sizes.append(sizes[-1] * 2)
     return tuple(sizes) if sizes[-1] == max_batch_size else (*sizes, max_batch_size)
+
+
+def slot_tokens(window_tokens: int, chunk_tokens: int, block_tokens: int, coarse: bool = False) -> int:
+    """Tokens that a decode slot has room for: a full context window and what its last pass is padded by, or the longest
+    padded history, in whole blocks. An update that overlaps a slot's end would be moved, not cut.
+    """
+    padding = max(high - low - 1 for low, high in itertools.pairwise((0, *new_token_buckets(chunk_tokens, coarse))))
+    widest = max(window_tokens + padding, history_buckets(window_tokens, coarse)[-1])
+    return -(-widest // block_tokens) * block_tokens
 
 
 def pad_to(buckets: tuple[int, ...], size: int) -> int:

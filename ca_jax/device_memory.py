@@ -23,6 +23,33 @@ def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> in
     return min(int(config.read_buffer_gib * GIB) + _EXECUTION_REGIONS * layer_bytes, everything)
 
 
+def wanted_bytes(
+    config: EngineConfig,
+    layout: KVLayout,
+    *,
+    max_tokens: int,
+    num_parts: int,
+    param_bytes: int,
+    slot_bytes: int,
+) -> dict[str, int]:
+    """What an engine takes of each device, by what it is for; activations and what is compiled come on top.
+
+    Args:
+      config: of the engine.
+      layout: of its stored KV.
+      max_tokens: the longest history that is staged.
+      num_parts: parts that KV is in by its heads, each on devices of its own.
+      param_bytes: the weights on each device.
+      slot_bytes: the decode slots on each device.
+    """
+    return {
+        "the read buffer": staging_bytes(layout, config, max_tokens) // num_parts,
+        "write_buffer_gib": int(config.write_buffer_gib * GIB) // num_parts,
+        "the weights": param_bytes,
+        "the decode slots": slot_bytes,
+    }
+
+
 def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
     """Checks that the read and the write buffer fit beside the weights and the decode slots, on each device.
 
@@ -37,13 +64,14 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
         if cap_gib is not None and cap_gib / num_parts * GIB > capacity:
             whose = "the device's" if num_parts == 1 else f"{num_parts} times a device's"
             raise ValueError(f"{name} wanted at most {whose} {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
-    read_bytes = staging_bytes(layout, config, runner.history_buckets[-1])
-    wanted = {
-        "the read buffer": read_bytes // num_parts,
-        "write_buffer_gib": int(config.write_buffer_gib * GIB) // num_parts,
-        "the weights": runner.param_bytes,
-        "the decode slots": runner.slots.num_bytes,
-    }
+    wanted = wanted_bytes(
+        config,
+        layout,
+        max_tokens=runner.history_buckets[-1],
+        num_parts=num_parts,
+        param_bytes=runner.param_bytes,
+        slot_bytes=runner.slots.num_bytes,
+    )
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(f"wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {parts}")

@@ -17,13 +17,15 @@ import numpy as np
 
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
-from ca_jax.models.config import PRESETS, ModelConfig
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
+from ca_jax.models.reading import Destination, Leaf
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.models.transformer import Transformer
 from ca_jax.steps import Params
-from ca_jax.transfer import params_to_device, to_device, to_host
+from ca_jax.transfer import leaf_to_device, params_to_device, shards_to_device, to_device, to_host
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""
@@ -86,6 +88,16 @@ class LoadedModel:
         return dataclasses.replace(self, params=_to_shards(self.config, self.params, sharding), sharding=sharding)
 
 
+def _to_devices(leaf: Leaf, sharding: ModelSharding | None) -> jax.Array:
+    """Reads a weight and puts it where it belongs: shard by shard where the file's rows are divided, else at once."""
+    if sharding is None:
+        return leaf_to_device(leaf.read())
+    where = sharding.of_slot(leaf.slot)
+    if all(leaf.is_rows(index) for index in where.addressable_devices_indices_map(leaf.shape).values()):
+        return shards_to_device(leaf.read, leaf.shape, where)
+    return leaf_to_device(leaf.read(), where)
+
+
 def _to_shards(config: ModelConfig, params: Params, sharding: ModelSharding | None) -> Params:
     return params_to_device(params, None if sharding is None else sharding.of_params(config))
 
@@ -110,6 +122,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model by preset name, GGUF file, Hugging Face directory or hub name, or converted checkpoint.
 
+    Each weight goes to its devices as it is read: the host holds no more of them than the largest one takes.
+
     Args:
       model: which.
       dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
@@ -124,14 +138,19 @@ def load_model(
       UnsupportedQuantizationError: a tensor's type cannot be read.
     """
     started_s = time.perf_counter()
-    checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress)
-    sharding = None if layout is None else layout(checkpoint.config)
-    params = _to_shards(checkpoint.config, checkpoint.params, sharding)
+    sharding = None
+
+    def destinations(config: ModelConfig) -> Destination:
+        nonlocal sharding
+        sharding = None if layout is None else layout(config)
+        return partial(_to_devices, sharding=sharding)
+
+    checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress, destinations=destinations)
     return LoadedModel(
         name=checkpoint.name,
         config=checkpoint.config,
         model=Transformer(checkpoint.config),
-        params=params,
+        params=checkpoint.params,
         tokenizer=checkpoint.tokenizer,
         fingerprint=checkpoint.fingerprint,
         stop_token_ids=checkpoint.stop_token_ids,
@@ -147,7 +166,7 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
     and no stop tokens, it takes and gives token ids. Waits until the weights are there.
 
     Args:
-      preset: one of `models.config.PRESETS`.
+      preset: one of `models.presets.PRESETS`.
       dtype: of the weights; None as for `load_model`.
       seed: of the weights, in [0, 2^32).
       layout: says where the weights are drawn; None: on the default device.

@@ -17,7 +17,7 @@ import numpy as np
 
 from ca_jax import steps
 from ca_jax.blend import Blender, BlendPlan
-from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes
+from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
 from ca_jax.decode_slots import DecodeSlots
 from ca_jax.drift import Drift, add_drift
 from ca_jax.models import rope
@@ -151,9 +151,7 @@ class Runner:
         # Slots that lie on several devices are decoded all: their first ones are one device's alone.
         is_whole = sharding is None or sharding.num_data == 1
         self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
-        # Padding behind a job's tokens must fit too: an update that overlaps the end would be moved, not cut.
-        widest = max(window + self._max_padding(), self.history_buckets[-1])
-        capacity = -(-widest // SLOT_BLOCK) * SLOT_BLOCK
+        capacity = slot_tokens(window, chunk_tokens, SLOT_BLOCK, coarse)
         # One layer of each window: those of the same share their compiled functions.
         self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
@@ -178,10 +176,6 @@ class Runner:
     def param_bytes(self) -> int:
         """Of the model's parameters, on each device."""
         return bytes_per_device(self._params)
-
-    def _max_padding(self) -> int:
-        sizes = (0, *self.new_token_buckets)
-        return max(high - low - 1 for low, high in itertools.pairwise(sizes))
 
     def padded_history(self, num_tokens: int) -> int:
         """The history length that `num_tokens` are padded to."""

@@ -12,6 +12,7 @@ Not here: staging and what is loaded when (layer_loader), threads and what is sa
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,6 +55,37 @@ def params_to_device(params: Any, shardings: Any = None) -> Any:
         return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) else staging_to_device(leaf, sharding)
 
     return jax.tree.map(put, params, shardings)
+
+
+def leaf_to_device(leaf: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+    """Copies one weight to the device and waits: its host memory is free then. On CPU an aligned one is not copied.
+
+    Args:
+      leaf: the weight; not written to from now on.
+      sharding: where to, each device getting its part and no other; None: the default device, bound to no mesh.
+    """
+    return jax.block_until_ready(staging_to_device(leaf, sharding))
+
+
+def shards_to_device(
+    read: Callable[[tuple[slice, ...]], np.ndarray], shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Copies one weight to the devices shard by shard, with one shard in host memory at a time. Waits.
+
+    Args:
+      read: gives the part of it that an index says; called once for each part that a device of this process has.
+      shape: of the whole.
+      sharding: where to.
+    """
+    devices: dict[tuple[tuple[int | None, int | None], ...], list[tuple[Any, tuple[slice, ...]]]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices.setdefault(tuple((part.start, part.stop) for part in index), []).append((device, index))
+    parts: list[jax.Array] = []
+    for copies in devices.values():
+        part = read(copies[0][1])
+        parts += jax.block_until_ready([jax.device_put(part, device) for device, _ in copies])
+        del part
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def staging_to_device(view: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:

@@ -20,7 +20,7 @@ from ca_jax.launch.bench_peers import PEER_PACKAGES
 from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig
 from ca_jax.launch.bench_serving_schema import SERVING_SUITES, ThroughputBenchConfig, TtftBenchConfig
 from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
-from ca_jax.models.config import PRESETS
+from ca_jax.models.presets import PRESETS
 from ca_jax.overflow import METHODS
 from ca_jax.storage.config import SSD_DRIVERS
 

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ca_jax.errors import CaJaxError
-from ca_jax.models.config import PRESETS
+from ca_jax.models.presets import PRESETS
 
 MATMUL_FLOOR = 0.5
 """Least share of the measured matmul peak that prefill reaches."""

@@ -9,8 +9,10 @@ import dataclasses
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from ca_jax.errors import UnknownModelError
+from ca_jax.models.reading import Destinations, to_host
 from ca_jax.models.weights import Checkpoint, ProgressFn, resolve_dtype
 
 __all__ = ["PRESETS", "Checkpoint", "Preset", "ProgressFn", "load_checkpoint"]
@@ -41,14 +43,21 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MANIFEST = "ca_jax_checkpoint.json"  # `orbax.MANIFEST`, without importing orbax.
 
 
-def load_checkpoint(model: str, *, dtype: str = "float32", progress: ProgressFn | None = None) -> Checkpoint:
+def load_checkpoint(
+    model: str,
+    *,
+    dtype: str = "float32",
+    progress: ProgressFn | None = None,
+    destinations: Destinations = to_host,
+) -> Checkpoint:
     """Loads a model. Blocks; reads on a few threads.
 
     Args:
       model: a preset's name; a `.gguf` file; a Hugging Face directory; an orbax checkpoint made by `launch/convert.py`;
         or a hub name, "org/name". What exists on disk comes before the hub.
       dtype: of the weights in memory: float32, bfloat16 or float16.
-      progress: told of bytes written.
+      progress: told of bytes read.
+      destinations: where the weights go: by default they are numpy arrays.
 
     Raises:
       UnknownModelError: there is no such model; the message says what was tried and which presets there are.
@@ -60,27 +69,28 @@ def load_checkpoint(model: str, *, dtype: str = "float32", progress: ProgressFn 
     # Each format's reader is imported when it is needed: orbax alone takes over a second.
     numpy_dtype = resolve_dtype(dtype)
     path = Path(model).expanduser()
+    options: dict[str, Any] = {"dtype": numpy_dtype, "progress": progress, "destinations": destinations}
     if model in PRESETS:
         from ca_jax.models.gguf import load_gguf
 
-        return load_gguf(_preset_file(model), name=model, dtype=numpy_dtype, progress=progress)
+        return load_gguf(_preset_file(model), name=model, **options)
     if path.is_file() and path.suffix == ".gguf":
         from ca_jax.models.gguf import load_gguf
 
-        return load_gguf(path, name=path.stem, dtype=numpy_dtype, progress=progress)
+        return load_gguf(path, name=path.stem, **options)
     if (path / _MANIFEST).is_file():
         from ca_jax.models import orbax
 
-        return orbax.load_checkpoint(path, dtype=numpy_dtype, progress=progress)
+        return orbax.load_checkpoint(path, **options)
     if (path / "config.json").is_file():
         from ca_jax.models import huggingface
 
-        return huggingface.load_directory(path, name=path.resolve().name, dtype=numpy_dtype, progress=progress)
+        return huggingface.load_directory(path, name=path.resolve().name, **options)
     if not path.exists() and path.suffix != ".gguf" and _HUB_NAME.fullmatch(model):
         from ca_jax.models import huggingface
 
         try:
-            return huggingface.load_from_hub(model, dtype=numpy_dtype, progress=progress)
+            return huggingface.load_from_hub(model, **options)
         except UnknownModelError as error:
             raise UnknownModelError(f"{error}. Nor is there such a directory. {_known()}") from error
     raise UnknownModelError(f"unknown model {model!r}: {_why_not(path)}. {_known()}")

@@ -1,6 +1,6 @@
 """What a model is: its shapes and its position encoding, nothing about how it is run.
 
-Not here: mesh, paths, dtypes of weights, kernels, tokenizer; which trained models there are (`checkpoint`).
+Not here: mesh, paths, dtypes of weights, kernels, tokenizer; published architectures (`presets`).
 """
 
 from __future__ import annotations
@@ -215,63 +215,3 @@ class ModelConfig:
           ValueError, UnsupportedArchitectureError: as for the constructors.
         """
         return cls(**{**described, "rope": RopeConfig(**described["rope"])})
-
-    @classmethod
-    def smollm2_135m(cls) -> ModelConfig:
-        """SmolLM2-135M(-Instruct), the default model."""
-        return PRESETS["smollm2-135m"]
-
-
-def _llama2(*, embed_dim: int, mlp_dim: int, num_layers: int, num_heads: int) -> ModelConfig:
-    """One of Llama 2 (Touvron et al., 2023) without grouped queries: 7B and 13B."""
-    return ModelConfig(
-        vocab_size=32000,
-        embed_dim=embed_dim,
-        mlp_dim=mlp_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=128,
-        max_positions=4096,
-    )
-
-
-def _smollm2(
-    *, embed_dim: int, mlp_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, theta: float
-) -> ModelConfig:
-    """One of SmolLM2 (Allal et al., 2025)."""
-    return ModelConfig(
-        vocab_size=49152,
-        embed_dim=embed_dim,
-        mlp_dim=mlp_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=64,
-        max_positions=8192,
-        tie_embeddings=True,
-        rope=RopeConfig(theta=theta),
-    )
-
-
-PRESETS = {
-    "llama2-7b": _llama2(embed_dim=4096, mlp_dim=11008, num_layers=32, num_heads=32),
-    "llama2-13b": _llama2(embed_dim=5120, mlp_dim=13824, num_layers=40, num_heads=40),
-    "llama3-8b": ModelConfig(
-        vocab_size=128256,
-        embed_dim=4096,
-        mlp_dim=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=8192,
-        rope=RopeConfig(theta=500000.0),
-    ),
-    "smollm2-135m": _smollm2(embed_dim=576, mlp_dim=1536, num_layers=30, num_heads=9, num_kv_heads=3, theta=100000.0),
-    "smollm2-360m": _smollm2(embed_dim=960, mlp_dim=2560, num_layers=32, num_heads=15, num_kv_heads=5, theta=100000.0),
-    "smollm2-1.7b": _smollm2(
-        embed_dim=2048, mlp_dim=8192, num_layers=24, num_heads=32, num_kv_heads=32, theta=130000.0
-    ),
-}
-"""Architectures by name, exactly as published. Random weights of them: `random_weights`; trained ones: `checkpoint`."""

@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
-from ca_jax.models import gguf_tokenizer, rope, weights
+from ca_jax.models import gguf_tokenizer, reading, rope, weights
 from ca_jax.models.architectures import require_served
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES
@@ -72,7 +72,12 @@ class GgufFile:
 
 
 def load_gguf(
-    path: Path, *, name: str, dtype: np.dtype, progress: weights.ProgressFn | None = None
+    path: Path,
+    *,
+    name: str,
+    dtype: np.dtype,
+    progress: weights.ProgressFn | None = None,
+    destinations: reading.Destinations = reading.to_host,
 ) -> weights.Checkpoint:
     """Loads a GGUF file: weights dequantised, tokenizer and chat template out of the metadata. Blocks.
 
@@ -80,7 +85,8 @@ def load_gguf(
       path: the file.
       name: what to call the model.
       dtype: of the weights in memory.
-      progress: told of bytes written.
+      progress: told of bytes read.
+      destinations: where the weights go.
 
     Raises:
       CheckpointError: the file is cut off, or a tensor or metadata is missing, misshaped or unexpected.
@@ -92,13 +98,14 @@ def load_gguf(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         content = pool.submit(weights.hash_file, path)
         tokenizer = gguf_tokenizer.tokenizer_from_gguf(file)
-        params = weights.build_params(
+        params = reading.build_params(
             config,
             _stored_tensors(file, config),
             _names(config),
             dtype=dtype,
             source=str(path),
             progress=progress,
+            destinations=destinations,
         )
         content_sha256 = content.result()
     return weights.Checkpoint(
@@ -201,14 +208,14 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
     )
 
 
-def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.StoredTensor]:
     """The file's tensors, Q and K in half-split order."""
     order = {
         "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
         "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
     }
     return {
-        name: weights.StoredTensor(
+        name: reading.StoredTensor(
             shape=tuple(int(n) for n in reversed(tensor.shape)),
             read_rows=functools.partial(_read_rows, tensor, order.get(name.split(".", 2)[-1])),
         )

@@ -22,7 +22,7 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
     UnsupportedQuantizationError,
 )
-from ca_jax.models import weights
+from ca_jax.models import reading, weights
 from ca_jax.models.architectures import require_served
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
@@ -38,7 +38,12 @@ _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in
 
 
 def load_directory(
-    directory: Path, *, name: str, dtype: np.dtype, progress: weights.ProgressFn | None = None
+    directory: Path,
+    *,
+    name: str,
+    dtype: np.dtype,
+    progress: weights.ProgressFn | None = None,
+    destinations: reading.Destinations = reading.to_host,
 ) -> weights.Checkpoint:
     """Loads a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json. Blocks.
 
@@ -46,7 +51,8 @@ def load_directory(
       directory: where the files are.
       name: what to call the model.
       dtype: of the weights in memory.
-      progress: told of bytes written.
+      progress: told of bytes read.
+      destinations: where the weights go.
 
     Raises:
       CheckpointError: a file is missing or cut off, or a tensor missing, misshaped or unexpected.
@@ -63,13 +69,14 @@ def load_directory(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         content = pool.submit(weights.hash_files, directory, files)
         tokenizer = _load_tokenizer(directory, described)
-        params = weights.build_params(
+        params = reading.build_params(
             config,
             _stored_tensors(files, config, family),
             family.hf_names(config),
             dtype=dtype,
             source=str(directory),
             progress=progress,
+            destinations=destinations,
         )
         content_sha256 = content.result()
     return weights.Checkpoint(
@@ -82,14 +89,20 @@ def load_directory(
     )
 
 
-def load_from_hub(repo_id: str, *, dtype: np.dtype, progress: weights.ProgressFn | None = None) -> weights.Checkpoint:
+def load_from_hub(
+    repo_id: str,
+    *,
+    dtype: np.dtype,
+    progress: weights.ProgressFn | None = None,
+    destinations: reading.Destinations = reading.to_host,
+) -> weights.Checkpoint:
     """Loads a model by its hub name, from the local cache if it is there, else over the network. Blocks.
 
     Raises:
       UnknownModelError: it is neither in the cache nor to be had.
       CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError: as for `load_directory`.
     """
-    return load_directory(_snapshot(repo_id), name=repo_id, dtype=dtype, progress=progress)
+    return load_directory(_snapshot(repo_id), name=repo_id, dtype=dtype, progress=progress, destinations=destinations)
 
 
 def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
@@ -142,7 +155,7 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, reading.StoredTensor]:
     tensors = {}
     head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
     for path in files:
@@ -158,7 +171,7 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                 raise UnsupportedQuantizationError(
                     f"{path}: tensor {name}: type {rows.get_dtype()} is not served; wanted one of {', '.join(_DTYPES)}"
                 )
-            tensors[name] = weights.StoredTensor(
+            tensors[name] = reading.StoredTensor(
                 shape=tuple(rows.get_shape()), read_rows=functools.partial(_read_rows, rows)
             )
     return tensors

@@ -1,29 +1,35 @@
 """Checkpoints of this engine's own: the parameter tree as orbax writes it, beside a JSON with everything else.
 
-    DIR/params/                  orbax
+    DIR/params/                  orbax: a folder for each leaf, of files of some rows each
     DIR/tokenizer.json           as `tokenizers` writes it; absent where there is no tokenizer
     DIR/ca_jax_checkpoint.json   written last: a directory without it is no checkpoint
 
-Nothing is pickled.
+Leaves are written and read a few at a time, never all of them: see `reading`. Nothing is pickled.
 
 Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import hashlib
 import json
+import shutil
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 import tokenizers
+from orbax.checkpoint import type_handlers
 
 from ca_jax.errors import CheckpointError
-from ca_jax.models import weights
+from ca_jax.models import reading, weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.tokenizer import Tokenizer
@@ -32,40 +38,54 @@ MANIFEST = "ca_jax_checkpoint.json"
 """The file by which such a directory is known."""
 
 _FORMAT = 1
+_CHUNK_BYTES = 4 << 20  # Of a file: what is read, cast and put in its place at once.
+_CHUNKS_IN_FLIGHT = 2  # Of each leaf that is written; TensorStore copies them.
 
 
-def save_checkpoint(checkpoint: weights.Checkpoint, directory: Path) -> None:
+def save_checkpoint(
+    checkpoint: weights.Checkpoint, directory: Path, *, progress: weights.ProgressFn | None = None
+) -> None:
     """Writes a checkpoint. Blocks.
 
     Args:
-      checkpoint: what to write; its weights keep their dtype.
-      directory: where to; made if absent.
+      checkpoint: what to write; its weights keep their dtype. It was loaded to `reading.unread`: its leaves are read
+        here, few at a time.
+      directory: where to; made if absent. Nothing is left in it where writing fails.
+      progress: told of bytes written.
 
     Raises:
       CheckpointError: `directory` is not empty.
+      UnsupportedQuantizationError: a tensor's type cannot be read.
     """
     require_empty(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory.absolute() / "params", checkpoint.params)
-        checkpointer.wait_until_finished()
-    if checkpoint.tokenizer is not None:
-        (directory / "tokenizer.json").write_text(checkpoint.tokenizer.backend.to_str(), encoding="utf-8")
-    manifest = {
-        "format": _FORMAT,
-        "name": checkpoint.name,
-        "config": dataclasses.asdict(checkpoint.config),
-        "dtype": checkpoint.params["params"]["embed"]["embedding"].dtype.name,
-        "fingerprint": checkpoint.fingerprint,
-        "params_sha256": _hash_params(directory),
-        "stop_token_ids": list(checkpoint.stop_token_ids),
-        "tokenizer": None if checkpoint.tokenizer is None else _describe_tokenizer(checkpoint.tokenizer),
-    }
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    try:
+        _save_params(checkpoint.params, directory / "params", progress)
+        if checkpoint.tokenizer is not None:
+            (directory / "tokenizer.json").write_text(checkpoint.tokenizer.backend.to_str(), encoding="utf-8")
+        manifest = {
+            "format": _FORMAT,
+            "name": checkpoint.name,
+            "config": dataclasses.asdict(checkpoint.config),
+            "dtype": checkpoint.params["params"]["embed"]["embedding"].dtype.name,
+            "fingerprint": checkpoint.fingerprint,
+            "params_sha256": _hash_params(directory),
+            "stop_token_ids": list(checkpoint.stop_token_ids),
+            "tokenizer": None if checkpoint.tokenizer is None else _describe_tokenizer(checkpoint.tokenizer),
+        }
+        (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    except BaseException:
+        for entry in directory.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        raise
 
 
 def load_checkpoint(
-    directory: Path, *, dtype: np.dtype, progress: weights.ProgressFn | None = None
+    directory: Path,
+    *,
+    dtype: np.dtype,
+    progress: weights.ProgressFn | None = None,
+    destinations: reading.Destinations = reading.to_host,
 ) -> weights.Checkpoint:
     """Reads what `save_checkpoint` wrote. Blocks.
 
@@ -74,10 +94,12 @@ def load_checkpoint(
     Args:
       directory: the checkpoint.
       dtype: of the weights in memory.
-      progress: told when the weights are read.
+      progress: told of bytes read.
+      destinations: where the weights go.
 
     Raises:
-      CheckpointError: a file is missing, cut off or changed since it was written.
+      CheckpointError: a file is missing, cut off or changed since it was written, or a tensor is missing, misshaped or
+        unexpected.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
@@ -88,13 +110,21 @@ def load_checkpoint(
         tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             found_sha256 = pool.submit(_hash_params, directory)
-            with ocp.StandardCheckpointer() as checkpointer:
-                params = checkpointer.restore(directory.absolute() / "params")
+            params = reading.build_params(
+                config,
+                _stored_tensors(directory / "params"),
+                {slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
+                dtype=dtype,
+                source=str(directory),
+                progress=progress,
+                destinations=destinations,
+                is_tree=True,
+            )
         if found_sha256.result() != manifest["params_sha256"]:
             raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
-        checkpoint = weights.Checkpoint(
+        return weights.Checkpoint(
             config=config,
-            params=weights.cast_params(params, dtype),
+            params=params,
             tokenizer=tokenizer,
             name=manifest["name"],
             fingerprint=fingerprint if stored_dtype == dtype.name else _recast(fingerprint, dtype),
@@ -104,11 +134,6 @@ def load_checkpoint(
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: cannot be read: {type(error).__name__}: {error}") from error
-    weights.check_params(config, checkpoint.params, str(directory))
-    if progress is not None:
-        num_bytes = weights.params_bytes(checkpoint.params)
-        progress("reading weights", num_bytes, num_bytes)
-    return checkpoint
 
 
 def require_empty(directory: Path) -> None:
@@ -119,6 +144,92 @@ def require_empty(directory: Path) -> None:
             raise CheckpointError(f"wanted an empty or new output directory, found {entry.name} in {directory}")
     elif directory.exists():
         raise CheckpointError(f"wanted an output directory, found the file {directory}")
+
+
+class _LeafHandler(type_handlers.NumpyHandler):
+    """Has orbax write leaves that are not read yet, in its own layout of arrays: few of them are in memory at once."""
+
+    def __init__(self, progress: weights.ProgressFn | None) -> None:
+        super().__init__()
+        self._progress = progress
+
+    async def serialize(
+        self, values: Sequence[reading.Leaf], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Writes them; nothing is left to wait for."""
+        paths = {leaf.slot.path: str(info.path) for leaf, info in zip(values, infos, strict=True)}
+        total_bytes = sum(leaf.nbytes for leaf in values)
+        done_bytes = 0
+        for leaf, _ in reading.stream(values, lambda leaf: _write_leaf(leaf, paths[leaf.slot.path])):
+            done_bytes += leaf.nbytes
+            if self._progress is not None:
+                self._progress("writing weights", done_bytes, total_bytes)
+        return []
+
+
+def _save_params(params: weights.Params, directory: Path, progress: weights.ProgressFn | None) -> None:
+    registry = type_handlers.create_type_handler_registry((reading.Leaf, _LeafHandler(progress)))
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(params))
+
+
+def _write_leaf(leaf: reading.Leaf, path: str) -> None:
+    array = leaf.read()
+    step = max(1, _CHUNK_BYTES // (array.nbytes // len(array)))
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": {"shape": array.shape, "chunks": (min(step, len(array)), *array.shape[1:]), "compressor": None},
+        "dtype": array.dtype.name,
+        "store_data_equal_to_fill_value": True,
+    }
+    stored = ts.open(spec, create=True).result()
+    in_flight: collections.deque[Any] = collections.deque()
+    for start in range(0, len(array), step):
+        if len(in_flight) == _CHUNKS_IN_FLIGHT:
+            in_flight.popleft().result()
+        rows = slice(start, min(start + step, len(array)))
+        in_flight.append(stored[rows].write(array[rows]))
+    for each in in_flight:
+        each.result()
+
+
+def _name(key: str, layer: int | None) -> str:
+    """What a leaf is called here, with `{layer}` where its layer's number goes."""
+    path = key.replace(".", "/")
+    return path if layer is None else f"layer_{{layer}}/{path}"
+
+
+def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
+    """The leaves that orbax wrote: in folders of their own or, in older checkpoints, all in one OCDBT.
+
+    Raises:
+      OSError, ValueError, KeyError: it cannot be read.
+    """
+    described = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))["tree_metadata"]
+    is_ocdbt = type_handlers.is_ocdbt_checkpoint(directory)
+    tensors = {}
+    for leaf in described.values():
+        keys = [key["key"] for key in leaf["key_metadata"]]
+        folder = f"{'.'.join(keys)}/"
+        if is_ocdbt:
+            kvstore = {"driver": "ocdbt", "base": f"file://{directory.absolute()}/", "path": folder}
+        elif (directory / folder / ".zarray").is_file():
+            kvstore = {"driver": "file", "path": f"{directory.absolute()}/{folder}"}
+        else:
+            continue
+        stored = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
+        tensors["/".join(keys[1:])] = reading.StoredTensor(
+            shape=stored.shape,
+            read_rows=partial(_read_rows, stored),
+            chunk_rows=stored.chunk_layout.read_chunk.shape[0],
+        )
+    return tensors
+
+
+def _read_rows(stored: ts.TensorStore, start: int, stop: int) -> np.ndarray:
+    return stored[start:stop].read().result()
 
 
 def _hash_params(directory: Path) -> str:

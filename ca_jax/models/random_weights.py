@@ -4,7 +4,7 @@ Every matrix is normal with variance 1 / inputs, and what is added to the residu
 of additions, so that activations and logits are of order one however many layers there are, in every dtype served.
 Biases are small, and norms scale by 1.
 
-Not here: the shapes themselves (`config.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
+Not here: the shapes themselves (`presets.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
 """
 
 from __future__ import annotations

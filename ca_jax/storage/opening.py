@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ca_jax.storage import ssd, ssd_raw
 from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CatalogCorruptError, quarantine
@@ -38,6 +39,11 @@ _MARKED = "they were found damaged before"
 _IMPOSSIBLE = "what the catalog says of them cannot be"
 _BEYOND_CAP = "their blocks lie beyond the cap"
 _OVERLAP = "their blocks belong to others"
+
+
+def stored_block_bytes(layout: KVLayout, driver: str) -> int:
+    """What a block takes on SSD, checksums included, as it is kept by `driver`."""
+    return (ssd if driver == "zarr3" else ssd_raw).stored_block_bytes(layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -130,7 +130,7 @@ class SsdTier:
     @classmethod
     def open_existing(cls, layout: KVLayout, location: str | os.PathLike[str], num_blocks: int) -> SsdTier:
         """Opens what is on disk as it stands (`only_existing`), with ids below `num_blocks`."""
-        return cls(layout, location, num_blocks * _stored_block_bytes(layout), only_existing=True)
+        return cls(layout, location, num_blocks * stored_block_bytes(layout), only_existing=True)
 
     @property
     def layout(self) -> KVLayout:
@@ -145,7 +145,7 @@ class SsdTier:
     @property
     def stored_block_bytes(self) -> int:
         """What one block takes on disk: its bytes, a checksum for each layer, an index, rounded up to pages."""
-        return _stored_block_bytes(self._layout)
+        return stored_block_bytes(self._layout)
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -333,7 +333,8 @@ class SsdTier:
             raise
 
 
-def _stored_block_bytes(layout: KVLayout) -> int:
+def stored_block_bytes(layout: KVLayout) -> int:
+    """What a file of one block takes on disk: layers, their checksums and the index, in whole pages."""
     file_bytes = layout.block_bytes + layout.num_layers * (4 + 16) + 4
     return -(-file_bytes // _PAGE_BYTES) * _PAGE_BYTES
 

@@ -113,7 +113,7 @@ class RawSsdTier:
     @classmethod
     def open_existing(cls, layout: KVLayout, location: str | os.PathLike[str], num_blocks: int) -> RawSsdTier:
         """Opens what is on disk as it stands (`only_existing`), with ids below `num_blocks`."""
-        return cls(layout, location, num_blocks * _stored_block_bytes(layout), only_existing=True)
+        return cls(layout, location, num_blocks * stored_block_bytes(layout), only_existing=True)
 
     @property
     def layout(self) -> KVLayout:
@@ -128,7 +128,7 @@ class RawSsdTier:
     @property
     def stored_block_bytes(self) -> int:
         """What one slot takes on disk: the block in whole pages, and its trailer."""
-        return _stored_block_bytes(self._layout)
+        return stored_block_bytes(self._layout)
 
     @property
     def allocator(self) -> BlockAllocator:
@@ -326,7 +326,8 @@ class _Trailer:
         return fields["sums"].tolist()
 
 
-def _stored_block_bytes(layout: KVLayout) -> int:
+def stored_block_bytes(layout: KVLayout) -> int:
+    """What one slot takes on disk: the block in whole pages, and its trailer."""
     return _whole_pages(layout.block_bytes) + _Trailer(layout.num_layers).num_bytes
 
 

