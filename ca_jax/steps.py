@@ -24,6 +24,7 @@ from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.kv_int8 import dequantize, quantize, unpacked
 from ca_jax.models.llama import Layer, Llama
 
 Params = Any
@@ -64,6 +65,18 @@ def empty_kv(config: ModelConfig, num_tokens: int, dtype: str) -> jax.Array:
     return jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype)
 
 
+@jax.jit
+def pack_kv(kv: jax.Array) -> jax.Array:
+    """Unrotated KV `[2, T, K, H]` as it is kept in int8, `[2, T, K, H + 2]`."""
+    return quantize(kv)
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def unpack_kv(kv: jax.Array, dtype: str) -> jax.Array:
+    """KV that is kept in int8 `[2, S, K, H + 2]`, unrotated, `[2, S, K, H]`."""
+    return dequantize(kv, dtype)
+
+
 @partial(jax.jit, static_argnames=("config",))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
@@ -84,6 +97,7 @@ def _prefill_layer(
     rotation = rope.Rotation(*(part[None] for part in _slice_rotation(table, history_length, x.shape[1])))
     past, past_rotation = None, None
     if history is not None:
+        history = unpacked(history, x.dtype)
         past = LayerKV(history[0][None], history[1][None])
         past_rotation = _slice_rotation(table, 0, history.shape[1]) if history_rotation is None else history_rotation
 
@@ -111,7 +125,7 @@ def prefill_layer(
       config: static.
       layer_params: of this layer.
       x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
       history_rotation: of history places, `[S, H/2]`; None: place s has position s.
@@ -139,7 +153,7 @@ def prefill_layer_attention(
       config: static.
       layer_params: of this layer.
       x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
       table: rotations of all positions.
@@ -164,12 +178,14 @@ def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     return _apply(Llama(config), params, x, method=Llama.head)
 
 
-@partial(jax.jit, static_argnames=("capacity",))
-def grow_history(history: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]`, and a scalar.
+@partial(jax.jit, static_argnames=("capacity", "dtype"))
+def grow_history(history: jax.Array, capacity: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]` of `dtype`, and a scalar.
 
-    The scalar is ready when the copy is, and outlives it: the copy is donated later on.
+    What is packed in int8 is unpacked. The scalar is ready when the copy is, and outlives it: the copy is donated later
+    on.
     """
+    history = unpacked(history, dtype)
     _, num_places, num_kv, head_dim = history.shape
     room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
     room = lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0))
@@ -200,7 +216,7 @@ def insert_slot(
     Args:
       keys: `[slots, K, C, H]`, donated.
       values: `[slots, K, C, H]`, donated.
-      kv: `[2, T, K, H]`, unrotated.
+      kv: `[2, T, K, H]`, unrotated, or int8 `[2, T, K, H + 2]`.
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
@@ -209,6 +225,7 @@ def insert_slot(
     Returns:
       The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
     """
+    kv = unpacked(kv, keys.dtype)
     rotated = rope.rotate(kv[0], _slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation)
     at = (slot, 0, start, 0)
     keys = lax.dynamic_update_slice(keys, rotated.transpose(1, 0, 2)[None].astype(keys.dtype), at)
@@ -293,7 +310,11 @@ def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
     return at.set(new[:, 0].astype(slots.dtype), unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
 
-@partial(jax.jit, static_argnames=("config", "num_blocks", "scatter", "with_attention"), donate_argnames=("slots",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "num_blocks", "scatter", "with_attention", "packs"),
+    donate_argnames=("slots",),
+)
 def decode(
     config: ModelConfig,
     params: Params,
@@ -304,6 +325,7 @@ def decode(
     num_blocks: int | None = None,
     scatter: bool = False,
     with_attention: bool = False,
+    packs: bool = False,
 ) -> tuple[jax.Array, jax.Array, Slots] | tuple[jax.Array, jax.Array, Slots, jax.Array]:
     """One token for the first n slots. Donates the slots.
 
@@ -317,11 +339,12 @@ def decode(
       num_blocks: static, see `attend_slots`.
       scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
       with_attention: static: also return the attention that each token received.
+      packs: static: return the new KV in int8.
 
     Returns:
-      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots. If asked for, the
-      attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0 behind the
-      new token.
+      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, or packed, a fresh buffer; the slots. If asked
+      for, the attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0
+      behind the new token.
     """
     model = Llama(config)
     num_rows = tokens.shape[0]
@@ -351,5 +374,6 @@ def decode(
         new_values.append(values)
         received += of_layer
     logits = _apply(model, params, x, method=Llama.head)[:, 0]
-    out = (logits, jnp.stack(new_kv), Slots(new_keys, new_values))
+    kv = jnp.stack(new_kv)
+    out = (logits, quantize(kv) if packs else kv, Slots(new_keys, new_values))
     return (*out, sum(received, jnp.float32(0))) if with_attention else out

@@ -83,7 +83,7 @@ def make_store(
 
 def fill_blocks_with_nan(store: AttentionStore) -> None:
     if store.stats().capacity_bytes:
-        store._dram.slab[...] = np.nan
+        store._dram.slab.view(np.uint8)[...] = 0xFF  # A NaN of every float, and of the scale of an int8 row.
 
 
 def make_kv(layout: KVLayout, num_tokens: int, seed: int = 0) -> np.ndarray:
