@@ -342,9 +342,9 @@ def decode(
       packs: static: return the new KV in int8.
 
     Returns:
-      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, or packed, a fresh buffer; the slots. If asked
-      for, the attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0
-      behind the new token.
+      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, or packed, a fresh buffer; the slots. If
+      asked for, the attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers,
+      0 behind the new token.
     """
     model = Llama(config)
     num_rows = tokens.shape[0]

@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
     driver: str | None = None
 
     @initialize(
-        dtype=st.sampled_from(["float32", "bfloat16"]),
+        dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
         policy=st.sampled_from(["lru", "fifo", "scheduler_aware", "return_aware"]),
         ssd_blocks=st.sampled_from([9, AMPLE]),
         free_fraction=st.sampled_from([0.0, 0.4]),
