@@ -47,6 +47,7 @@ class RepairedHistory:
         self.num_recomputed = 0.0
         """Tokens computed anew; of some layers alone, times their share of the layers."""
         self._load = load
+        self._runner = runner
         self._drift = drift
         self._to_device = runner.to_device
         self._start = runner.to_device(drifts_from, np.int32)
@@ -58,7 +59,7 @@ class RepairedHistory:
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`."""
-        kv = loaded = self._load.layer(layer)
+        kv = loaded = self._runner.unpacked(self._load.layer(layer))
         if self._drift is not None:
             drift = self._to_device(self._drift.values[layer])
             for stop in self._stops:
