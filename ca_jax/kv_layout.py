@@ -5,11 +5,14 @@ Not here: blocks and tokens in them (storage.layout), packing (models.kv_int8).
 
 from __future__ import annotations
 
+import dataclasses
+
 from ca_jax.config import EngineConfig
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv_int8 import SCALE_BYTES
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.layout import KVLayout
+from ca_jax.transfer import held_heads
 
 
 def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayout:
@@ -25,5 +28,7 @@ def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayou
 
 
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
-    """The same, of a model that is loaded."""
-    return rest_layout(model.config, model.dtype, config)
+    """The same, of a model that is loaded: of the heads that this process has."""
+    layout = rest_layout(model.config, model.dtype, config)
+    heads = None if model.sharding is None else held_heads(model.sharding.kv, layout.num_kv_heads)
+    return layout if heads is None else dataclasses.replace(layout, num_kv_heads=heads.stop - heads.start)

@@ -269,7 +269,7 @@ class LayerLoad:
         """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
             if stage.array is None and stage.future.done():
-                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding)
+                stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
 
 
 class LayerLoader:
@@ -279,6 +279,7 @@ class LayerLoader:
       layout: of the store.
       num_bytes: of the read buffer, execution regions included.
       sharding: of a layer's KV `[2, S, K, H]`; None: all on the default device.
+      heads: which of its heads the store has, where other processes have the others; None: all.
       timeline: told of every layer.
     """
 
@@ -288,11 +289,13 @@ class LayerLoader:
         num_bytes: int,
         *,
         sharding: jax.sharding.Sharding | None = None,
+        heads: transfer.HeldHeads | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.layout = layout
         self.buffer = ReadBuffer(num_bytes)
         self.sharding = sharding
+        self.heads = heads
         self.timeline = timeline
         self.device_ahead = 0 if jax.default_backend() == "cpu" else _DEVICE_AHEAD
         self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.

@@ -178,6 +178,11 @@ class Runner:
         return self._config.num_layers
 
     @property
+    def num_kv_heads(self) -> int:
+        """K, of the model."""
+        return self._config.num_kv_heads
+
+    @property
     def param_bytes(self) -> int:
         """Of the model's parameters, on each device."""
         return bytes_per_device(self._params)

@@ -35,7 +35,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import EntryInfo, MissReason, Owner, Residency, StoreStats
 from ca_jax.storage.shards import shard_config
 from ca_jax.timeline import NO_TIMELINE, Timeline
-from ca_jax.transfer import to_device
+from ca_jax.transfer import held_heads, own_part, to_device
 from ca_jax.turn_saver import TurnSaver
 from ca_jax.write_buffer import WriteBuffer
 
@@ -80,7 +80,10 @@ class SessionKV:
     ) -> None:
         max_tokens = runner.history_buckets[-1]
         shard = shard_config(config.store, processes.index, processes.count)
-        store = AttentionStore(layout, shard, weights=fingerprint, on_progress=on_progress, timeline=timeline)
+        kv_sharding = None if runner.sharding is None else runner.sharding.kv
+        heads = held_heads(kv_sharding, runner.num_kv_heads)
+        weights = fingerprint if heads is None else f"{fingerprint} {heads}"
+        store = AttentionStore(layout, shard, weights=weights, on_progress=on_progress, timeline=timeline)
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
@@ -90,9 +93,8 @@ class SessionKV:
         self._to_slide: dict[str, Session] = {}  # Of turns that have ended, by key.
         self._warn_of_small_caps(layout, max_tokens)
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
-        kv_sharding = None if runner.sharding is None else runner.sharding.kv
         self._loader = LayerLoader(
-            layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, timeline=timeline
+            layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
         self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
         self.histories = Histories(
@@ -109,7 +111,7 @@ class SessionKV:
         )
         self._num_plain = 0 if config.overflow is None else config.overflow.keep_first_tokens
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
-        self._salt = hashlib.sha256(f"{fingerprint}|{layout}|unrotated|".encode()).digest()
+        self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
@@ -373,7 +375,7 @@ class SessionKV:
             if ticket is None:
                 return
             for layer in range(self._layout.num_layers):
-                kv = self._runner.at_rest(self._runner.empty_kv(num_tokens))
+                kv = own_part(self._runner.at_rest(self._runner.empty_kv(num_tokens)))
                 self._saver.add(ticket, LayerPart(layer, kv, num_tokens, 0))
             self._saver.end(ticket)
             self.write_buffer.collect(wait=True, key=key)

@@ -515,7 +515,8 @@ def decode(
         received += of_layer
     logits = _logits(config, params, x, sharding, _ROWS)
     kv = jnp.stack(new_kv)
-    kv = constrain(quantize(kv) if packs else kv, sharding, (None, *_STEP_KV))
+    rows = None if sharding is not None and sharding.shares_rows else "batch"
+    kv = constrain(quantize(kv) if packs else kv, sharding, (None, None, rows, "kv_heads", None))
     if not with_attention:
         return logits, kv, Slots(new_keys, new_values)
     return logits, kv, Slots(new_keys, new_values), constrain(sum(received, jnp.float32(0)).sum(0), sharding)

@@ -4,13 +4,14 @@ On an accelerator KV goes through pinned memory: staging is registered for DMA o
 `pinned_host` memory of its device by the device's own copy engine. On CPU host and device are one memory: aligned
 staging *is* the device array, and what is saved is read where it was computed. The calls are the same.
 
-Sharded arrays move shard by shard; no device sees another's part.
+Sharded arrays move shard by shard; no device sees another's part, and no process that of another's devices.
 
 Not here: staging and what is loaded when (layer_loader), threads and what is saved (async_saver).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,42 @@ from typing import Any
 import jax
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import NamedSharding
 
 PINNED_HOST = "pinned_host"
 """The memory kind that a device reaches by DMA."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldHeads:
+    """Which KV heads the devices of this process have: some in a row."""
+
+    start: int
+    """The first."""
+    stop: int
+    """One past the last."""
+    num_kv_heads: int
+    """K, of the model."""
+
+    def within(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """An index into KV `[2, S, K, H]` of all heads as one into that of these."""
+        start, stop, _ = index[2].indices(self.num_kv_heads)
+        return (*index[:2], slice(start - self.start, stop - self.start), *index[3:])
+
+
+def held_heads(sharding: jax.sharding.Sharding | None, num_kv_heads: int) -> HeldHeads | None:
+    """Which heads of KV `[2, S, K, H]` this process has; None: all.
+
+    Raises:
+      ValueError: they are not in a row.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return None
+    indices = sharding.addressable_devices_indices_map((2, 1, num_kv_heads, 1)).values()
+    held = sorted({head for index in indices for head in range(*index[2].indices(num_kv_heads))})
+    if held != list(range(held[0], held[-1] + 1)):
+        raise ValueError(f"wanted the devices of this process to have KV heads in a row, found heads {held}")
+    return HeldHeads(held[0], held[-1] + 1, num_kv_heads)
 
 
 def to_device(
@@ -31,9 +65,12 @@ def to_device(
     Args:
       value: what.
       dtype: of the array; None: the value's.
-      sharding: where to; None: the default device, bound to no mesh.
+      sharding: where to; None: the default device, bound to no mesh. Where it has devices of other processes, these
+        are to be given the same value, and each puts it on its own.
     """
-    return jax.device_put(np.array(value, dtype), sharding)
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(np.array(value, dtype), sharding)
+    return staging_to_device(np.array(value, dtype), sharding)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -52,7 +89,9 @@ def params_to_device(params: Any, shardings: Any = None) -> Any:
         return jax.device_put(params)
 
     def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-        return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) else staging_to_device(leaf, sharding)
+        if isinstance(leaf, jax.Array) and sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        return staging_to_device(np.asarray(leaf), sharding)
 
     return jax.tree.map(put, params, shardings)
 
@@ -88,21 +127,44 @@ def shards_to_device(
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def staging_to_device(view: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+def staging_to_device(
+    view: np.ndarray, sharding: jax.sharding.Sharding | None = None, heads: HeldHeads | None = None
+) -> jax.Array:
     """Begins to copy staging memory to the device. Does not wait.
 
     Args:
       view: what to copy. It must not be written to until everything computed from the array is done: on CPU the array
         is this memory, elsewhere it is read in the background.
       sharding: where to; None: the default device.
+      heads: of KV `[2, S, K, H]`, which heads the view has, where other processes have the others; None: it has all.
     """
     if sharding is None:
         return jax.device_put(view)
+    shape = view.shape if heads is None else (*view.shape[:2], heads.num_kv_heads, *view.shape[3:])
     parts = [
-        jax.device_put(view[index], device)
-        for device, index in sharding.addressable_devices_indices_map(view.shape).items()
+        jax.device_put(view[index if heads is None else heads.within(index)], device)
+        for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
-    return jax.make_array_from_single_device_arrays(view.shape, sharding, parts)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def own_part(array: jax.Array) -> jax.Array:
+    """What this process's devices have of an array, as one of theirs alone. Nothing is copied, nor waited for.
+
+    Args:
+      array: on a mesh, or on one device.
+    """
+    if array.is_fully_addressable:
+        return array
+    sharding: Any = array.sharding
+    local = NamedSharding(sharding.mesh.local_mesh, sharding.spec)
+    shape = list(array.shape)
+    for axis, names in enumerate(sharding.spec):
+        for name in () if names is None else (names,) if isinstance(names, str) else names:
+            shape[axis] = shape[axis] // sharding.mesh.shape[name] * local.mesh.shape[name]
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [by_device[device] for device in local.addressable_devices_indices_map(tuple(shape))]
+    return jax.make_array_from_single_device_arrays(tuple(shape), local, parts)
 
 
 def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Array:
@@ -111,7 +173,11 @@ def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Arra
     Args:
       array: on a device; not one that will be donated.
       memory_kind: None: `pinned_host` on an accelerator; on CPU the array stays where it is.
+
+    Returns:
+      Of an array that other processes have parts of: this one's part.
     """
+    array = own_part(array)
     if memory_kind is None:
         if _platform(array) == "cpu" or array.sharding.memory_kind == PINNED_HOST:
             return array

@@ -18,6 +18,7 @@ from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAba
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import Owner
 from ca_jax.storage.tickets import SaveTicket
+from ca_jax.transfer import own_part
 
 
 class _Group:
@@ -100,7 +101,7 @@ class TurnSaver:
         group = self._prefilling
         if group is None:
             return
-        part = LayerPart(layer, kv, len(group.token_ids), 0, self._first)
+        part = LayerPart(layer, own_part(kv), len(group.token_ids), 0, self._first)
         if group.ticket is None:
             group.parts.append(part)
         else:
@@ -118,6 +119,7 @@ class TurnSaver:
         """Takes the KV of one decoded token, row `row` of `kv [L, 2, n, K, H]`, and submits it with its group."""
         if not self._active:
             return
+        kv = own_part(kv)
         self._tokens.append(token_id)
         self._steps.append(kv)
         self._rows.append(row)

@@ -74,6 +74,16 @@ class ModelSharding:
         return self.mesh.shape["tensor"]
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether the decode slots' parts are other processes': each saves all of its heads, and needs all rows."""
+        if isinstance(self.mesh, AbstractMesh):
+            return False
+        return any(
+            len({device.process_index for device in column}) > 1
+            for column in self.mesh.devices.T.reshape(-1, self.num_data)
+        )
+
+    @property
     def replicated(self) -> NamedSharding:
         """Of what is whole on each device: activations of a prefill, tokens, lengths, logits."""
         return NamedSharding(self.mesh, PartitionSpec())
@@ -149,6 +159,11 @@ def model_sharding(
             f"{num_kv} KV heads; found {tensor_parallel_size}"
         )
     num_devices = data_parallel_size * tensor_parallel_size
+    if not on_paper and jax.process_count() > 1 and num_devices != jax.device_count():
+        raise ValueError(
+            f"{jax.process_count()} processes wanted a mesh of all their {jax.device_count()} devices, found "
+            f"data_parallel_size={data_parallel_size} times tensor_parallel_size={tensor_parallel_size}"
+        )
     if num_devices == 1:
         return None
     over_kv = min(tensor_parallel_size, num_kv)

@@ -1,0 +1,142 @@
+"""Two processes of two devices each that serve one model: reuse, kill, restart, a shard that is lost.
+
+What they agree upon, and that they do, is tested with threads in `test_processes.py`: this is the real thing.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ca_jax.processes import OneProcess, all_agree, any_agrees, from_first, least
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
+from tests import two_processes as script
+
+NUM_PROCESSES = 2
+
+
+class Pair:
+    """Two processes that run `two_processes.py`."""
+
+    def __init__(self, directory: Path, *, data: int, tensor: int, first: int, stop: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = os.environ | {
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAX_PLATFORMS": "cpu",
+            "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
+            "NPROC": "16",
+        }
+        arguments = [str(directory), *(str(value) for value in (data, tensor, first, stop))]
+        root = Path(__file__).parent.parent
+        self._logs = [directory.parent / f"log-{first}-{index}" for index in range(NUM_PROCESSES)]
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.two_processes", address, str(index), *arguments],
+                env=environment,
+                cwd=root,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                text=True,
+            )
+            for index, log in enumerate(self._logs)
+        ]
+
+    def read(self) -> dict[str, object]:
+        """The next line of both, which say the same."""
+        lines = [next((line for line in process.stdout if line.startswith("{")), "") for process in self._processes]
+        if not all(lines):
+            self.kill()
+            pytest.fail("\n".join(log.read_text()[-3000:] for log in self._logs))
+        one, other = (json.loads(line) for line in lines)
+        assert one.keys() == other.keys()
+        return one if one == other else {name: [one[name], other[name]] for name in one}
+
+    def end(self) -> None:
+        """Lets both end by themselves."""
+        for process in self._processes:  # Each waits for the other to end with it.
+            process.stdin.write("end\n")
+            process.stdin.flush()
+        for process in self._processes:
+            process.communicate(timeout=120)
+        assert [process.returncode for process in self._processes] == [0, 0], self._logs[0].read_text()[-3000:]
+
+    def kill(self) -> None:
+        """Ends both at once, wherever they are."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.communicate()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+@functools.cache
+def expected() -> list[list[int]]:
+    """The answers of one process with one device."""
+    with script.engine_of(StoreConfig(dram_gib=0.05, block_tokens=kit.BLOCK_TOKENS)) as engine:
+        session = engine.session()
+        return [script.turn(session, number)["answer"] for number in range(len(script.TURNS))]
+
+
+def test_a_conversation_over_kills_restarts_and_a_lost_shard(tmp_path):
+    directory = tmp_path / "store"
+    shards = [directory / f"shard-{index}-of-{NUM_PROCESSES}" for index in range(NUM_PROCESSES)]
+    answers = expected()
+    with Pair(directory, data=1, tensor=4, first=0, stop=2) as pair:
+        assert pair.read() == {"known": 0}
+        assert pair.read() == {"turn": 0, "answer": answers[0], "cached": {"dram": 0}}
+        assert pair.read() == {"turn": 1, "answer": answers[1], "cached": {"dram": 60 + 9 - 1}}
+        assert pair.read() == {"heads": 2, "stored": [60 + 9 + 37 + 9 - 1]}
+        assert pair.read()["hits"] == 1
+        pair.kill()
+    assert all(shard.is_dir() for shard in shards)
+
+    with Pair(directory, data=1, tensor=4, first=2, stop=3) as pair:
+        assert pair.read() == {"known": 60 + 9 + 37 + 9}
+        assert pair.read() == {"turn": 2, "answer": answers[2], "cached": {"ssd": 60 + 9 + 37 + 9 - 1}}
+        assert pair.read() == {"heads": 2, "stored": [60 + 9 + 37 + 9 + 70 + 9 - 1]}
+        assert pair.read() == {"hits": 1, "from_ssd": 1, "misses": 0}
+        pair.end()
+
+    shutil.rmtree(shards[1])
+    with Pair(directory, data=1, tensor=4, first=3, stop=5) as pair:
+        assert pair.read() == {"known": 60 + 9 + 37 + 9 + 70 + 9}
+        assert pair.read() == {"turn": 3, "answer": answers[3], "cached": {"ssd": 0}}
+        fifth = pair.read()
+        assert fifth["answer"] == answers[4]
+        assert fifth["cached"]["dram"] > 0  # Of what truncation left.
+        pair.read()
+        assert pair.read() == {"hits": 1, "from_ssd": [1, 0], "misses": [1, 0]}
+        pair.end()
+
+
+def test_processes_that_have_all_heads_and_their_own_slots(tmp_path):
+    """Rows of the batch are other processes', and each saves those of all."""
+    with Pair(tmp_path / "store", data=2, tensor=2, first=0, stop=3) as pair:
+        pair.read()
+        for number in range(3):
+            assert pair.read()["answer"] == expected()[number]
+        assert pair.read()["heads"] == 4
+        pair.end()
+
+
+def test_one_process_agrees_with_itself():
+    alone = OneProcess()
+    assert (all_agree(alone, "", False), any_agrees(alone, "", True)) == (False, True)
+    assert (least(alone, "", [3, 1]), from_first(alone, "", "x")) == ([3, 1], "x")

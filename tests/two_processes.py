@@ -1,0 +1,74 @@
+"""One of several processes that serve as one. `tests/test_two_processes.py` starts them, each with two CPU devices.
+
+Says what it did as lines of JSON, then waits for its end to be asked for, or to be killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import jax
+
+import ca_jax
+from ca_jax.models.transformer import Transformer
+from ca_jax.pretrained import LoadedModel
+from ca_jax.processes import JaxProcesses
+from ca_jax.storage.config import StoreConfig
+from ca_jax.testing import tiny
+from ca_jax.transfer import params_to_device
+from tests import engine_kit as kit
+
+WINDOW = 256
+TURNS = [(60, 9), (37, 9), (70, 9), (20, 9), (40, 9)]
+"""New tokens and tokens of the answer of each; the third takes two passes, the fifth overflows."""
+
+
+def engine_of(store: StoreConfig, **changes: object) -> ca_jax.Engine:
+    """An engine of a model that is the same in every process."""
+    config = tiny.tiny_config(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, max_positions=WINDOW)
+    params = params_to_device(tiny.tiny_params(config, seed=1))
+    model = LoadedModel(
+        name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint="tiny"
+    )
+    settings = dataclasses.replace(kit.SMALL, context_window=WINDOW, max_batch_size=4, store=store, **changes)
+    return ca_jax.Engine(model, settings)
+
+
+def store_in(directory: str) -> StoreConfig:
+    return dataclasses.replace(kit.SMALL.store, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0)
+
+
+def turn(session: ca_jax.Session, number: int) -> dict[str, object]:
+    """Has a turn answered: what came of it."""
+    num_new, max_tokens = TURNS[number]
+    answer = kit.say(session, kit.prompt(num_new, number), max_tokens)
+    return {"turn": number, "answer": answer, "cached": session.usage.cached_tokens}
+
+
+def report(**what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main(address: str, index: int, directory: str, data: int, tensor: int, first: int, stop: int) -> None:
+    """Serves turns `first` to `stop` of a conversation that the store may have the beginning of."""
+    jax.distributed.initialize(address, 2, index)
+    jax.config.update("jax_compilation_cache_dir", f"{directory}/../xla")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    with engine_of(store_in(directory), data_parallel_size=data, tensor_parallel_size=tensor) as engine:
+        session = engine.session(session_id="one")
+        report(known=len(session.token_ids))
+        for number in range(first, stop):
+            report(**turn(session, number))
+        engine.wait_for_saves()
+        stats, layout = engine.store_stats(), engine._kv._store.layout
+        report(heads=layout.num_kv_heads, stored=[info.num_tokens for info in engine.stored.list()])
+        report(hits=stats.num_hits, from_ssd=stats.num_hits_from_ssd, misses=stats.misses["other_shard"])
+        sys.stdin.readline()
+    JaxProcesses("end").gather("end", None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *(int(value) for value in sys.argv[4:]))
