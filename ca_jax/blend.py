@@ -34,7 +34,7 @@ from ca_jax.models.attention import attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, replicated
-from ca_jax.models.transformer import Attention, Layer, RMSNorm
+from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
 from ca_jax.steps import Params
 from ca_jax.transfer import to_device
@@ -46,7 +46,7 @@ _KV_HEADS: Axes = (None, None, "kv_heads", None)  # [1, n, K, H], [2, S, K, H]
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
-@partial(jax.jit, static_argnames=("config", "sharding"))
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
 def blend_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -55,6 +55,7 @@ def blend_layer(
     kv: jax.Array,
     table: rope.Rotation,
     carried: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all.
@@ -68,6 +69,7 @@ def blend_layer(
       table: rotations of all positions.
       carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
         the others stay.
+      window: static, of the layer: `config.window_of`.
       sharding: static.
 
     Returns:
@@ -81,14 +83,14 @@ def blend_layer(
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
         fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
-        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions)[None], fused
+        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
         in_axes = (_HEADS, _KV_HEADS, _KV_HEADS)
         out: tuple[jax.Array, jax.Array] = by_device(attend_heads, sharding, in_axes, (_HEADS, _KV_HEADS))(q, new, kv)
         return out
 
-    x, fused = Layer(config).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]
+    x, fused = Layer(config, sharding).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]
     return constrain(x, sharding), fused
 
 
@@ -139,15 +141,9 @@ def kv_deviation(
       kv: what is stored, unrotated, `[2, S, K, H]`.
       sharding: static.
     """
-    found: list[jax.Array] = []
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, None]:
-        found.append(jnp.concatenate([new.k, new.v], axis=0))
-        return q, None
-
-    normed = RMSNorm(config.norm_eps).apply({"params": layer_params["attn_norm"]}, x)
-    Attention(config).apply({"params": layer_params["attn"]}, normed, attend_fn)
-    moved = found[0].astype(jnp.float32) - kv[:, positions].astype(jnp.float32)
+    new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
+    found = jnp.concatenate([new.k, new.v], axis=0)
+    moved = found.astype(jnp.float32) - kv[:, positions].astype(jnp.float32)
     return constrain((moved**2).sum((0, 2, 3)), sharding)
 
 
@@ -297,7 +293,10 @@ class Blender:
             scores = jnp.where(positions < self._plan.num_first, jnp.inf, scores)
             scores = jnp.where(positions < self._plan.num_tokens, scores, -jnp.inf)
             x, positions = choose_tokens(x, positions, scores, count)
-        self._x, fused = blend_layer(self._config, params, x, positions, kv, self._table, sharding=self._sharding)
+        window = self._config.window_of(layer)
+        self._x, fused = blend_layer(
+            self._config, params, x, positions, kv, self._table, window=window, sharding=self._sharding
+        )
         self._positions = positions
         if positions.shape[0] > self._plan.num_tokens:  # Others may lie where the padding does.
             fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
@@ -310,7 +309,15 @@ class Blender:
         start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of the others.
         carried = self._to_device(start, np.int32), self._to_device(self._plan.num_tokens, np.int32)
         self._x, fused = blend_layer(
-            self._config, self._layers[layer], self._x, self._positions, kv, self._table, carried, self._sharding
+            self._config,
+            self._layers[layer],
+            self._x,
+            self._positions,
+            kv,
+            self._table,
+            carried,
+            self._config.window_of(layer),
+            self._sharding,
         )
         return fused
 

@@ -90,7 +90,7 @@ class Engine:
         num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         limit = model.config.max_positions
-        self.window = self.config.context_window or min(limit, DEFAULT_WINDOW_TOKENS)
+        self.window = self.config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
             raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
         drift = None

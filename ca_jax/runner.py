@@ -152,8 +152,10 @@ class Runner:
         is_whole = sharding is None or sharding.num_data == 1
         self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
         capacity = slot_tokens(window, chunk_tokens, SLOT_BLOCK, coarse)
+        # One layer of each window: those of the same share their compiled functions.
+        self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self._table = steps.rotation_table(config, capacity + chunk_tokens, sharding)
+        self._table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
         self.slots = DecodeSlots(
             config,
             params,
@@ -263,15 +265,15 @@ class Runner:
         received: list[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
-        past = prefill.past[layer]
+        past, window = prefill.past[layer], self._config.window_of(layer)
         if not self.with_attention:
             rotation = self._past_rotation(prefill, past)
             return steps.prefill_layer(
-                self._config, layer_params, x, past, length, self._table, rotation, self.sharding
+                self._config, layer_params, x, past, length, self._table, rotation, window, self.sharding
             )
         count = self.to_device(num_new, np.int32)
         x, kv, attention = steps.prefill_layer_attention(
-            self._config, layer_params, x, past, length, count, self._table, self.sharding
+            self._config, layer_params, x, past, length, count, self._table, window, self.sharding
         )
         received.append(attention)
         return x, kv
@@ -347,7 +349,8 @@ class Runner:
             kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
         if plan is not None:
             blender = self.blender(plan, [0] * plan.num_tokens)
-            for layer in range(min(plan.check_layers + 2, plan.num_layers)):
+            alike = len(self._kinds) == 1
+            for layer in range(min(plan.check_layers + 2, plan.num_layers) if alike else plan.num_layers):
                 blender.layer(layer, kv)
 
     def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
@@ -391,9 +394,10 @@ class Runner:
         for new_size in new_sizes:
             x = self._embedded(new_size)
             self._last_logits(x, zero)
-            for history in (None, *histories.values()):  # One layer will do: all share their compiled functions.
-                prefill = Prefill(0, [0], 0, past=[history])
-                self._prefill_layer(prefill, 0, self._layers[0], x, zero, 1, [])
+            for history in (None, *histories.values()):
+                for layer in self._kinds:
+                    prefill = Prefill(0, [0], 0, past=[history] * self._config.num_layers)
+                    self._prefill_layer(prefill, layer, self._layers[layer], x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -425,7 +429,7 @@ class Runner:
                     steps.append_history(self.empty_kv(capacity), new, zero, self.sharding)
 
     def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
-        """Times one layer at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
+        """Times a layer of each kind at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
 
         Returns:
           Padded history tokens, padded new tokens, and seconds of all layers and the head.
@@ -437,20 +441,24 @@ class Runner:
             x = self._embedded(num_new)
             for num_past in pasts:
                 past = self.empty_kv(num_past) if num_past else None
-                seconds = []
-                for _ in range(_TIMED_RUNS):
-                    jax.block_until_ready((x, past))
-                    started_s = time.perf_counter()
-                    out, _ = steps.prefill_layer(
-                        self._config, self._layers[0], x, past, zero, self._table, None, self.sharding
-                    )
-                    out.block_until_ready()
-                    layer_s = time.perf_counter() - started_s
-                    self._last_logits(out, zero).block_until_ready()
-                    head_s = time.perf_counter() - started_s - layer_s
-                    seconds.append(layer_s * self._config.num_layers + head_s)
-                samples.append((num_past, num_new, min(seconds)))
+                samples.append((num_past, num_new, min(self._timed(x, past, zero) for _ in range(_TIMED_RUNS))))
         return samples
+
+    def _timed(self, x: jax.Array, past: jax.Array | None, zero: jax.Array) -> float:
+        """Seconds of all layers and the head, from one layer of each kind."""
+        windows = [self._config.window_of(layer) for layer in range(self._config.num_layers)]
+        seconds = 0.0
+        for layer in self._kinds:
+            jax.block_until_ready((x, past))
+            started_s = time.perf_counter()
+            out, _ = steps.prefill_layer(
+                self._config, self._layers[layer], x, past, zero, self._table, None, windows[layer], self.sharding
+            )
+            out.block_until_ready()
+            seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
+        started_s = time.perf_counter()
+        self._last_logits(out, zero).block_until_ready()
+        return seconds + time.perf_counter() - started_s
 
     def _embedded(self, num_tokens: int) -> jax.Array:
         return self._embed(np.zeros((1, num_tokens), np.int32))

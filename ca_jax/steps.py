@@ -58,10 +58,19 @@ def _slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> 
     return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
 
 
-@partial(jax.jit, static_argnames=("config", "num_positions", "sharding"))
-def rotation_table(config: ModelConfig, num_positions: int, sharding: ModelSharding | None = None) -> rope.Rotation:
-    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, H/2]` each."""
-    table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions))
+@partial(jax.jit, static_argnames=("config", "num_positions", "context", "sharding"))
+def rotation_table(
+    config: ModelConfig, num_positions: int, context: int | None = None, sharding: ModelSharding | None = None
+) -> rope.Rotation:
+    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]` each, R as in `rope`.
+
+    Args:
+      config: static.
+      num_positions: P, static.
+      context: how long a text may become, tokens, static; `dynamic` rope asks for it. None: P.
+      sharding: static.
+    """
+    table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
     return rope.Rotation(*(constrain(part, sharding) for part in table))
 
 
@@ -99,6 +108,7 @@ def _prefill_layer(
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
     num_new: jax.Array | None = None,
+    window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`prefill_layer`: `x`, and the new KV; with `num_new`, behind it the attention received."""
@@ -110,8 +120,8 @@ def _prefill_layer(
     def attend_heads(q: jax.Array, new: LayerKV, history: jax.Array | None) -> tuple[jax.Array, ...]:
         past = None if history is None else LayerKV(history[0][None], history[1][None])
         over = (q, new, past, history_length[None], rotation, past_rotation)
-        out, kv = attend(*over), jnp.concatenate([new.k, new.v], axis=0)
-        return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new)[None])
+        out, kv = attend(*over, window=window), jnp.concatenate([new.k, new.v], axis=0)
+        return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         in_axes, out_axes = (_HEADS, _KV_HEADS, _KV_HEADS), (_HEADS, _KV_HEADS, ("heads",))
@@ -120,11 +130,11 @@ def _prefill_layer(
         out, kv, *received = by_device(attend_heads, sharding, in_axes, out_axes)(q, new, history)
         return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
 
-    x, carried = _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+    x, carried = _apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
     return constrain(x, sharding), carried
 
 
-@partial(jax.jit, static_argnames=("config", "sharding"))
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
 def prefill_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -133,9 +143,10 @@ def prefill_layer(
     history_length: jax.Array,
     table: rope.Rotation,
     history_rotation: rope.Rotation | None = None,
+    window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer over new tokens and their unrotated history. All layers share one compiled function per (T, S).
+    """One layer over new tokens and their unrotated history. Layers of a window share a compiled function per (T, S).
 
     Args:
       config: static.
@@ -144,19 +155,20 @@ def prefill_layer(
       history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
-      history_rotation: of history places, `[S, H/2]`; None: place s has position s.
+      history_rotation: of history places, `[S, R/2]`; None: place s has position s.
+      window: static, of the layer: `config.window_of`.
       sharding: static.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
     """
     x, (kv,) = _prefill_layer(
-        config, layer_params, x, history, history_length, table, history_rotation, sharding=sharding
+        config, layer_params, x, history, history_length, table, history_rotation, window=window, sharding=sharding
     )
     return x, kv
 
 
-@partial(jax.jit, static_argnames=("config", "sharding"))
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
 def prefill_layer_attention(
     config: ModelConfig,
     layer_params: Params,
@@ -165,6 +177,7 @@ def prefill_layer_attention(
     history_length: jax.Array,
     num_new: jax.Array,
     table: rope.Rotation,
+    window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`prefill_layer`, and the attention that each token received in it.
@@ -177,6 +190,7 @@ def prefill_layer_attention(
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
       table: rotations of all positions.
+      window: static, of the layer: `config.window_of`.
       sharding: static.
 
     Returns:
@@ -184,7 +198,7 @@ def prefill_layer_attention(
       over query heads and new tokens that count, 0 behind `history_length` and behind `num_new`.
     """
     x, (kv, received) = _prefill_layer(
-        config, layer_params, x, history, history_length, table, num_new=num_new, sharding=sharding
+        config, layer_params, x, history, history_length, table, num_new=num_new, window=window, sharding=sharding
     )
     return x, kv, received
 
@@ -272,7 +286,7 @@ def insert_slot(
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
-      rotation: of the T tokens, `[T, H/2]`; None: their positions go on from `start`.
+      rotation: of the T tokens, `[T, R/2]`; None: their positions go on from `start`.
       sharding: static.
 
     Returns:
@@ -315,8 +329,7 @@ def cut_slot(
     Returns:
       The slots.
     """
-    cos, sin = (part[turned] for part in table)
-    back = rope.Rotation(cos, -sin)
+    back = rope.turned_back(table, turned)
 
     def move(buffer: jax.Array, turns: bool) -> jax.Array:
         own, is_own = _own_slot(slot, buffer.shape[0], sharding)
@@ -375,7 +388,7 @@ def drift_slot(
 
 @jax.jit
 def rotations_of(table: rope.Rotation, positions: jax.Array) -> rope.Rotation:
-    """The rotations of some positions: i32 `[T]` to f32 `[T, H/2]`."""
+    """The rotations of some positions: i32 `[T]` to f32 `[T, R/2]`."""
     return rope.Rotation(*(part[positions] for part in table))
 
 
@@ -441,6 +454,7 @@ def decode(
         values: jax.Array,
         lengths: jax.Array,
         rotation: rope.Rotation,
+        window: int | None,
     ) -> tuple[jax.Array, ...]:
         rotated = rope.rotate(new.k, rotation).astype(keys.dtype)
         if scatter:
@@ -448,11 +462,12 @@ def decode(
         else:
             keys, values = _update(keys, rotated, lengths), _update(values, new.v, lengths)
         grouped = rope.rotate(q, rotation)[:, 0].reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks).reshape(q.shape)
+        out = attend_slots(grouped, keys, values, lengths + 1, num_blocks, window=window).reshape(q.shape)
         kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
         if not with_attention:
             return out, kv, keys, values
-        return out, kv, keys, values, slot_attention_received(grouped, keys, lengths + 1, num_blocks)[None]
+        given = slot_attention_received(grouped, keys, lengths + 1, num_blocks, window=window)
+        return out, kv, keys, values, given[None]
 
     in_axes = (_ROW_HEADS, _ROW_KV_HEADS, _SLOT_HEADS, _SLOT_HEADS, _ROWS, _ROWS)
     out_axes = (_ROW_HEADS, _STEP_KV, _SLOT_HEADS, _SLOT_HEADS, *((("heads", "batch"),) if with_attention else ()))
@@ -460,14 +475,18 @@ def decode(
     for i in range(config.num_layers):
 
         def attend_fn(
-            q: jax.Array, new: LayerKV, keys: jax.Array = slots.keys[i], values: jax.Array = slots.values[i]
+            q: jax.Array,
+            new: LayerKV,
+            keys: jax.Array = slots.keys[i],
+            values: jax.Array = slots.values[i],
+            window: int | None = config.window_of(i),
         ) -> tuple[jax.Array, list[jax.Array]]:
-            over = (q, new, keys, values, lengths, rotation)
-            out, *carried = by_device(attend_heads, sharding, in_axes, out_axes)(*over)
+            of_device = by_device(partial(attend_heads, window=window), sharding, in_axes, out_axes)
+            out, *carried = of_device(q, new, keys, values, lengths, rotation)
             return out, carried
 
         layer_params = params["params"][f"layer_{i}"]
-        x, (kv, keys, values, *of_layer) = _apply(Layer(config), {"params": layer_params}, x, attend_fn)
+        x, (kv, keys, values, *of_layer) = _apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
         x = constrain(x, sharding, _ROWS)
         new_kv.append(kv)
         new_keys.append(keys)

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Iterator
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from ca_jax.jobs import SamplingParams
 from ca_jax.layer_loader import LayerLoad
 from ca_jax.metrics import CompileCounter
 from ca_jax.models import sharding as shardings
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.transformer import Transformer
@@ -43,7 +44,7 @@ TURNS = [(60, 9), (120, 9), (57, 9), (50, 9), (40, 9)]
 on_meshes = pytest.mark.parametrize(("data", "tensor"), MESHES, ids=[f"{data}x{tensor}" for data, tensor in MESHES])
 
 
-def config_of(num_kv_heads: int = 8, **changes: int) -> ModelConfig:
+def config_of(num_kv_heads: int = 8, **changes: object) -> ModelConfig:
     return tiny.tiny_config(
         **{
             "num_layers": 2,
@@ -183,6 +184,48 @@ def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
     assert f"{name} of {size} is not divisible by tensor_parallel_size=2" in caplog.text
 
 
+FAMILIES = {
+    "mistral": {"sliding_window": 40},
+    "mixtral": {"num_experts": 4, "num_experts_per_token": 2},
+    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
+    "qwen3": {"qk_norm": True},
+    "falcon-7b": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
+    "falcon-40b": {"num_kv_heads": 2, "norm": "layer", "mlp": "gelu", "is_parallel": True},
+    "neox": {
+        "norm": "layer",
+        "mlp": "gelu",
+        "is_parallel": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "rope": RopeConfig(rotary_dim=4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_on_a_mesh(name):
+    config = config_of(**FAMILIES[name])
+    rng, leaves = np.random.default_rng(0), {}
+    for slot in parameter_slots(config):
+        shape = slot.shape
+        numbers = rng.standard_normal(shape).astype(np.float32)
+        is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
+        scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
+        leaves["params", *slot.path] = np.float32(is_norm) + numbers * np.float32(scale)
+    params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
+    model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
+    turns = [(60, 8), (50, 8)]
+    with engine_of(1, 1, model) as engine:
+        expected = talk(engine, turns)
+    with engine_of(2, 2, model) as engine:
+        assert talk(engine, turns) == expected
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
+        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
+        assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
+
+
 def test_jobs_together_on_two_parts_of_the_slots():
     """More than there are slots, some sampled with a penalty, some cut in the middle of their answers."""
     sampling = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=3)
@@ -313,7 +356,10 @@ def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, dat
     sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
     params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
     row = jax.device_put(np.zeros(4, np.int32), sharding.replicated)
-    slots, table = steps.make_slots(config, 4, 512, "float32", sharding), steps.rotation_table(config, WINDOW, sharding)
+    slots, table = (
+        steps.make_slots(config, 4, 512, "float32", sharding),
+        steps.rotation_table(config, WINDOW, sharding=sharding),
+    )
     lowered = steps.decode.lower(config, params, slots, row, row, table, sharding=sharding)
     found = list(collectives(lowered.compile().as_text()))
     num_rows = 4 // data
@@ -333,7 +379,10 @@ def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing(num_kv_heads):
     sharding = model_sharding(config, data_parallel_size=2, tensor_parallel_size=4)
     params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
     x, length = (jax.device_put(v, sharding.replicated) for v in (np.zeros((1, 16, 32), np.float32), np.int32(3)))
-    history, table = steps.empty_kv(config, 256, "float32", sharding), steps.rotation_table(config, 512, sharding)
+    history, table = (
+        steps.empty_kv(config, 256, "float32", sharding),
+        steps.rotation_table(config, 512, sharding=sharding),
+    )
     layer = params["params"]["layer_0"]
     lowered = steps.prefill_layer.lower(config, layer, x, history, length, table, sharding=sharding)
     found = [(kind, shapes.split("{")[0]) for kind, shapes in collectives(lowered.compile().as_text())]

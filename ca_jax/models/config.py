@@ -185,6 +185,14 @@ class ModelConfig:
         """R, how many of a head's numbers are rotated."""
         return self.head_dim if self.rope.rotary_dim is None else self.rope.rotary_dim
 
+    @property
+    def steady_positions(self) -> int:
+        """The longest context whose rotary frequencies are those of any shorter one; only `dynamic` scaling has less
+        than `max_positions`."""
+        if self.rope.scaling == "dynamic":
+            return min(self.max_positions, self.rope.original_max_positions)
+        return self.max_positions
+
     def window_of(self, layer: int) -> int | None:
         """How many tokens a token sees in a layer, itself among them; None: all before it."""
         return None if layer in self.full_layers else self.sliding_window

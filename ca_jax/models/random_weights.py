@@ -2,6 +2,7 @@
 
 Every matrix is normal with variance 1 / inputs, and what is added to the residual stream is scaled down by the number
 of additions, so that activations and logits are of order one however many layers there are, in every dtype served.
+Biases are small, and norms scale by 1.
 
 Not here: the shapes themselves (`presets.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
 """
@@ -24,7 +25,8 @@ from ca_jax.models.weights import Params, Slot, fingerprint, parameter_slots, re
 
 _GENERATOR = "threefry2x32"  # The same numbers on every backend, whatever jax's default is.
 _SCHEME = "scaled normals, 1"  # Part of the fingerprint: to be changed with whatever changes the numbers.
-_INTO_RESIDUAL = frozenset(("attn.wo", "mlp.w_down"))
+_INTO_RESIDUAL = frozenset(("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down"))
+_BIAS_DEVIATION = 0.1
 _MAX_SEED = 2**32
 
 
@@ -71,9 +73,11 @@ def random_fingerprint(config: ModelConfig, *, dtype: str, seed: int = 0) -> str
 
 
 def _deviation(slot: Slot, num_layers: int) -> float:
-    """Standard deviation of a matrix. A layer adds to the residual stream twice."""
-    num_inputs = slot.stored_shape[1]  # The embedding table is `[V, F]`, and may be the head: F inputs as well.
+    """Standard deviation of a matrix or bias. A layer adds to the residual stream twice."""
     num_additions = 2 * num_layers if slot.key in _INTO_RESIDUAL else 1
+    if len(slot.stored_shape) == 1:
+        return _BIAS_DEVIATION / math.sqrt(num_additions)
+    num_inputs = slot.stored_shape[1]  # The embedding table is `[V, F]`, and may be the head: F inputs as well.
     return 1 / math.sqrt(num_inputs * num_additions)
 
 

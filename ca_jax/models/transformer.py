@@ -11,6 +11,7 @@ Not here: what layers are made of (blocks), attention itself, rotation, sharding
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,24 +20,43 @@ import jax.numpy as jnp
 
 from ca_jax.models import rope
 from ca_jax.models.attention import attend, matmul_precision
-from ca_jax.models.blocks import INIT, MLP, AttendFn, Attention, RMSNorm
+from ca_jax.models.blocks import INIT, MLP, AttendFn, Attention, Experts, norm_of
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.models.sharding import ModelSharding
 
 
 class Layer(nn.Module):
-    """One pre-norm block: attention and feed-forward, each added to the residual stream."""
+    """One pre-norm block: attention and feed-forward, each added to the residual stream.
+
+    Sequential, the feed-forward reads what attention has added; parallel, both read the same, through a norm each or
+    through one.
+    """
 
     config: ModelConfig
+    sharding: ModelSharding | None = None
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declares the parts; their names are the names in the parameter tree."""
+        c = self.config
+        self.attn_norm = norm_of(c)
+        self.attn = Attention(c)
+        if not c.shares_norm:
+            self.mlp_norm = norm_of(c)
+        self.mlp = Experts(c, self.sharding) if c.num_experts else MLP(c)
+
+    def new_kv(self, x: jax.Array) -> LayerKV:
+        """`x [B, T, F]` to the unrotated KV of these tokens, `[B, T, K, H]`."""
+        return self.attn.project(self.attn_norm(x))[1]
+
     def __call__(self, x: jax.Array, attend_fn: AttendFn) -> tuple[jax.Array, Any]:
         """`x [B, T, F]` to `x [B, T, F]` and what `attend_fn` carries out."""
-        eps = self.config.norm_eps
-        out, carry = Attention(self.config, name="attn")(RMSNorm(eps, name="attn_norm")(x), attend_fn)
+        normed = self.attn_norm(x)
+        out, carry = self.attn(normed, attend_fn)
+        if self.config.is_parallel:
+            return x + out + self.mlp(normed if self.config.shares_norm else self.mlp_norm(x)), carry
         x = x + out
-        x = x + MLP(self.config, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
-        return x, carry
+        return x + self.mlp(self.mlp_norm(x)), carry
 
 
 class Transformer(nn.Module):
@@ -49,7 +69,7 @@ class Transformer(nn.Module):
         c = self.config
         self.embedder = nn.Embed(c.vocab_size, c.embed_dim, embedding_init=INIT, name="embed")
         self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.num_layers)]
-        self.final_norm = RMSNorm(c.norm_eps)
+        self.final_norm = norm_of(c)
         if not c.tie_embeddings:
             self.unembedder = nn.Dense(c.vocab_size, use_bias=False, kernel_init=INIT, name="head")
 
@@ -75,7 +95,11 @@ class Transformer(nn.Module):
         return logits.reshape(*x.shape[:-1], self.config.vocab_size)
 
     def __call__(
-        self, tokens: jax.Array, positions: jax.Array, history: KVCache | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        history: KVCache | None = None,
+        context: int | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Runs the new tokens over their history.
 
@@ -83,6 +107,7 @@ class Transformer(nn.Module):
           tokens: i32 `[B, T]`.
           positions: i32 `[B, T]`, of the new tokens. History place s has position s.
           history: unrotated KV with room for S tokens a row, or None.
+          context: how long the whole text may become, tokens; only `dynamic` rope asks for it. None: S + T.
 
         Returns:
           Logits f32 `[B, T, V]`, and the new tokens' unrotated KV (`lengths` all T): `kv.append(history, new)` is the
@@ -90,18 +115,22 @@ class Transformer(nn.Module):
         """
         c = self.config
         batch_size, num_new = tokens.shape
-        rotation = rope.rotation_at(c.rope, c.head_dim, positions)
+        num_places = num_new + (0 if history is None else history.capacity)
+        rotate_at = partial(rope.rotation_at, c.rope, c.head_dim, context=context or num_places)
+        rotation = rotate_at(positions)
         lengths = jnp.zeros((batch_size,), jnp.int32) if history is None else history.lengths
         history_rotation = None
         if history is not None:
-            history_rotation = rope.rotation_at(c.rope, c.head_dim, jnp.arange(history.capacity))
+            history_rotation = rotate_at(jnp.arange(history.capacity))
         x = self.embed(tokens)
         new_layers = []
         for i, layer in enumerate(self.layers):
             old = None if history is None else history.layers[i]
 
-            def attend_fn(q: jax.Array, new: LayerKV, old: LayerKV | None = old) -> tuple[jax.Array, LayerKV]:
-                return attend(q, new, old, lengths, rotation, history_rotation), new
+            def attend_fn(
+                q: jax.Array, new: LayerKV, old: LayerKV | None = old, window: int | None = c.window_of(i)
+            ) -> tuple[jax.Array, LayerKV]:
+                return attend(q, new, old, lengths, rotation, history_rotation, window=window), new
 
             x, new = layer(x, attend_fn)
             new_layers.append(new)

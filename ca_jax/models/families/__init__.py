@@ -5,10 +5,21 @@ Not here: which others are refused, and why (`architectures`).
 
 from __future__ import annotations
 
-from ca_jax.models.families import llama
+from ca_jax.models.families import falcon, gpt_neox, llama, mistral, mixtral, qwen2, qwen3
 from ca_jax.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY,)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        llama.FAMILY,
+        mistral.FAMILY,
+        mixtral.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        falcon.FAMILY,
+        gpt_neox.FAMILY,
+    )
+}
 """By `ModelConfig.architecture`."""
 
 BY_MODEL_TYPE: dict[str, Family] = {

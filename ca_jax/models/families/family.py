@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.config import ModelConfig
+from ca_jax.models.config import Mlp, ModelConfig
+
+_GELUS: dict[str, Mlp] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,3 +75,21 @@ def require(described: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if described.get(key, value) != value:
             raise UnsupportedArchitectureError(f"config.json: {key}={described[key]!r} is not served, wanted {value!r}")
+
+
+def gelu_from_hf(described: Mapping[str, Any], key: str) -> Mlp:
+    """Which GELU an ungated feed-forward has.
+
+    Args:
+      described: the contents of a config.json.
+      key: the entry that says it.
+
+    Raises:
+      UnsupportedArchitectureError: it is none.
+    """
+    found = described.get(key, "gelu")
+    if found not in _GELUS:
+        raise UnsupportedArchitectureError(
+            f"config.json: {key}={found!r} is not served, wanted one of {', '.join(_GELUS)}"
+        )
+    return _GELUS[found]

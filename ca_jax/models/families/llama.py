@@ -10,7 +10,7 @@ from typing import Any
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Family, Names, require
-from ca_jax.models.families.rope_entries import rope_from_hf
+from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
 
 HF_NAMES: dict[str, str] = {
     "embed.embedding": "model.embed_tokens.weight",
@@ -45,8 +45,13 @@ GGUF_NAMES: dict[str, str] = {
 """Names in GGUF files, which all families share as far as they have the parts."""
 
 
-def sizes_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_from_hf(described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta: float = 10000.0) -> dict[str, Any]:
     """The fields of `ModelConfig` that Llama and the families after it spell alike in a config.json.
+
+    Args:
+      described: its contents.
+      norm_eps: the family's, where nothing is said.
+      theta: the base of its rotary frequencies, where nothing is said.
 
     Raises:
       KeyError, TypeError, ValueError, UnsupportedArchitectureError: as for `Family.config_from_hf`.
@@ -54,6 +59,7 @@ def sizes_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     require(described, {"hidden_act": "silu"})
     embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
     head_dim = described.get("head_dim") or embed_dim // num_heads
+    rope = rope_from_hf(described, head_dim=head_dim, theta=theta)
     return {
         "vocab_size": described["vocab_size"],
         "embed_dim": embed_dim,
@@ -62,10 +68,10 @@ def sizes_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": num_heads,
         "num_kv_heads": described.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        "max_positions": described.get("max_position_embeddings", 2048),
-        "norm_eps": described.get("rms_norm_eps", 1e-6),
+        "max_positions": max_positions_from_hf(described, rope),
+        "norm_eps": described.get("rms_norm_eps", norm_eps),
         "tie_embeddings": described.get("tie_word_embeddings", False),
-        "rope": rope_from_hf(described, head_dim=head_dim),
+        "rope": rope,
     }
 
 

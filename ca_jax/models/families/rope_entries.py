@@ -75,6 +75,12 @@ def rope_from_hf(
     return RopeConfig(**fields)
 
 
+def max_positions_from_hf(described: Mapping[str, Any], rope: RopeConfig) -> int:
+    """The context length of a model, tokens: with `dynamic` scaling, what it can be stretched to."""
+    max_positions = described.get("max_position_embeddings", 2048)
+    return int(max_positions * rope.factor) if rope.scaling == "dynamic" else max_positions
+
+
 def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
     """What YaRN multiplies queries and keys by (Peng et al., 2023, section 3.4), unless it is given."""
     given = parameters.get("attention_factor")
