@@ -230,7 +230,7 @@ def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
         tensors[name] = reading.StoredTensor(
             shape=stored.shape,
             read_rows=partial(_read_rows, stored, f"{directory.parent}: tensor {name}"),
-            chunk_rows=stored.chunk_layout.read_chunk.shape[0],
+            chunk_rows=stored.chunk_layout.read_chunk_template[0].size,
         )
     return tensors
 

@@ -138,7 +138,7 @@ class Leaf:
 class Destination(Protocol):
     """Where leaves go. Called on several threads at once."""
 
-    def __call__(self, leaf: Leaf) -> Any:
+    def __call__(self, leaf: Leaf, /) -> Any:
         """Reads a leaf and puts it where it belongs; waits until the host's memory for it is no longer needed.
 
         Returns:
@@ -153,7 +153,7 @@ loading."""
 
 def to_host(config: ModelConfig) -> Destination:
     """Keeps leaves as numpy arrays."""
-    return Leaf.read
+    return lambda leaf: leaf.read()
 
 
 def unread(config: ModelConfig) -> Destination:
