@@ -78,7 +78,15 @@ def blend_layer(
     rotation = rope.Rotation(*(part[None, positions] for part in table))
     all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
 
-    def attend_heads(q: jax.Array, new: LayerKV, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        kv: jax.Array,
+        positions: jax.Array,
+        rotation: rope.Rotation,
+        all_rotations: rope.Rotation,
+        carried: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
         fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
@@ -86,8 +94,9 @@ def blend_layer(
         return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
-        in_axes = (_HEADS, _KV_HEADS, _KV_HEADS)
-        out: tuple[jax.Array, jax.Array] = by_device(attend_heads, sharding, in_axes, (_HEADS, _KV_HEADS))(q, new, kv)
+        in_axes = (_HEADS, _KV_HEADS, _KV_HEADS, (), (), (), ())
+        of_device = by_device(attend_heads, sharding, in_axes, (_HEADS, _KV_HEADS))
+        out: tuple[jax.Array, jax.Array] = of_device(q, new, kv, positions, rotation, all_rotations, carried)
         return out
 
     x, fused = Layer(config, sharding).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]

@@ -93,7 +93,7 @@ def _to_devices(leaf: Leaf, sharding: ModelSharding | None) -> jax.Array:
     if sharding is None:
         return leaf_to_device(leaf.read())
     where = sharding.of_slot(leaf.slot)
-    if all(leaf.is_rows(index) for index in where.addressable_devices_indices_map(leaf.shape).values()):
+    if all(leaf.is_rows(index or ()) for index in where.addressable_devices_indices_map(leaf.shape).values()):
         return shards_to_device(leaf.read, leaf.shape, where)
     return leaf_to_device(leaf.read(), where)
 

@@ -130,7 +130,15 @@ def _prefill_layer(
     if history is not None:
         past_rotation = _slice_rotation(table, 0, history.shape[1]) if history_rotation is None else history_rotation
 
-    def attend_heads(q: jax.Array, new: LayerKV, history: jax.Array | None) -> tuple[jax.Array, ...]:
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        history: jax.Array | None,
+        history_length: jax.Array,
+        rotation: rope.Rotation,
+        past_rotation: rope.Rotation | None,
+        num_new: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
         past = None
         if history is not None:
             history = unpacked(history, q.dtype)
@@ -140,10 +148,10 @@ def _prefill_layer(
         return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        in_axes, out_axes = (_HEADS, _KV_HEADS, _KV_HEADS), (_HEADS, _KV_HEADS, ("heads",))
-        if num_new is None:
-            out_axes = out_axes[:2]
-        out, kv, *received = by_device(attend_heads, sharding, in_axes, out_axes)(q, new, history)
+        in_axes = (_HEADS, _KV_HEADS, _KV_HEADS, (), (), (), ())
+        out_axes: tuple[Axes, ...] = (_HEADS, _KV_HEADS) if num_new is None else (_HEADS, _KV_HEADS, ("heads",))
+        of_device = by_device(attend_heads, sharding, in_axes, out_axes)
+        out, kv, *received = of_device(q, new, history, history_length, rotation, past_rotation, num_new)
         return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
 
     x, carried = _apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
@@ -312,7 +320,14 @@ def insert_slot(
     """
     rotation = _slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation
 
-    def insert(keys: jax.Array, values: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def insert(
+        keys: jax.Array,
+        values: jax.Array,
+        kv: jax.Array,
+        slot: jax.Array,
+        start: jax.Array,
+        rotation: rope.Rotation,
+    ) -> tuple[jax.Array, jax.Array]:
         kv = unpacked(kv, keys.dtype)
         own, is_own = _own_slot(slot, keys.shape[0], sharding)
         rotated = rope.rotate(kv[0], rotation)
@@ -321,8 +336,8 @@ def insert_slot(
             _write_slot(values, kv[1].transpose(1, 0, 2), own, start, is_own),
         )
 
-    in_axes = (_SLOT_HEADS, _SLOT_HEADS, _KV_HEADS)
-    keys, values = by_device(insert, sharding, in_axes, (_SLOT_HEADS, _SLOT_HEADS))(keys, values, kv)
+    in_axes, out_axes = (_SLOT_HEADS, _SLOT_HEADS, _KV_HEADS, (), (), ()), (_SLOT_HEADS, _SLOT_HEADS)
+    keys, values = by_device(insert, sharding, in_axes, out_axes)(keys, values, kv, slot, start, rotation)
     return keys, values, constrain(start + kv.shape[1], sharding)
 
 
@@ -348,18 +363,18 @@ def cut_slot(
     Returns:
       The slots.
     """
-    back = rope.turned_back(table, turned)
 
-    def move(buffer: jax.Array, turns: bool) -> jax.Array:
-        own, is_own = _own_slot(slot, buffer.shape[0], sharding)
-        rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
-        rows = rope.rotate(rows, back) if turns else rows
-        return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
+    def moved(slots: Slots, slot: jax.Array, places: jax.Array, back: rope.Rotation) -> Slots:
+        def move(buffer: jax.Array, turns: bool) -> jax.Array:
+            own, is_own = _own_slot(slot, buffer.shape[0], sharding)
+            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)[:, places].transpose(1, 0, 2)  # [C, K, H]
+            rows = rope.rotate(rows, back) if turns else rows
+            return _write_slot(buffer, rows.transpose(1, 0, 2), own, 0, is_own)
 
-    def moved(slots: Slots) -> Slots:
         return Slots([move(keys, True) for keys in slots.keys], [move(values, False) for values in slots.values])
 
-    return by_device(moved, sharding, (_SLOT_HEADS,), _SLOT_HEADS)(slots)
+    of_device = by_device(moved, sharding, (_SLOT_HEADS, (), (), ()), _SLOT_HEADS)
+    return of_device(slots, slot, places, rope.turned_back(table, turned))
 
 
 @partial(jax.jit, static_argnames=("sharding",), donate_argnames=("slots",))
@@ -385,24 +400,25 @@ def drift_slot(
       The slots.
     """
     capacity = slots.keys[0].shape[2]
-    places = jnp.arange(capacity)
-    moves = ((places >= span[0]) & (places < span[1]))[None, :, None]
-    rotation = _slice_rotation(table, 0, capacity)
 
-    def add(buffer: jax.Array, shift: jax.Array, is_key: bool) -> jax.Array:
-        own, is_own = _own_slot(slot, buffer.shape[0], sharding)
-        rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)  # [K, C, H]
-        full = jnp.broadcast_to(shift[None], (capacity, *shift.shape))
-        full = (rope.rotate(full, rotation) if is_key else full).transpose(1, 0, 2).astype(buffer.dtype)
-        return _write_slot(buffer, jnp.where(moves, rows + full, rows), own, 0, is_own)
+    def moved(slots: Slots, slot: jax.Array, span: jax.Array, drift: jax.Array, rotation: rope.Rotation) -> Slots:
+        places = jnp.arange(capacity)
+        moves = ((places >= span[0]) & (places < span[1]))[None, :, None]
 
-    def moved(slots: Slots, drift: jax.Array) -> Slots:
+        def add(buffer: jax.Array, shift: jax.Array, is_key: bool) -> jax.Array:
+            own, is_own = _own_slot(slot, buffer.shape[0], sharding)
+            rows = lax.dynamic_index_in_dim(buffer, own, 0, keepdims=False)  # [K, C, H]
+            full = jnp.broadcast_to(shift[None], (capacity, *shift.shape))
+            full = (rope.rotate(full, rotation) if is_key else full).transpose(1, 0, 2).astype(buffer.dtype)
+            return _write_slot(buffer, jnp.where(moves, rows + full, rows), own, 0, is_own)
+
         return Slots(
             [add(keys, shift[0], True) for keys, shift in zip(slots.keys, drift, strict=True)],
             [add(values, shift[1], False) for values, shift in zip(slots.values, drift, strict=True)],
         )
 
-    return by_device(moved, sharding, (_SLOT_HEADS, _KV_HEADS), _SLOT_HEADS)(slots, drift)
+    of_device = by_device(moved, sharding, (_SLOT_HEADS, (), (), _KV_HEADS, ()), _SLOT_HEADS)
+    return of_device(slots, slot, span, drift, _slice_rotation(table, 0, capacity))
 
 
 @jax.jit

@@ -117,7 +117,8 @@ def shards_to_device(
       sharding: where to.
     """
     devices: dict[tuple[tuple[int | None, int | None], ...], list[tuple[Any, tuple[slice, ...]]]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    for device, found in sharding.addressable_devices_indices_map(shape).items():
+        index = found or ()
         devices.setdefault(tuple((part.start, part.stop) for part in index), []).append((device, index))
     parts: list[jax.Array] = []
     for copies in devices.values():

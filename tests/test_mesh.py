@@ -14,7 +14,10 @@ ON_MESH = Path(__file__).with_name("on_mesh.py")
 
 def run(marked: str) -> str:
     """Runs those tests of `on_mesh.py` with eight devices of a CPU: what they print."""
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    flags = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # It compiles far more than it runs.
+    )
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(ON_MESH)]
     ended = subprocess.run(
         command, env=environment, cwd=ON_MESH.parent.parent, capture_output=True, text=True, check=False

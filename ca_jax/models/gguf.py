@@ -9,7 +9,6 @@ Source: the GGUF specification and the `gguf` package, both of ggml-org.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import struct
 from pathlib import Path
@@ -95,19 +94,17 @@ def load_gguf(
     """
     file = GgufFile(path)
     config = config_from_gguf(file)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        content = pool.submit(weights.hash_file, path)
-        tokenizer = gguf_tokenizer.tokenizer_from_gguf(file)
-        params = reading.build_params(
-            config,
-            _stored_tensors(file, config),
-            _names(config),
-            dtype=dtype,
-            source=str(path),
-            progress=progress,
-            destinations=destinations,
-        )
-        content_sha256 = content.result()
+    tokenizer = gguf_tokenizer.tokenizer_from_gguf(file)
+    params, content_sha256 = reading.build_params(
+        config,
+        _stored_tensors(file, config),
+        _names(config),
+        dtype=dtype,
+        source=str(path),
+        hash_content=functools.partial(weights.hash_file, path),
+        progress=progress,
+        destinations=destinations,
+    )
     return weights.Checkpoint(
         config=config,
         params=params,

@@ -5,7 +5,6 @@ Not here: pickled weights (`pytorch_model.bin`), which are never read; the param
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import json
 from collections.abc import Mapping
@@ -66,19 +65,17 @@ def load_directory(
         raise type(error)(f"{directory}: {error}") from error
     family = FAMILIES[config.architecture]
     files = weight_files(directory)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        content = pool.submit(weights.hash_files, directory, files)
-        tokenizer = _load_tokenizer(directory, described)
-        params = reading.build_params(
-            config,
-            _stored_tensors(files, config, family),
-            family.hf_names(config),
-            dtype=dtype,
-            source=str(directory),
-            progress=progress,
-            destinations=destinations,
-        )
-        content_sha256 = content.result()
+    tokenizer = _load_tokenizer(directory, described)
+    params, content_sha256 = reading.build_params(
+        config,
+        _stored_tensors(files, config, family),
+        family.hf_names(config),
+        dtype=dtype,
+        source=str(directory),
+        hash_content=functools.partial(weights.hash_files, directory, files),
+        progress=progress,
+        destinations=destinations,
+    )
     return weights.Checkpoint(
         config=config,
         params=params,

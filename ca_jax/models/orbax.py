@@ -12,7 +12,6 @@ Not here: converting (`launch/convert.py`), the parameter tree (`weights`).
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -28,10 +27,12 @@ import tensorstore as ts
 import tokenizers
 from orbax.checkpoint import type_handlers
 
-from ca_jax.errors import CheckpointError
+from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models import reading, weights
+from ca_jax.models.architectures import require_served
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.families import FAMILIES
 from ca_jax.models.tokenizer import Tokenizer
 
 MANIFEST = "ca_jax_checkpoint.json"
@@ -100,40 +101,45 @@ def load_checkpoint(
     Raises:
       CheckpointError: a file is missing, cut off or changed since it was written, or a tensor is missing, misshaped or
         unexpected.
+      UnsupportedArchitectureError: its architecture is not one of those served.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{directory}: wanted format {_FORMAT}, found {manifest['format']}")
         config = ModelConfig.from_dict(manifest["config"])
-        stored_dtype, fingerprint = manifest["dtype"], manifest["fingerprint"]
+        stored_dtype, fingerprint, wanted_sha256 = (manifest[key] for key in ("dtype", "fingerprint", "params_sha256"))
+        name, stop_token_ids = manifest["name"], tuple(manifest["stop_token_ids"])
         tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            found_sha256 = pool.submit(_hash_params, directory)
-            params = reading.build_params(
-                config,
-                _stored_tensors(directory / "params"),
-                {slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
-                dtype=dtype,
-                source=str(directory),
-                progress=progress,
-                destinations=destinations,
-                is_tree=True,
-            )
-        if found_sha256.result() != manifest["params_sha256"]:
-            raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
-        return weights.Checkpoint(
-            config=config,
-            params=params,
-            tokenizer=tokenizer,
-            name=manifest["name"],
-            fingerprint=fingerprint if stored_dtype == dtype.name else _recast(fingerprint, dtype),
-            stop_token_ids=tuple(manifest["stop_token_ids"]),
-        )
+        tensors = _stored_tensors(directory / "params")
     except CheckpointError:
         raise
+    except UnsupportedArchitectureError as error:
+        raise UnsupportedArchitectureError(f"{directory}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: cannot be read: {type(error).__name__}: {error}") from error
+    require_served(config.architecture, str(directory), FAMILIES)
+    params, found_sha256 = reading.build_params(
+        config,
+        tensors,
+        {slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
+        dtype=dtype,
+        source=str(directory),
+        hash_content=partial(_hash_params, directory),
+        progress=progress,
+        destinations=destinations,
+        is_tree=True,
+    )
+    if found_sha256 != wanted_sha256:
+        raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
+    return weights.Checkpoint(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        name=name,
+        fingerprint=fingerprint if stored_dtype == dtype.name else _recast(fingerprint, dtype),
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def require_empty(directory: Path) -> None:
@@ -220,16 +226,20 @@ def _stored_tensors(directory: Path) -> dict[str, reading.StoredTensor]:
         else:
             continue
         stored = ts.open({"driver": "zarr", "kvstore": kvstore}).result()
-        tensors["/".join(keys[1:])] = reading.StoredTensor(
+        name = "/".join(keys[1:])
+        tensors[name] = reading.StoredTensor(
             shape=stored.shape,
-            read_rows=partial(_read_rows, stored),
-            chunk_rows=stored.chunk_layout.read_chunk.shape[0],
+            read_rows=partial(_read_rows, stored, f"{directory.parent}: tensor {name}"),
+            chunk_rows=stored.chunk_layout.read_chunk_template[0].size,
         )
     return tensors
 
 
-def _read_rows(stored: ts.TensorStore, start: int, stop: int) -> np.ndarray:
-    return stored[start:stop].read().result()
+def _read_rows(stored: ts.TensorStore, name: str, start: int, stop: int) -> np.ndarray:
+    try:
+        return stored[start:stop].read().result()
+    except ValueError as error:  # What TensorStore makes of every failure.
+        raise CheckpointError(f"{name}: cannot be read: {error}") from error
 
 
 def _hash_params(directory: Path) -> str:

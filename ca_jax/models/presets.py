@@ -26,7 +26,7 @@ def _llama3(**sizes: int) -> ModelConfig:
     return _llama(**sizes, vocab_size=128256, num_kv_heads=8, max_positions=8192, rope=RopeConfig(theta=500000.0))
 
 
-def _mistral_sizes() -> dict[str, int]:
+def _mistral_sizes() -> dict[str, Any]:
     """What Mistral 7B (Jiang et al., 2023) and Mixtral 8x7B (Jiang et al., 2024) share: each expert is of that size."""
     return {
         "vocab_size": 32000,

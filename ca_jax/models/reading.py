@@ -138,7 +138,7 @@ class Leaf:
 class Destination(Protocol):
     """Where leaves go. Called on several threads at once."""
 
-    def __call__(self, leaf: Leaf) -> Any:
+    def __call__(self, leaf: Leaf, /) -> Any:
         """Reads a leaf and puts it where it belongs; waits until the host's memory for it is no longer needed.
 
         Returns:
@@ -153,7 +153,7 @@ loading."""
 
 def to_host(config: ModelConfig) -> Destination:
     """Keeps leaves as numpy arrays."""
-    return Leaf.read
+    return lambda leaf: leaf.read()
 
 
 def unread(config: ModelConfig) -> Destination:
@@ -168,10 +168,11 @@ def build_params(
     *,
     dtype: np.dtype,
     source: str,
+    hash_content: Callable[[], str],
     progress: ProgressFn | None = None,
     destinations: Destinations = to_host,
     is_tree: bool = False,
-) -> Params:
+) -> tuple[Params, str]:
     """Reads every weight of `config` out of a checkpoint file's tensors. Blocks; reads on a few threads.
 
     Beside what the destination keeps, the leaves being read take no more than the largest one, and a chunk each.
@@ -183,12 +184,13 @@ def build_params(
       names: where the file holds each leaf.
       dtype: of the weights.
       source: the checkpoint's path, for messages.
+      hash_content: gives the SHA-256 of what the files hold; runs beside the reading.
       progress: told of bytes read.
       destinations: where the leaves go.
       is_tree: whether the file holds leaves in the layout of the tree, and not in that of other frameworks.
 
     Returns:
-      `{"params": tree}`, of what the destination returned.
+      `{"params": tree}`, of what the destination returned; and the hash.
 
     Raises:
       CheckpointError: a tensor is missing, misshaped, or belongs to no parameter. Nothing is read then.
@@ -203,15 +205,18 @@ def build_params(
         Leaf(slot=slot, dtype=dtype, tensors=tuple(tensors[name] for name in origin.names), rows=origin.rows)
         for slot, origin in wanted
     ]
+    destination = destinations(config)
     total_bytes = sum(leaf.nbytes for leaf in leaves)
     done_bytes = 0
     tree: Params = {}
-    for leaf, result in stream(leaves, destinations(config)):
-        _put(tree, leaf.slot.path, result)
-        done_bytes += leaf.nbytes
-        if progress is not None:
-            progress("reading weights", done_bytes, total_bytes)
-    return {"params": tree}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        content_sha256 = pool.submit(hash_content)
+        for leaf, result in stream(leaves, destination):
+            _put(tree, leaf.slot.path, result)
+            done_bytes += leaf.nbytes
+            if progress is not None:
+                progress("reading weights", done_bytes, total_bytes)
+        return {"params": tree}, content_sha256.result()
 
 
 def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tuple[Leaf, _Result]]:

@@ -218,7 +218,7 @@ def by_device(
     """A function that each device runs over its part of the arguments, which needs nothing of the others' parts.
 
     Args:
-      function: of arrays, or trees of arrays.
+      function: of arrays, or trees of arrays; all that it reads is handed to it.
       sharding: None: the function as it is, over all.
       in_axes: for each argument the names of its axes; of a tree's arrays those of each.
       out_axes: of the result likewise; a tuple of them for a tuple. What is named along no axis of the mesh must be the

@@ -1,10 +1,12 @@
 """Checkpoints of the engine's own: what is written is what comes back, and damage is found."""
 
 import json
+import shutil
 
+import orbax.checkpoint as ocp
 import pytest
 
-from ca_jax.errors import CheckpointError
+from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.launch.convert import convert
 from ca_jax.models import orbax
 from ca_jax.models.checkpoint import load_checkpoint
@@ -111,3 +113,34 @@ def test_a_manifest_of_another_format_is_refused(converted):
     (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
     with pytest.raises(CheckpointError, match="wanted format 1, found 2"):
         load_checkpoint(str(converted))
+
+
+def test_a_tensor_that_is_gone_is_named(converted):
+    (converted / "params" / "params.layer_1.attn.wk").rename(converted / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"tensor layer_1/attn/wk is missing; wanted shape \(64, 2, 16\)"):
+        load_checkpoint(str(converted))
+
+
+def test_a_manifest_of_another_architecture_is_refused(converted):
+    manifest = json.loads((converted / orbax.MANIFEST).read_text())
+    for changed, error, message in (
+        ({"architecture": "mpt"}, UnsupportedArchitectureError, "converted: architecture 'mpt' is not served: its pos"),
+        ({"num_experts": 4, "num_experts_per_token": 2}, CheckpointError, "tensor layer_0/mlp/router is missing"),
+        ({"qkv_bias": True}, CheckpointError, r"tensor layer_0/attn/bq is missing; wanted shape \(4, 16\)"),
+        ({"tie_embeddings": True}, CheckpointError, "1 tensors belong to no parameter .*: head/kernel"),
+    ):
+        (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "config": {**manifest["config"], **changed}}))
+        with pytest.raises(error, match=message):
+            load_checkpoint(str(converted))
+
+
+def test_a_checkpoint_that_orbax_wrote_whole_is_read(converted, source):
+    """As this engine wrote them before: all leaves in one OCDBT, each one chunk."""
+    wanted = load_checkpoint(str(source)).params
+    shutil.rmtree(converted / "params")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((converted / "params").absolute(), wanted)
+    manifest = json.loads((converted / orbax.MANIFEST).read_text())
+    manifest["params_sha256"] = orbax._hash_params(converted)
+    (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
+    assert_same_params(load_checkpoint(str(converted)).params, wanted)
