@@ -89,7 +89,7 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
     with int8_engine(window=kit.WINDOW, store=store) as engine:
         poison(engine)
         pair = Pair(engine)
-        pair.turns(40, 9, 150, 1, 70)  # A pass is 64 tokens.
+        pair.turns(40, 9, 150, 1)  # A pass is 64 tokens.
         session = pair.session
         rows = stored_rows(engine, session)
         pair.reference.cache.round_all()

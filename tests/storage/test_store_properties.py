@@ -513,6 +513,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if reference is None:
             assert self.store.discard(key, mask, note) == 0
+            if note is not None and self.driver and self.pins[key]:
+                self.waiting_notes[key] = note
             return
         tokens, lineage = reference.readable()
         stays = [i >= len(mask) or not mask[i] for i in range(len(tokens))]

@@ -320,6 +320,36 @@ def test_a_note_that_waits_is_not_given_to_a_later_session(open_store, end):
     assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"")
 
 
+@pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
+def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
+    """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
+    store = open_store()
+    store.pin("a")
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"dropped")
+    store.unpin("a")
+    gates[0].writes.close()
+    store.poll()
+    gates[0].writes.wait_held()
+    store.pin("a")
+    store.drop("a")
+    assert store.note("a") == b""
+    store.set_note("a", b"older")
+    if change == "set_note":
+        store.set_note("a", b"last")
+    elif change == "discard":
+        assert store.discard("a", [True] * 3, b"last") == 0
+    else:
+        assert store.truncate("a", 3, b"last") == 0
+    gates[0].writes.open()
+    save(store, "a", ids(6), make_kv(LAYOUT, 6))
+    assert store.note("a") == b"last"
+    store.unpin("a")
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
+
+
 def test_a_note_survives_a_truncation_while_a_flush_is_under_way(open_store, gates):
     store = open_store()
     save(store, "a", ids(5), make_kv(LAYOUT, 5))
