@@ -54,14 +54,14 @@ class Pair:
         ]
 
     def read(self) -> dict[str, object]:
-        """The next line of both, which say the same."""
+        """The next line of both: what they say, and where they do not say the same, what each does."""
         lines = [next((line for line in process.stdout if line.startswith("{")), "") for process in self._processes]
         if not all(lines):
             self.kill()
             pytest.fail("\n".join(log.read_text()[-3000:] for log in self._logs))
         one, other = (json.loads(line) for line in lines)
         assert one.keys() == other.keys()
-        return one if one == other else {name: [one[name], other[name]] for name in one}
+        return {name: said if said == other[name] else [said, other[name]] for name, said in one.items()}
 
     def end(self) -> None:
         """Lets both end by themselves."""
