@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,32 +19,37 @@ import pytest
 
 from ca_jax.processes import OneProcess, all_agree, any_agrees, from_first, least
 from ca_jax.storage.config import StoreConfig
+from ca_jax.testing import tiny
 from tests import engine_kit as kit
 from tests import two_processes as script
 
 NUM_PROCESSES = 2
+ENVIRONMENT = os.environ | {
+    "JAX_NUM_CPU_DEVICES": "2",
+    "JAX_PLATFORMS": "cpu",
+    "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
+    "NPROC": "16",
+}
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 class Pair:
     """Two processes that run `two_processes.py`."""
 
     def __init__(self, directory: Path, *, data: int, tensor: int, first: int, stop: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        environment = os.environ | {
-            "JAX_NUM_CPU_DEVICES": "2",
-            "JAX_PLATFORMS": "cpu",
-            "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
-            "NPROC": "16",
-        }
+        address = free_address()
         arguments = [str(directory), *(str(value) for value in (data, tensor, first, stop))]
         root = Path(__file__).parent.parent
         self._logs = [directory.parent / f"log-{first}-{index}" for index in range(NUM_PROCESSES)]
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.two_processes", address, str(index), *arguments],
-                env=environment,
+                env=ENVIRONMENT,
                 cwd=root,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -134,6 +140,39 @@ def test_processes_that_have_all_heads_and_their_own_slots(tmp_path):
             assert pair.read()["answer"] == expected()[number]
         assert pair.read()["heads"] == 4
         pair.end()
+
+
+def test_a_chat_of_two_processes_is_that_of_the_first_ones_user(tmp_path):
+    """Two KV heads over four devices: each process has one of them, twice."""
+    config = tiny.tiny_config()
+    tiny.write_tiny_hf(tmp_path / "model", config, tiny.tiny_params(config, seed=1))
+    flags = [f"--model={tmp_path / 'model'}", "--tensor_parallel_size=4", "--max_tokens=4", "--dram_gib=0.1"]
+    command = [sys.executable, "-m", "ca_jax.launch.chat", *flags, f"--coordinator_address={free_address()}"]
+    logs = [tmp_path / f"chat-{index}" for index in range(NUM_PROCESSES)]
+    chats = [
+        subprocess.Popen(
+            [*command, f"--num_processes={NUM_PROCESSES}", f"--process_id={index}"],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, log in enumerate(logs)
+    ]
+    try:
+        chats[0].stdin.write("hello there\nand again\n/stats\n/quit\n")
+        chats[0].stdin.close()
+        assert [chat.wait(240) for chat in chats] == [0, 0]
+    finally:
+        for chat in chats:
+            chat.kill()
+            chat.wait()
+            chat.stdin.close()
+    first, other = (log.read_text() for log in logs)
+    assert first.count("answer 4") == 2
+    assert re.search(r"\(dram \d\d\)", first)
+    assert "answer 4" not in other
 
 
 def test_one_process_agrees_with_itself():

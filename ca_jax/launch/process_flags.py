@@ -48,6 +48,8 @@ def join(name: str, *, flag_values: flags.FlagValues = flags.FLAGS) -> Processes
         return OneProcess()
     if len(given) < len(names):
         raise ValueError(f"wanted all of {', '.join(names)} or none, found {', '.join(given)} alone")
+    if count < 1:
+        raise ValueError(f"num_processes wanted at least 1, found {count}")
     if not 0 <= index < count:
         raise ValueError(f"process_id wanted a number from 0 to {count - 1}, found {index}")
     jax.distributed.initialize(address, count, index, initialization_timeout=_START_S)
