@@ -51,7 +51,7 @@ def held_heads(sharding: jax.sharding.Sharding | None, num_kv_heads: int) -> Hel
     if sharding is None or sharding.is_fully_addressable:
         return None
     indices = sharding.addressable_devices_indices_map((2, 1, num_kv_heads, 1)).values()
-    held = sorted({head for index in indices for head in range(*index[2].indices(num_kv_heads))})
+    held = sorted({head for index in indices if index for head in range(*index[2].indices(num_kv_heads))})
     if held != list(range(held[0], held[-1] + 1)):
         raise ValueError(f"wanted the devices of this process to have KV heads in a row, found heads {held}")
     return HeldHeads(held[0], held[-1] + 1, num_kv_heads)
@@ -143,7 +143,7 @@ def staging_to_device(
         return jax.device_put(view)
     shape = view.shape if heads is None else (*view.shape[:2], heads.num_kv_heads, *view.shape[3:])
     parts = [
-        jax.device_put(view[index if heads is None else heads.within(index)], device)
+        jax.device_put(view[index if heads is None or index is None else heads.within(index)], device)
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     ]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)

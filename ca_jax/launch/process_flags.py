@@ -46,7 +46,7 @@ def join(name: str, *, flag_values: flags.FlagValues = flags.FLAGS) -> Processes
     given = [each for each in names if flag_values[each].value is not None]
     if not given:
         return OneProcess()
-    if len(given) < len(names):
+    if address is None or count is None or index is None:
         raise ValueError(f"wanted all of {', '.join(names)} or none, found {', '.join(given)} alone")
     if count < 1:
         raise ValueError(f"num_processes wanted at least 1, found {count}")
