@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
-import itertools
 import math
 import os
 import threading
@@ -33,7 +32,6 @@ from ca_jax.drift import Drift
 from ca_jax.errors import (
     ContextWindowError,
     InvalidRequestError,
-    ProcessesError,
     SessionBusyError,
     SessionClosedError,
     TenantError,
@@ -43,7 +41,7 @@ from ca_jax.kv_layout import kv_layout
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
-from ca_jax.processes import JaxProcesses, OneProcess, Processes, from_first
+from ca_jax.processes import Processes, check_alike, current, from_first
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
@@ -64,7 +62,6 @@ DEFAULT_WINDOW_TOKENS = 4096
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
 _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
-_engine_numbers = itertools.count()  # Of those that several processes make together.
 
 
 class Engine:
@@ -95,7 +92,7 @@ class Engine:
         processes: Processes | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self._processes = processes or _processes()
+        self._processes = processes or current()
         self.model = model = model.laid_out(_layout(self.config))
         num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
@@ -508,14 +505,8 @@ class Engine:
             return
         store = dataclasses.replace(self.config.store, ssd_dir=None, ssd_url=None)
         config = dataclasses.replace(self.config, compile_cache_dir=None, store=store)
-        mine = [self.model.fingerprint, repr(self.model.config), repr(config)]
-        for index, theirs in enumerate(self._processes.gather("what is served", mine)):
-            for name, wanted, found in zip(("weights", "model config", "engine config"), mine, theirs, strict=True):
-                if wanted != found:
-                    raise ProcessesError(
-                        f"wanted the same {name} on all processes, found {wanted} on process {self._processes.index} "
-                        f"and {found} on process {index}"
-                    )
+        described = {"model config": repr(self.model.config), "engine config": repr(config)}
+        check_alike(self._processes, {"weights": self.model.fingerprint, **described})
         overflow = self.config.overflow
         if overflow is not None and overflow.token_discarder.needs_kv:
             raise ValueError(
@@ -533,10 +524,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
-
-
-def _processes() -> Processes:
-    return JaxProcesses(f"engine {next(_engine_numbers)}") if jax.process_count() > 1 else OneProcess()
 
 
 def _layout(config: EngineConfig) -> Layout:

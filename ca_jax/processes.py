@@ -10,8 +10,9 @@ Not here: what is agreed upon (batch, histories, prefilling, session_kv), who ha
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ca_jax.errors import ProcessesError
@@ -107,6 +108,37 @@ class JaxProcesses:
 
     def _key(self, number: int, index: int) -> str:
         return f"{self._name}/{number}/{index}"
+
+
+_names = itertools.count()  # Of what is made by all processes in the same order.
+
+
+def current() -> Processes:
+    """The processes of `jax.distributed`; one, where that is not initialised or has no other."""
+    import jax  # Here: what runs without it imports this module too.
+
+    return JaxProcesses(f"engine {next(_names)}") if jax.process_count() > 1 else OneProcess()
+
+
+def check_alike(processes: Processes, mine: Mapping[str, str]) -> None:
+    """Checks that all processes say the same.
+
+    Args:
+      processes: which.
+      mine: what this one says, by what it is called.
+
+    Raises:
+      ProcessesError: another one says otherwise.
+    """
+    if processes.count == 1:
+        return
+    for index, theirs in enumerate(processes.gather("what is served", dict(mine))):
+        for name, wanted in mine.items():
+            if theirs[name] != wanted:
+                raise ProcessesError(
+                    f"wanted the same {name} on all processes, found {wanted} on process {processes.index} "
+                    f"and {theirs[name]} on process {index}"
+                )
 
 
 def all_agree(processes: Processes, what: str, holds: bool) -> bool:

@@ -25,10 +25,11 @@ from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.processes import Processes, all_agree, least
+from ca_jax.processes import Processes, all_agree
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.session import Session
+from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
@@ -89,8 +90,6 @@ class SessionKV:
         self._runner = runner
         self._metrics = metrics
         self._processes = processes
-        self._window = window
-        self._to_slide: dict[str, Session] = {}  # Of turns that have ended, by key.
         self._warn_of_small_caps(layout, max_tokens)
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         self._loader = LayerLoader(
@@ -109,6 +108,7 @@ class SessionKV:
             group_tokens=config.save_group_tokens,
             is_async=config.async_save,
         )
+        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
         self._num_plain = 0 if config.overflow is None else config.overflow.keep_first_tokens
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
@@ -132,8 +132,7 @@ class SessionKV:
         A session of which nothing is stored may begin like one that is: then it will begin with a copy of that KV.
         """
         key = source = self.key(session.session_id, session.tenant)
-        if self._window is not None:
-            self._slide(session)
+        self._sliding.slide(key, session)
         if self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1:
             source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
         self._queued[job] = key, source
@@ -211,15 +210,14 @@ class SessionKV:
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
         self.write_buffer.collect()
-        self._slide_all()
+        self._sliding.slide_all({key for key, _ in self._queued.values()})
         self._store.poll()
 
     def remember(self, session: Session) -> None:
         """Has a conversation kept with its KV, as it is now."""
         key = self.key(session.session_id, session.tenant)
         self._store.set_note(key, session.conversation.to_bytes())
-        if self._window is not None:
-            self._to_slide[key] = session
+        self._sliding.ended(key, session)
 
     def recall(self, session_id: str, tenant: str) -> Conversation | None:
         """The conversation that was kept with stored KV; None if there is none.
@@ -265,12 +263,8 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
         self.write_buffer.settle(key)
-        self._to_slide.pop(key, None)
-        kept = session.conversation
-        num_tokens -= kept.num_slid
-        if kept.num_slid and self._window is not None and num_tokens < self._window - 1:
-            num_tokens = 0  # The next token looks back to what is not kept.
-        self._store.truncate(key, max(num_tokens, 0), note=None if left is None else left.to_bytes())
+        num_stored = self._sliding.stays(key, session, num_tokens)
+        self._store.truncate(key, num_stored, note=None if left is None else left.to_bytes())
 
     def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
@@ -280,7 +274,7 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
         self.write_buffer.settle(key)
-        self._to_slide.pop(key, None)
+        self._sliding.forget(key)
         self._store.discard(key, discarded[session.conversation.num_slid :], note=left.to_bytes())
 
     def invalidate(self, session: Session) -> None:
@@ -350,7 +344,7 @@ class SessionKV:
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
         self.write_buffer.settle()
-        self._slide_all()
+        self._sliding.slide_all({key for key, _ in self._queued.values()})
         return self._store.settle()
 
     def stats(self) -> StoreStats:
@@ -383,32 +377,6 @@ class SessionKV:
             if loaded is not None:
                 self.histories.measure(loaded)
             self._store.drop(key)
-
-    def _slide_all(self) -> None:
-        """Forgets what no layer looks back to of all sessions whose turns have ended and are saved.
-
-        Where several processes serve as one this waits for the next turn: what is kept is the same on all.
-        """
-        if self._processes.count > 1:
-            return
-        queued = {key for key, _ in self._queued.values()}
-        for key, session in tuple(self._to_slide.items()):
-            if key not in queued:
-                self._slide(session)
-
-    def _slide(self, session: Session) -> None:
-        """Forgets what no layer looks back to of a session, by the block, unless its KV is on its way still."""
-        key = self.key(session.session_id, session.tenant)
-        num_leaving = 0
-        if not self.write_buffer.is_running(key) and not self.write_buffer.is_unsaved(key):
-            num_leaving = max(self._store.num_readable(key) - (self._window or 0) + 1, 0)
-            self._to_slide.pop(key, None)
-        [num_leaving] = least(self._processes, "what slides", [num_leaving])
-        if num_leaving < self._layout.block_tokens:
-            return
-        left = session.conversation.slid(session.conversation.num_slid + num_leaving)
-        self._store.discard(key, np.ones(num_leaving, bool), note=left.to_bytes())
-        session.resume(left)
 
     def _take_prefix(self, job: Job, session: Session) -> None:
         """Has a session of which nothing is stored begin with a copy of the KV that its turn was announced with."""

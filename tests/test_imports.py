@@ -17,6 +17,7 @@ LEVELS = (
     {"transfer", "steps", "overflow", "drift"},
     {"scheduler", "runner", "blend", "layer_loader", "async_saver"},
     {"histories", "write_buffer", "shared_load"},
+    {"sliding"},
     {"session_kv"},
     {"truncator", "repair"},
     {"prefilling", "decoder"},
