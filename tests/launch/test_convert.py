@@ -2,6 +2,7 @@
 
 import io
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from ca_jax.testing import tiny
 from tests.models import tiny_gguf
 from tests.models.test_checkpoint_gguf import assert_same_params
 
+DATA = Path(__file__).parents[1] / "data"
 CONFIG = tiny.tiny_config(num_layers=2)
 
 
@@ -155,3 +157,12 @@ def test_what_is_asked_for_must_be_clear(run):
         run(dry_run=True)
     with pytest.raises(convert.app.UsageError, match="wanted --model and --output_dir"):
         run(model="somewhere")
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in DATA.glob("*/model.safetensors")))
+def test_every_family_comes_through(tmp_path, name):
+    convert.convert(str(DATA / name), tmp_path / "out", "float32")
+    wanted, found = load_checkpoint(str(DATA / name)), load_checkpoint(str(tmp_path / "out"))
+    assert found.config == wanted.config
+    assert found.fingerprint == wanted.fingerprint
+    assert_same_params(found.params, wanted.params)
