@@ -33,17 +33,20 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.llama import Attention, Layer, RMSNorm
+from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, replicated
+from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
 from ca_jax.steps import Params
 from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
 _UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to them.
+_HEADS: Axes = (None, None, "heads", None)  # q [1, n, N, H]
+_KV_HEADS: Axes = (None, None, "kv_heads", None)  # [1, n, K, H], [2, S, K, H]
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
 def blend_layer(
     config: ModelConfig,
     layer_params: Params,
@@ -52,6 +55,8 @@ def blend_layer(
     kv: jax.Array,
     table: rope.Rotation,
     carried: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
+    sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes one layer of some tokens anew, over the KV of all.
 
@@ -64,6 +69,8 @@ def blend_layer(
       table: rotations of all positions.
       carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
         the others stay.
+      window: static, of the layer: `config.window_of`.
+      sharding: static.
 
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
@@ -71,15 +78,29 @@ def blend_layer(
     rotation = rope.Rotation(*(part[None, positions] for part in table))
     all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        kv: jax.Array,
+        positions: jax.Array,
+        rotation: rope.Rotation,
+        all_rotations: rope.Rotation,
+        carried: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
         fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
-        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions)[None], fused
+        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
-    out: tuple[jax.Array, jax.Array] = Layer(config).apply({"params": layer_params}, x, attend_fn)  # type: ignore[assignment]
-    return out
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+        in_axes = (_HEADS, _KV_HEADS, _KV_HEADS, (), (), (), ())
+        of_device = by_device(attend_heads, sharding, in_axes, (_HEADS, _KV_HEADS))
+        out: tuple[jax.Array, jax.Array] = of_device(q, new, kv, positions, rotation, all_rotations, carried)
+        return out
+
+    x, fused = Layer(config, sharding).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]
+    return constrain(x, sharding), fused
 
 
 def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
@@ -108,9 +129,14 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.
     return jnp.where((place >= start) & (place < stop), carried.astype(kv.dtype), kv)
 
 
-@partial(jax.jit, static_argnames=("config",))
+@partial(jax.jit, static_argnames=("config", "sharding"))
 def kv_deviation(
-    config: ModelConfig, layer_params: Params, x: jax.Array, positions: jax.Array, kv: jax.Array
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    positions: jax.Array,
+    kv: jax.Array,
+    sharding: ModelSharding | None = None,
 ) -> jax.Array:
     """How far the tokens' KV at a layer is from what is stored: sums of squared differences, f32 `[n]`.
 
@@ -122,16 +148,12 @@ def kv_deviation(
       x: `[1, n, F]`, what goes into it.
       positions: i32 `[n]`, places in `kv`.
       kv: what is stored, unrotated, `[2, S, K, H]`.
+      sharding: static.
     """
-    found: list[jax.Array] = []
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, None]:
-        found.append(jnp.concatenate([new.k, new.v], axis=0))
-        return q, None
-
-    normed = RMSNorm(config.norm_eps).apply({"params": layer_params["attn_norm"]}, x)
-    Attention(config).apply({"params": layer_params["attn"]}, normed, attend_fn)
-    return ((found[0].astype(jnp.float32) - kv[:, positions].astype(jnp.float32)) ** 2).sum((0, 2, 3))
+    new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
+    found = jnp.concatenate([new.k, new.v], axis=0)
+    moved = found.astype(jnp.float32) - kv[:, positions].astype(jnp.float32)
+    return constrain((moved**2).sum((0, 2, 3)), sharding)
 
 
 @partial(jax.jit, static_argnames=("num_tokens",))
@@ -239,17 +261,26 @@ class Blender:
       plan: how many tokens in which layer.
       x: `[1, n, F]`, embeddings of the tokens that may be chosen, the first of the sequence; n may be above
         `plan.num_tokens`, what is there is never chosen.
+      sharding: of the model; None: it is on one device.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: list[Params], table: rope.Rotation, plan: BlendPlan, x: jax.Array
+        self,
+        config: ModelConfig,
+        layers: list[Params],
+        table: rope.Rotation,
+        plan: BlendPlan,
+        x: jax.Array,
+        sharding: ModelSharding | None = None,
     ) -> None:
         self._config = config
         self._layers = layers
         self._table = table
         self._plan = plan
         self._x = x
-        self._positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+        self._sharding = sharding
+        self._to_device = partial(to_device, sharding=replicated(sharding))
+        self._positions = self._to_device(np.arange(x.shape[1], dtype=np.int32))
 
     def layer(self, layer: int, kv: jax.Array) -> jax.Array:
         """A layer's stored unrotated KV `[2, S, K, H]` to the same with the chosen tokens' own. In order of layers.
@@ -265,13 +296,16 @@ class Blender:
             return self._spread(layer, kv)
         if count < min(self._plan.num_tokens, positions.shape[0]):
             if self._plan.chooses:
-                scores = kv_deviation(self._config, params, x, positions, kv)
+                scores = kv_deviation(self._config, params, x, positions, kv, self._sharding)
             else:
                 scores = -positions.astype(jnp.float32)
             scores = jnp.where(positions < self._plan.num_first, jnp.inf, scores)
             scores = jnp.where(positions < self._plan.num_tokens, scores, -jnp.inf)
             x, positions = choose_tokens(x, positions, scores, count)
-        self._x, fused = blend_layer(self._config, params, x, positions, kv, self._table)
+        window = self._config.window_of(layer)
+        self._x, fused = blend_layer(
+            self._config, params, x, positions, kv, self._table, window=window, sharding=self._sharding
+        )
         self._positions = positions
         if positions.shape[0] > self._plan.num_tokens:  # Others may lie where the padding does.
             fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
@@ -280,11 +314,19 @@ class Blender:
     def _spread(self, layer: int, kv: jax.Array) -> jax.Array:
         if not layer:
             places = self._plan.places
-            self._x, self._positions = self._x[:, places], to_device(places)
+            self._x, self._positions = self._x[:, places], self._to_device(places)
         start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of the others.
-        carried = to_device(start, np.int32), to_device(self._plan.num_tokens, np.int32)
+        carried = self._to_device(start, np.int32), self._to_device(self._plan.num_tokens, np.int32)
         self._x, fused = blend_layer(
-            self._config, self._layers[layer], self._x, self._positions, kv, self._table, carried
+            self._config,
+            self._layers[layer],
+            self._x,
+            self._positions,
+            kv,
+            self._table,
+            carried,
+            self._config.window_of(layer),
+            self._sharding,
         )
         return fused
 

@@ -38,6 +38,11 @@ class EngineConfig:
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512
     """Most new tokens prefilled in one pass; other jobs decode between passes."""
+    tensor_parallel_size: int = 1
+    """Devices that share the heads of the model, of its KV and of its weights. A size that divides the query heads, and
+    divides the KV heads or is a multiple of them."""
+    data_parallel_size: int = 1
+    """Parts that the decode slots are in, each on `tensor_parallel_size` devices of its own, which hold all weights."""
     max_tpot_ms: float | None = None
     """Most milliseconds between two tokens of a decoding job for the sake of others' prefill: passes are shortened to
     what measured rates say fits, down to 16 tokens. None: a whole pass."""
@@ -46,9 +51,10 @@ class EngineConfig:
     `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are
     loaded, then all computed)."""
     read_buffer_gib: float | None = None
-    """Cap of that buffer, GiB; None: room for all layers of a full context window."""
+    """Cap of that buffer, GiB in all: each device holds its heads' share. None: room for all layers of a full context
+    window."""
     write_buffer_gib: float = 1.0
-    """Cap of new KV on the device that waits to be saved, GiB. Where it is full no prefill begins."""
+    """Cap of new KV on the devices that waits to be saved, GiB in all. Where it is full no prefill begins."""
     async_save: bool = True
     """Save while computing; False saves at the end of a turn, which waits for it."""
     recompute_if_faster: bool = True
@@ -66,12 +72,18 @@ class EngineConfig:
         if self.kv_rest_dtype not in KV_REST_DTYPES:
             wanted = " or ".join(KV_REST_DTYPES)
             raise ValueError(f"kv_rest_dtype wanted {wanted}, found {self.kv_rest_dtype!r}")
-        for name in ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens"):
+        sizes = ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens")
+        for name in (*sizes, "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, found {value}")
         if self.prefill_chunk_tokens % 64:
             raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, found {self.prefill_chunk_tokens}")
+        if self.max_batch_size % self.data_parallel_size:
+            raise ValueError(
+                f"max_batch_size wanted a multiple of data_parallel_size={self.data_parallel_size}, "
+                f"found {self.max_batch_size}"
+            )
         if self.overflow is not None and self.context_window is not None:
             self.overflow.check_window(self.context_window)
         is_number = isinstance(self.read_buffer, int) and not isinstance(self.read_buffer, bool)

@@ -7,6 +7,8 @@ Not here: prefill (runner), jitted code (steps), which job has which slot (sched
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 
@@ -16,6 +18,7 @@ from ca_jax.drift import Drift
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK, slot_attention
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.transfer import to_device
 
 
@@ -31,6 +34,7 @@ class DecodeSlots:
       dtype: of keys and values.
       with_attention: whether decoding measures the attention that tokens receive.
       packs_kv: whether decoding gives new KV in int8, as it is kept.
+      sharding: of the model; None: it is on one device.
     """
 
     def __init__(
@@ -44,8 +48,9 @@ class DecodeSlots:
         dtype: str,
         with_attention: bool,
         packs_kv: bool = False,
+        sharding: ModelSharding | None = None,
     ) -> None:
-        self.buffers = steps.make_slots(config, num_slots, capacity, dtype)
+        self.buffers = steps.make_slots(config, num_slots, capacity, dtype, sharding)
         """Per layer `[slots, K, C, H]`; donated by every call."""
         self._config = config
         self._params = params
@@ -53,14 +58,18 @@ class DecodeSlots:
         self._capacity = capacity
         self._with_attention = with_attention
         self._packs_kv = packs_kv
+        self._sharding = sharding
+        self._to_device = partial(to_device, sharding=replicated(sharding))
         is_gpu = jax.default_backend() != "cpu"
         self._scatters = is_gpu
-        self._needs_static_extent = is_gpu and slot_attention(self.buffers.keys[0]) != "kernel"
+        of_layer = self.buffers.keys[0]
+        on_device = jax.ShapeDtypeStruct(of_layer.sharding.shard_shape(of_layer.shape), of_layer.dtype)
+        self._needs_static_extent = is_gpu and slot_attention(on_device) != "kernel"
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
-        return sum(buffer.nbytes for buffer in jax.tree.leaves(self.buffers))
+        """Of all slots, on each device."""
+        return bytes_per_device(self.buffers)
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -80,7 +89,7 @@ class DecodeSlots:
         """
         keys, values = self.buffers.keys[layer], self.buffers.values[layer]
         self.buffers.keys[layer], self.buffers.values[layer], done = steps.insert_slot(
-            keys, values, kv, slot, start, self._table, rotation
+            keys, values, kv, slot, start, self._table, rotation, self._sharding
         )
         return done
 
@@ -101,11 +110,13 @@ class DecodeSlots:
         turned = np.zeros(self._capacity, np.int32)
         if rotates:
             turned[: len(kept)] = kept - np.arange(len(kept))
-        at = to_device(slot, np.int32)
-        self.buffers = steps.cut_slot(self.buffers, at, to_device(places), to_device(turned), self._table)
+        at = self._to_device(slot, np.int32)
+        self.buffers = steps.cut_slot(
+            self.buffers, at, self._to_device(places), self._to_device(turned), self._table, self._sharding
+        )
         if drift is not None:
-            span = to_device([drifts_from, len(kept)], np.int32)
-            self.buffers = steps.drift_slot(self.buffers, at, span, to_device(drift.values), self._table)
+            span, values = self._to_device([drifts_from, len(kept)], np.int32), self._to_device(drift.values)
+            self.buffers = steps.drift_slot(self.buffers, at, span, values, self._table, self._sharding)
 
     def decode(
         self, tokens: np.ndarray | jax.Array, lengths: np.ndarray
@@ -127,12 +138,13 @@ class DecodeSlots:
             self._config,
             self._params,
             self.buffers,
-            tokens if isinstance(tokens, jax.Array) else to_device(tokens, np.int32),
-            to_device(lengths, np.int32),
+            tokens if isinstance(tokens, jax.Array) else self._to_device(tokens, np.int32),
+            self._to_device(lengths, np.int32),
             self._table,
             num_blocks,
             self._scatters,
             self._with_attention,
             self._packs_kv,
+            self._sharding,
         )
         return logits, kv, received[0] if received else None

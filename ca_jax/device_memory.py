@@ -24,7 +24,7 @@ def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> in
 
 
 def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
-    """Checks that the read and the write buffer fit beside the weights and the decode slots.
+    """Checks that the read and the write buffer fit beside the weights and the decode slots, on each device.
 
     Raises:
       ValueError: they do not, or the cap of one is more than there is, however much of it would be used.
@@ -32,13 +32,15 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
     capacity = device_memory_bytes()
     if capacity is None:
         return
+    num_parts = 1 if runner.sharding is None else runner.sharding.num_kv
     for name, cap_gib in (("read_buffer_gib", config.read_buffer_gib), ("write_buffer_gib", config.write_buffer_gib)):
-        if cap_gib is not None and cap_gib * GIB > capacity:
-            raise ValueError(f"{name} wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
+        if cap_gib is not None and cap_gib / num_parts * GIB > capacity:
+            whose = "the device's" if num_parts == 1 else f"{num_parts} times a device's"
+            raise ValueError(f"{name} wanted at most {whose} {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
     read_bytes = staging_bytes(layout, config, runner.history_buckets[-1])
     wanted = {
-        "the read buffer": read_bytes,
-        "write_buffer_gib": int(config.write_buffer_gib * GIB),
+        "the read buffer": read_bytes // num_parts,
+        "write_buffer_gib": int(config.write_buffer_gib * GIB) // num_parts,
         "the weights": runner.param_bytes,
         "the decode slots": runner.slots.num_bytes,
     }

@@ -18,6 +18,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -37,7 +38,8 @@ from ca_jax.errors import (
 from ca_jax.jobs import Completion, Job, SamplingParams
 from ca_jax.kv_layout import kv_layout
 from ca_jax.metrics import EngineMetrics
-from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.models.sharding import model_sharding
+from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.prompts import prompt_ids, text_of, turn_ids
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
@@ -65,13 +67,14 @@ class Engine:
     Public methods may be called from any thread; one at a time runs the engine.
 
     Args:
-      model: what to serve.
+      model: what to serve. One that is on one device, and is to be served by several, is copied to them.
       config: how.
       timeline: gets spans of what happens when; by default nothing is recorded.
       store_wrapper: given the store, returns what is used in its place; for `ca_jax.testing`.
 
     Raises:
-      ValueError: the context window is above what the model was trained for, or a size does not fit the machine.
+      ValueError: the context window is above what the model was trained for, or a size does not fit the machine, the
+        devices or the model's heads.
     """
 
     def __init__(
@@ -83,10 +86,11 @@ class Engine:
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self.model = model
+        self.model = model = model.laid_out(_layout(self.config))
+        num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
         limit = model.config.max_positions
-        self.window = self.config.context_window or min(limit, DEFAULT_WINDOW_TOKENS)
+        self.window = self.config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
             raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
         drift = None
@@ -100,8 +104,8 @@ class Engine:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._abandoned: collections.deque[Job] = collections.deque()
-        self._scheduler = Scheduler(self.config.max_batch_size)
-        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size)
+        self._scheduler = Scheduler(self.config.max_batch_size, num_parts)
+        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size, model.sharding)
         self._runner = Runner(
             model.config,
             model.params,
@@ -112,6 +116,7 @@ class Engine:
             with_attention=self.config.overflow is not None and self.config.overflow.token_discarder.needs_attention,
             packs_kv=self.config.kv_rest_dtype == "int8",
             timeline=timeline,
+            sharding=model.sharding,
         )
         layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
@@ -151,7 +156,7 @@ class Engine:
         """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised."""
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
-        return cls(load_model(model, dtype=config.dtype, progress=progress), config)
+        return cls(load_model(model, dtype=config.dtype, progress=progress, layout=_layout(config)), config)
 
     # Conversations.
 
@@ -383,7 +388,7 @@ class Engine:
             new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
             self._runner.warmup(history, new, progress)
             self._truncator.warmup()
-            self._sampler.warmup(self._runner.batch_buckets)
+            self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
             self._measure(history, new)
             return time.perf_counter() - started_s
 
@@ -487,6 +492,14 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
+
+
+def _layout(config: EngineConfig) -> Layout:
+    sizes = {
+        "data_parallel_size": config.data_parallel_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    return partial(model_sharding, **sizes)
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

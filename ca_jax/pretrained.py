@@ -18,14 +18,18 @@ import numpy as np
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import PRESETS, ModelConfig
-from ca_jax.models.llama import Llama
 from ca_jax.models.random_weights import random_fingerprint, random_params
+from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.transformer import Transformer
 from ca_jax.steps import Params
 from ca_jax.transfer import params_to_device, to_device, to_host
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""
+
+Layout = Callable[[ModelConfig], ModelSharding | None]
+"""Lays a model out on devices, given its architecture: `functools.partial(model_sharding, tensor_parallel_size=2)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ class LoadedModel:
     """Tokens that end a reply."""
     load_s: float = 0.0
     """Seconds it took to load."""
+    sharding: ModelSharding | None = None
+    """Of the parameters; None: they are on one device."""
 
     @property
     def dtype(self) -> str:
@@ -65,6 +71,24 @@ class LoadedModel:
             raise InvalidRequestError(f"wanted at most {self.config.max_positions} tokens, found {len(token_ids)}")
         return to_host(_logits(self.model, self.params, to_device([list(token_ids)], np.int32)))[0]
 
+    def laid_out(self, layout: Layout) -> LoadedModel:
+        """The same model on the devices that `layout` says. What is there is not copied.
+
+        Raises:
+          ValueError: it is on a mesh already, and on another one.
+        """
+        sharding = layout(self.config)
+        if sharding == self.sharding:
+            return self
+        if self.sharding is not None:
+            wanted = "one device" if sharding is None else dict(sharding.mesh.shape)
+            raise ValueError(f"wanted a model on {wanted}, found one on {dict(self.sharding.mesh.shape)}")
+        return dataclasses.replace(self, params=_to_shards(self.config, self.params, sharding), sharding=sharding)
+
+
+def _to_shards(config: ModelConfig, params: Params, sharding: ModelSharding | None) -> Params:
+    return params_to_device(params, None if sharding is None else sharding.of_params(config))
+
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequestError for an empty list or an id outside the vocabulary."""
@@ -81,15 +105,19 @@ def _logits(model: nn.Module, params: Params, tokens: jax.Array) -> jax.Array:
     return model.apply(params, tokens, positions)[0]
 
 
-def load_model(model: str, *, dtype: str | None = None, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    model: str, *, dtype: str | None = None, progress: Progress | None = None, layout: Layout | None = None
+) -> LoadedModel:
     """Loads a model by preset name, GGUF file, Hugging Face directory or hub name, or converted checkpoint.
 
     Args:
       model: which.
       dtype: of the weights; None takes float32 on CPU, where bfloat16 is slower, else bfloat16.
       progress: told how far it is.
+      layout: says where its weights go; None: the default device.
 
     Raises:
+      ValueError: its heads cannot be divided as `layout` would.
       UnknownModelError: nothing of that name can be had.
       CheckpointError: its files are damaged or do not fit together.
       UnsupportedArchitectureError: it cannot be served; the message says why.
@@ -97,20 +125,22 @@ def load_model(model: str, *, dtype: str | None = None, progress: Progress | Non
     """
     started_s = time.perf_counter()
     checkpoint = load_checkpoint(model, dtype=dtype or _default_dtype(), progress=progress)
-    params = params_to_device(checkpoint.params)
+    sharding = None if layout is None else layout(checkpoint.config)
+    params = _to_shards(checkpoint.config, checkpoint.params, sharding)
     return LoadedModel(
         name=checkpoint.name,
         config=checkpoint.config,
-        model=Llama(checkpoint.config),
+        model=Transformer(checkpoint.config),
         params=params,
         tokenizer=checkpoint.tokenizer,
         fingerprint=checkpoint.fingerprint,
         stop_token_ids=checkpoint.stop_token_ids,
         load_s=time.perf_counter() - started_s,
+        sharding=sharding,
     )
 
 
-def random_model(preset: str, *, dtype: str | None = None, seed: int = 0) -> LoadedModel:
+def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout: Layout | None = None) -> LoadedModel:
     """Makes a model of a published architecture with random weights: as fast as the real one, and as large.
 
     Nothing is downloaded and no weight is ever on the host: they are drawn on the device. The model has no tokenizer
@@ -120,25 +150,28 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0) -> Loa
       preset: one of `models.config.PRESETS`.
       dtype: of the weights; None as for `load_model`.
       seed: of the weights, in [0, 2^32).
+      layout: says where the weights are drawn; None: on the default device.
 
     Raises:
       UnknownModelError: there is no such preset.
-      ValueError: an unknown dtype, or a seed out of range.
+      ValueError: an unknown dtype, a seed out of range, or heads that cannot be divided as `layout` would.
     """
     started_s = time.perf_counter()
     if preset not in PRESETS:
         raise UnknownModelError(f"wanted a preset, one of {', '.join(sorted(PRESETS))}; found {preset!r}")
     config = PRESETS[preset]
     dtype = dtype or _default_dtype()
-    params = jax.block_until_ready(random_params(config, dtype=dtype, seed=seed))
+    sharding = None if layout is None else layout(config)
+    params = jax.block_until_ready(random_params(config, dtype=dtype, seed=seed, sharding=sharding))
     return LoadedModel(
         name=f"{preset} (random weights)",
         config=config,
-        model=Llama(config),
+        model=Transformer(config),
         params=params,
         tokenizer=None,
         fingerprint=random_fingerprint(config, dtype=dtype, seed=seed),
         load_s=time.perf_counter() - started_s,
+        sharding=sharding,
     )
 
 

@@ -15,7 +15,6 @@ from ca_jax.blend import Blender, BlendPlan
 from ca_jax.drift import Drift, add_drift
 from ca_jax.layer_loader import LayerLoad
 from ca_jax.runner import Runner
-from ca_jax.transfer import to_device
 
 
 class RepairedHistory:
@@ -49,8 +48,9 @@ class RepairedHistory:
         self._load = load
         self._runner = runner
         self._drift = drift
-        self._start = to_device(drifts_from, np.int32)
-        self._stops = [to_device(num_tokens, np.int32) for num_tokens in to_drift]
+        self._to_device = runner.to_device
+        self._start = runner.to_device(drifts_from, np.int32)
+        self._stops = [runner.to_device(num_tokens, np.int32) for num_tokens in to_drift]
         self._blender: Blender | None = None
         if plan is not None:
             self.num_recomputed = plan.num_recomputed
@@ -60,7 +60,7 @@ class RepairedHistory:
         """See `runner.LayerSource`."""
         kv = loaded = self._runner.unpacked(self._load.layer(layer))
         if self._drift is not None:
-            drift = to_device(self._drift.values[layer])
+            drift = self._to_device(self._drift.values[layer])
             for stop in self._stops:
                 kv = add_drift(kv, drift, self._start, stop)
         if self._blender is not None:

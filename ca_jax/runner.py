@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -22,6 +23,7 @@ from ca_jax.drift import Drift, add_drift
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import to_device, to_host
 
@@ -116,6 +118,7 @@ class Runner:
       with_attention: whether to measure the attention that tokens receive.
       packs_kv: whether KV is kept in int8.
       timeline: told of what is dispatched.
+      sharding: where the parameters lie, and all else will; None: on one device.
     """
 
     def __init__(
@@ -130,7 +133,12 @@ class Runner:
         with_attention: bool = False,
         packs_kv: bool = False,
         timeline: Timeline = NO_TIMELINE,
+        sharding: ModelSharding | None = None,
     ) -> None:
+        self.sharding = sharding
+        """Of the model."""
+        self.to_device = partial(to_device, sharding=replicated(sharding))
+        """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self._config = config
         self._params = params
         self._timeline = timeline
@@ -144,12 +152,16 @@ class Runner:
         self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)
         self.pass_sizes = pass_sizes(chunk_tokens) if shorter_passes else (chunk_tokens,)
         self.history_buckets = history_buckets(window, coarse)
-        self.batch_buckets = batch_buckets(max_batch_size)
+        # Slots that lie on several devices are decoded all: their first ones are one device's alone.
+        is_whole = sharding is None or sharding.num_data == 1
+        self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
         # Padding behind a job's tokens must fit too: an update that overlaps the end would be moved, not cut.
         widest = max(window + self._max_padding(), self.history_buckets[-1])
         capacity = -(-widest // SLOT_BLOCK) * SLOT_BLOCK
+        # One layer of each window: those of the same share their compiled functions.
+        self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self._table = steps.rotation_table(config, capacity + chunk_tokens)
+        self._table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
         self.slots = DecodeSlots(
             config,
             params,
@@ -159,6 +171,7 @@ class Runner:
             dtype=self._dtype,
             with_attention=with_attention,
             packs_kv=packs_kv,
+            sharding=sharding,
         )
 
     @property
@@ -168,8 +181,8 @@ class Runner:
 
     @property
     def param_bytes(self) -> int:
-        """Of the model's parameters."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        """Of the model's parameters, on each device."""
+        return bytes_per_device(self._params)
 
     def _max_padding(self) -> int:
         sizes = (0, *self.new_token_buckets)
@@ -226,8 +239,8 @@ class Runner:
         is_last = len(part) == prefill.num_left
         padded = np.zeros((1, pad_to(self.new_token_buckets, len(part))), np.int32)
         padded[0, : len(part)] = part
-        x = steps.embed(self._config, self._outer, to_device(padded))
-        length = to_device(start, np.int32)
+        x = self._embed(padded)
+        length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
         for i, layer_params in enumerate(self._layers):
@@ -250,7 +263,7 @@ class Runner:
         prefill.num_done += len(part)
         prefill.owns_past |= not is_last
         if is_last:
-            prefill.logits = steps.last_logits(self._config, self._outer, x, to_device(len(part) - 1, np.int32))
+            prefill.logits = self._last_logits(x, self.to_device(len(part) - 1, np.int32))
 
     def _prefill_layer(
         self,
@@ -263,13 +276,15 @@ class Runner:
         received: list[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
-        past = prefill.past[layer]
+        past, window = prefill.past[layer], self._config.window_of(layer)
         if not self.with_attention:
             rotation = self._past_rotation(prefill, past)
-            return steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
-        count = to_device(num_new, np.int32)
+            return steps.prefill_layer(
+                self._config, layer_params, x, past, length, self._table, rotation, window, self.sharding
+            )
+        count = self.to_device(num_new, np.int32)
         x, kv, attention = steps.prefill_layer_attention(
-            self._config, layer_params, x, past, length, count, self._table
+            self._config, layer_params, x, past, length, count, self._table, window, self.sharding
         )
         received.append(attention)
         return x, kv
@@ -284,7 +299,9 @@ class Runner:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
         rotation = self._past_rotation(prefill, past)
-        return self.slots.insert(layer, past, to_device(prefill.slot, np.int32), to_device(0, np.int32), rotation)
+        return self.slots.insert(
+            layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation
+        )
 
     def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
@@ -293,7 +310,7 @@ class Runner:
           For each layer whose past was inserted now, a scalar that is ready when that is done.
         """
         done = {}
-        slot, start = to_device(prefill.slot, np.int32), to_device(prefill.last_start, np.int32)
+        slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
         for layer, kv in enumerate(prefill.kv):
             if prefill.past[layer] is not None and layer not in prefill.inserted:
                 done[layer] = self.insert_past(prefill, layer)
@@ -308,10 +325,10 @@ class Runner:
         if past is None:
             past = self.empty_kv(capacity)
         elif not prefill.owns_past or past.shape[1] != capacity:
-            past, done = steps.grow_history(past, capacity, self._dtype)
+            past, done = steps.grow_history(past, capacity, self._dtype, self.sharding)
             if history is not None:
                 history.used(layer, done)
-        prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start)
+        prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
 
     def _past_rotation(self, prefill: Prefill, past: jax.Array | None) -> rope.Rotation | None:
         """Rotations of a prefill's past, where its positions are not its places."""
@@ -319,7 +336,7 @@ class Runner:
             return None
         positions = np.arange(past.shape[1], dtype=np.int32)
         positions[: prefill.history_length] = prefill.history_positions
-        return steps.rotations_of(self._table, to_device(positions))
+        return steps.rotations_of(self._table, self.to_device(positions))
 
     # Truncation.
 
@@ -332,18 +349,19 @@ class Runner:
         """
         row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
         row[0, : len(token_ids)] = token_ids
-        x = steps.embed(self._config, self._outer, to_device(row))
-        return Blender(self._config, self._layers, self._table, plan, x)
+        x = self._embed(row)
+        return Blender(self._config, self._layers, self._table, plan, x, self.sharding)
 
     def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
         """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
         kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))))
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         if drift is not None:
-            kv = add_drift(kv, to_device(drift.values[0]), zero, zero)
+            kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
         if plan is not None:
             blender = self.blender(plan, [0] * plan.num_tokens)
-            for layer in range(min(plan.check_layers + 2, plan.num_layers)):
+            alike = len(self._kinds) == 1
+            for layer in range(min(plan.check_layers + 2, plan.num_layers) if alike else plan.num_layers):
                 blender.layer(layer, kv)
 
     def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
@@ -388,13 +406,14 @@ class Runner:
             least = self.padded_history(min(self.pass_sizes))
             pasts += [history for size, history in histories.items() if size >= least]
         total, done = len(new_sizes) * len(pasts), 0
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         for new_size in new_sizes:
             x = self._embedded(new_size)
-            steps.last_logits(self._config, self._outer, x, zero)
-            for history in pasts:  # One layer will do: all share their compiled functions.
-                prefill = Prefill(0, [0], 0, past=[history])
-                self._prefill_layer(prefill, 0, self._layers[0], x, zero, 1, [])
+            self._last_logits(x, zero)
+            for history in pasts:
+                for layer in self._kinds:
+                    prefill = Prefill(0, [0], 0, past=[history] * self._config.num_layers)
+                    self._prefill_layer(prefill, layer, self._layers[layer], x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -412,7 +431,7 @@ class Runner:
 
     def _warm_up_passes(self, histories: dict[int, jax.Array]) -> None:
         """Compiles what is between two passes of one prompt, whatever was before the first."""
-        zero = to_device(0, np.int32)
+        zero = self.to_device(0, np.int32)
         for below, size in itertools.pairwise((0, *histories)):
             reached = {
                 self._padded_up_to(length + num_new)
@@ -421,53 +440,65 @@ class Runner:
             }
             for capacity in self.history_buckets:
                 if min(reached) <= capacity <= max(reached):
-                    steps.grow_history(histories[size], capacity, self._dtype)
+                    steps.grow_history(histories[size], capacity, self._dtype, self.sharding)
         for num_new in self.pass_sizes:
             new = self.empty_kv(num_new)
             for capacity in self.history_buckets:
                 if capacity >= num_new:
-                    steps.append_history(self.empty_kv(capacity), new, zero)
+                    steps.append_history(self.empty_kv(capacity), new, zero, self.sharding)
 
     def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
-        """Times one layer at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
+        """Times a layer of each kind at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
 
         Returns:
           Padded history tokens, padded new tokens, and seconds of all layers and the head.
         """
         new_sizes = sorted({pad_to(self.new_token_buckets, min(size, max_new)) for size in (16, max_new // 4, max_new)})
         pasts = sorted({self.padded_history(size) for size in (0, max_history // 2, max_history)})
-        zero, samples = to_device(0, np.int32), []
+        zero, samples = self.to_device(0, np.int32), []
         for num_new in new_sizes:
             x = self._embedded(num_new)
             for num_past in pasts:
                 past = self.at_rest(self.empty_kv(num_past)) if num_past else None
-                seconds = []
-                for _ in range(_TIMED_RUNS):
-                    jax.block_until_ready((x, past))
-                    started_s = time.perf_counter()
-                    out, _ = steps.prefill_layer(self._config, self._layers[0], x, past, zero, self._table)
-                    out.block_until_ready()
-                    layer_s = time.perf_counter() - started_s
-                    steps.last_logits(self._config, self._outer, out, zero).block_until_ready()
-                    head_s = time.perf_counter() - started_s - layer_s
-                    seconds.append(layer_s * self._config.num_layers + head_s)
-                samples.append((num_past, num_new, min(seconds)))
+                samples.append((num_past, num_new, min(self._timed(x, past, zero) for _ in range(_TIMED_RUNS))))
         return samples
 
+    def _timed(self, x: jax.Array, past: jax.Array | None, zero: jax.Array) -> float:
+        """Seconds of all layers and the head, from one layer of each kind."""
+        windows = [self._config.window_of(layer) for layer in range(self._config.num_layers)]
+        seconds = 0.0
+        for layer in self._kinds:
+            jax.block_until_ready((x, past))
+            started_s = time.perf_counter()
+            out, _ = steps.prefill_layer(
+                self._config, self._layers[layer], x, past, zero, self._table, None, windows[layer], self.sharding
+            )
+            out.block_until_ready()
+            seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
+        started_s = time.perf_counter()
+        self._last_logits(out, zero).block_until_ready()
+        return seconds + time.perf_counter() - started_s
+
     def _embedded(self, num_tokens: int) -> jax.Array:
-        return steps.embed(self._config, self._outer, to_device(np.zeros((1, num_tokens), np.int32)))
+        return self._embed(np.zeros((1, num_tokens), np.int32))
+
+    def _embed(self, tokens: np.ndarray) -> jax.Array:
+        return steps.embed(self._config, self._outer, self.to_device(tokens), self.sharding)
+
+    def _last_logits(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return steps.last_logits(self._config, self._outer, x, index, self.sharding)
 
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
-        return steps.empty_kv(self._config, num_tokens, self._dtype)
+        return steps.empty_kv(self._config, num_tokens, self._dtype, self.sharding)
 
     def at_rest(self, kv: jax.Array) -> jax.Array:
         """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""
-        return steps.pack_kv(kv) if self._packs_kv else kv
+        return steps.pack_kv(kv, self.sharding) if self._packs_kv else kv
 
     def unpacked(self, kv: jax.Array) -> jax.Array:
         """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""
-        return steps.unpack_kv(kv, self._dtype) if self._packs_kv else kv
+        return steps.unpack_kv(kv, self._dtype, self.sharding) if self._packs_kv else kv
 
     def _padded_up_to(self, num_tokens: int) -> int:
         return self.padded_history(min(num_tokens, self.history_buckets[-1]))

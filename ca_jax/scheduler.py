@@ -1,7 +1,7 @@
 """Which jobs run: a queue, decode slots, and a plan per step (iteration-level continuous batching).
 
 Lower priority values go first, then who came first; but a job that later ones were taken before too often goes before
-all. A waiting job takes the lowest free slot as soon as there is one and is prefilled there, alone, over as many steps
+all. A waiting job takes the first free slot as soon as there is one and is prefilled there, alone, over as many steps
 as the engine wants; then it joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way
 are passed by, and stay where they are in the queue.
 
@@ -46,10 +46,13 @@ class Scheduler:
 
     Args:
       max_batch_size: how many slots there are.
+      num_parts: equal parts that they are in, each on other devices: jobs take a slot of each part in turn.
     """
 
-    def __init__(self, max_batch_size: int) -> None:
-        self._free_slots = list(range(max_batch_size))
+    def __init__(self, max_batch_size: int, num_parts: int = 1) -> None:
+        self._num_parts = num_parts
+        self._part_slots = max_batch_size // num_parts
+        self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
         self._prefilling: Job | None = None
@@ -94,7 +97,7 @@ class Scheduler:
         ready: Callable[[Job, bool], bool] = lambda job, is_next: True,
         admits: Callable[[Job], bool] = lambda job: True,
     ) -> StepPlan:
-        """Plans the next step. Where no job is being prefilled, one that waits takes the lowest free slot.
+        """Plans the next step. Where no job is being prefilled, one that waits takes the first free slot.
 
         That is the first in order that is ready, of the first few; if it is not admitted none is, lest smaller ones
         keep it waiting forever. Nor is a job passed by that was overtaken as often as may be.
@@ -105,11 +108,12 @@ class Scheduler:
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
         """
         decode = tuple(job for job in self.running if job is not self._prefilling)
-        if self._prefilling is None and self._free_slots:
+        if self._prefilling is None and self._free_turns:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
-                job.slot = heapq.heappop(self._free_slots)
+                turn = heapq.heappop(self._free_turns)
+                job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
                 self._running[job.slot] = self._prefilling = job
         return StepPlan(decode, self._prefilling, next(iter(self._queue), None))
 
@@ -130,7 +134,8 @@ class Scheduler:
             self._queue.remove(job)
         elif job.slot is not None and self._is_running(job):
             del self._running[job.slot]
-            heapq.heappush(self._free_slots, job.slot)
+            part, slot = divmod(job.slot, self._part_slots)
+            heapq.heappush(self._free_turns, slot * self._num_parts + part)
             job.slot = None
             if job is self._prefilling:
                 self._prefilling = None

@@ -79,7 +79,10 @@ class SessionKV:
         self._metrics = metrics
         self._warn_of_small_caps(layout, max_tokens)
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
-        self._loader = LayerLoader(layout, staging_bytes(layout, config, max_tokens), timeline=timeline)
+        kv_sharding = None if runner.sharding is None else runner.sharding.kv
+        self._loader = LayerLoader(
+            layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, timeline=timeline
+        )
         self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
         self.histories = Histories(self._store, self._loader, runner, layout, config, self.meter, metrics)
         self.write_buffer = WriteBuffer(

@@ -22,9 +22,17 @@ PINNED_HOST = "pinned_host"
 """The memory kind that a device reaches by DMA."""
 
 
-def to_device(value: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> jax.Array:
-    """Copies small host data (tokens, lengths, parameters of the sampler) to the device. Does not wait."""
-    return jax.device_put(np.array(value, dtype))
+def to_device(
+    value: npt.ArrayLike, dtype: npt.DTypeLike | None = None, sharding: jax.sharding.Sharding | None = None
+) -> jax.Array:
+    """Copies small host data (tokens, lengths, parameters of the sampler) to the device. Does not wait.
+
+    Args:
+      value: what.
+      dtype: of the array; None: the value's.
+      sharding: where to; None: the default device, bound to no mesh.
+    """
+    return jax.device_put(np.array(value, dtype), sharding)
 
 
 def to_host(array: jax.Array) -> np.ndarray:
@@ -32,9 +40,20 @@ def to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(jax.device_get(array))
 
 
-def params_to_device(params: Any) -> Any:
-    """Puts a tree of host arrays on the device. On CPU aligned ones are not copied: they must not be written to."""
-    return jax.device_put(params)
+def params_to_device(params: Any, shardings: Any = None) -> Any:
+    """Puts a tree of arrays on the device. On CPU aligned ones are not copied: they must not be written to.
+
+    Args:
+      params: arrays of the host, of which each device gets its part and no other; or of other devices.
+      shardings: a tree of where each goes; None: the default device.
+    """
+    if shardings is None:
+        return jax.device_put(params)
+
+    def put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+        return jax.device_put(leaf, sharding) if isinstance(leaf, jax.Array) else staging_to_device(leaf, sharding)
+
+    return jax.tree.map(put, params, shardings)
 
 
 def staging_to_device(view: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:

@@ -22,6 +22,7 @@ from ca_jax.engine import Engine
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow import OverflowConfig
+from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
@@ -36,14 +37,13 @@ _STEP = 32
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
-def _apply(model, params, tokens, positions, history):
-    return model.apply(params, tokens, positions, history)
+@functools.partial(jax.jit, static_argnames=("model", "context"))
+def _apply(model, params, tokens, positions, history, context):
+    return model.apply(params, tokens, positions, history, context)
 
 
-@jax.jit
-def _turn(keys, positions):
-    config = kit.tiny_model().config
+@functools.partial(jax.jit, static_argnames=("config",))
+def _turn(config, keys, positions):
     return rope.rotate(keys, rope.rotation_at(config.rope, config.head_dim, positions))
 
 
@@ -52,10 +52,12 @@ class SlicedCache:
 
     Args:
       window: most tokens of it.
+      model: whose; None: the tiny one.
     """
 
-    def __init__(self, window: int) -> None:
-        config = kit.tiny_model().config
+    def __init__(self, window: int, model: LoadedModel | None = None) -> None:
+        self.model = model or kit.tiny_model()
+        config = self.model.config
         self.window = window
         self.token_ids: list[int] = []
         self.positions: list[int] = []  # At which keys are used.
@@ -77,12 +79,12 @@ class SlicedCache:
 
     def compute_anew(self, num_tokens: int) -> None:
         """Has the KV of the first tokens be that of a fresh prefill; what is behind them stays as it is."""
-        fresh = SlicedCache(self.window)
+        fresh = SlicedCache(self.window, self.model)
         fresh.feed(self.token_ids[:num_tokens])
         self.kv = np.concatenate([fresh.kv, self.kv[:, :, num_tokens:]], axis=2)
 
     def _feed(self, part: list[int]) -> np.ndarray:
-        model, length = kit.tiny_model(), len(self.token_ids)
+        model, length = self.model, len(self.token_ids)
         num_rows = 1 if len(part) == 1 else _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
         room[:, :, :length] = self._as_used()
@@ -93,7 +95,7 @@ class SlicedCache:
         padded = np.zeros((1, num_rows), np.int32)
         padded[0, : len(part)] = part
         positions = length + jnp.arange(num_rows)[None]
-        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history)
+        logits, new = _apply(model.model, model.params, jnp.asarray(padded), positions, history, self.window)
         rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
         self.kv = np.concatenate([self.kv, rows], axis=2)
         self.token_ids += part
@@ -109,7 +111,7 @@ class SlicedCache:
         keys = np.zeros((len(self.kv), self.window, *self.kv.shape[3:]), np.float32)
         keys[:, : len(self.positions)] = self.kv[:, 0]
         kv = self.kv.copy()
-        kv[:, 0] = np.asarray(_turn(keys, turned))[:, : len(self.positions)]
+        kv[:, 0] = np.asarray(_turn(self.model.config, keys, turned))[:, : len(self.positions)]
         return kv
 
 
@@ -120,10 +122,17 @@ class Conversation:
       overflow: the engine's. Of `repair_ratio` only 0 and 1, which need no choice of tokens.
       window: most tokens of it.
       drift: what the config's file has.
+      model: whose; None: the tiny one.
     """
 
-    def __init__(self, overflow: OverflowConfig, window: int = WINDOW, drift: Drift | None = None) -> None:
-        self.cache = SlicedCache(window)
+    def __init__(
+        self,
+        overflow: OverflowConfig,
+        window: int = WINDOW,
+        drift: Drift | None = None,
+        model: LoadedModel | None = None,
+    ) -> None:
+        self.cache = SlicedCache(window, model)
         self.overflow = overflow
         self.window = window
         self.drift = drift
@@ -140,7 +149,8 @@ class Conversation:
 
     def copy(self) -> Conversation:
         """Another one that is the same."""
-        return copy.deepcopy(self)
+        model = self.cache.model
+        return copy.deepcopy(self, {id(model): model})
 
     def say(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
         """A turn: the greedy answer."""
@@ -329,7 +339,7 @@ class Pair:
         overflow = engine.config.overflow or OverflowConfig()
         self.engine = engine
         self.session = session or engine.session()
-        self.reference = reference or Conversation(overflow, engine.window, drift)
+        self.reference = reference or Conversation(overflow, engine.window, drift, engine.model)
 
     def turn(self, token_ids: Sequence[int], max_tokens: int) -> None:
         """A turn of both: the same tokens, from the same logits."""

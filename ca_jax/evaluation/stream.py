@@ -97,7 +97,7 @@ class ContextStream:
         params = model.params["params"]
         self._layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
         self._outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
-        self._table = steps.rotation_table(model.config, window + max(step_tokens, _PASS_TOKENS))
+        self._table = steps.rotation_table(model.config, window + max(step_tokens, _PASS_TOKENS), window)
         self._token_ids: list[int] = []
         self._discarder = overflow.token_discarder
         self._attention: np.ndarray = np.zeros(0, np.float32)  # That the tokens received, if that is asked for.
@@ -280,14 +280,15 @@ class ContextStream:
         received: np.ndarray = np.zeros(0, np.float32)
         for i, layer_params in enumerate(self._layers):
             past = self._kv[i] if start else None
+            sees = self._config.window_of(i)
             if self._discarder.needs_attention:
                 count = to_device(len(token_ids), np.int32)
                 x, kv, seen = steps.prefill_layer_attention(
-                    self._config, layer_params, x, past, length, count, self._table
+                    self._config, layer_params, x, past, length, count, self._table, sees
                 )
                 received = to_host(seen) if not i else received + to_host(seen)
             else:
-                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation)
+                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation, sees)
             if self._rounds_kv:
                 kv = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
             owns = past is not None and past.shape[1] == capacity and not self._is_shared

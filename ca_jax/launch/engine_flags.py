@@ -23,6 +23,9 @@ _INTEGERS = {
     "max_batch_size": "Most answers that are generated together.",
     "prefill_chunk_tokens": "Most new tokens that are prefilled in one pass, a multiple of 64; other answers go on "
     "between passes.",
+    "tensor_parallel_size": "Devices that share the heads of the model, its weights and its KV.",
+    "data_parallel_size": "Parts that the answers which are generated together are in, each on tensor_parallel_size "
+    "devices of its own.",
 }
 _NUMBERS = {
     "max_tpot_ms": "Most milliseconds between two tokens of an answer for the sake of others' prefill; by default a "

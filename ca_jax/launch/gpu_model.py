@@ -27,7 +27,7 @@ from ca_jax.launch.gpu_schema import (
 )
 from ca_jax.metrics import CompileCounter
 from ca_jax.models import attention
-from ca_jax.models.llama import Llama
+from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel, random_model
 from ca_jax.runner import Prefill, Runner
 
@@ -40,7 +40,7 @@ def shaped_model(preset: str, config: GpuBenchConfig, num_tokens: int) -> Loaded
     if num_tokens <= model.config.max_positions:
         return model
     longer = dataclasses.replace(model.config, max_positions=num_tokens)
-    return dataclasses.replace(model, config=longer, model=Llama(longer))
+    return dataclasses.replace(model, config=longer, model=Transformer(longer))
 
 
 def compute_bytes(model: LoadedModel) -> int:

@@ -1,14 +1,13 @@
-"""Which model families are served, and for the others the reason why not.
+"""Why model families that are not served are refused.
 
-Not here: how a file's metadata becomes a `ModelConfig` (`gguf`, `huggingface`).
+Not here: which are served (`families`), how a file's metadata becomes a `ModelConfig` (`gguf`, `huggingface`).
 """
 
 from __future__ import annotations
 
-from ca_jax.errors import UnsupportedArchitectureError
+from collections.abc import Collection
 
-SERVED = ("llama",)
-"""Model types, as Hugging Face's `model_type` and GGUF's `general.architecture` both spell them."""
+from ca_jax.errors import UnsupportedArchitectureError
 
 _ABSOLUTE_POSITIONS = frozenset(
     ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "starcoder", "xglm")
@@ -19,17 +18,18 @@ _ALIBI = frozenset(("bloom", "mpt"))
 """Families that add a bias by distance to the attention scores (ALiBi, Press et al., 2022)."""
 
 
-def require_served(model_type: str, where: str) -> None:
+def require_served(model_type: str, where: str, served: Collection[str]) -> None:
     """Refuses a model family that is not served, with the reason.
 
     Args:
       model_type: the family's name.
       where: what named it, for the message.
+      served: the names of those that are.
 
     Raises:
-      UnsupportedArchitectureError: the family is not one of `SERVED`.
+      UnsupportedArchitectureError: the family is not one of them.
     """
-    if model_type in SERVED:
+    if model_type in served:
         return
     if model_type in _ABSOLUTE_POSITIONS:
         reason = (
@@ -39,5 +39,5 @@ def require_served(model_type: str, where: str) -> None:
     elif model_type in _ALIBI:
         reason = "its positions enter as a bias on the attention scores (ALiBi); only rotary embedding is served"
     else:
-        reason = f"served are: {', '.join(SERVED)}"
+        reason = f"served are: {', '.join(sorted(served))}"
     raise UnsupportedArchitectureError(f"{where}: architecture {model_type!r} is not served: {reason}")

@@ -1,6 +1,8 @@
 """Attention over unrotated history, and over the decode slots. Every model uses these two functions.
 
 Both take masks from lengths, never from values: what lies behind a row's length, NaN included, cannot reach a result.
+Where a layer slides, a token sees the last `window` tokens, itself among them. They are counted by places, which are
+positions unless truncation has left keys at their old ones.
 Each has one implementation for CPUs, one for GPUs, and one that serves everywhere; which is taken is said by the
 backend, or by the caller. They differ in rounding alone.
 
@@ -80,6 +82,7 @@ def attend(
     rotation: rope.Rotation,
     history_rotation: rope.Rotation | None,
     implementation: PrefillAttention | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of new tokens over their unrotated history and themselves.
 
@@ -90,6 +93,12 @@ def attend(
               n1  x  x  x  .  x  x  .
               n2  x  x  x  .  x  x  x
 
+    and in a window of 3:
+
+        query n0  .  x  x  .  x  .  .
+              n1  .  .  x  .  x  x  .
+              n2  .  .  .  .  x  x  x
+
     Args:
       q: `[B, T, N, H]`, unrotated.
       new: the new tokens' KV, `[B, T, K, H]`, unrotated.
@@ -98,10 +107,13 @@ def attend(
       rotation: of the new tokens' positions, `[B, T, H/2]`.
       history_rotation: of history places, `[S, H/2]`.
       implementation: None: the backend's.
+      window: how many tokens a token sees, itself among them; None: all before it.
 
     Returns:
       `[B, T, N, H]` in q's dtype.
     """
+    if window is not None and history is not None and history_rotation is not None:
+        history, history_lengths, history_rotation, _ = in_window(history, history_lengths, history_rotation, window)
     implementation = implementation or prefill_attention(q.dtype, q.shape[-1])
     keys, values = rope.rotate(new.k, rotation), new.v
     num_history = 0
@@ -115,15 +127,43 @@ def attend(
         values = jnp.concatenate([jnp.where(used, history.v, 0).astype(values.dtype), values], axis=1)
     q = rope.rotate(q, rotation)
     if implementation == "flash":
-        mask = _visible(history_lengths, num_history, q.shape[1]) if num_history else None
+        has_mask = num_history or (window is not None and window < q.shape[1])
+        mask = _visible(history_lengths, num_history, q.shape[1], window) if has_mask else None
         return gpu_attention.attend_flash(q, keys, values, mask)
 
     def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array) -> jax.Array:
-        return _attend_row(q, k, v, history_length, num_history, is_batched=implementation == "batched")
+        return _attend_row(q, k, v, history_length, num_history, window, is_batched=implementation == "batched")
 
     if q.shape[0] == 1:  # Unbatched matmuls are what the CPU backend is best at.
         return attend_row(q[0], keys[0], values[0], history_lengths[0])[None]
     return jax.vmap(attend_row)(q, keys, values, history_lengths)
+
+
+def in_window(
+    history: LayerKV, lengths: jax.Array, rotation: rope.Rotation, window: int
+) -> tuple[LayerKV, jax.Array, rope.Rotation, jax.Array]:
+    """The end of each row's history that new tokens can see at all, so that attention costs no more than the window.
+
+    Args:
+      history: `[B, S, K, H]`.
+      lengths: i32 `[B]`.
+      rotation: of history places, `[S, H/2]`.
+      window: how many tokens a token sees.
+
+    Returns:
+      History of at most `window` places, how many of them count, their rotation `[S, H/2]` or `[B, S, H/2]`, and the
+      place of the first, i32 `[B]`.
+    """
+    if history.k.shape[1] <= window:
+        return history, lengths, rotation, jnp.zeros_like(lengths)
+    starts = jnp.maximum(lengths - window, 0)
+
+    def cut(row: jax.Array, start: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(row, start, window)
+
+    kept = LayerKV(jax.vmap(cut)(history.k, starts), jax.vmap(cut)(history.v, starts))
+    turned = rope.Rotation(*(jax.vmap(cut, in_axes=(None, 0))(part, starts) for part in rotation))
+    return kept, lengths - starts, turned, starts
 
 
 def prefill_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
@@ -134,8 +174,8 @@ def prefill_attention(dtype: jnp.dtype, head_dim: int) -> PrefillAttention:
     return "flash" if served else "batched"
 
 
-def slot_attention(slot_keys: jax.Array) -> SlotAttention:
-    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind.
+def slot_attention(slot_keys: jax.Array | jax.ShapeDtypeStruct) -> SlotAttention:
+    """What `attend_slots` is computed with on this backend, for slots `[slots, K, C, H]` of this kind on a device.
 
     With `kernel` its `num_blocks` says nothing: each row's own length decides, on the device.
     """
@@ -145,16 +185,39 @@ def slot_attention(slot_keys: jax.Array) -> SlotAttention:
     return "kernel" if is_served else "blocks"
 
 
-def _visible(history_lengths: jax.Array, num_history: int, num_new: int) -> jax.Array:
+def _visible(history_lengths: jax.Array, num_history: int, num_new: int, window: int | None) -> jax.Array:
     """Which keys each new token sees, bool `[B, T, S + T]`."""
-    key_index = jnp.arange(num_history + num_new)
-    used = key_index[None, :] < history_lengths[:, None]  # [B, S + T]
-    causal = key_index[None, :] - num_history <= jnp.arange(num_new)[:, None]  # [T, S + T]
-    return jnp.where(key_index < num_history, used[:, None], causal[None])
+    keys, queries = jnp.arange(num_history + num_new)[None, None, :], jnp.arange(num_new)[None, :, None]
+    return seen_keys(keys, queries, history_lengths[:, None, None], num_history, window)
+
+
+def first_seen(start: int, num_history: int, window: int | None) -> int:
+    """The first key that a block of queries which begins at new token `start` may see: nobody sees those before it."""
+    if window is None or start < window - 1:
+        return 0
+    return num_history + start - window + 1
+
+
+def seen_keys(
+    key_index: jax.Array, query_index: jax.Array, history_length: jax.Array, num_history: int, window: int | None
+) -> jax.Array:
+    """Whether queries see keys, bool, from the keys' numbers (history first) and the queries' among new tokens."""
+    seen = jnp.where(key_index < num_history, key_index < history_length, key_index - num_history <= query_index)
+    if window is None:
+        return seen
+    # Keys of new tokens are right behind the history that counts, whatever padding is between.
+    places = jnp.where(key_index < num_history, key_index, key_index - num_history + history_length)
+    return seen & (query_index + history_length - places < window)
 
 
 def _attend_row(
-    q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array, num_history: int, is_batched: bool
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    history_length: jax.Array,
+    num_history: int,
+    window: int | None,
+    is_batched: bool,
 ) -> jax.Array:
     """One sequence: rotated `q [T, N, H]`, rotated `k` and `v` `[S + T, K, H]` to `[T, N, H]`."""
     query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
@@ -168,30 +231,35 @@ def _attend_row(
     blocks = []
     for start in range(0, num_new, query_block):
         stop = min(start + query_block, num_new)
-        extent = num_history + stop
-        key_index = jnp.arange(extent)[None, :]
+        first, extent = first_seen(start, num_history, window), num_history + stop
         query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
-        mask = jnp.where(key_index < num_history, key_index < history_length, key_index - num_history <= query_index)
+        mask = seen_keys(jnp.arange(first, extent)[None, :], query_index, history_length, num_history, window)
         rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
         if num_kv <= UNROLLED_KV_HEADS and not is_batched:
             out = jnp.stack(
-                [_softmax_weighted(rows[h], k_heads[h, :extent], v_heads[h, :extent], mask) for h in range(num_kv)]
+                [
+                    _softmax_weighted(rows[h], k_heads[h, first:extent], v_heads[h, first:extent], mask)
+                    for h in range(num_kv)
+                ]
             )
         else:
-            out = _softmax_weighted(rows, k_heads[:, :extent], v_heads[:, :extent], mask)
+            out = _softmax_weighted(rows, k_heads[:, first:extent], v_heads[:, first:extent], mask)
         blocks.append(out.reshape(num_kv, groups, stop - start, head_dim))
     out = jnp.concatenate(blocks, axis=2)
     return out.transpose(2, 0, 1, 3).reshape(num_new, num_heads, head_dim).astype(q.dtype)
 
 
-def attend_chosen(q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array) -> jax.Array:
-    """Attention of some tokens of one sequence over all of it: each sees the places up to its own.
+def attend_chosen(
+    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, window: int | None = None
+) -> jax.Array:
+    """Attention of some tokens of one sequence over all of it: each sees the places up to its own, or the last of them.
 
     Args:
       q: `[n, N, H]`, rotated.
       keys: `[S, K, H]`, rotated.
       values: `[S, K, H]`; numbers at all places up to the largest position.
       positions: i32 `[n]`, the tokens' places.
+      window: how many tokens a token sees, itself among them; None: all before it.
 
     Returns:
       `[n, N, H]` in q's dtype.
@@ -200,7 +268,10 @@ def attend_chosen(q: jax.Array, keys: jax.Array, values: jax.Array, positions: j
     num_places, num_kv = keys.shape[:2]
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
     rows = scaled.reshape(num_tokens, num_kv, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv, -1, head_dim)
-    seen = jnp.arange(num_places)[None, :] <= jnp.tile(positions, num_heads // num_kv)[:, None]
+    own = jnp.tile(positions, num_heads // num_kv)[:, None]
+    seen = jnp.arange(num_places)[None, :] <= own
+    if window is not None:
+        seen &= jnp.arange(num_places)[None, :] > own - window
     is_used = jnp.arange(num_places) <= positions.max()
     k_heads = keys.transpose(1, 0, 2)
     v_heads = jnp.where(is_used[:, None, None], values, 0).transpose(1, 0, 2)
@@ -219,6 +290,7 @@ def attend_slots(
     lengths: jax.Array,
     num_blocks: int | None = None,
     implementation: SlotAttention | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """One new token per row over the decode slots, block of keys by block of keys with a running softmax.
 
@@ -234,22 +306,41 @@ def attend_slots(
       num_blocks: blocks to read; None lets the longest row decide at run time, which costs a GPU a host round trip
         per layer and a CPU nothing. The kernel reads what each row needs, whatever is said here.
       implementation: None: the backend's.
+      window: how many of its keys each row sees, the last ones; None: all. Blocks before them are not read.
 
     Returns:
       `[B, K, G, H]` in q's dtype. A row of length 0 gives zeros.
     """
     if (implementation or slot_attention(slot_keys)) == "kernel":
-        return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths)
+        return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths, window=window)
     batch_size, num_kv, groups, head_dim = q.shape
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
     blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
+    shape = (batch_size, num_kv, SLOT_BLOCK, head_dim)
+    if window is not None:  # Each row begins at the block of its own first key.
+        hidden = jnp.maximum(lengths - window, 0)  # [B]
+        first_block = hidden // SLOT_BLOCK
+        most = (window + SLOT_BLOCK - 2) // SLOT_BLOCK + 1
+        if num_blocks is None:
+            blocks = ((lengths + SLOT_BLOCK - 1) // SLOT_BLOCK - first_block).max()
+        else:
+            blocks = min(num_blocks, most)
+
+    def read(slots: jax.Array, i: jax.Array) -> jax.Array:
+        if window is None:
+            return lax.dynamic_slice(slots, (0, 0, i * SLOT_BLOCK, 0), shape)
+        rows = range(batch_size)
+        at = (first_block + i) * SLOT_BLOCK
+        return jnp.concatenate([lax.dynamic_slice(slots, (row, 0, at[row], 0), (1, *shape[1:])) for row in rows])
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
-        window = (batch_size, num_kv, SLOT_BLOCK, head_dim)
-        keys = lax.dynamic_slice(slot_keys, (0, 0, i * SLOT_BLOCK, 0), window)
-        values = lax.dynamic_slice(slot_values, (0, 0, i * SLOT_BLOCK, 0), window)
-        used = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None]  # [B, block]
+        keys, values = read(slot_keys, i), read(slot_values, i)
+        if window is None:
+            used = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None]  # [B, block]
+        else:
+            index = (first_block + i)[:, None] * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :]
+            used = (index < lengths[:, None]) & (index >= hidden[:, None])
         values = jnp.where(used[:, None, :, None], values, 0)
         scores = jnp.where(used[:, None, None, :], dot(scaled, keys, (3, 3), 2), MASKED)
         new_top = jnp.maximum(top, scores.max(-1))

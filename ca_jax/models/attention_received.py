@@ -23,7 +23,10 @@ from ca_jax.models.attention import (
     UNROLLED_KV_HEADS,
     PrefillAttention,
     dot,
+    first_seen,
+    in_window,
     prefill_attention,
+    seen_keys,
 )
 from ca_jax.models.kv import LayerKV
 
@@ -37,6 +40,7 @@ def attention_received(
     history_rotation: rope.Rotation | None,
     num_queries: jax.Array | int,
     implementation: PrefillAttention | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """The attention that each key of one sequence receives in `attend`, summed over query heads and new tokens.
 
@@ -52,6 +56,7 @@ def attention_received(
       history_rotation: of history places, `[S, H/2]`.
       num_queries: new tokens that count; those behind them give nothing, and receive nothing.
       implementation: of `attend`; None: the backend's.
+      window: as for `attend`.
 
     Returns:
       f32 `[S + T]`, history places first; 0 where no token that counts sees the key.
@@ -61,6 +66,12 @@ def attention_received(
     """
     if q.shape[0] != 1:
         raise ValueError(f"attention_received wanted one sequence, found a batch of {q.shape[0]}")
+    num_places, first_place = 0 if history is None else history.k.shape[1], None
+    if window is not None and history is not None and history_rotation is not None:
+        history, history_lengths, history_rotation, starts = in_window(
+            history, history_lengths, history_rotation, window
+        )
+        first_place = starts[0]
     is_batched = (implementation or prefill_attention(q.dtype, q.shape[-1])) != "blocks"
     query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
     _, num_new, num_heads, head_dim = q.shape
@@ -79,19 +90,20 @@ def attention_received(
     received = jnp.zeros(num_history + num_new, jnp.float32)
     for start in range(0, num_new, query_block):
         stop = min(start + query_block, num_new)
-        extent = num_history + stop
-        key_index = jnp.arange(extent)[None, :]
+        first, extent = first_seen(start, num_history, window), num_history + stop
         query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
-        is_history = key_index < num_history
-        mask = jnp.where(is_history, key_index < history_lengths[0], key_index - num_history <= query_index)
+        mask = seen_keys(jnp.arange(first, extent)[None, :], query_index, history_lengths[0], num_history, window)
         counts = query_index < num_queries
         rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
         if num_kv <= UNROLLED_KV_HEADS and not is_batched:
-            given = sum(_softmax_sums(rows[h], k_heads[h, :extent], mask, counts) for h in range(num_kv))
+            given = sum(_softmax_sums(rows[h], k_heads[h, first:extent], mask, counts) for h in range(num_kv))
         else:
-            given = _softmax_sums(rows, k_heads[:, :extent], mask, counts)
-        received += jnp.pad(given, (0, num_new - stop))
-    return received
+            given = _softmax_sums(rows, k_heads[:, first:extent], mask, counts)
+        received += jnp.pad(given, (first, num_new - stop))
+    if first_place is None or num_history == num_places:
+        return received
+    at_places = lax.dynamic_update_slice_in_dim(jnp.zeros(num_places), received[:num_history], first_place, 0)
+    return jnp.concatenate([at_places, received[num_history:]])
 
 
 def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array) -> jax.Array:
@@ -103,7 +115,11 @@ def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array
 
 
 def slot_attention_received(
-    q: jax.Array, slot_keys: jax.Array, lengths: jax.Array, num_blocks: int | None = None
+    q: jax.Array,
+    slot_keys: jax.Array,
+    lengths: jax.Array,
+    num_blocks: int | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """The attention that each key receives in `attend_slots`, summed over query heads.
 
@@ -114,6 +130,7 @@ def slot_attention_received(
       slot_keys: `[slots, K, C, H]`, rotated; C is a multiple of `SLOT_BLOCK`; the first B slots are read.
       lengths: i32 `[B]`, keys of each row that count, its own new token among them.
       num_blocks: blocks to read, at least as many as the longest row has; None lets that decide at run time.
+      window: as for `attend_slots`.
 
     Returns:
       f32 `[B, C]`, 0 behind each row's length.
@@ -124,7 +141,11 @@ def slot_attention_received(
     blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
 
     def used(i: jax.Array) -> jax.Array:
-        return (i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None])[:, None, None, :]
+        index = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :]
+        counts = index < lengths[:, None]
+        if window is not None:
+            counts &= index >= lengths[:, None] - window
+        return counts[:, None, None, :]
 
     def score(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         scores, top, total = carry

@@ -22,21 +22,9 @@ from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, Unsuppo
 from ca_jax.models import gguf_tokenizer, rope, weights
 from ca_jax.models.architectures import require_served
 from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES
+from ca_jax.models.families.family import Names
 
-_NAMES = {
-    "embed.embedding": "token_embd.weight",
-    "attn_norm.scale": "blk.{layer}.attn_norm.weight",
-    "attn.wq": "blk.{layer}.attn_q.weight",
-    "attn.wk": "blk.{layer}.attn_k.weight",
-    "attn.wv": "blk.{layer}.attn_v.weight",
-    "attn.wo": "blk.{layer}.attn_output.weight",
-    "mlp_norm.scale": "blk.{layer}.ffn_norm.weight",
-    "mlp.w_gate": "blk.{layer}.ffn_gate.weight",
-    "mlp.w_up": "blk.{layer}.ffn_up.weight",
-    "mlp.w_down": "blk.{layer}.ffn_down.weight",
-    "final_norm.scale": "output_norm.weight",
-    "head.kernel": "output.weight",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
 
@@ -105,7 +93,12 @@ def load_gguf(
         content = pool.submit(weights.hash_file, path)
         tokenizer = gguf_tokenizer.tokenizer_from_gguf(file)
         params = weights.build_params(
-            config, _stored_tensors(file, config), _NAMES, dtype=dtype, source=str(path), progress=progress
+            config,
+            _stored_tensors(file, config),
+            _names(config),
+            dtype=dtype,
+            source=str(path),
+            progress=progress,
         )
         content_sha256 = content.result()
     return weights.Checkpoint(
@@ -126,7 +119,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
       UnsupportedArchitectureError: it is not a dense llama, or something about it is not served, by name.
     """
     where = str(file.path)
-    require_served(file.require("general.architecture"), where)
+    require_served(file.require("general.architecture"), where, BY_GGUF_ARCHITECTURE)
     if file.get("llama.expert_count", 0):
         raise UnsupportedArchitectureError(f"{where}: mixture of experts (llama.expert_count) is not served")
     if "token_embd.weight" not in file.tensors:
@@ -165,6 +158,13 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
 
 
+def _names(config: ModelConfig) -> Names:
+    names = FAMILIES[config.architecture].gguf_names
+    if names is None:
+        raise UnsupportedArchitectureError(f"GGUF files of architecture {config.architecture!r} are not read")
+    return names(config)
+
+
 def _rope_from_gguf(file: GgufFile, head_dim: int) -> RopeConfig:
     theta = _shortest(file.get("llama.rope.freq_base", 10000.0))
     scaling = file.get("llama.rope.scaling.type", "none")
@@ -177,6 +177,10 @@ def _rope_from_gguf(file: GgufFile, head_dim: int) -> RopeConfig:
                 f"{file.path}: rope scaling {scaling!r} with {_ROPE_FACTORS} is not served"
             )
         return _llama3_rope(file, theta, head_dim)
+    if scaling not in ("none", "linear"):
+        raise UnsupportedArchitectureError(
+            f"{file.path}: rope scaling {scaling!r} is not served; wanted one of none, linear, llama3"
+        )
     return RopeConfig(theta=theta, scaling=scaling, factor=_shortest(factor))
 
 

@@ -61,7 +61,13 @@ def attend_flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | Non
 
 
 def attend_slots_kernel(
-    q: jax.Array, slot_keys: jax.Array, slot_values: jax.Array, lengths: jax.Array, *, interpret: bool = False
+    q: jax.Array,
+    slot_keys: jax.Array,
+    slot_values: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """One new token per row over the decode slots; each row's keys are read once, up to its own length and no further.
 
@@ -74,6 +80,7 @@ def attend_slots_kernel(
         the first B slots are read.
       slot_values: `[slots, K, C, H]`.
       lengths: i32 `[B]`, keys of each row that count, at most C.
+      window: how many of its keys each row sees, the last ones; None: all. Blocks before them are not read.
       interpret: run the kernel step by step, on any backend.
 
     Returns:
@@ -87,7 +94,10 @@ def attend_slots_kernel(
     num_queries = max(_LEAST_QUERIES, 1 << (groups - 1).bit_length())
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, num_queries - groups), (0, 0)))
-    num_splits = _num_splits(batch_size * num_kv, capacity // KEY_BLOCK)
+    most_blocks = capacity // KEY_BLOCK
+    if window is not None:
+        most_blocks = min(most_blocks, (window + KEY_BLOCK - 2) // KEY_BLOCK + 1)
+    num_splits = _num_splits(batch_size * num_kv, most_blocks)
 
     def per_row(*block: int) -> Any:
         return pl.BlockSpec((None, None, *block), lambda b, h, s: (b, h, 0, 0))
@@ -97,7 +107,7 @@ def attend_slots_kernel(
 
     shares = (batch_size, num_kv, num_splits, num_queries)
     out, top, total = pl.pallas_call(
-        functools.partial(_decode_kernel, num_splits=num_splits),
+        functools.partial(_decode_kernel, num_splits=num_splits, window=window),
         grid=(batch_size, num_kv, num_splits),
         in_specs=[
             pl.BlockSpec((1,), lambda b, h, s: (b,)),
@@ -128,7 +138,16 @@ def _num_splits(num_pairs: int, num_blocks: int) -> int:
 
 
 def _decode_kernel(
-    lengths: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, top_ref: Any, total_ref: Any, *, num_splits: int
+    lengths: Any,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    out_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
+    *,
+    num_splits: int,
+    window: int | None,
 ) -> None:
     """`q [R, H]` over its share of `k` and `v` `[C, H]`: sums `[R, H]` and `[R]` relative to the top score `[R]`."""
     from jax.experimental import pallas as pl
@@ -137,13 +156,16 @@ def _decode_kernel(
     num_queries, head_dim = q_ref.shape
     length = lengths[0]
     num_blocks = (length + KEY_BLOCK - 1) // KEY_BLOCK
-    share = (num_blocks + num_splits - 1) // num_splits
-    first = pl.program_id(2) * share
+    hidden = 0 if window is None else jnp.maximum(length - window, 0)
+    first_block = 0 if window is None else hidden // KEY_BLOCK
+    share = (num_blocks - first_block + num_splits - 1) // num_splits
+    first = first_block + pl.program_id(2) * share
     q = q_ref[:, :]
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, out = carry
-        used = i * KEY_BLOCK + jnp.arange(KEY_BLOCK) < length
+        index = i * KEY_BLOCK + jnp.arange(KEY_BLOCK)
+        used = index < length if window is None else (index < length) & (index >= hidden)
         keys = triton.load(k_ref.at[pl.ds(i * KEY_BLOCK, KEY_BLOCK), :])
         values = triton.load(v_ref.at[pl.ds(i * KEY_BLOCK, KEY_BLOCK), :], mask=used[:, None], other=0.0)
         scores = jnp.where(used[None, :], triton.dot(q, keys.T), _MASKED)
@@ -170,7 +192,7 @@ def fits_flash(dtype: jnp.dtype, head_dim: int) -> bool:
     return dtype in _HALF and head_dim % 8 == 0 and head_dim <= _MAX_FLASH_HEAD_DIM
 
 
-def fits_kernel(slots: jax.Array) -> bool:
+def fits_kernel(slots: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether `attend_slots_kernel` is for slots `[slots, K, C, H]` of this kind."""
     _, _, capacity, head_dim = slots.shape
     is_power_of_two = head_dim >= 16 and head_dim & (head_dim - 1) == 0

@@ -25,23 +25,11 @@ from ca_jax.errors import (
 from ca_jax.models import weights
 from ca_jax.models.architectures import require_served
 from ca_jax.models.chat_template import ChatTemplate
-from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES
+from ca_jax.models.families.family import Family
 from ca_jax.models.tokenizer import Tokenizer
 
-_NAMES = {
-    "embed.embedding": "model.embed_tokens.weight",
-    "attn_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attn.wq": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attn.wk": "model.layers.{layer}.self_attn.k_proj.weight",
-    "attn.wv": "model.layers.{layer}.self_attn.v_proj.weight",
-    "attn.wo": "model.layers.{layer}.self_attn.o_proj.weight",
-    "mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "mlp.w_gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "mlp.w_up": "model.layers.{layer}.mlp.up_proj.weight",
-    "mlp.w_down": "model.layers.{layer}.mlp.down_proj.weight",
-    "final_norm.scale": "model.norm.weight",
-    "head.kernel": "lm_head.weight",
-}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 _HUB_METADATA = ("*.json", "*.jinja")
@@ -70,12 +58,18 @@ def load_directory(
         config = config_from_hf(described)
     except (UnsupportedArchitectureError, UnsupportedQuantizationError, CheckpointError) as error:
         raise type(error)(f"{directory}: {error}") from error
+    family = FAMILIES[config.architecture]
     files = weight_files(directory)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         content = pool.submit(weights.hash_files, directory, files)
         tokenizer = _load_tokenizer(directory, described)
         params = weights.build_params(
-            config, _stored_tensors(files, config), _NAMES, dtype=dtype, source=str(directory), progress=progress
+            config,
+            _stored_tensors(files, config, family),
+            family.hf_names(config),
+            dtype=dtype,
+            source=str(directory),
+            progress=progress,
         )
         content_sha256 = content.result()
     return weights.Checkpoint(
@@ -109,33 +103,18 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     model_type = described.get("model_type")
     if model_type is None:
         raise CheckpointError("config.json: model_type is missing")
-    require_served(model_type, "config.json")
-    architectures = described.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedArchitectureError(f"config.json: wanted architecture LlamaForCausalLM, found {architectures}")
-    for key, served in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if described.get(key, served) != served:
-            raise UnsupportedArchitectureError(
-                f"config.json: {key}={described[key]!r} is not served, wanted {served!r}"
-            )
+    require_served(model_type, "config.json", BY_MODEL_TYPE)
+    family = BY_MODEL_TYPE[model_type]
+    architectures = described.get("architectures") or [family.architectures[0]]
+    if len(architectures) != 1 or architectures[0] not in family.architectures:
+        raise UnsupportedArchitectureError(
+            f"config.json: wanted architecture {' or '.join(family.architectures)}, found {architectures}"
+        )
     if quantization := described.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed")
         raise UnsupportedQuantizationError(f"config.json: quantization {method!r} is not served; wanted plain weights")
     try:
-        embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
-        return ModelConfig(
-            vocab_size=described["vocab_size"],
-            embed_dim=embed_dim,
-            mlp_dim=described["intermediate_size"],
-            num_layers=described["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=described.get("num_key_value_heads") or num_heads,
-            head_dim=described.get("head_dim") or embed_dim // num_heads,
-            max_positions=described.get("max_position_embeddings", 2048),
-            norm_eps=described.get("rms_norm_eps", 1e-6),
-            tie_embeddings=described.get("tie_word_embeddings", False),
-            rope=_rope_from_hf(described),
-        )
+        return family.config_from_hf(described)
     except UnsupportedArchitectureError:
         raise
     except KeyError as error:
@@ -163,43 +142,16 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _rope_from_hf(described: Mapping[str, Any]) -> RopeConfig:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    parameters = {"rope_theta": described.get("rope_theta", 10000.0)}
-    parameters |= described.get("rope_scaling") or {}
-    parameters |= described.get("rope_parameters") or {}
-    partial = parameters.get("partial_rotary_factor", described.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedArchitectureError(f"config.json: partial_rotary_factor={partial} is not served, wanted 1.0")
-    theta = float(parameters["rope_theta"])
-    scaling = parameters.get("rope_type", parameters.get("type", "default"))
-    if scaling == "default":
-        return RopeConfig(theta=theta)
-    if scaling == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=float(parameters["factor"]))
-    if scaling == "llama3":
-        return RopeConfig(
-            theta=theta,
-            scaling="llama3",
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_positions=parameters["original_max_position_embeddings"],
-        )
-    raise UnsupportedArchitectureError(
-        f"config.json: rope scaling {scaling!r} is not served; wanted one of default, linear, llama3"
-    )
-
-
-def _stored_tensors(files: list[Path], config: ModelConfig) -> dict[str, weights.StoredTensor]:
+def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> dict[str, weights.StoredTensor]:
     tensors = {}
+    head = None if not config.tie_embeddings else family.hf_names(config)["head.kernel"]
     for path in files:
         try:
             file = safetensors.safe_open(path, framework="numpy")
         except (OSError, safetensors.SafetensorError) as error:
             raise CheckpointError(f"{path}: not a whole safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118 (not a mapping: it has no __iter__)
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings):
+            if name.endswith(family.ignored) or name == head:
                 continue  # Derived from the config; a second name for the embedding.
             rows = file.get_slice(name)
             if rows.get_dtype() not in _DTYPES:

@@ -25,7 +25,7 @@ import tokenizers
 from ca_jax.errors import CheckpointError
 from ca_jax.models import weights
 from ca_jax.models.chat_template import ChatTemplate
-from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.config import ModelConfig
 from ca_jax.models.tokenizer import Tokenizer
 
 MANIFEST = "ca_jax_checkpoint.json"
@@ -83,7 +83,7 @@ def load_checkpoint(
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{directory}: wanted format {_FORMAT}, found {manifest['format']}")
-        config = ModelConfig(**{**manifest["config"], "rope": RopeConfig(**manifest["config"]["rope"])})
+        config = ModelConfig.from_dict(manifest["config"])
         stored_dtype, fingerprint = manifest["dtype"], manifest["fingerprint"]
         tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

@@ -2,6 +2,7 @@
 
 Every matrix is normal with variance 1 / inputs, and what is added to the residual stream is scaled down by the number
 of additions, so that activations and logits are of order one however many layers there are, in every dtype served.
+Biases are small, and norms scale by 1.
 
 Not here: the shapes themselves (`config.PRESETS`, `weights.parameter_slots`), trained weights (`checkpoint`).
 """
@@ -16,18 +17,21 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.weights import Params, Slot, fingerprint, parameter_slots, resolve_dtype
 
 _GENERATOR = "threefry2x32"  # The same numbers on every backend, whatever jax's default is.
 _SCHEME = "scaled normals, 1"  # Part of the fingerprint: to be changed with whatever changes the numbers.
-_INTO_RESIDUAL = frozenset(("attn.wo", "mlp.w_down"))
+_INTO_RESIDUAL = frozenset(("attn.wo", "attn.bo", "mlp.w_down", "mlp.b_down"))
+_BIAS_DEVIATION = 0.1
 _MAX_SEED = 2**32
 
 
-def random_params(config: ModelConfig, *, dtype: str, seed: int = 0) -> Params:
-    """Makes random parameters on the default device, without a copy on the host. Does not wait.
+def random_params(config: ModelConfig, *, dtype: str, seed: int = 0, sharding: ModelSharding | None = None) -> Params:
+    """Makes random parameters on the device, without a copy on the host. Does not wait.
 
     Compiles one function for each shape of `config`, whatever the number of layers.
 
@@ -35,6 +39,8 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0) -> Params:
       config: the architecture.
       dtype: of the weights: float32, bfloat16 or float16. The narrow ones are those of float32, rounded.
       seed: of all numbers, in [0, 2^32).
+      sharding: where each goes, of which each device makes its part; None: the default device. The numbers are the
+        same.
 
     Returns:
       The tree a checkpoint of `config` has, of device arrays.
@@ -46,11 +52,12 @@ def random_params(config: ModelConfig, *, dtype: str, seed: int = 0) -> Params:
     _check_seed(seed)
     leaves = {}
     for index, slot in enumerate(parameter_slots(config)):
+        place = None if sharding is None else sharding.of_slot(slot)
         if slot.key.endswith("norm.scale"):
-            leaves[slot.path] = jnp.ones(slot.shape, numpy_dtype)
+            leaves[slot.path] = jnp.ones(slot.shape, numpy_dtype, device=place)
         else:
             deviation = np.float32(_deviation(slot, config.num_layers))
-            leaves[slot.path] = _normal(np.uint32(seed), np.uint32(index), deviation, slot.shape, numpy_dtype)
+            leaves[slot.path] = _normal(np.uint32(seed), np.uint32(index), deviation, slot.shape, numpy_dtype, place)
     return {"params": flax.traverse_util.unflatten_dict(leaves)}
 
 
@@ -66,18 +73,26 @@ def random_fingerprint(config: ModelConfig, *, dtype: str, seed: int = 0) -> str
 
 
 def _deviation(slot: Slot, num_layers: int) -> float:
-    """Standard deviation of a matrix. A layer adds to the residual stream twice."""
-    num_inputs = slot.stored_shape[1]  # The embedding table is `[V, F]`, and may be the head: F inputs as well.
+    """Standard deviation of a matrix or bias. A layer adds to the residual stream twice."""
     num_additions = 2 * num_layers if slot.key in _INTO_RESIDUAL else 1
+    if len(slot.stored_shape) == 1:
+        return _BIAS_DEVIATION / math.sqrt(num_additions)
+    num_inputs = slot.stored_shape[1]  # The embedding table is `[V, F]`, and may be the head: F inputs as well.
     return 1 / math.sqrt(num_inputs * num_additions)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
+@partial(jax.jit, static_argnames=("shape", "dtype", "place"))
 def _normal(
-    seed: jax.Array, index: jax.Array, deviation: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+    seed: jax.Array,
+    index: jax.Array,
+    deviation: jax.Array,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    place: jax.sharding.NamedSharding | None,
 ) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(seed, impl=_GENERATOR), index)
-    return (jax.random.normal(key, shape, jnp.float32) * deviation).astype(dtype)
+    numbers = (jax.random.normal(key, shape, jnp.float32) * deviation).astype(dtype)
+    return numbers if place is None else lax.with_sharding_constraint(numbers, place)
 
 
 def _check_seed(seed: int) -> None:

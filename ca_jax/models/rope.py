@@ -19,19 +19,36 @@ from ca_jax.models.config import RopeConfig
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the rotation angles of some positions, both f32 `[..., H/2]`."""
+    """Cosines and sines of the rotation angles of some positions, both f32 `[..., R/2]`, times `attention_factor`."""
 
     cos: jax.Array
     sin: jax.Array
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotated pair, f32 `[H/2]`, with the configured scaling applied.
+def inverse_frequencies(config: RopeConfig, head_dim: int, context: int | None = None) -> np.ndarray:
+    """Radians per position of each rotated pair, f32 `[R/2]`, with the configured scaling applied.
 
-    Source: `llama3` scaling as published with Llama 3.1; `linear` is position interpolation (Chen et al., 2023).
+    `R` is `config.rotary_dim`, or `head_dim`.
+
+    Args:
+      config: which frequencies.
+      head_dim: H.
+      context: how long a text may become, tokens: `dynamic` scaling is by that. It is one number for all tokens, since
+        keys and queries of different frequencies do not fit together; so where `transformers` rescales as a text grows
+        past the original length, and leaves keys that it has rotated as they were, a text here has the frequencies of
+        the longest it may become from its first token on. The same as there are: contexts within the original length,
+        and a text as long as the context that is computed at once. None: the original length.
+
+    Source: `linear` is position interpolation (Chen et al., 2023), `dynamic` NTK-aware scaling (emozilla, 2023),
+      `llama3` as published with Llama 3.1, `yarn` Peng et al. (2023), section 3.2.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    freqs = (1.0 / (np.float32(config.theta) ** exponents)).astype(np.float32)
+    dim = config.rotary_dim or head_dim
+    theta = config.theta
+    if config.scaling == "dynamic":
+        stretch = max(context or 0, config.original_max_positions) / config.original_max_positions
+        theta *= (config.factor * stretch - (config.factor - 1)) ** (dim / (dim - 2))
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    freqs = (1.0 / (np.float32(theta) ** exponents)).astype(np.float32)
     if config.scaling == "linear":
         return freqs / np.float32(config.factor)
     if config.scaling == "llama3":
@@ -41,25 +58,59 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
         # 1 where the wavelength is short (kept), 0 where it is long (stretched by the whole factor).
         keep = np.clip((cycles - config.low_freq_factor) / span, 0.0, 1.0)
         return ((1 - keep) * freqs / config.factor + keep * freqs).astype(np.float32)
+    if config.scaling == "yarn":
+        keep = _yarn_kept(config, dim)
+        return ((1 - keep) * freqs / config.factor + keep * freqs).astype(np.float32)
     return freqs
 
 
-def rotation_at(config: RopeConfig, head_dim: int, positions: jax.Array) -> Rotation:
-    """The rotation of each position: i32 `[...]` to f32 `[..., H/2]` cosines and sines."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(inverse_frequencies(config, head_dim))
-    return Rotation(jnp.cos(angles), jnp.sin(angles))
+def _yarn_kept(config: RopeConfig, dim: int) -> np.ndarray:
+    """How much of its frequency each pair keeps, f32 `[dim/2]`: 1 where it turns often, 0 where it hardly does."""
+
+    def pair_of(num_turns: float) -> float:
+        """The pair that turns so often within the original length, were there one for each number."""
+        return dim * math.log(config.original_max_positions / (num_turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = pair_of(config.beta_fast), pair_of(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    last += 0.001 if first == last else 0
+    return 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - first) / (last - first), 0, 1)
+
+
+def rotation_at(config: RopeConfig, head_dim: int, positions: jax.Array, context: int | None = None) -> Rotation:
+    """The rotation of each position: i32 `[...]` to f32 `[..., R/2]` cosines and sines; see `inverse_frequencies`."""
+    freqs = jnp.asarray(inverse_frequencies(config, head_dim, context))
+    angles = positions[..., None].astype(jnp.float32) * freqs
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if config.attention_factor != 1:
+        cos, sin = cos * config.attention_factor, sin * config.attention_factor
+    return Rotation(cos, sin)
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates heads to their positions, in half-split order: element i pairs with element i + H/2.
+    """Rotates heads to their positions, in half-split order: element i pairs with element i + R/2.
 
     Args:
       x: `[..., T, heads, H]`, unrotated.
-      rotation: of the T positions, broadcastable to `[..., T, H/2]`.
+      rotation: of the T positions, broadcastable to `[..., T, R/2]`; where R is less than H, what is behind the first
+        R elements stays.
 
     Returns:
       Rotated heads of the same shape and dtype; the arithmetic is f32.
     """
     cos, sin = rotation.cos[..., None, :], rotation.sin[..., None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotary_dim].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if rotary_dim == x.shape[-1] else jnp.concatenate([rotated, x[..., rotary_dim:]], axis=-1)
+
+
+def turned_back(table: Rotation, positions: jax.Array) -> Rotation:
+    """What takes heads that were rotated back by so many positions, i32 `[...]`, from the rotations of all `[P, R/2]`.
+
+    It turns and does no more: what rotation has multiplied heads by stays.
+    """
+    scale = table.cos[0]  # Nothing is turned at position 0.
+    return Rotation(table.cos[positions] / scale, -table.sin[positions] / scale)

@@ -25,6 +25,7 @@ import numpy as np
 
 from ca_jax.errors import CheckpointError
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.families.family import Fused, Names
 from ca_jax.models.tokenizer import Tokenizer
 
 ProgressFn = Callable[[str, int, int], None]
@@ -68,11 +69,16 @@ class Slot:
     layer: int | None
     """Which layer, or None outside the layers."""
     stored_shape: tuple[int, ...]
-    """Shape in files; linear layers `[out, in]`."""
+    """Shape in files, of one tensor; linear layers `[out, in]`."""
     shape: tuple[int, ...]
     """Shape in the tree."""
+    axes: tuple[str | None, ...]
+    """A name for each axis in the tree: vocab, embed, heads, kv_heads, head_dim, mlp, experts, or None. By these names
+    axes are mapped to those of a mesh."""
     transposed: bool
     """Whether the file holds the transpose of what the tree holds."""
+    num_stacked: int | None = None
+    """How many tensors of `stored_shape` lie one behind the other along the leaf's first axis; None: it is one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,34 +101,92 @@ def resolve_dtype(dtype: str) -> np.dtype:
 def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     """Every leaf of the parameter tree of `config`, in the order in which a forward pass reads them."""
     c = config
-    q_rows, kv_rows = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    embed, heads, kv_heads, mlp = c.embed_dim, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), c.mlp_dim
+    of_heads, of_kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
 
-    def linear(key: str, layer: int | None, shape: tuple[int, ...], out_by_in: tuple[int, int]) -> Slot:
-        return Slot(path=_path(key, layer), key=key, layer=layer, stored_shape=out_by_in, shape=shape, transposed=True)
+    def leaf(key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Slot:
+        stored = (math.prod(shape),) if key.startswith("attn.b") else shape
+        return Slot(
+            path=_path(key, layer), key=key, layer=layer, stored_shape=stored, shape=shape, axes=axes, transposed=False
+        )
 
-    def plain(key: str, layer: int | None, shape: tuple[int, ...]) -> Slot:
-        return Slot(path=_path(key, layer), key=key, layer=layer, stored_shape=shape, shape=shape, transposed=False)
+    def linear(key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str, ...], num_inputs: int = 1) -> Slot:
+        out_by_in = (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs]))
+        return Slot(
+            path=_path(key, layer),
+            key=key,
+            layer=layer,
+            stored_shape=out_by_in,
+            shape=shape,
+            axes=axes,
+            transposed=True,
+        )
 
-    yield plain("embed.embedding", None, (c.vocab_size, c.embed_dim))
+    def experts(key: str, layer: int, shape: tuple[int, int], axes: tuple[str, str]) -> Slot:
+        return Slot(
+            path=_path(key, layer),
+            key=key,
+            layer=layer,
+            stored_shape=shape[::-1],
+            shape=(c.num_experts, *shape),
+            axes=("experts", *axes),
+            transposed=True,
+            num_stacked=c.num_experts,
+        )
+
+    def norm(key: str, layer: int | None) -> Iterator[Slot]:
+        yield leaf(f"{key}.scale", layer, (embed,), ("embed",))
+        if c.norm == "layer":
+            yield leaf(f"{key}.bias", layer, (embed,), ("embed",))
+
+    def attention(i: int) -> Iterator[Slot]:
+        yield linear("attn.wq", i, (embed, *heads), ("embed", *of_heads))
+        yield linear("attn.wk", i, (embed, *kv_heads), ("embed", *of_kv_heads))
+        yield linear("attn.wv", i, (embed, *kv_heads), ("embed", *of_kv_heads))
+        if c.qkv_bias:
+            yield leaf("attn.bq", i, heads, of_heads)
+            yield leaf("attn.bk", i, kv_heads, of_kv_heads)
+            yield leaf("attn.bv", i, kv_heads, of_kv_heads)
+        if c.qk_norm:
+            yield leaf("attn.q_norm.scale", i, (c.head_dim,), (None,))
+            yield leaf("attn.k_norm.scale", i, (c.head_dim,), (None,))
+        yield linear("attn.wo", i, (*heads, embed), (*of_heads, "embed"), num_inputs=2)
+        if c.out_bias:
+            yield leaf("attn.bo", i, (embed,), ("embed",))
+
+    def feed_forward(i: int) -> Iterator[Slot]:
+        if c.num_experts:
+            yield linear("mlp.router", i, (embed, c.num_experts), ("embed", "experts"))
+            yield experts("mlp.w_gate", i, (embed, mlp), ("embed", "mlp"))
+            yield experts("mlp.w_up", i, (embed, mlp), ("embed", "mlp"))
+            yield experts("mlp.w_down", i, (mlp, embed), ("mlp", "embed"))
+            return
+        names = ("gate", "up") if c.mlp == "swiglu" else ("up",)
+        for name in names:
+            yield linear(f"mlp.w_{name}", i, (embed, mlp), ("embed", "mlp"))
+        if c.mlp_bias:
+            for name in names:
+                yield leaf(f"mlp.b_{name}", i, (mlp,), ("mlp",))
+        yield linear("mlp.w_down", i, (mlp, embed), ("mlp", "embed"))
+        if c.mlp_bias:
+            yield leaf("mlp.b_down", i, (embed,), ("embed",))
+
+    yield leaf("embed.embedding", None, (c.vocab_size, embed), ("vocab", "embed"))
     for i in range(c.num_layers):
-        yield plain("attn_norm.scale", i, (c.embed_dim,))
-        yield linear("attn.wq", i, (c.embed_dim, c.num_heads, c.head_dim), (q_rows, c.embed_dim))
-        yield linear("attn.wk", i, (c.embed_dim, c.num_kv_heads, c.head_dim), (kv_rows, c.embed_dim))
-        yield linear("attn.wv", i, (c.embed_dim, c.num_kv_heads, c.head_dim), (kv_rows, c.embed_dim))
-        yield linear("attn.wo", i, (c.num_heads, c.head_dim, c.embed_dim), (c.embed_dim, q_rows))
-        yield plain("mlp_norm.scale", i, (c.embed_dim,))
-        yield linear("mlp.w_gate", i, (c.embed_dim, c.mlp_dim), (c.mlp_dim, c.embed_dim))
-        yield linear("mlp.w_up", i, (c.embed_dim, c.mlp_dim), (c.mlp_dim, c.embed_dim))
-        yield linear("mlp.w_down", i, (c.mlp_dim, c.embed_dim), (c.embed_dim, c.mlp_dim))
-    yield plain("final_norm.scale", None, (c.embed_dim,))
+        yield from norm("attn_norm", i)
+        yield from attention(i)
+        if not c.shares_norm:
+            yield from norm("mlp_norm", i)
+        yield from feed_forward(i)
+    yield from norm("final_norm", None)
     if not c.tie_embeddings:
-        yield linear("head.kernel", None, (c.embed_dim, c.vocab_size), (c.vocab_size, c.embed_dim))
+        yield linear("head.kernel", None, (embed, c.vocab_size), ("embed", "vocab"))
 
 
 def build_params(
     config: ModelConfig,
     tensors: Mapping[str, StoredTensor],
-    names: Mapping[str, str],
+    names: Names,
     *,
     dtype: np.dtype,
     source: str,
@@ -134,7 +198,7 @@ def build_params(
       config: the architecture, which decides the tree and every shape.
       tensors: what the file holds, by its own names. Each must be used: a tensor nobody asked for (a bias, an expert)
         is a different model.
-      names: from `Slot.key` to the file's name, with `{layer}` where the layer's number goes.
+      names: where the file holds each leaf.
       dtype: of the arrays returned.
       source: the checkpoint's path, for messages.
       progress: told of bytes written.
@@ -145,13 +209,16 @@ def build_params(
     Raises:
       CheckpointError: a tensor is missing, misshaped, or belongs to no parameter.
     """
-    wanted = {names[slot.key].format(layer=slot.layer): slot for slot in parameter_slots(config)}
+    wanted = [(slot, _origin(slot, names)) for slot in parameter_slots(config)]
     _require_exactly(wanted, tensors, source)
-    total_bytes = sum(math.prod(slot.shape) for slot in wanted.values()) * dtype.itemsize
+    total_bytes = sum(math.prod(slot.shape) for slot, _ in wanted) * dtype.itemsize
     done_bytes = 0
     tree: Params = {}
     with concurrent.futures.ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
-        futures = {pool.submit(_read, tensors[name], slot, dtype): slot for name, slot in wanted.items()}
+        futures = {
+            pool.submit(_read, [tensors[name] for name in origin.names], origin.rows, slot, dtype): slot
+            for slot, origin in wanted
+        }
         try:
             for future in concurrent.futures.as_completed(futures):
                 array = future.result()
@@ -226,15 +293,38 @@ def _leaves(tree: Params, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
             yield (*path, key), value
 
 
-def _require_exactly(wanted: Mapping[str, Slot], found: Mapping[str, StoredTensor], source: str) -> None:
-    for name, slot in wanted.items():
-        if name not in found:
-            raise CheckpointError(f"{source}: tensor {name} is missing; wanted shape {slot.stored_shape}")
-        if found[name].shape != slot.stored_shape:
-            raise CheckpointError(
-                f"{source}: tensor {name}: wanted shape {slot.stored_shape}, found {found[name].shape}"
-            )
-    unused = sorted(found.keys() - wanted.keys())
+@dataclasses.dataclass(frozen=True)
+class _Origin:
+    """Where a leaf is read from."""
+
+    names: tuple[str, ...]
+    """The file's tensors: one, or as many as are stacked."""
+    shape: tuple[int, ...]
+    """Of each of them."""
+    rows: np.ndarray | None
+    """Which of their rows are the leaf's; None: all."""
+
+
+def _origin(slot: Slot, names: Names) -> _Origin:
+    place = names[slot.key]
+    if isinstance(place, Fused):
+        return _Origin((place.name.format(layer=slot.layer),), (place.num_rows, *slot.stored_shape[1:]), place.rows)
+    stacked = tuple(place.format(layer=slot.layer, expert=i) for i in range(slot.num_stacked or 1))
+    return _Origin(stacked, slot.stored_shape, None)
+
+
+def _require_exactly(wanted: list[tuple[Slot, _Origin]], found: Mapping[str, StoredTensor], source: str) -> None:
+    names = set()
+    for _, origin in wanted:
+        for name in origin.names:
+            if name not in found:
+                raise CheckpointError(f"{source}: tensor {name} is missing; wanted shape {origin.shape}")
+            if found[name].shape != origin.shape:
+                raise CheckpointError(
+                    f"{source}: tensor {name}: wanted shape {origin.shape}, found {found[name].shape}"
+                )
+            names.add(name)
+    unused = sorted(found.keys() - names)
     if unused:
         shown = ", ".join(unused[:5]) + (", ..." if len(unused) > 5 else "")
         raise CheckpointError(
@@ -243,20 +333,27 @@ def _require_exactly(wanted: Mapping[str, Slot], found: Mapping[str, StoredTenso
         )
 
 
-def _read(tensor: StoredTensor, slot: Slot, dtype: np.dtype) -> np.ndarray:
-    """Reads one tensor into a fresh array of its final layout, a chunk of rows at a time."""
+def _read(tensors: list[StoredTensor], rows: np.ndarray | None, slot: Slot, dtype: np.dtype) -> np.ndarray:
+    """Reads one leaf into a fresh array of its final layout, a chunk of rows at a time."""
     out = _empty_aligned(slot.shape, dtype)
     num_rows = slot.stored_shape[0]
-    if not slot.transposed:
-        target = out
-    else:
-        target = out.reshape(slot.stored_shape[::-1]).T
-    row_elements = math.prod(slot.stored_shape[1:])
-    step = max(1, _CHUNK_ELEMENTS // row_elements)
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        target[start:stop] = tensor.read_rows(start, stop)
+    step = max(1, _CHUNK_ELEMENTS // math.prod(slot.stored_shape[1:]))
+    for tensor, part in zip(tensors, [out] if slot.num_stacked is None else out, strict=True):
+        target = part.reshape(slot.stored_shape[::-1]).T if slot.transposed else part.reshape(slot.stored_shape)
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            if rows is None:
+                target[start:stop] = tensor.read_rows(start, stop)
+            else:
+                _read_runs(tensor, rows[start:stop], target[start:stop])
     return out
+
+
+def _read_runs(tensor: StoredTensor, rows: np.ndarray, target: np.ndarray) -> None:
+    """Reads some rows of a tensor, those that follow each other at once."""
+    starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True):
+        target[start:stop] = tensor.read_rows(int(rows[start]), int(rows[stop - 1]) + 1)
 
 
 def _empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

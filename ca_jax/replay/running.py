@@ -95,7 +95,7 @@ def replay(
       ReplayError: the trace has too few conversations, or the store is too small for one of them.
       ValueError: the trace is malformed, or a size does not fit the machine.
     """
-    window = config.engine.context_window or min(model.config.max_positions, DEFAULT_WINDOW_TOKENS)
+    window = config.engine.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
     workload = make_workload(model, config.trace, config.workload, window=window, overflow=config.engine.overflow)
     if config.workload.warmup_turns >= workload.num_turns:
         raise ReplayError(

@@ -14,13 +14,16 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Token by token and head by head, over the places up to its own."""
+def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, window: int = 1000) -> np.ndarray:
+    """Token by token and head by head, over the places up to its own, as many as there are in the window."""
     groups = q.shape[1] // keys.shape[1]
     out = np.zeros(q.shape)
     for row, position in enumerate(positions):
         for head in range(q.shape[1]):
-            k, v = (part[: position + 1, head // groups].astype(np.float64) for part in (keys, values))
+            k, v = (
+                part[max(position + 1 - window, 0) : position + 1, head // groups].astype(np.float64)
+                for part in (keys, values)
+            )
             weights = np.exp(k @ q[row, head].astype(np.float64) / np.sqrt(q.shape[2]))
             out[row, head] = (weights / weights.sum()) @ v
     return out
@@ -35,6 +38,15 @@ def test_each_token_sees_the_places_up_to_its_own(num_kv, num_heads, positions):
     out = attend_chosen(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(values), jnp.asarray(positions, jnp.int32))
     assert out.dtype == jnp.float32
     expected = dense(q, keys, values, np.array(positions))
+    np.testing.assert_allclose(np.asarray(out), expected, atol=ATTENTION_ATOL["float32"], rtol=0)
+
+
+@pytest.mark.parametrize("window", [1, 4, 29, 30])
+def test_in_a_window_each_token_sees_the_last_places_up_to_its_own(window):
+    positions = np.array([0, 3, 4, 11, 28])
+    q, keys, values = normal(0, len(positions), 6, HEAD_DIM), *normal(1, 2, 30, 2, HEAD_DIM)
+    out = attend_chosen(*map(jnp.asarray, (q, keys, values)), jnp.asarray(positions, jnp.int32), window)
+    expected = dense(q, keys, values, positions, window)
     np.testing.assert_allclose(np.asarray(out), expected, atol=ATTENTION_ATOL["float32"], rtol=0)
 
 

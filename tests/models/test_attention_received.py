@@ -48,7 +48,14 @@ def padded(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def received_and_expected(
-    num_new: int, new_size: int, num_history: int, capacity: int, num_kv: int, num_heads: int, implementation: str
+    num_new: int,
+    new_size: int,
+    num_history: int,
+    capacity: int,
+    num_kv: int,
+    num_heads: int,
+    implementation: str,
+    window: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One sequence with NaN behind its history and behind its new tokens, and what the textbook gives it."""
     q, k = normal(0, num_new, num_heads, HEAD_DIM), normal(1, num_new, num_kv, HEAD_DIM)
@@ -63,10 +70,14 @@ def received_and_expected(
         rope.rotation_at(ROPE, HEAD_DIM, jnp.arange(capacity)) if capacity else None,
         jnp.int32(num_new),
         implementation,
+        window,
     )
     positions = np.arange(num_history + num_new)
     keys = rotated(np.concatenate([old, k]), positions)
-    given = dense(rotated(q, positions[num_history:]), keys, causal(num_new, num_history))
+    seen = causal(num_new, num_history)
+    if window is not None:
+        seen &= positions[None] > positions[num_history:, None] - window
+    given = dense(rotated(q, positions[num_history:]), keys, seen)
     expected = np.zeros(capacity + new_size)
     expected[:num_history], expected[capacity : capacity + num_new] = given[:num_history], given[num_history:]
     return np.asarray(received), expected
@@ -94,6 +105,16 @@ def test_prefill_counts_what_tokens_that_count_give_to_those_that_they_see(
     np.testing.assert_allclose(received.sum(), 6 * num_new, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 4, 60, QUERY_BLOCK])
+@pytest.mark.parametrize(
+    ("num_new", "new_size", "num_history", "capacity"), [(5, 8, 0, 0), (3, 8, 5, 9), (QUERY_BLOCK + 30, 160, 40, 64)]
+)
+def test_in_a_window_prefill_counts_what_tokens_see_there(num_new, new_size, num_history, capacity, window):
+    received, expected = received_and_expected(num_new, new_size, num_history, capacity, 2, 6, "blocks", window)
+    np.testing.assert_allclose(received, expected, atol=ATOL * 6 * num_new, rtol=0)
+    np.testing.assert_array_equal(received[expected == 0], 0.0)
+
+
 def test_more_new_tokens_than_a_block_of_batched_heads_count_the_same():
     num_new = BATCHED_QUERY_BLOCK + 3
     received, expected = received_and_expected(num_new, num_new + 1, 4, 8, 1, 2, "batched")
@@ -119,15 +140,16 @@ def test_a_batch_is_refused():
         attention_received(q, new, None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
+@pytest.mark.parametrize("window", [None, 1, SLOT_BLOCK + 3])
 @pytest.mark.parametrize("num_blocks", [None, 2, 3], ids=["as many blocks as needed", "two blocks", "all blocks"])
-def test_decode_counts_for_each_row_its_own_keys_and_nothing_behind_them(num_blocks):
+def test_decode_counts_for_each_row_its_own_keys_and_nothing_behind_them(num_blocks, window):
     lengths, num_kv, groups, num_slots = (1, 7, 0, SLOT_BLOCK, SLOT_BLOCK + 9), 2, 3, 6
     q = normal(0, len(lengths), num_kv, groups, HEAD_DIM)
     keys = np.full((num_slots, num_kv, 3 * SLOT_BLOCK, HEAD_DIM), np.nan, np.float32)
     for row, length in enumerate(lengths):
         keys[row, :, :length] = normal(row + 1, num_kv, length, HEAD_DIM)
     keys[4, :, SLOT_BLOCK:] *= 3  # So that the largest score is not in the first block.
-    received = slot_attention_received(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(lengths), num_blocks)
+    received = slot_attention_received(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(lengths), num_blocks, window)
     received = np.asarray(received)
     assert received.shape == (len(lengths), 3 * SLOT_BLOCK)
     assert received.dtype == np.float32
@@ -135,7 +157,8 @@ def test_decode_counts_for_each_row_its_own_keys_and_nothing_behind_them(num_blo
         np.testing.assert_array_equal(received[row, length:], 0.0)
         if length:
             flat = q[row].reshape(1, num_kv * groups, HEAD_DIM)
-            expected = dense(flat, keys[row, :, :length].transpose(1, 0, 2), np.ones((1, length), bool))
+            seen = np.arange(length)[None] >= length - (window or length)
+            expected = dense(flat, keys[row, :, :length].transpose(1, 0, 2), seen)
             np.testing.assert_allclose(received[row, :length], expected, atol=ATOL * num_kv * groups, rtol=0)
 
 

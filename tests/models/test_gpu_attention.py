@@ -64,6 +64,7 @@ def slot_arguments(lengths: tuple[int, ...], num_kv: int, groups: int, capacity:
     return (*(jnp.asarray(part, dtype) for part in (q, keys, values)), jnp.asarray(lengths, jnp.int32))
 
 
+@pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("implementation", ["batched", "flash"])
 @pytest.mark.parametrize(
     ("num_new", "lengths", "capacity"),
@@ -74,12 +75,12 @@ def slot_arguments(lengths: tuple[int, ...], num_kv: int, groups: int, capacity:
         (attention.BATCHED_QUERY_BLOCK + 30, (40,), 64),
     ],
 )
-def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity):
+def test_each_way_to_prefill_gives_the_same(monkeypatch, implementation, num_new, lengths, capacity, window):
     monkeypatch.setattr(gpu_attention, "FLASH", "xla")
     arguments = prefill_arguments(num_new, lengths, capacity)
-    expected = np.asarray(attend(*arguments, implementation="blocks"))
+    expected = np.asarray(attend(*arguments, implementation="blocks", window=window))
     assert np.isfinite(expected).all()
-    found = np.asarray(attend(*arguments, implementation=implementation))
+    found = np.asarray(attend(*arguments, implementation=implementation, window=window))
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
 
 
@@ -100,12 +101,13 @@ def test_flash_attention_gets_no_nan_since_it_adds_to_masked_scores(monkeypatch)
 @pytest.mark.parametrize(
     ("num_kv", "groups"), [(2, 3), (1, 1), (40, 1)], ids=["groups", "one head", "a program for each share"]
 )
-def test_the_decode_kernel_gives_the_same(num_kv, groups):
+@pytest.mark.parametrize("window", [None, 5, 64, 300])
+def test_the_decode_kernel_gives_the_same(num_kv, groups, window):
     block = gpu_attention.KEY_BLOCK
     lengths = (1, 0, block, block + 1, 2 * SLOT_BLOCK)
     arguments = slot_arguments(lengths, num_kv, groups, 2 * SLOT_BLOCK)
-    expected = np.asarray(attend_slots(*arguments, implementation="blocks"))
-    found = np.asarray(gpu_attention.attend_slots_kernel(*arguments, interpret=True))
+    expected = np.asarray(attend_slots(*arguments, implementation="blocks", window=window))
+    found = np.asarray(gpu_attention.attend_slots_kernel(*arguments, window=window, interpret=True))
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
     np.testing.assert_array_equal(found[1], 0.0)
 
@@ -115,10 +117,10 @@ def test_keys_are_split_until_the_device_has_work_and_no_further(num_pairs, num_
     assert gpu_attention._num_splits(num_pairs, num_blocks) == expected
 
 
-@pytest.mark.parametrize("capacity", [SLOT_BLOCK, 3 * SLOT_BLOCK])
-def test_the_decode_kernel_is_lowered_for_cuda(capacity):
+@pytest.mark.parametrize(("capacity", "window"), [(SLOT_BLOCK, None), (3 * SLOT_BLOCK, None), (3 * SLOT_BLOCK, 700)])
+def test_the_decode_kernel_is_lowered_for_cuda(capacity, window):
     arguments = slot_arguments((3, 0, capacity), 8, 4, capacity, jnp.bfloat16)
-    decode = functools.partial(attend_slots, implementation="kernel")
+    decode = functools.partial(attend_slots, implementation="kernel", window=window)
     lowered = jax.jit(decode).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton" in lowered
     assert "stablehlo.while" not in lowered, "the loop over keys is the kernel's"

@@ -14,8 +14,8 @@ from ca_jax.models.attention import QUERY_BLOCK, attend
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.models.llama import Layer, Llama
 from ca_jax.models.rope import rotation_at
+from ca_jax.models.transformer import Layer, Transformer
 from ca_jax.testing import tiny
 from tests.tolerances import LOGITS_ATOL
 
@@ -39,19 +39,21 @@ LIVE = {
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def run(model: Llama, params, tokens, positions, history=None) -> tuple[jax.Array, KVCache]:
+def run(model: Transformer, params, tokens, positions, history=None) -> tuple[jax.Array, KVCache]:
     return model.apply(params, tokens, positions, history)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
-def run_behind(model: Llama, params, tokens, history: KVCache) -> tuple[jax.Array, KVCache]:
+def run_behind(model: Transformer, params, tokens, history: KVCache) -> tuple[jax.Array, KVCache]:
     """Logits of tokens behind a history, and the history with them, of the same capacity."""
     positions = history.lengths[:, None] + jnp.arange(tokens.shape[1])
     logits, new = model.apply(params, tokens, positions, history)
     return logits, kv.take(kv.append(history, new), history.capacity)
 
 
-def run_pieces(model: Llama, params, prompt: np.ndarray, sizes: tuple[int, ...], capacity: int = 128) -> np.ndarray:
+def run_pieces(
+    model: Transformer, params, prompt: np.ndarray, sizes: tuple[int, ...], capacity: int = 128
+) -> np.ndarray:
     """Logits `[T, V]` of a prompt run piece by piece, each piece behind the KV of those before it."""
     history, logits = kv.empty(model.config, 1, capacity), []
     for piece in np.split(prompt[None, : sum(sizes)], np.cumsum(sizes)[:-1], axis=1):
@@ -60,7 +62,7 @@ def run_pieces(model: Llama, params, prompt: np.ndarray, sizes: tuple[int, ...],
     return np.concatenate(logits)
 
 
-def run_whole(model: Llama, params, prompt: np.ndarray, room: int | None = None) -> np.ndarray:
+def run_whole(model: Transformer, params, prompt: np.ndarray, room: int | None = None) -> np.ndarray:
     """Logits `[T, V]` of a prompt without any history; with `room`, padded behind to so many tokens."""
     tokens = np.zeros((1, room or len(prompt)), np.int32)
     tokens[0, : len(prompt)] = prompt
@@ -68,7 +70,7 @@ def run_whole(model: Llama, params, prompt: np.ndarray, room: int | None = None)
     return np.asarray(logits[0])[: len(prompt)]
 
 
-def greedy(model: Llama, params, prompt: list[int], max_tokens: int) -> list[int]:
+def greedy(model: Transformer, params, prompt: list[int], max_tokens: int) -> list[int]:
     """Greedy tokens by a full pass each."""
     ids = list(prompt)
     for _ in range(max_tokens):
@@ -76,15 +78,15 @@ def greedy(model: Llama, params, prompt: list[int], max_tokens: int) -> list[int
     return ids[len(prompt) :]
 
 
-def load(directory: Path) -> tuple[Llama, dict]:
+def load(directory: Path) -> tuple[Transformer, dict]:
     checkpoint = load_checkpoint(str(directory), dtype="float32")
-    return Llama(checkpoint.config), checkpoint.params
+    return Transformer(checkpoint.config), checkpoint.params
 
 
 @functools.cache
-def tiny_llama(**overrides) -> tuple[Llama, dict]:
+def tiny_llama(**overrides) -> tuple[Transformer, dict]:
     config = tiny.tiny_config(**({"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48, "num_layers": 2} | overrides))
-    return Llama(config), tiny.tiny_params(config, seed=5)
+    return Transformer(config), tiny.tiny_params(config, seed=5)
 
 
 def random_tokens(config: ModelConfig, *shape: int) -> np.ndarray:
@@ -210,7 +212,7 @@ def test_layers_called_one_by_one_equal_the_whole(num_history):
     positions = np.arange(num_history, num_history + num_new)[None]
     expected, expected_kv = run(model, params, tokens[:, num_history:], positions, history)
     rotation = rotation_at(config.rope, config.head_dim, jnp.asarray(positions))
-    x = model.apply(params, tokens[:, num_history:], method=Llama.embed)
+    x = model.apply(params, tokens[:, num_history:], method=Transformer.embed)
     lengths = jnp.asarray([num_history], jnp.int32)
     for i in range(config.num_layers):
         old, old_rotation = None, None
@@ -224,7 +226,7 @@ def test_layers_called_one_by_one_equal_the_whole(num_history):
         )
         np.testing.assert_allclose(new.k, expected_kv.layers[i].k, atol=ATOL, rtol=0)
         np.testing.assert_allclose(new.v, expected_kv.layers[i].v, atol=ATOL, rtol=0)
-    np.testing.assert_allclose(model.apply(params, x, method=Llama.head), expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(model.apply(params, x, method=Transformer.head), expected, atol=ATOL, rtol=0)
 
 
 def test_a_prompt_of_several_query_blocks_equals_the_same_prompt_in_pieces():

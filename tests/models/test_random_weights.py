@@ -12,8 +12,8 @@ from ca_jax.metrics import CompileCounter
 from ca_jax.models import config as model_config
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import PRESETS
-from ca_jax.models.llama import Llama
 from ca_jax.models.random_weights import random_fingerprint, random_params
+from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import random_model
 from ca_jax.testing import tiny
 
@@ -56,7 +56,7 @@ def test_a_preset_has_as_many_parameters_as_published(name):
     params = abstract_params(config)
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == NUM_PARAMS[name]
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    logits, kv = jax.eval_shape(Llama(config).apply, params, tokens, tokens)  # refuses any other shape
+    logits, kv = jax.eval_shape(Transformer(config).apply, params, tokens, tokens)  # refuses any other shape
     assert logits.shape == (1, 2, config.vocab_size)
     kv_bytes = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(kv.layers))
     assert kv_bytes == 2 * config.kv_bytes_per_token(2)

@@ -1,0 +1,221 @@
+"""Where a model's arrays lie on a mesh of devices: names of axes mapped to axes of the mesh by one table.
+
+    mesh axis   devices that differ along it have other
+    data        decode slots
+    tensor      KV heads, query heads, and parts of the feed-forward block and of the vocabulary
+    copy        query heads of the same KV head, which each has; 1 device unless there are fewer KV heads than shards
+
+A model on one device has no `ModelSharding` at all: what takes one does without it what it always did, on arrays that
+belong to no mesh.
+
+Not here: crossing to devices (transfer), which leaves a model has (weights), what is computed (steps).
+Source: tensor parallelism is Megatron-LM's (Shoeybi et al., 2019): two sums over the devices a layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.weights import Slot, parameter_slots
+
+_LOG = logging.getLogger(__name__)
+
+RULES = {
+    "batch": ("data",),
+    "kv_heads": ("tensor",),
+    "heads": ("tensor", "copy"),
+    "mlp": ("tensor", "copy"),
+    "vocab": ("tensor", "copy"),
+}
+"""Which axes of the mesh an axis of an array is divided over. One without a rule is whole on each device (experts are:
+each device has its part of every one, by `mlp`), and so is a weight's whose size the devices do not divide."""
+
+MESH_AXES = ("data", "tensor", "copy")
+"""Of every mesh, in this order."""
+
+Axes = tuple[str | None, ...]
+"""A name for each axis of an array; None where it has none."""
+
+_SLOTS: Axes = ("batch", "kv_heads", None, None)
+_KV: Axes = (None, None, "kv_heads", None)
+_DECODED_KV: Axes = (None, None, "batch", "kv_heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSharding:
+    """A mesh, and where each array of a model lies on it. Made by `model_sharding`."""
+
+    mesh: Mesh | AbstractMesh
+    """Of the axes `MESH_AXES`. An abstract one has no devices: it says shapes and bytes alone."""
+
+    @property
+    def num_data(self) -> int:
+        """Parts that the decode slots are in."""
+        return self.mesh.shape["data"]
+
+    @property
+    def num_tensor(self) -> int:
+        """Parts that query heads are in: the size of tensor parallelism."""
+        return self.mesh.shape["tensor"] * self.mesh.shape["copy"]
+
+    @property
+    def num_kv(self) -> int:
+        """Parts that KV is in by its heads."""
+        return self.mesh.shape["tensor"]
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Of what is whole on each device: activations of a prefill, tokens, lengths, logits."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def kv(self) -> NamedSharding:
+        """Of a layer's unrotated KV `[2, T, K, H]`, history or new: by heads, the same on all of `data`."""
+        return self.of(_KV)
+
+    @property
+    def decoded_kv(self) -> NamedSharding:
+        """Of the new KV of a decode step `[L, 2, n, K, H]`: by rows and heads."""
+        return self.of(_DECODED_KV)
+
+    @property
+    def slots(self) -> NamedSharding:
+        """Of a layer's decode slots `[slots, K, C, H]`: by slots and heads."""
+        return self.of(_SLOTS)
+
+    def of_slot(self, slot: Slot) -> NamedSharding:
+        """Of a leaf of the parameter tree."""
+        return self.of(slot.axes, slot.shape)
+
+    def of_params(self, config: ModelConfig) -> Any:
+        """Of all of a model's parameters: a tree like theirs."""
+        leaves = {("params", *slot.path): self.of_slot(slot) for slot in parameter_slots(config)}
+        return flax.traverse_util.unflatten_dict(leaves)
+
+    def of(self, axes: Axes, shape: Sequence[int] | None = None) -> NamedSharding:
+        """Of an array by the names of its axes.
+
+        Args:
+          axes: the names.
+          shape: of the array: where its devices do not divide an axis, that is whole on each. None: they do.
+        """
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def spec(self, axes: Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The axes of the mesh for those of an array; see `of`. Equal where the placement is."""
+        parts: list[str | tuple[str, ...] | None] = []
+        for index, name in enumerate(axes):
+            over = tuple(each for each in RULES.get(name or "", ()) if self.mesh.shape[each] > 1)
+            if shape is not None and shape[index] % math.prod(self.mesh.shape[each] for each in over):
+                over = ()
+            parts.append(over[0] if len(over) == 1 else over or None)
+        while parts and parts[-1] is None:
+            parts.pop()
+        return PartitionSpec(*parts)
+
+
+def model_sharding(
+    config: ModelConfig, *, data_parallel_size: int = 1, tensor_parallel_size: int = 1, on_paper: bool = False
+) -> ModelSharding | None:
+    """Lays a model out on the first devices there are.
+
+    Args:
+      config: of the model.
+      data_parallel_size: parts of the decode slots.
+      tensor_parallel_size: parts of the heads.
+      on_paper: without devices, for sizes alone.
+
+    Returns:
+      The mesh and where everything lies; None for one device.
+
+    Raises:
+      ValueError: heads that cannot be divided so, or a mesh larger than there are devices.
+    """
+    num_heads, num_kv = config.num_heads, config.num_kv_heads
+    if not _divides_heads(tensor_parallel_size, num_heads, num_kv):
+        sizes = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, num_kv)]
+        raise ValueError(
+            f"tensor_parallel_size wanted one of {', '.join(map(str, sizes))}, for {num_heads} query heads on "
+            f"{num_kv} KV heads; found {tensor_parallel_size}"
+        )
+    num_devices = data_parallel_size * tensor_parallel_size
+    if num_devices == 1:
+        return None
+    over_kv = min(tensor_parallel_size, num_kv)
+    sizes = (data_parallel_size, over_kv, tensor_parallel_size // over_kv)
+    if on_paper:
+        return ModelSharding(AbstractMesh(sizes, MESH_AXES))
+    devices = jax.devices()
+    if num_devices > len(devices):
+        raise ValueError(
+            f"a mesh of data_parallel_size={data_parallel_size} times tensor_parallel_size={tensor_parallel_size} "
+            f"wanted {num_devices} devices, found {len(devices)}"
+        )
+    for name, size in (("mlp_dim", config.mlp_dim), ("vocab_size", config.vocab_size)):
+        if size % tensor_parallel_size:
+            _LOG.warning(
+                "%s of %d is not divisible by tensor_parallel_size=%d: each device holds all of those weights",
+                name,
+                size,
+                tensor_parallel_size,
+            )
+    auto = (AxisType.Auto,) * len(MESH_AXES)
+    return ModelSharding(jax.make_mesh(sizes, MESH_AXES, axis_types=auto, devices=devices[:num_devices]))
+
+
+def _divides_heads(size: int, num_heads: int, num_kv: int) -> bool:
+    return num_heads % size == 0 and (num_kv % size == 0 or size % num_kv == 0)
+
+
+def replicated(sharding: ModelSharding | None) -> NamedSharding | None:
+    """Where what all devices have lies; None without a mesh."""
+    return None if sharding is None else sharding.replicated
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """What a tree of device arrays takes on each device that has part of it."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays)
+    )
+
+
+# Within jitted functions.
+
+
+def constrain(x: jax.Array, sharding: ModelSharding | None, axes: Axes = ()) -> jax.Array:
+    """Has an array lie as the names of its axes say; no names: whole on each device. Without a mesh nothing is done."""
+    return x if sharding is None else lax.with_sharding_constraint(x, sharding.of(axes, x.shape))
+
+
+def by_device(
+    function: Callable[..., Any], sharding: ModelSharding | None, in_axes: tuple[Any, ...], out_axes: Any
+) -> Callable[..., Any]:
+    """A function that each device runs over its part of the arguments, which needs nothing of the others' parts.
+
+    Args:
+      function: of arrays, or trees of arrays; all that it reads is handed to it.
+      sharding: None: the function as it is, over all.
+      in_axes: for each argument the names of its axes; of a tree's arrays those of each.
+      out_axes: of the result likewise; a tuple of them for a tuple. What is named along no axis of the mesh must be the
+        same on all devices.
+    """
+    if sharding is None:
+        return function
+
+    def specs(axes: Any) -> Any:
+        is_axes = all(name is None or isinstance(name, str) for name in axes)
+        return sharding.spec(axes) if is_axes else tuple(specs(each) for each in axes)
+
+    in_specs = tuple(specs(axes) for axes in in_axes)
+    # Unchecked: loops here begin with constants, which are the same on all devices, and go on with what is not.
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs(out_axes), check_vma=False)

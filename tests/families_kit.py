@@ -1,0 +1,182 @@
+"""Small random checkpoints of every architecture, made and written by `transformers`, and what it says of them.
+
+Weights are scaled so that every part moves the logits: an error in any one shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import ca_jax
+from ca_jax.models.transformer import Transformer
+from ca_jax.pretrained import LoadedModel
+
+VOCAB_SIZE = 96
+MAX_POSITIONS = 512
+
+_LLAMA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_FALCON = {name: value for name, value in _LLAMA.items() if "intermediate" not in name and "key_value" not in name}
+_NEOX = {name: value for name, value in _LLAMA.items() if "key_value" not in name} | {"hidden_size": 64}
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **parameters}}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama3_rope": (
+        "Llama",
+        {
+            **_LLAMA,
+            "tie_word_embeddings": True,
+            **_rope(
+                "llama3",
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+        },
+    ),
+    "yi": ("Llama", {**_LLAMA, "num_attention_heads": 8, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
+    "linear_rope": ("Llama", {**_LLAMA, **_rope("linear", factor=2.5)}),
+    "dynamic_rope": ("Llama", {**_LLAMA, **_rope("dynamic", factor=4.0)}),
+    "yarn_rope": ("Llama", {**_LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)}),
+    "yarn_rope_all": (
+        "Qwen2",
+        {
+            **_LLAMA,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                truncate=False,
+                mscale=1.0,
+                mscale_all_dim=0.5,
+            ),
+        },
+    ),
+    "mistral": ("Mistral", {**_LLAMA, "sliding_window": 24, "head_dim": 16}),
+    "mixtral": ("Mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2", _LLAMA),
+    "qwen2_sliding": (
+        "Qwen2",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 16}),
+    "falcon_7b": ("Falcon", {**_FALCON, "tie_word_embeddings": True}),
+    "falcon_40b": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_sequential": ("Falcon", {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
+    "neox": ("GPTNeoX", _NEOX),
+    "neox_sequential": (
+        "GPTNeoX",
+        {
+            **_NEOX,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            **_rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+}
+"""Each architecture and each rope scaling: what `transformers` calls it, and its config."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The same checkpoint here and there."""
+
+    model: LoadedModel
+    """As ca_jax loads it."""
+    theirs: Any
+    """As `transformers` does."""
+
+    def their_logits(self, token_ids: list[int]) -> np.ndarray:
+        """Of all tokens, f32 `[T, V]`."""
+        import torch
+
+        with torch.no_grad():
+            return self.theirs(torch.tensor([token_ids]), use_cache=False).logits[0].float().numpy()
+
+    def their_answer(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """Greedy tokens by a full pass each."""
+        ids = list(token_ids)
+        for _ in range(num_tokens):
+            ids.append(int(self.their_logits(ids)[-1].argmax()))
+        return ids[len(token_ids) :]
+
+
+def make(name: str, directory: Path, seed: int = 0) -> Any:
+    """Writes a checkpoint of a case with random weights into a directory; the model of `transformers`."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    kind, fields = CASES[name]
+    config = getattr(transformers, f"{kind}Config")(**fields, attn_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            numbers = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(0.2 * numbers + (1.0 if key.endswith("weight") else 0.0))
+            else:
+                gain = 2.0 if "embed" in key or "lm_head" in key else 1.3
+                parameter.copy_(numbers * gain / math.sqrt(parameter.shape[-1]))
+    model.save_pretrained(directory)
+    return model
+
+
+@functools.cache
+def pair(name: str) -> Pair:
+    """A case's checkpoint, loaded by both."""
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = make(name, Path(directory))
+        return Pair(ca_jax.load_model(directory, dtype="float32"), theirs)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng((num_tokens, seed)).integers(0, VOCAB_SIZE, num_tokens).tolist()
+
+
+@functools.partial(jax.jit, static_argnames=("model", "context"))
+def _run(model: Transformer, params: Any, tokens: jax.Array, context: int) -> jax.Array:
+    positions = jax.numpy.arange(tokens.shape[1])[None]
+    return model.apply(params, tokens, positions, None, context)[0]  # type: ignore[index]
+
+
+def our_logits(model: LoadedModel, token_ids: list[int], *, room: int, context: int) -> np.ndarray:
+    """Of all tokens without any cache, f32 `[T, V]`; computed with so many places, so that it compiles once."""
+    padded = np.zeros((1, room), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    return np.asarray(_run(model.model, model.params, padded, context))[0, : len(token_ids)]

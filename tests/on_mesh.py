@@ -1,0 +1,477 @@
+"""An engine on meshes of eight virtual devices, against one on one device. `tests/test_mesh.py` starts the process.
+
+Not here: how single arrays cross to several devices and back (on_four_devices).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ca_jax
+from ca_jax import steps
+from ca_jax.drift import Drift
+from ca_jax.jobs import SamplingParams
+from ca_jax.layer_loader import LayerLoad
+from ca_jax.metrics import CompileCounter
+from ca_jax.models import sharding as shardings
+from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.random_weights import random_params
+from ca_jax.models.sharding import ModelSharding, model_sharding
+from ca_jax.models.transformer import Transformer
+from ca_jax.models.weights import parameter_slots
+from ca_jax.overflow import OverflowConfig
+from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.config import StoreConfig
+from ca_jax.testing import tiny
+from ca_jax.transfer import params_to_device
+from ca_jax.turn_saver import TurnSaver
+from tests import engine_kit as kit
+
+WINDOW = 256
+MESHES = [(1, 1), (1, 2), (2, 2), (1, 4), (1, 8)]  # data, tensor
+TURNS = [(60, 9), (120, 9), (59, 9), (50, 9), (40, 9)]
+"""New tokens and tokens of the answer of each; the second takes two passes, the third overflows."""
+
+on_meshes = pytest.mark.parametrize(("data", "tensor"), MESHES, ids=[f"{data}x{tensor}" for data, tensor in MESHES])
+
+
+def config_of(num_kv_heads: int = 8, **changes: object) -> ModelConfig:
+    return tiny.tiny_config(
+        **{
+            "num_layers": 2,
+            "embed_dim": 32,
+            "mlp_dim": 64,
+            "num_heads": 8,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": 8,
+            "max_positions": WINDOW,
+        }
+        | changes
+    )
+
+
+@functools.cache
+def model_of(num_kv_heads: int = 8, **changes: int) -> LoadedModel:
+    """A model on one device."""
+    config = config_of(num_kv_heads, **changes)
+    params = params_to_device(tiny.tiny_params(config, seed=1))
+    return LoadedModel(
+        name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint="tiny"
+    )
+
+
+def engine_of(data: int, tensor: int, model: LoadedModel | None = None, **changes: object) -> ca_jax.Engine:
+    config = dataclasses.replace(
+        kit.SMALL,
+        context_window=WINDOW,
+        max_batch_size=4,
+        data_parallel_size=data,
+        tensor_parallel_size=tensor,
+        **changes,
+    )
+    return ca_jax.Engine(model or model_of(), config)
+
+
+def ssd_store(directory: object) -> StoreConfig:
+    return dataclasses.replace(kit.SMALL.store, ssd_dir=str(directory), ssd_gib=0.1, ssd_free_floor_gib=0.0)
+
+
+def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int = 0) -> list[list[int]]:
+    """Goes on with a conversation: the answers."""
+    session = engine.session(session_id="one")
+    return [kit.say(session, kit.prompt(n, start + i), max_tokens) for i, (n, max_tokens) in enumerate(turns)]
+
+
+@functools.cache
+def answers_of_one_device(num_kv_heads: int = 8) -> list[list[int]]:
+    with engine_of(1, 1, model_of(num_kv_heads)) as engine:
+        answers = talk(engine)
+        assert engine.metrics.truncations == 1
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+    return answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eight_devices() -> None:
+    assert len(jax.devices()) == 8, "wanted eight devices: this file is run by tests/test_mesh.py"
+
+
+# Tokens.
+
+
+@on_meshes
+def test_the_tokens_are_those_of_one_device(data, tensor):
+    """Turns with reuse, one of which overflows, where every transfer that is not asked for is an error."""
+    with jax.transfer_guard("disallow"), engine_of(data, tensor) as engine:
+        assert talk(engine) == answers_of_one_device()
+        assert engine.metrics.truncations == 1
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
+
+
+def test_the_tokens_are_those_of_the_pure_model():
+    """What the meshes are compared with, up to where its context is cut."""
+    model, ids = model_of(), []
+    apply = jax.jit(model.model.apply)
+    for turn, (answer, (num_new, _)) in enumerate(zip(answers_of_one_device()[:2], TURNS, strict=False)):
+        ids += kit.prompt(num_new, turn)
+        for token in answer:
+            padded = np.zeros((1, WINDOW), np.int32)
+            padded[0, : len(ids)] = ids
+            logits, _ = apply(model.params, padded, np.arange(WINDOW)[None])
+            assert int(logits[0, len(ids) - 1].argmax()) == token
+            ids.append(token)
+
+
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_what_one_mesh_stored_on_ssd_others_go_on_from(driver, tmp_path):
+    """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
+    store = dataclasses.replace(ssd_store(tmp_path), ssd_driver=driver)
+    expected = answers_of_one_device()
+    meshes = [(1, 2), (1, 4), (1, 1), (2, 2), (1, 8)]
+    for turn, (data, tensor) in enumerate(meshes):
+        with engine_of(data, tensor, store=store) as engine:
+            num_known = len(engine.session(session_id="one").token_ids)
+            assert talk(engine, TURNS[turn : turn + 1], start=turn) == expected[turn : turn + 1]
+            usage = engine.sessions[0].usage
+            num_cached = num_known - usage.dropped_tokens - 1 if turn else 0
+            assert usage.cached_tokens == {"ssd" if turn else "dram": num_cached}
+    assert len(meshes) == len(TURNS)
+
+
+def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
+    """A turn on each mesh, over what the one before it wrote; on one of them devices share heads."""
+    model, store = model_of(2), ssd_store(tmp_path)
+    with engine_of(1, 1, model, kv_rest_dtype="int8") as engine:
+        expected = talk(engine, TURNS[:3])
+    for turn, (data, tensor) in enumerate([(2, 2), (1, 4), (1, 1)]):
+        with (
+            jax.transfer_guard("disallow"),
+            engine_of(data, tensor, model, store=store, kv_rest_dtype="int8") as engine,
+        ):
+            assert talk(engine, TURNS[turn : turn + 1], turn) == expected[turn : turn + 1]
+            cached = engine.sessions[0].usage.cached_tokens
+            assert (cached.get("ssd", 0) > 0) == (turn > 0)
+            assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
+
+
+@pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(2, 1, 4), (1, 2, 4)])
+def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
+    """Each device has the one KV head that its query heads share, and no other."""
+    model = model_of(num_kv_heads)
+    with engine_of(data, tensor, model) as engine:
+        assert talk(engine) == answers_of_one_device(num_kv_heads)
+        runner = engine._runner
+        keys, kv = runner.slots.buffers.keys[0], runner.empty_kv(16)
+        wq = engine.model.params["params"]["layer_0"]["attn"]["wq"]
+        head_of = {shard.device: range(num_kv_heads)[shard.index[2]] for shard in kv.addressable_shards}
+        assert sorted(map(list, head_of.values())) == sorted(
+            [head] for head in range(num_kv_heads) for _ in range(data * tensor // num_kv_heads)
+        )
+        for shard in keys.addressable_shards:
+            assert range(num_kv_heads)[shard.index[1]] == head_of[shard.device]
+        for shard in wq.addressable_shards:
+            groups = {query // (8 // num_kv_heads) for query in range(8)[shard.index[1]]}
+            assert groups == set(head_of[shard.device])
+
+
+@pytest.mark.parametrize("odd", [{"vocab_size": 257}, {"mlp_dim": 63}], ids=str)
+def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
+    model = model_of(**odd)
+    with engine_of(1, 1, model) as engine:
+        expected = talk(engine, TURNS[:2])
+    assert not caplog.records
+    with engine_of(1, 2, model) as engine:
+        assert talk(engine, TURNS[:2]) == expected
+        params = engine.model.params["params"]
+        whole = {"vocab_size": params["embed"]["embedding"], "mlp_dim": params["layer_0"]["mlp"]["w_down"]}
+        for name, leaf in whole.items():
+            assert leaf.is_fully_replicated == (name in odd)
+    ((name, size),) = odd.items()
+    assert f"{name} of {size} is not divisible by tensor_parallel_size=2" in caplog.text
+
+
+FAMILIES = {
+    "mistral": {"sliding_window": 40},
+    "mixtral": {"num_experts": 4, "num_experts_per_token": 2},
+    "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
+    "qwen3": {"qk_norm": True},
+    "falcon-7b": {"num_kv_heads": 1, "norm": "layer", "mlp": "gelu", "is_parallel": True, "shares_norm": True},
+    "falcon-40b": {"num_kv_heads": 2, "norm": "layer", "mlp": "gelu", "is_parallel": True},
+    "neox": {
+        "norm": "layer",
+        "mlp": "gelu",
+        "is_parallel": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "rope": RopeConfig(rotary_dim=4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_on_a_mesh(name):
+    config = config_of(**FAMILIES[name])
+    rng, leaves = np.random.default_rng(0), {}
+    for slot in parameter_slots(config):
+        shape = slot.shape
+        numbers = rng.standard_normal(shape).astype(np.float32)
+        is_norm, is_bias = slot.key.endswith("norm.scale"), len(shape) < 2 or slot.key.startswith("attn.b")
+        scale = 0.2 if is_norm or is_bias else 2 / np.sqrt(shape[-2] if len(shape) == 2 else 32)
+        leaves["params", *slot.path] = np.float32(is_norm) + numbers * np.float32(scale)
+    params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
+    model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
+    turns = [(60, 8), (50, 8)]
+    with engine_of(1, 1, model) as engine:
+        expected = talk(engine, turns)
+    with engine_of(2, 2, model) as engine:
+        assert talk(engine, turns) == expected
+        assert engine.sessions[0].usage.num_cached_tokens > 0
+        matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
+        num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
+        assert num_divided >= 2 + 4 * config.num_layers  # Of one KV head keys and values are whole.
+
+
+def test_jobs_together_on_two_parts_of_the_slots():
+    """More than there are slots, some sampled with a penalty, some cut in the middle of their answers."""
+    sampling = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=3)
+
+    def answers(data: int, tensor: int) -> list[list[int]]:
+        with engine_of(data, tensor) as engine:
+            sessions = [engine.session() for _ in range(6)]
+            for turn, max_tokens in enumerate((5, 70)):
+                sends = [
+                    s.send_ids(kit.prompt(70 + 20 * i, turn), max_tokens=max_tokens) for i, s in enumerate(sessions)
+                ]
+                sends.append(engine.session().send_ids(kit.prompt(7), sampling=sampling, max_tokens=20))
+                kit.drain(*sends)
+            assert engine.metrics.truncations > 2
+            return [session.token_ids for session in engine.sessions]
+
+    expected = answers(1, 1)
+    assert answers(2, 2) == expected
+
+
+REPAIRS = {
+    "attention": OverflowConfig(discarder="heavy_hitters"),
+    "deviating": OverflowConfig(anchor_tokens=4, repair_ratio=0.8),
+    "spread": OverflowConfig(repair="spread", repair_ratio=0.5),
+    "computed anew": OverflowConfig(method="tt"),
+    "old positions": OverflowConfig(method="nkvt"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*REPAIRS, "drift"])
+def test_every_way_to_overflow(name, tmp_path):
+    if name == "drift":
+        values = np.random.default_rng(0).normal(0, 0.2, (2, 2, 8, 8)).astype(np.float32)
+        drift = Drift(values=values, fingerprint="tiny", window=WINDOW, truncation_ratio=0.5, num_tokens=1)
+        drift.save(tmp_path / "drift.npz")
+    overflow = REPAIRS.get(name) or OverflowConfig(drift=str(tmp_path / "drift.npz"))
+    turns = [(100, 5), (90, 5), (80, 5), (20, 110), (9, 5)]  # One is cut before its turn, one in its answer.
+
+    def answers(data: int, tensor: int) -> list[list[int]]:
+        with engine_of(data, tensor, overflow=overflow) as engine:
+            found = talk(engine, turns)
+            assert engine.metrics.truncations >= 2
+            return found
+
+    assert answers(2, 4) == answers(1, 1)
+
+
+# Where everything lies.
+
+
+@on_meshes
+def test_each_device_holds_its_share(data, tensor, monkeypatch):
+    """Of weights, slots, a history on its way in, and new KV on its way out."""
+    loaded, saved = [], []
+
+    def layer(self, index, original=LayerLoad.layer):
+        loaded.append(original(self, index))
+        return loaded[-1]
+
+    def add_layer(self, index, kv, original=TurnSaver.add_layer):
+        saved.append(kv)
+        original(self, index, kv)
+
+    def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
+        saved.append(kv)
+        original(self, token, kv, row)
+
+    monkeypatch.setattr(LayerLoad, "layer", layer)
+    monkeypatch.setattr(TurnSaver, "add_layer", add_layer)
+    monkeypatch.setattr(TurnSaver, "add_decoded", add_decoded)
+    with engine_of(data, tensor) as engine:
+        talk(engine, TURNS[:2])
+        slots, params = engine._runner.slots, engine.model.params
+        num_bytes = 2 * 2 * 4 * 8 * 512 * 8 * 4
+        assert slots.num_bytes == num_bytes // (data * tensor)
+        matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
+        shares = {
+            "slots": (jax.tree.leaves(slots.buffers), data * tensor),
+            "weights": (matrices, tensor),
+            "loaded": (loaded, tensor),
+            "prefilled": ([kv for kv in saved if kv.ndim == 4], tensor),
+            "decoded": ([kv for kv in saved if kv.ndim == 5], data * tensor),
+        }
+        for name, (arrays, num_parts) in shares.items():
+            assert arrays, name
+            for array in arrays:
+                shards = array.addressable_shards
+                assert len(shards) == data * tensor, name
+                assert {shard.data.nbytes for shard in shards} == {array.nbytes // num_parts}, name
+
+
+def test_weights_are_put_and_drawn_where_the_paper_says():
+    """Each device gets its part of every leaf, and the abstract mesh tells how large that is."""
+    config = config_of(2)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 4}
+    real, paper = model_sharding(config, **sizes), model_sharding(config, **sizes, on_paper=True)
+    host = tiny.tiny_params(config, seed=1)
+    put = params_to_device(host, real.of_params(config))
+    drawn = random_params(config, dtype="float32", seed=5, sharding=real)
+    numbers = random_params(config, dtype="float32", seed=5)
+    for slot in parameter_slots(config):
+        of_host, of_put, of_drawn, of_one = (
+            functools.reduce(lambda tree, key: tree[key], slot.path, tree["params"])
+            for tree in (host, put, drawn, numbers)
+        )
+        for array, expected in ((of_put, of_host), (of_drawn, of_one)):
+            assert array.sharding.is_equivalent_to(real.of_slot(slot), array.ndim)
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(expected))
+            assert array.addressable_shards[0].data.shape == paper.of_slot(slot).shard_shape(slot.shape)
+    assert put["params"]["layer_0"]["attn"]["wo"].addressable_shards[0].data.shape == (2, 8, 32)
+    assert put["params"]["layer_0"]["attn"]["wk"].addressable_shards[0].data.shape == (32, 1, 8)
+
+
+# What is compiled.
+
+
+def collectives(text: str) -> Iterator[tuple[str, str]]:
+    """Of a compiled function: each collective's kind, and the shapes that it gives."""
+    for shapes, kind in re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter|ragged-\w+)(?:-start)?\(", text):
+        yield kind, shapes
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 2])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2), (1, 8)])
+def test_a_decode_step_adds_up_twice_a_layer_and_gathers_no_kv(num_kv_heads, data, tensor):
+    config = config_of(num_kv_heads)
+    sharding = model_sharding(config, data_parallel_size=data, tensor_parallel_size=tensor)
+    params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
+    row = jax.device_put(np.zeros(4, np.int32), sharding.replicated)
+    slots, table = (
+        steps.make_slots(config, 4, 512, "float32", sharding),
+        steps.rotation_table(config, WINDOW, sharding=sharding),
+    )
+    lowered = steps.decode.lower(config, params, slots, row, row, table, sharding=sharding)
+    found = list(collectives(lowered.compile().as_text()))
+    num_rows = 4 // data
+    sums = [shapes for kind, shapes in found if kind == "all-reduce"]
+    of_layers = [shapes for shapes in sums if shapes.startswith(f"f32[{num_rows},32]")]
+    assert len(of_layers) == 2 * config.num_layers
+    assert [shapes for shapes in sums if shapes not in of_layers] == [f"f32[{num_rows},1,32]{{2,1,0}}"], "of embedding"
+    others = [(kind, shapes) for kind, shapes in found if kind != "all-reduce"]
+    assert {kind for kind, _ in others} == {"all-gather"}
+    assert len(others) <= 2
+    assert all(re.match(rf"f32\[({num_rows}|4),256\]", shapes) for _, shapes in others), "of logits"
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 2])
+def test_a_prefilled_layer_adds_up_twice_and_gathers_nothing(num_kv_heads):
+    config = config_of(num_kv_heads)
+    sharding = model_sharding(config, data_parallel_size=2, tensor_parallel_size=4)
+    params = params_to_device(tiny.tiny_params(config), sharding.of_params(config))
+    x, length = (jax.device_put(v, sharding.replicated) for v in (np.zeros((1, 16, 32), np.float32), np.int32(3)))
+    history, table = (
+        steps.empty_kv(config, 256, "float32", sharding),
+        steps.rotation_table(config, 512, sharding=sharding),
+    )
+    layer = params["params"]["layer_0"]
+    lowered = steps.prefill_layer.lower(config, layer, x, history, length, table, sharding=sharding)
+    found = [(kind, shapes.split("{")[0]) for kind, shapes in collectives(lowered.compile().as_text())]
+    assert found == [("all-reduce", "f32[16,32]")] * 2
+    slots = steps.make_slots(config, 4, 512, "float32", sharding)
+    lowered = steps.insert_slot.lower(slots.keys[0], slots.values[0], history, length, length, table, sharding=sharding)
+    assert list(collectives(lowered.compile().as_text())) == []
+
+
+def test_nothing_is_compiled_after_warmup():
+    model = model_of(head_dim=12)  # Like no other test's.
+    with engine_of(2, 4, model, max_tpot_ms=1.0) as engine:
+        with CompileCounter() as during:
+            engine.warmup()
+        assert during.count > 0
+        assert engine.rates is not None
+        with CompileCounter() as after:
+            talk(engine, [(n, 5) for n in (1, 9, 65, 70, 30, 130)])
+            sampling = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4)
+            engine.generate([kit.prompt(3), kit.prompt(130)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
+            talk(engine, [(3, 200), (3, 5)])
+            assert engine.metrics.truncations > 0
+        assert after.count == 0
+
+
+def test_one_device_is_no_mesh():
+    """Its arrays belong to none: what takes them with others that do not is compiled once for both."""
+    assert model_sharding(config_of()) is None
+    with engine_of(1, 1) as engine:
+        assert engine.model is model_of()
+        talk(engine, TURNS[:1])
+        arrays = (engine._runner.slots.buffers, engine.model.params, engine._runner.empty_kv(8))
+        assert not any(leaf.committed for leaf in jax.tree.leaves(arrays))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "data", "tensor", "message"),
+    [
+        (8, 1, 3, "tensor_parallel_size wanted one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; found 3"),
+        (8, 1, 16, "tensor_parallel_size wanted one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; found 16"),
+        (2, 4, 4, "data_parallel_size=4 times tensor_parallel_size=4 wanted 16 devices, found 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_anything_is_compiled(num_kv_heads, data, tensor, message):
+    model = model_of(num_kv_heads)
+    with CompileCounter() as counter, pytest.raises(ValueError, match=message):
+        engine_of(data, tensor, model)
+    assert counter.count == 0
+
+
+def test_heads_that_only_few_sizes_divide():
+    config = config_of(3, num_heads=9)
+    with pytest.raises(ValueError, match="wanted one of 1, 3, 9, for 9 query heads on 3 KV heads; found 2"):
+        model_sharding(config, tensor_parallel_size=2)
+
+
+def test_a_model_on_another_mesh_is_refused():
+    layout = functools.partial(model_sharding, tensor_parallel_size=2)
+    model = model_of().laid_out(layout)
+    assert model.laid_out(layout) is model
+    with pytest.raises(ValueError, match=r"wanted a model on .*'tensor': 4.*, found one on .*'tensor': 2"):
+        engine_of(1, 4, model)
+    with pytest.raises(ValueError, match="wanted a model on one device, found one on"):
+        engine_of(1, 1, model)
+
+
+def test_every_rule_is_of_axes_that_a_mesh_has():
+    assert {axis for axes in shardings.RULES.values() for axis in axes} == set(shardings.MESH_AXES)
+    sharding = model_sharding(config_of(), data_parallel_size=2, tensor_parallel_size=4)
+    assert isinstance(sharding, ModelSharding)
+    assert hash(sharding) == hash(model_sharding(config_of(), data_parallel_size=2, tensor_parallel_size=4))
+    x = jnp.ones((4, 6))
+    assert shardings.constrain(x, None, ("batch",)) is x

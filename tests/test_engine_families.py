@@ -1,0 +1,59 @@
+"""Every architecture through the engine: with and without reuse across turns, and past the end of its window.
+
+Turns that fit are held against `transformers`, each token by a full pass; turns that overflow against the same cache
+sliced in memory. Prompts are longer than the sliding windows, and of lengths that few functions are compiled for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ca_jax.engine import Engine
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
+from tests import families_kit
+from tests import overflow_kit as ok
+
+WINDOW = 128
+ANSWER = 4
+STORE = StoreConfig(dram_gib=0.05, block_tokens=kit.BLOCK_TOKENS)
+CONFIG = dataclasses.replace(
+    kit.SMALL, context_window=WINDOW, max_batch_size=1, overflow=ok.config(ratio=0.25), store=STORE
+)
+NAMES = (
+    "yarn_rope",
+    "dynamic_rope",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_sliding",
+    "qwen3",
+    "falcon_7b",
+    "falcon_40b",
+    "neox",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_turns_and_an_overflow(name):
+    pair = families_kit.pair(name)
+    reuses = Engine(pair.model, CONFIG)
+    recomputes = Engine(pair.model, dataclasses.replace(CONFIG, store=kit.STORE_OFF))
+    with reuses, recomputes:
+        sessions = [engine.session() for engine in (reuses, recomputes)]
+        ids: list[int] = []
+        for turn, num_tokens in enumerate((56, 14, 2)):
+            prompt = families_kit.prompt(num_tokens, seed=turn)
+            expected = pair.their_answer([*ids, *prompt], ANSWER)
+            for session in sessions:
+                assert ok.say(session, prompt, ANSWER) == expected
+            cached = [session.usage.num_cached_tokens for session in sessions]
+            assert cached == [max(len(ids) - 1, 0), 0]
+            ids += [*prompt, *expected]
+        overflowing = ok.Pair(reuses)
+        for turn, num_tokens in enumerate((80, 14, 14, 14)):
+            overflowing.turn(families_kit.prompt(num_tokens, seed=turn), 12)
+        assert overflowing.session.num_dropped == WINDOW // 2
+        overflowing.expect_stored_kv()
