@@ -13,6 +13,8 @@ from ca_jax.storage.config import StoreConfig
 
 READ_BUFFERS = ("auto", "all", "off")
 """What `EngineConfig.read_buffer` may be besides a number."""
+KV_REST_DTYPES = ("model", "int8")
+"""What `EngineConfig.kv_rest_dtype` may be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,9 @@ class EngineConfig:
 
     dtype: str | None = None
     """Of weights and KV: `float32` or `bfloat16`. None: float32 on CPU (bfloat16 is slow there), else bfloat16."""
+    kv_rest_dtype: str = "model"
+    """Of KV in DRAM and on SSD: `model`, as it was computed, or `int8` with a scale for each head and token: half the
+    bytes of bfloat16, and a history that is loaded is rounded. KV of one kind is never served for the other."""
     context_window: int | None = None
     """Most tokens a session may hold, answer included; None: the model's, at most 4,096. Every slot has this room."""
     overflow: OverflowConfig | None = dataclasses.field(default_factory=OverflowConfig)
@@ -64,6 +69,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"dtype wanted float32, bfloat16 or None, found {self.dtype!r}")
+        if self.kv_rest_dtype not in KV_REST_DTYPES:
+            wanted = " or ".join(KV_REST_DTYPES)
+            raise ValueError(f"kv_rest_dtype wanted {wanted}, found {self.kv_rest_dtype!r}")
         sizes = ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens")
         for name in (*sizes, "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)

@@ -33,6 +33,7 @@ class DecodeSlots:
       capacity: tokens in each, a multiple of `SLOT_BLOCK`.
       dtype: of keys and values.
       with_attention: whether decoding measures the attention that tokens receive.
+      packs_kv: whether decoding gives new KV in int8, as it is kept.
       sharding: of the model; None: it is on one device.
     """
 
@@ -46,6 +47,7 @@ class DecodeSlots:
         capacity: int,
         dtype: str,
         with_attention: bool,
+        packs_kv: bool = False,
         sharding: ModelSharding | None = None,
     ) -> None:
         self.buffers = steps.make_slots(config, num_slots, capacity, dtype, sharding)
@@ -55,6 +57,7 @@ class DecodeSlots:
         self._table = table
         self._capacity = capacity
         self._with_attention = with_attention
+        self._packs_kv = packs_kv
         self._sharding = sharding
         self._to_device = partial(to_device, sharding=replicated(sharding))
         is_gpu = jax.default_backend() != "cpu"
@@ -79,7 +82,7 @@ class DecodeSlots:
     def insert(
         self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array, rotation: rope.Rotation | None = None
     ) -> jax.Array:
-        """Puts one layer's unrotated KV into a slot, rotated; see `steps.insert_slot`.
+        """Puts one layer's unrotated KV into a slot, rotated, unpacked if it is int8; see `steps.insert_slot`.
 
         Returns:
           A scalar that is ready when that is done.
@@ -125,8 +128,8 @@ class DecodeSlots:
           lengths: i32 `[n]`, tokens already in the slot; 0 for slots not in use.
 
         Returns:
-          Logits f32 `[n, V]`, the tokens' unrotated KV `[L, 2, n, K, H]`, and the attention that the slots' tokens
-          received, f32 `[n, C]`; None where that is not measured.
+          Logits f32 `[n, V]`, the tokens' unrotated KV as it is kept, `[L, 2, n, K, H]` or int8 `[L, 2, n, K, H + 2]`,
+          and the attention that the slots' tokens received, f32 `[n, C]`; None where that is not measured.
         """
         num_blocks = None
         if self._needs_static_extent:
@@ -141,6 +144,7 @@ class DecodeSlots:
             num_blocks,
             self._scatters,
             self._with_attention,
+            self._packs_kv,
             self._sharding,
         )
         return logits, kv, received[0] if received else None

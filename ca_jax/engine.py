@@ -36,6 +36,7 @@ from ca_jax.errors import (
     TenantError,
 )
 from ca_jax.jobs import Completion, Job, SamplingParams
+from ca_jax.kv_layout import kv_layout
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
@@ -47,7 +48,6 @@ from ca_jax.scheduler import Scheduler
 from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
@@ -114,16 +114,11 @@ class Engine:
             chunk_tokens=self.config.prefill_chunk_tokens,
             shorter_passes=self.config.max_tpot_ms is not None,
             with_attention=self.config.overflow is not None and self.config.overflow.token_discarder.needs_attention,
+            packs_kv=self.config.kv_rest_dtype == "int8",
             timeline=timeline,
             sharding=model.sharding,
         )
-        layout = KVLayout(
-            num_layers=model.config.num_layers,
-            num_kv_heads=model.config.num_kv_heads,
-            head_dim=model.config.head_dim,
-            dtype=model.dtype,
-            block_tokens=self.config.store.block_tokens,
-        )
+        layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
         self._kv = SessionKV(
             layout,

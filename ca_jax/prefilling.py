@@ -202,7 +202,7 @@ class Prefilling:
     def _take_layer(self, layer: int, kv: jax.Array) -> None:
         """A layer was dispatched, which gives new KV."""
         if self.saver is not None:
-            self.saver.add_layer(layer, kv)
+            self.saver.add_layer(layer, self._runner.at_rest(kv))
         self._watch.layer(kv, self._layer_since_s, layer=layer, job=self.job.job_id)
         self._layer_since_s = time.perf_counter()
 
@@ -244,7 +244,7 @@ class Prefilling:
         for token_ids, start, layers in parts:
             self.saver.begin_pass(token_ids, start)
             for layer, kv in enumerate(layers):
-                self.saver.add_layer(layer, kv)
+                self.saver.add_layer(layer, self._runner.at_rest(kv))
             self.saver.end_pass()
         self.job.repaired_tokens = round(repair.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens

@@ -34,7 +34,7 @@ class LayerSource(Protocol):
     """Where a prefill takes its history from, layer by layer; see `layer_loader.LayerLoad`."""
 
     def layer(self, layer: int) -> jax.Array:
-        """Unrotated KV `[2, S, K, H]`, S as `Runner.padded_history` says."""
+        """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """The layer was computed when `result` is ready."""
@@ -78,7 +78,8 @@ class Prefill:
     history_positions: np.ndarray | None = None
     """i32 `[history_length]`, at which its keys are used; None: their places."""
     past: list[jax.Array | None] = dataclasses.field(default_factory=list)
-    """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass; None where there are none."""
+    """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
+    kept; None where there are none."""
     kv: list[jax.Array] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, T, K, H]` of the last pass."""
     outputs: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -115,6 +116,7 @@ class Runner:
       chunk_tokens: most new tokens per prefill pass.
       shorter_passes: whether passes may be shorter than that before a prompt's last one.
       with_attention: whether to measure the attention that tokens receive.
+      packs_kv: whether KV is kept in int8.
       timeline: told of what is dispatched.
       sharding: where the parameters lie, and all else will; None: on one device.
     """
@@ -129,6 +131,7 @@ class Runner:
         chunk_tokens: int,
         shorter_passes: bool = False,
         with_attention: bool = False,
+        packs_kv: bool = False,
         timeline: Timeline = NO_TIMELINE,
         sharding: ModelSharding | None = None,
     ) -> None:
@@ -140,6 +143,7 @@ class Runner:
         self._params = params
         self._timeline = timeline
         self.with_attention = with_attention
+        self._packs_kv = packs_kv
         self._layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
         outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
         self._outer = {"params": outer}
@@ -166,6 +170,7 @@ class Runner:
             capacity=capacity,
             dtype=self._dtype,
             with_attention=with_attention,
+            packs_kv=packs_kv,
             sharding=sharding,
         )
 
@@ -320,7 +325,7 @@ class Runner:
         if past is None:
             past = self.empty_kv(capacity)
         elif not prefill.owns_past or past.shape[1] != capacity:
-            past, done = steps.grow_history(past, capacity, self.sharding)
+            past, done = steps.grow_history(past, capacity, self._dtype, self.sharding)
             if history is not None:
                 history.used(layer, done)
         prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
@@ -349,7 +354,7 @@ class Runner:
 
     def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
         """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
-        kv = self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))
+        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))))
         zero = self.to_device(0, np.int32)
         if drift is not None:
             kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
@@ -394,23 +399,31 @@ class Runner:
         reach = pad_to(self.history_buckets, min(max_history, self.history_buckets[-1]))
         largest = pad_to(self.new_token_buckets, min(max_new, self.chunk_tokens))
         histories = {size: self.empty_kv(size) for size in self.history_buckets if 0 < size <= reach}
+        kept = {size: self.at_rest(history) for size, history in histories.items()}
         new_sizes = [size for size in self.new_token_buckets if size <= largest]
-        total, done = len(new_sizes) * (1 + len(histories)), 0
+        pasts: list[jax.Array | None] = [None, *kept.values()]
+        if self._packs_kv:  # Behind a first pass the past is unpacked.
+            least = self.padded_history(min(self.pass_sizes))
+            pasts += [history for size, history in histories.items() if size >= least]
+        total, done = len(new_sizes) * len(pasts), 0
         zero = self.to_device(0, np.int32)
         for new_size in new_sizes:
             x = self._embedded(new_size)
             self._last_logits(x, zero)
-            for history in (None, *histories.values()):
+            for history in pasts:
                 for layer in self._kinds:
                     prefill = Prefill(0, [0], 0, past=[history] * self._config.num_layers)
                     self._prefill_layer(prefill, layer, self._layers[layer], x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
+            self.at_rest(self.empty_kv(new_size))
             self.slots.insert(0, self.empty_kv(new_size), zero, zero)
-        for history in histories.values():
+        for history in (*histories.values(), *kept.values()):
             self.slots.insert(0, history, zero, zero)
         self._warm_up_passes(histories)
+        if self._packs_kv:
+            self._warm_up_passes(kept)
         for rows in self.batch_buckets:
             for extent in self.slots.extents:
                 lengths = np.full(rows, extent - 1, np.int32)
@@ -427,7 +440,7 @@ class Runner:
             }
             for capacity in self.history_buckets:
                 if min(reached) <= capacity <= max(reached):
-                    steps.grow_history(histories[size], capacity, self.sharding)
+                    steps.grow_history(histories[size], capacity, self._dtype, self.sharding)
         for num_new in self.pass_sizes:
             new = self.empty_kv(num_new)
             for capacity in self.history_buckets:
@@ -446,7 +459,7 @@ class Runner:
         for num_new in new_sizes:
             x = self._embedded(num_new)
             for num_past in pasts:
-                past = self.empty_kv(num_past) if num_past else None
+                past = self.at_rest(self.empty_kv(num_past)) if num_past else None
                 samples.append((num_past, num_new, min(self._timed(x, past, zero) for _ in range(_TIMED_RUNS))))
         return samples
 
@@ -478,6 +491,14 @@ class Runner:
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
         return steps.empty_kv(self._config, num_tokens, self._dtype, self.sharding)
+
+    def at_rest(self, kv: jax.Array) -> jax.Array:
+        """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""
+        return steps.pack_kv(kv, self.sharding) if self._packs_kv else kv
+
+    def unpacked(self, kv: jax.Array) -> jax.Array:
+        """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""
+        return steps.unpack_kv(kv, self._dtype, self.sharding) if self._packs_kv else kv
 
     def _padded_up_to(self, num_tokens: int) -> int:
         return self.padded_history(min(num_tokens, self.history_buckets[-1]))

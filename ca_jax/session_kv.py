@@ -273,7 +273,7 @@ class SessionKV:
                 read.result()
             self._store.abort_load(ticket, MissReason.CANCELLED)
         lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
-        arrays = (LayerKV(to_device(kv[:1]), to_device(kv[1:])) for kv in layers)
+        arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
         return KVCache(tuple(arrays), to_device(lengths))
 
     def drop(self, key: str) -> None:
@@ -329,7 +329,8 @@ class SessionKV:
             if ticket is None:
                 return
             for layer in range(self._layout.num_layers):
-                self._saver.add(ticket, LayerPart(layer, self._runner.empty_kv(num_tokens), num_tokens, 0))
+                kv = self._runner.at_rest(self._runner.empty_kv(num_tokens))
+                self._saver.add(ticket, LayerPart(layer, kv, num_tokens, 0))
             self._saver.end(ticket)
             self.write_buffer.collect(wait=True, key=key)
             loaded = self._store.prepare_load(key, ticket.token_ids)

@@ -27,6 +27,7 @@ from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
+from ca_jax.models.kv_int8 import dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer
 
@@ -93,6 +94,18 @@ def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSh
     return constrain(jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype), sharding, _KV_HEADS)
 
 
+@partial(jax.jit, static_argnames=("sharding",))
+def pack_kv(kv: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
+    """Unrotated KV `[2, T, K, H]` as it is kept in int8, `[2, T, K, H + 2]`."""
+    return constrain(quantize(kv), sharding, _KV_HEADS)
+
+
+@partial(jax.jit, static_argnames=("dtype", "sharding"))
+def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
+    """KV that is kept in int8 `[2, S, K, H + 2]`, unrotated, `[2, S, K, H]`."""
+    return constrain(dequantize(kv, dtype), sharding, _KV_HEADS)
+
+
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
     """i32 `[1, T]` to `[1, T, F]`."""
@@ -126,7 +139,10 @@ def _prefill_layer(
         past_rotation: rope.Rotation | None,
         num_new: jax.Array | None,
     ) -> tuple[jax.Array, ...]:
-        past = None if history is None else LayerKV(history[0][None], history[1][None])
+        past = None
+        if history is not None:
+            history = unpacked(history, q.dtype)
+            past = LayerKV(history[0][None], history[1][None])
         over = (q, new, past, history_length[None], rotation, past_rotation)
         out, kv = attend(*over, window=window), jnp.concatenate([new.k, new.v], axis=0)
         return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
@@ -160,7 +176,7 @@ def prefill_layer(
       config: static.
       layer_params: of this layer.
       x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
       history_rotation: of history places, `[S, R/2]`; None: place s has position s.
@@ -194,7 +210,7 @@ def prefill_layer_attention(
       config: static.
       layer_params: of this layer.
       x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or None.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
       table: rotations of all positions.
@@ -231,14 +247,16 @@ def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
     return _apply(Transformer(config), params, x, method=Transformer.head)
 
 
-@partial(jax.jit, static_argnames=("capacity", "sharding"))
+@partial(jax.jit, static_argnames=("capacity", "dtype", "sharding"))
 def grow_history(
-    history: jax.Array, capacity: int, sharding: ModelSharding | None = None
+    history: jax.Array, capacity: int, dtype: str, sharding: ModelSharding | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]`, and a scalar.
+    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]` of `dtype`, and a scalar.
 
-    The scalar is ready when the copy is, and outlives it: the copy is donated later on.
+    What is packed in int8 is unpacked. The scalar is ready when the copy is, and outlives it: the copy is donated later
+    on.
     """
+    history = unpacked(history, dtype)
     _, num_places, num_kv, head_dim = history.shape
     room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
     room = constrain(lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0)), sharding, _KV_HEADS)
@@ -290,7 +308,7 @@ def insert_slot(
     Args:
       keys: `[slots, K, C, H]`, donated.
       values: `[slots, K, C, H]`, donated.
-      kv: `[2, T, K, H]`, unrotated.
+      kv: `[2, T, K, H]`, unrotated, or int8 `[2, T, K, H + 2]`.
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
@@ -311,6 +329,7 @@ def insert_slot(
         rotation: rope.Rotation,
     ) -> tuple[jax.Array, jax.Array]:
         own, is_own = _own_slot(slot, keys.shape[0], sharding)
+        kv = unpacked(kv, keys.dtype)
         rotated = rope.rotate(kv[0], rotation)
         return (
             _write_slot(keys, rotated.transpose(1, 0, 2), own, start, is_own),
@@ -425,7 +444,7 @@ def _scatter(slots: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
 
 @partial(
     jax.jit,
-    static_argnames=("config", "num_blocks", "scatter", "with_attention", "sharding"),
+    static_argnames=("config", "num_blocks", "scatter", "with_attention", "packs", "sharding"),
     donate_argnames=("slots",),
 )
 def decode(
@@ -438,6 +457,7 @@ def decode(
     num_blocks: int | None = None,
     scatter: bool = False,
     with_attention: bool = False,
+    packs: bool = False,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, Slots] | tuple[jax.Array, jax.Array, Slots, jax.Array]:
     """One token for the first n slots. Donates the slots. Where a mesh has them in parts n is all of them.
@@ -452,12 +472,13 @@ def decode(
       num_blocks: static, see `attend_slots`.
       scatter: static: write all rows at once. On CPU an update for each row is faster, on a GPU each is a kernel.
       with_attention: static: also return the attention that each token received.
+      packs: static: return the new KV in int8.
       sharding: static.
 
     Returns:
-      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, a fresh buffer; the slots. If asked for, the
-      attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers, 0 behind the
-      new token.
+      Logits f32 `[n, V]`; the new tokens' unrotated KV `[L, 2, n, K, H]`, or packed, a fresh buffer; the slots. If
+      asked for, the attention that the tokens of each slot received, f32 `[n, C]`: summed over query heads and layers,
+      0 behind the new token.
     """
     model = Transformer(config)
     rotation = rope.Rotation(*(part[lengths][:, None] for part in table))
@@ -509,7 +530,8 @@ def decode(
         new_values.append(values)
         received += of_layer
     logits = _logits(config, params, x, sharding, _ROWS)
-    kv = constrain(jnp.stack(new_kv), sharding, (None, *_STEP_KV))
+    kv = jnp.stack(new_kv)
+    kv = constrain(quantize(kv) if packs else kv, sharding, (None, *_STEP_KV))
     if not with_attention:
         return logits, kv, Slots(new_keys, new_values)
     return logits, kv, Slots(new_keys, new_values), constrain(sum(received, jnp.float32(0)).sum(0), sharding)

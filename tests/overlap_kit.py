@@ -28,6 +28,8 @@ PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 NUM_LAYERS = kit.tiny.tiny_config().num_layers
 REGION_BYTES = 256 * kit.TOKEN_BYTES // NUM_LAYERS
 """Staging of one layer of a history of up to 256 tokens."""
+NAN_BYTE = 0xFF
+"""Everywhere it is NaN, in floats of any width and in the scale of an int8 row."""
 
 
 # Memory that nobody may read.
@@ -51,13 +53,13 @@ def poison(engine: Engine, *, staged_layers: int = 2 * NUM_LAYERS) -> None:
     def free(ids: Iterable[int], original: Callable = allocator.free) -> None:
         freed = list(ids)
         original(freed)
-        slab[freed] = np.nan
+        slab.view(np.uint8)[freed] = NAN_BYTE
 
     def free_slot(slot: int, original: Callable = sampler.free_slot) -> None:
         original(slot)
         engine._runner.slots.buffers = _nan_in_slot(engine._runner.slots.buffers, slot)
 
-    slab[...] = np.nan
+    slab.view(np.uint8)[...] = NAN_BYTE
     engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
     allocator.free = free
     sampler.free_slot = free_slot
@@ -74,12 +76,12 @@ class PoisonedBuffer(ReadBuffer):
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes)
-        self.memory.view(np.float32)[...] = np.nan
+        self.memory.view(np.uint8)[...] = NAN_BYTE
 
     def give_back(self, region: Region) -> None:
         """Frees the oldest piece, and forgets what it held."""
         super().give_back(region)
-        self.memory[region.start : region.stop].view(np.float32)[...] = np.nan
+        self.memory[region.start : region.stop].view(np.uint8)[...] = NAN_BYTE
 
 
 # Transfers.

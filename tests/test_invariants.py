@@ -360,7 +360,7 @@ def test_the_engine_gives_staging_back_only_when_the_slots_have_what_was_loaded(
 # 7
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
     """Prefilled and decoded KV of every bit pattern, NaNs with payload included, in parts that cross blocks."""
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, dtype=dtype, block_tokens=8)

@@ -60,12 +60,21 @@ class ContextStream:
       overflow: what happens at the window's end.
       window: most tokens of the context.
       step_tokens: tokens that are fed at once; the context overflows between steps.
+      rounds_kv: whether KV is rounded behind the step that computed it, as int8 at rest rounds what a turn loads.
 
     Raises:
       ValueError: a window above what the model was trained for, or that `overflow` does not fit.
     """
 
-    def __init__(self, model: LoadedModel, overflow: OverflowConfig, *, window: int, step_tokens: int = 128) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        overflow: OverflowConfig,
+        *,
+        window: int,
+        step_tokens: int = 128,
+        rounds_kv: bool = False,
+    ) -> None:
         overflow.check_window(window)
         if not 0 < step_tokens <= window <= model.config.max_positions:
             raise ValueError(
@@ -84,6 +93,7 @@ class ContextStream:
             self._drift.check_model(model.config, model.fingerprint)
         self._window = window
         self._step_tokens = step_tokens
+        self._rounds_kv = rounds_kv
         params = model.params["params"]
         self._layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
         self._outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
@@ -279,6 +289,8 @@ class ContextStream:
                 received = to_host(seen) if not i else received + to_host(seen)
             else:
                 x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation, sees)
+            if self._rounds_kv:
+                kv = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
             owns = past is not None and past.shape[1] == capacity and not self._is_shared
             grown = (_append_in_place if owns else _append)(past, kv, length, capacity=capacity)
             if start:

@@ -15,6 +15,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.jobs import Usage
+from ca_jax.kv_layout import kv_layout
 from ca_jax.launch.bench_disk import block_files, cached_share, drop_cached, fill_cached, is_dropped
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_suites import send_turn
@@ -22,7 +23,6 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
-from ca_jax.storage.layout import KVLayout
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
 _WARM_SHARE = 0.95  # Of its pages a file has in memory that counts as warm.
@@ -58,17 +58,6 @@ def make_engine(
         raise BenchError(f"no engine for {suite} at this size: {error}") from error
 
 
-def kv_layout(model: LoadedModel, block_tokens: int) -> KVLayout:
-    """The shape of a model's blocks."""
-    return KVLayout(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=model.dtype,
-        block_tokens=block_tokens,
-    )
-
-
 def one_session_config(
     engine_config: EngineConfig, model: LoadedModel, directory: Path, *, max_tokens: int
 ) -> EngineConfig:
@@ -80,7 +69,7 @@ def one_session_config(
       directory: of its SSD tier.
       max_tokens: of the longest session that is stored.
     """
-    layout = kv_layout(model, engine_config.store.block_tokens)
+    layout = kv_layout(model, engine_config)
     num_blocks = layout.num_blocks(max_tokens)
     ssd_bytes = _SSD_SESSIONS * num_blocks * (layout.block_bytes + _SSD_BLOCK_EXTRA_BYTES)
     store = dataclasses.replace(
@@ -106,7 +95,7 @@ class OneSessionEngine:
     def __init__(self, engine: Engine, *, suite: str, max_tokens: int, seed: int) -> None:
         self.engine = engine
         """The one that runs now."""
-        self.layout = kv_layout(engine.model, engine.config.store.block_tokens)
+        self.layout = kv_layout(engine.model, engine.config)
         """Of its blocks."""
         self._suite = suite
         self._max_tokens = max_tokens

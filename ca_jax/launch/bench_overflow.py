@@ -22,7 +22,8 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.launch.bench_engines import kv_layout, make_engine
+from ca_jax.kv_layout import kv_layout
+from ca_jax.launch.bench_engines import make_engine
 from ca_jax.launch.bench_overflow_bookkeeping import measure_bookkeeping
 from ca_jax.launch.bench_overflow_costs import first_truncations, gap_rows, next_turn_rows
 from ca_jax.launch.bench_overflow_schema import (
@@ -103,7 +104,7 @@ def engine_config(config: OverflowBenchConfig, model: LoadedModel, method: str) 
     overflow = config.engine.overflow
     if overflow is None:
         raise ValueError("engine.overflow wanted an OverflowConfig, found None")
-    layout = kv_layout(model, config.engine.store.block_tokens)
+    layout = kv_layout(model, config.engine)
     num_sessions = max((config.concurrent_sessions, *config.gap_sessions))
     num_blocks = num_sessions * (layout.num_blocks(config.context_window) + _SPARE_BLOCKS)
     return dataclasses.replace(

@@ -17,7 +17,8 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job
-from ca_jax.launch.bench_engines import kv_layout, make_engine
+from ca_jax.kv_layout import kv_layout
+from ca_jax.launch.bench_engines import make_engine
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
@@ -97,9 +98,9 @@ class Steps:
         self._progress(self._what, next(self._done), self._total)
 
 
-def token_bytes(model: LoadedModel) -> int:
-    """Of one token's KV in all layers."""
-    return kv_layout(model, block_tokens=1).token_bytes
+def token_bytes(model: LoadedModel, config: EngineConfig) -> int:
+    """Of one token's KV in all layers, as it is kept."""
+    return kv_layout(model, config).token_bytes
 
 
 def engine_for(
@@ -113,7 +114,7 @@ def engine_for(
       stored_tokens: of each of those sessions; none turns the store off.
       context_window: most tokens of a session.
     """
-    layout = kv_layout(model, config.store.block_tokens)
+    layout = kv_layout(model, config)
     num_bytes = sum(map(layout.num_blocks, stored_tokens)) * layout.block_bytes
     store = StoreConfig(dram_gib=num_bytes / GIB, block_tokens=layout.block_tokens)
     return dataclasses.replace(config, max_batch_size=1, context_window=context_window, store=store)

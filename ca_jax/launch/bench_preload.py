@@ -138,7 +138,8 @@ class _Bench:
             for load_ratio in self.config.load_ratios:
                 calibrated, *_ = self._measure(compute, num_new, CALIBRATIONS, tell=False)
                 load_s = load_ratio * statistics.median(each[COMPUTE]["ttft_s"] for each in calibrated)
-                set_pace = functools.partial(link.set_pace, num_history * token_bytes(self.model) / load_s)
+                num_bytes = num_history * token_bytes(self.model, engines["auto"].config)
+                set_pace = functools.partial(link.set_pace, num_bytes / load_s)
                 set_pace()
                 rates = self._measure_rates(engines["auto"])
                 self.step()

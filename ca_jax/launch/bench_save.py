@@ -104,7 +104,7 @@ class _Bench:
             for save_ratio in self.config.save_ratios:
                 rounds, *_ = self._measure({"off": engines["off"]}, num_prompt, CALIBRATIONS, tell=False)
                 prompt_save_s = save_ratio * statistics.median(seconds["off"] for seconds in rounds)
-                link.set_pace(num_prompt * token_bytes(self.model) / prompt_save_s)
+                link.set_pace(num_prompt * token_bytes(self.model, engines["off"].config) / prompt_save_s)
                 self.step()
                 save_s = prompt_save_s * self._saved_tokens(num_prompt) / num_prompt
                 rows.append(self._row(engines, num_prompt, save_ratio=save_ratio, save_s=save_s))

@@ -23,7 +23,8 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job, SamplingParams, Usage
-from ca_jax.launch.bench_engines import kv_layout, make_engine
+from ca_jax.kv_layout import kv_layout
+from ca_jax.launch.bench_engines import make_engine
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_scripts import make_scripts
@@ -167,7 +168,7 @@ class _Bench:
 
 def engine_config(config: ThroughputBenchConfig, model: LoadedModel, mode: str) -> EngineConfig:
     """The engine of one of `MODES`: its DRAM holds all conversations, or none."""
-    layout = kv_layout(model, config.engine.store.block_tokens)
+    layout = kv_layout(model, config.engine)
     num_blocks = config.concurrent_sessions * layout.num_blocks(config.context_window) if mode == "store" else 0
     store = dataclasses.replace(config.engine.store, dram_gib=num_blocks * layout.block_bytes / GIB)
     return dataclasses.replace(config.engine, context_window=config.context_window, store=store)

@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from ca_jax.config import READ_BUFFERS, EngineConfig
+from ca_jax.config import KV_REST_DTYPES, READ_BUFFERS, EngineConfig
 from ca_jax.launch import overflow_flags
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
@@ -37,6 +37,10 @@ _NUMBERS = {
 _READ_BUFFER = (
     "Layers of stored KV that are loaded ahead of the one that computes: a number, or one of "
     f"{', '.join(READ_BUFFERS)}."
+)
+_KV_REST_DTYPE = (
+    f"How KV is kept in memory and on SSD, one of {', '.join(KV_REST_DTYPES)}: as it was computed, or rounded to half "
+    "the bytes of bfloat16."
 )
 _SWITCHES = {
     "async_save": "Save KV while computing; otherwise at the end of a turn, which waits for it.",
@@ -66,6 +70,7 @@ def define(
     for name, text in _NUMBERS.items():
         flags.DEFINE_float(name, getattr(default, name), text, flag_values=flag_values)
     flags.DEFINE_string("read_buffer", str(default.read_buffer), _READ_BUFFER, flag_values=flag_values)
+    flags.DEFINE_string("kv_rest_dtype", default.kv_rest_dtype, _KV_REST_DTYPE, flag_values=flag_values)
     for name, text in _SWITCHES.items():
         flags.DEFINE_boolean(name, getattr(default, name), text, flag_values=flag_values)
     overflow_flags.define(default.overflow, without=without_overflow, or_off=True, flag_values=flag_values)
@@ -84,6 +89,7 @@ def engine_config(default: EngineConfig | None = None, *, flag_values: flags.Fla
     default = default or EngineConfig()
     values: dict[str, Any] = {name: flag_values[name].value for name in (*_INTEGERS, *_NUMBERS, *_SWITCHES)}
     values["read_buffer"] = _layers_or_word(str(flag_values["read_buffer"].value))
+    values["kv_rest_dtype"] = flag_values["kv_rest_dtype"].value
     values["overflow"] = overflow_flags.overflow_or_off(default.overflow, flag_values=flag_values)
     return dataclasses.replace(default, **values)
 

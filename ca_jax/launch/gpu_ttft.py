@@ -91,7 +91,7 @@ def _ttft_row(
         for _ in range(config.repeats):
             same_tokens &= _ttft_round(engine, apart, session, random_ids(rng, model, config.new_tokens), samples)
     session.close()
-    kv_bytes = num_history * token_bytes(model)
+    kv_bytes = num_history * token_bytes(model, engine.config)
     load_s = samples.median("load_s")
     return {
         "history_tokens": num_history,

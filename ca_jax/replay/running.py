@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS, Engine
+from ca_jax.kv_layout import kv_layout
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.served import Sample, Served
@@ -102,7 +103,7 @@ def replay(
         )
     if config.simulate:
         check_simulable(config.engine, workload)
-    layout = _layout(model, config.engine)
+    layout = kv_layout(model, config.engine)
     _check_store(config.engine, layout, workload.largest_session_tokens)
     runs, agreed = [], None
     for name in (STORE, RECOMPUTE) if config.recompute else (STORE,):
@@ -143,16 +144,6 @@ def without_store(config: EngineConfig) -> EngineConfig:
     """The same engine, which stores nothing."""
     store = dataclasses.replace(config.store, dram_gib=0.0, ssd_dir=None, ssd_url=None)
     return dataclasses.replace(config, store=store)
-
-
-def _layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
-    return KVLayout(
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=model.dtype,
-        block_tokens=config.store.block_tokens,
-    )
 
 
 def _check_store(config: EngineConfig, layout: KVLayout, num_tokens: int) -> None:

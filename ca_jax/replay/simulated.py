@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
-
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
+from ca_jax.kv_layout import kv_layout
 from ca_jax.overflow import OverflowConfig
 from ca_jax.rates import PrefillSample
 from ca_jax.replay.served import Served
@@ -119,15 +118,16 @@ def sim_sessions(workload: Workload) -> list[SimSession]:
 def server_config(engine: Engine, served: Served, *, warmup_turns: int = 0) -> ServerConfig:
     """The simulated server that is like an engine, as fast as that was in a run."""
     config, model = engine.config, engine.model.config
+    layout = kv_layout(engine.model, config)
     sizes = SimModel(
         name=engine.model.name,
         num_params=0.0,
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        head_dim=layout.head_dim,
         window=engine.window,
-        dtype_bytes=np.dtype(engine.model.dtype).itemsize,
+        dtype_bytes=layout.numpy_dtype.itemsize,
     )
     return ServerConfig(
         model=sizes,

@@ -454,6 +454,8 @@ class AttentionStore:
         if entry is None:
             if not num_tokens:
                 self._entries.expect(key, None)
+            elif note is not None:
+                self.set_note(key, note)
             return 0
         _check_idle(entry)
         if num_tokens:
@@ -486,6 +488,8 @@ class AttentionStore:
         mask = as_mask(discarded)
         entry = self._entries.get(key)
         if entry is None:
+            if note is not None:
+                self.set_note(key, note)
             return 0
         _check_idle(entry)
         self._cutting.discard(entry, mask, note)

@@ -16,6 +16,7 @@ _DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
 }
 
 
@@ -36,9 +37,9 @@ class KVLayout:
     num_kv_heads: int
     """K."""
     head_dim: int
-    """H."""
+    """H; of int8 the head dim and the bytes of each row's scale behind it."""
     dtype: str
-    """Of keys and values at rest: `float32`, `float16` or `bfloat16`. Saving and loading never convert."""
+    """Of keys and values at rest: `float32`, `float16`, `bfloat16` or `int8`. Saving and loading never convert."""
     block_tokens: int
     """Tokens in one block."""
 

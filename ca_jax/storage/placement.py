@@ -202,6 +202,7 @@ class Placement:
         del entry.block_ids[num_blocks:]
         self.free_dram(entry, block_ids)
         if not num_blocks:
+            entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
             self._dirty.pop(entry.key, None)
@@ -265,7 +266,7 @@ class Placement:
 
     def _leave_dram(self, entry: Entry) -> None:
         """Forgets what of a session is in DRAM."""
-        entry.token_ids, entry.places, entry.lineage = np.zeros(0, np.int32), TokenPlaces(), PLAIN
+        entry.token_ids, entry.places = np.zeros(0, np.int32), TokenPlaces()
         self.free_unused(entry)
 
     def _size_of_evictable(self, key: str) -> int:

@@ -24,7 +24,7 @@ import hashlib
 import numpy as np
 
 _SAMPLE_BYTES = 8
-_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16}
+_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
 def seal_block(block: np.ndarray, num_tokens: int) -> np.ndarray:

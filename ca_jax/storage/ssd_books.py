@@ -263,8 +263,14 @@ class SsdBooks:
             self._cancel_fetch(entry)
         if entry.flush is not None:
             move = self._moves[entry.flush]
-            if move.left or move.cuts or entry.flush.record.num_tokens > num_tokens:
+            num_flushed = entry.flush.record.num_tokens
+            if move.left or move.cuts or num_flushed > num_tokens:
                 self.cancel(entry)
+            elif entry.ssd is not None and entry.ssd.num_tokens > num_tokens:  # Perhaps the catalog has it no more.
+                cut = Cut(np.arange(entry.ssd.num_tokens) < num_tokens, entry.lineage, note)
+                cut.num_flushed = num_flushed
+                move.cuts.append(cut)
+                return
         if entry.ssd is None:
             return
         if entry.ssd.num_tokens > num_tokens:

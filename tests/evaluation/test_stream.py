@@ -18,6 +18,7 @@ from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow import OverflowConfig
 from tests import engine_kit as kit
+from tests.kv_rest_kit import as_kept
 from tests.tolerances import LOGITS_ATOL
 
 ATOL = LOGITS_ATOL["float32"]
@@ -27,9 +28,11 @@ KEEP = 4
 TOKENS = kit.prompt(300)
 
 
-def a_stream(method: str = "ca", *, window: int = WINDOW, step_tokens: int = STEP, **overflow: object) -> ContextStream:
+def a_stream(
+    method: str = "ca", *, window: int = WINDOW, step_tokens: int = STEP, rounds_kv: bool = False, **overflow: object
+) -> ContextStream:
     config = OverflowConfig(**{"method": method, "keep_first_tokens": KEEP, **overflow})
-    return ContextStream(kit.tiny_model(), config, window=window, step_tokens=step_tokens)
+    return ContextStream(kit.tiny_model(), config, window=window, step_tokens=step_tokens, rounds_kv=rounds_kv)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -154,6 +157,33 @@ def test_each_method_is_the_plain_model_over_its_cache(method, num_tokens):
     assert list(stream.token_ids) == cache.token_ids
     assert_close(stream.logits(), logits)
     assert_close(kv_of(stream), cache.kv)
+
+
+def test_kv_that_is_rounded_is_rounded_once_behind_the_step_that_computed_it():
+    """Overflows included: what stays is not rounded again."""
+
+    class RoundedCache(PlainCache):
+        def feed(self, part: Sequence[int]) -> np.ndarray:
+            logits = super().feed(part)
+            self.kv[:, :, -len(part) :] = as_kept(self.kv[:, :, -len(part) :])
+            return logits
+
+    cache, losses = RoundedCache(), [np.nan]
+    stream = a_stream(rounds_kv=True)
+    found = stream.feed(TOKENS[:200])
+    last = None
+    for start in range(0, 200, STEP):
+        part = TOKENS[start : min(start + STEP, 200)]
+        losses += [] if last is None else nll(last, part[:1])
+        if len(cache.token_ids) + len(part) > WINDOW:
+            cache.slice(np.r_[0:KEEP, KEEP + WINDOW // 2 : len(cache.token_ids)])
+        logits = cache.feed(part)
+        losses += nll(logits[:-1], part[1:])
+        last = logits[-1:]
+    np.testing.assert_allclose(found, losses, atol=50 * ATOL, rtol=0)  # Some numbers lie between two of int8.
+    plain = a_stream().feed(TOKENS[:200])
+    assert np.abs(plain - found)[STEP:].max() > 50 * ATOL
+    np.testing.assert_allclose(found[:STEP], plain[:STEP], atol=ATOL, rtol=0)
 
 
 def test_the_methods_differ():

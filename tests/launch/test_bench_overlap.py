@@ -140,7 +140,7 @@ def test_paced_histories_come_over_a_link_as_slow_as_the_turns_own_compute_says(
 ) -> None:
     config = dataclasses.replace(PRELOAD, preload_history_tokens=())
     rows = [row for row in run_preload_suite(model, config, ignore).rows if isinstance(row, PreloadRow)]
-    layer_bytes = 30 * token_bytes(model)  # Of 90 tokens in one of three layers; what measures rates is longer.
+    layer_bytes = 30 * token_bytes(model, ENGINE)  # Of 90 tokens in one of three layers; what measures rates is longer.
     loads = collections.Counter(pace for pace, transfer in recorded.moved if transfer.num_bytes == layer_bytes)
     assert {transfer.direction for _, transfer in recorded.moved} == {"load"}
     of_compute = len(config.load_ratios) * (bench_preload.CALIBRATIONS + config.repeats)
@@ -220,7 +220,7 @@ def test_paced_saves_go_over_a_link_as_slow_as_the_turn_without_a_store_says(
 ) -> None:
     config = dataclasses.replace(SAVE, save_prompt_tokens=(), stream_turns=0)
     rows = run_save_suite(model, config, ignore).rows
-    saved_bytes = (40 + 4 - 1) * token_bytes(model)
+    saved_bytes = (40 + 4 - 1) * token_bytes(model, ENGINE)
     assert {transfer.direction for _, transfer in recorded.moved} == {"save"}
     moved_bytes = dict.fromkeys((pace for pace, _ in recorded.moved), 0)
     for pace, transfer in recorded.moved:

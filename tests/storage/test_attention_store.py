@@ -36,7 +36,7 @@ def used_blocks(store: AttentionStore) -> int:
     return stats.used_bytes // store.layout.block_bytes
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_dram_round_trip_is_bit_exact(dtype):
     store = make_store(dtype=dtype)
     kv = make_kv(store.layout, 14)
@@ -46,7 +46,7 @@ def test_dram_round_trip_is_bit_exact(dtype):
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_partial_blocks_at_every_offset(dtype):
     store = make_store(dtype=dtype)
     kv = make_kv(store.layout, 16)

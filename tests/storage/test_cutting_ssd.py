@@ -377,6 +377,20 @@ def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_stor
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
 
 
+def test_a_save_that_was_given_up_leaves_no_lineage_behind(open_store, gates):
+    store = open_store()
+    gates[0].writes.close()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.poll()
+    gates[0].writes.wait_held()
+    store.leave_dram("a")
+    store.abort_save(store.prepare_save("a", 0, ids(3), num_dropped=2))
+    assert info(store, "a").num_dropped == 0
+    gates[0].writes.open()
+    store.settle()
+    assert (ssd_tokens(store, "a"), info(store, "a").num_dropped) == (5, 0)
+
+
 def test_a_session_that_left_dram_while_it_was_flushed_is_on_ssd(open_store, gates):
     store = open_store()
     kv = make_kv(LAYOUT, 10)

@@ -51,7 +51,7 @@ def test_a_layout_refuses_sizes_that_are_not_positive(field):
 
 
 def test_a_layout_refuses_an_unknown_dtype():
-    with pytest.raises(ValueError, match="float32, float16, bfloat16; found 'int7'"):
+    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8; found 'int7'"):
         smollm2_layout(dtype="int7")
 
 

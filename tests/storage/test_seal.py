@@ -13,7 +13,7 @@ from ca_jax.storage.seal import seal_block, verify_block
 from .ssd_helpers import make_blocks, make_disk, read
 from .store_helpers import as_bits, make_kv, make_layout
 
-DTYPES = ["float32", "float16", "bfloat16"]
+DTYPES = ["float32", "float16", "bfloat16", "int8"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from .ssd_helpers import make_blocks, make_disk, read
 from .store_helpers import as_bits, make_layout
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "int8"])
 def layout(request):
     return make_layout(request.param)
 

@@ -57,7 +57,7 @@ def reason(handle) -> IoFailure:
 # What was written is read.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_blocks_come_back_bit_for_bit(disk, dtype):
     layout = make_layout(dtype)
     tier = disk.open(layout)

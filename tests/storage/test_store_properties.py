@@ -114,7 +114,7 @@ class Reference:
     has_left: bool = False
     """Whether it is another state than what is in DRAM."""
     is_cut_after_flush: bool = False
-    """Whether a flush was under way when tokens were discarded: SSD forgets them when it has ended."""
+    """Whether a flush was under way when tokens left: SSD forgets them when it has ended."""
     saves: list[tuple[SaveTicket, list[Token]]] = dataclasses.field(default_factory=list)
     loads: list[LoadTicket] = dataclasses.field(default_factory=list)
     note: bytes = b""
@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
     driver: str | None = None
 
     @initialize(
-        dtype=st.sampled_from(["float32", "bfloat16"]),
+        dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
         policy=st.sampled_from(["lru", "fifo", "scheduler_aware", "return_aware"]),
         ssd_blocks=st.sampled_from([9, AMPLE]),
         free_fraction=st.sampled_from([0.0, 0.4]),
@@ -171,6 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.random = np.random.default_rng(seed)
         self.reference: dict[str, Reference] = {}
         self.pins: collections.Counter[str] = collections.Counter()
+        self.waiting_notes: dict[str, bytes] = {}  # Of pinned keys of which nothing is stored.
         self.jobs: list[tuple[int, str]] = []
         self.num_jobs = 0
         self.may_evict = False
@@ -219,6 +220,11 @@ class StoreMachine(RuleBasedStateMachine):
         for key in due:
             del self.reference[key]
 
+    def came(self, key: str, reference: Reference) -> None:
+        """Something of a session is stored, perhaps for the first time: it takes the note that waits for it."""
+        reference.note = self.waiting_notes.pop(key, reference.note)
+        self.reference[key] = reference
+
     def published(self, reference: Reference) -> None:
         """The oldest open save is complete."""
         _, tokens = reference.saves.pop(0)
@@ -231,6 +237,9 @@ class StoreMachine(RuleBasedStateMachine):
         reference.tokens = reference.tokens[:num_tokens]
         reference.places = reference.places.take(num_tokens)
         if reference.ssd is not None and len(reference.ssd) > num_tokens:
+            if was_flushed and entry is not None and entry.flush is not None:  # What it writes takes that one's place.
+                reference.is_cut_after_flush = True
+                return
             reference.ssd = reference.ssd[:num_tokens] or None
             reference.ssd_blocks = reference.ssd_blocks[: len(entry.ssd.block_ids) if entry and entry.ssd else 0]
         if was_flushed and (entry is None or entry.ssd is None):  # The flush may have been too far to be undone alone.
@@ -260,7 +269,7 @@ class StoreMachine(RuleBasedStateMachine):
                 reference.lineage = Lineage(num_dropped)
             behind = reference.tokens + [token for _, tokens in reference.saves for token in tokens]
             reference.saves.append((ticket, tokens_of(token_ids, behind)))
-            self.reference[key] = reference
+            self.came(key, reference)
 
     @rule(key=KEYS, wrong=st.sampled_from([-1, 1, 5]))
     def prepare_save_with_a_gap(self, key, wrong):
@@ -363,7 +372,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.may_evict = True
         if num_copied:
             assert tokens[:num_copied] == tokens_of(wanted[:num_copied], []), "it has seen tokens that were dropped"
-            self.reference[key] = Reference(tokens=tokens[:num_copied], places=TokenPlaces.dense(num_copied))
+            self.came(key, Reference(tokens=tokens[:num_copied], places=TokenPlaces.dense(num_copied)))
 
     # Loads.
 
@@ -475,6 +484,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         was_flushed = reference is not None and self.entry(key).flush is not None
         kept = self.store.truncate(key, num_tokens)
+        if not num_tokens:
+            self.waiting_notes.pop(key, None)
         if reference is None:
             assert kept == 0
             return
@@ -502,6 +513,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         if reference is None:
             assert self.store.discard(key, mask, note) == 0
+            if note is not None and self.driver and self.pins[key]:
+                self.waiting_notes[key] = note
             return
         tokens, lineage = reference.readable()
         stays = [i >= len(mask) or not mask[i] for i in range(len(tokens))]
@@ -562,12 +575,14 @@ class StoreMachine(RuleBasedStateMachine):
         if key not in self.reference or not self.reference[key].in_use:
             assert self.store.drop(key) == (key in self.reference)
             self.reference.pop(key, None)
+            self.waiting_notes.pop(key, None)
 
     @rule(key=KEYS)
     def pin_or_unpin(self, key):
         if self.pins[key]:
             self.store.unpin(key)
             self.pins[key] -= 1
+            self.waiting_notes.pop(key, None)
         else:
             self.store.pin(key)
             self.pins[key] += 1
@@ -590,6 +605,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.set_note(key, note)
         if key in self.reference and self.driver:
             self.reference[key].note = note
+        elif self.driver and self.pins[key]:
+            self.waiting_notes[key] = note
 
     @rule(key=KEYS)
     def read_note(self, key):
@@ -666,6 +683,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.step(self.store.close)
         before, self.reference = self.reference, {}
         self.pins.clear()
+        self.waiting_notes.clear()
         self.jobs.clear()
         self.may_evict = False
         self.store = make_store(NUM_BLOCKS, **self.options)

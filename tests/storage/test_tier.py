@@ -148,7 +148,7 @@ def test_accounting_is_exact_whatever_comes(data):
     assert free.alloc(12) == tuple(range(12))  # One run again.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
 def test_the_slab_and_its_tensorstore_are_the_same_bytes(dtype):
     layout = make_layout(dtype)
     tier = DramTier(layout, 3 * layout.block_bytes + layout.block_bytes // 2)

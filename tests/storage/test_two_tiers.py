@@ -320,6 +320,36 @@ def test_a_note_that_waits_is_not_given_to_a_later_session(open_store, end):
     assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"")
 
 
+@pytest.mark.parametrize("change", ["set_note", "discard", "truncate"])
+def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change):
+    """For a pinned session that was dropped while it was flushed: the next one of its key has no older note."""
+    store = open_store()
+    store.pin("a")
+    save(store, "a", ids(5), make_kv(LAYOUT, 5))
+    store.set_note("a", b"dropped")
+    store.unpin("a")
+    gates[0].writes.close()
+    store.poll()
+    gates[0].writes.wait_held()
+    store.pin("a")
+    store.drop("a")
+    assert store.note("a") == b""
+    store.set_note("a", b"older")
+    if change == "set_note":
+        store.set_note("a", b"last")
+    elif change == "discard":
+        assert store.discard("a", [True] * 3, b"last") == 0
+    else:
+        assert store.truncate("a", 3, b"last") == 0
+    gates[0].writes.open()
+    save(store, "a", ids(6), make_kv(LAYOUT, 6))
+    assert store.note("a") == b"last"
+    store.unpin("a")
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (6, b"last")
+
+
 def test_a_note_survives_a_truncation_while_a_flush_is_under_way(open_store, gates):
     store = open_store()
     save(store, "a", ids(5), make_kv(LAYOUT, 5))
@@ -694,6 +724,46 @@ def test_a_truncation_that_only_an_old_state_on_ssd_is_longer_than(open_store, g
     store = open_store()
     assert before == ssd_tokens(store, "a") == 5
     assert_loads(store, "a", ids(5), kv)
+
+
+def test_a_truncation_that_only_an_old_state_is_longer_than_once_the_catalog_has_the_new_one(open_store):
+    """The books have not taken in yet that the flush has ended: what they would cut is not there any more."""
+    store = open_store()
+    put(store, "a", 14)
+    store.close()
+    store = open_store()
+    kv = make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(5), kv)
+    store.set_note("a", b"new")
+    store._progress.clear()
+    store.poll()
+    assert store._progress.wait(PATIENCE_S)
+    assert store.truncate("a", 8) == 5
+    store.settle()
+    assert store.stats().ssd.num_flushes == 1, "it left SSD, and was written again"
+    assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"new")
+    store.close()
+    store = open_store()
+    assert (ssd_tokens(store, "a"), store.note("a")) == (5, b"new")
+    assert_loads(store, "a", ids(5), kv)
+
+
+def test_a_flush_that_fails_leaves_nothing_of_an_older_state_that_was_to_be_shortened(open_store, gates):
+    store = open_store()
+    put(store, "a", 14)
+    store.close()
+    store = open_store()
+    gates[1].writes.close()
+    save(store, "a", ids(5), make_kv(LAYOUT, 5, seed=1))
+    store.poll()
+    gates[1].writes.wait_held()
+    assert store.truncate("a", 8) == 5
+    gates[1].let_time_pass(60.0)
+    wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1)
+    assert ssd_tokens(store, "a") == 0, "of another state than what is in DRAM nothing is known to stay"
+    gates[1].writes.open()
+    store.close()
+    assert ssd_tokens(open_store(), "a") <= 5
 
 
 def test_a_session_on_ssd_only_is_shortened(open_store, driver):

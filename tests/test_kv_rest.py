@@ -1,0 +1,229 @@
+"""KV kept in int8 between turns: rounded once, the same in DRAM and on SSD, never served for KV as it was computed.
+
+The reference is the same cache in numpy, rounded between turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ca_jax.blend import repair_plan
+from ca_jax.config import EngineConfig
+from ca_jax.jobs import SamplingParams
+from ca_jax.kv_layout import kv_layout
+from ca_jax.metrics import CompileCounter
+from ca_jax.overflow import OverflowConfig
+from tests import engine_kit as kit
+from tests import overflow_kit as ok
+from tests.kv_rest_kit import RoundedConversation, as_kept
+from tests.overlap_kit import poison
+from tests.test_overflow_repair import random_drift
+
+LAYOUT = kv_layout(kit.tiny_model(), dataclasses.replace(kit.SMALL, kv_rest_dtype="int8"))
+ATOL = 5e-3
+"""Of logits, where another order of sums has rounded some number to the int8 beside it."""
+ROUNDING_ATOL = 0.3
+"""Of logits, against KV that is not rounded; logits have a standard deviation of about 2."""
+
+
+@pytest.fixture(params=["dram", "zarr3", "raw"])
+def store(request, tmp_path):
+    if request.param == "dram":
+        return ok.dram_store()
+    return ok.ssd_store(tmp_path / "store", ssd_driver=request.param)
+
+
+def int8_engine(overflow: OverflowConfig | None = None, **changes: object):
+    return ok.engine_of(overflow, kv_rest_dtype="int8", **changes)
+
+
+class Pair(ok.Pair):
+    """A session and its rounded reference."""
+
+    def __init__(self, engine, session=None, drift=None) -> None:
+        overflow = engine.config.overflow or OverflowConfig()
+        super().__init__(engine, session, RoundedConversation(overflow, engine.window, drift))
+
+    def turn(self, token_ids, max_tokens) -> None:
+        with ok.recorded_logits(self.engine) as logits:
+            answer = ok.say(self.session, token_ids, max_tokens)
+        expected = self.reference.say(token_ids, max_tokens)
+        np.testing.assert_allclose(logits, self.reference.logits, rtol=0, atol=ATOL)
+        assert answer == expected
+        assert self.session.usage.num_cached_tokens == self.reference.num_cached
+
+
+def unpacked(packed: np.ndarray) -> np.ndarray:
+    """Rows of int8 to f32, by numpy."""
+    scales = np.ascontiguousarray(packed[..., -2:]).view(ml_dtypes.bfloat16).astype(np.float32)
+    return packed[..., :-2].astype(np.float32) * scales
+
+
+def stored_rows(engine, session) -> np.ndarray:
+    """What the store holds of a session, int8 `[L, 2, T, K, H + 2]`."""
+    store = kit.store_in(engine)
+    key = engine._kv.key(session.session_id)
+    ticket = store.prepare_load(key, session.token_ids, num_dropped=session.conversation.lineage)
+    out = np.zeros((LAYOUT.num_layers, 2, ticket.num_tokens, *LAYOUT.block_shape[3:]), np.int8)
+    for layer in range(LAYOUT.num_layers):
+        ticket.read(layer, out[layer]).result()
+    store.complete_load(ticket)
+    return out
+
+
+def test_a_token_is_a_byte_a_number_and_two_a_row():
+    config = kit.tiny_model().config
+    rows = config.num_layers * 2 * config.num_kv_heads
+    assert LAYOUT.token_bytes == rows * (config.head_dim + 2)
+    assert config.kv_bytes_per_token(itemsize=2) == rows * 2 * config.head_dim
+    for head_dim, share in ((64, 0.516), (128, 0.508)):
+        assert (head_dim + 2) / (2 * head_dim) == pytest.approx(share, abs=5e-4)
+
+
+def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
+    """Passes over a loaded history and behind one, with unused memory full of NaN."""
+    with int8_engine(window=kit.WINDOW, store=store) as engine:
+        poison(engine)
+        pair = Pair(engine)
+        pair.turns(40, 9, 150, 1)  # A pass is 64 tokens.
+        session = pair.session
+        rows = stored_rows(engine, session)
+        pair.reference.cache.round_all()
+        expected = pair.reference.cache.kv
+        off = np.abs(unpacked(rows) - expected[:, :, : rows.shape[2]]) > 1e-4
+        assert off.mean() < 1e-3, "it is the int8 of the same numbers, but for some that lay between two"
+        read = engine._kv.read(session, session.token_ids)
+        found = np.stack([np.concatenate([layer.k, layer.v]) for layer in read.layers])[:, :, : rows.shape[2]]
+        np.testing.assert_array_equal(found, unpacked(rows))
+        assert engine.store_stats().used_bytes % LAYOUT.block_bytes == 0
+
+
+def test_logits_over_rounded_history_are_near_those_of_full_precision():
+    largest = 0.0
+    with int8_engine(window=kit.WINDOW) as engine:
+        session = engine.session()
+        for turn, num_tokens in enumerate((60, 9, 100)):
+            with ok.recorded_logits(engine) as logits:
+                ok.say(session, kit.prompt(num_tokens, turn), 8)
+            expected = kit.full_pass(session.token_ids)[0][session.usage.prompt_tokens - 1 :]
+            difference = float(np.abs(np.stack(logits) - expected[: len(logits)]).max())
+            assert difference <= (ROUNDING_ATOL if turn else ok.ATOL), "a first turn computes with what it computed"
+            largest = max(largest, difference)
+    assert largest > 10 * ok.ATOL, "nothing was rounded"
+
+
+def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
+    found = []
+    messages = [kit.prompt(60), kit.prompt(9, 1), kit.prompt(100, 2)]
+    with int8_engine(window=kit.WINDOW) as engine:
+        session = engine.session()
+        found.append((kit.converse(session, messages), stored_rows(engine, session)))
+        assert session.usage.cached_tokens["dram"] > 0
+    for driver in ("zarr3", "raw"):
+        store, answers = ok.ssd_store(tmp_path / driver, ssd_driver=driver), []
+        for message in messages:  # Each turn is another engine's.
+            with int8_engine(window=kit.WINDOW, store=store) as engine:
+                session = engine.session(session_id="one")
+                answers.append(kit.say(session, message))
+                assert session.usage.cached_tokens.get("ssd", 0) == max(len(session.token_ids) - 13 - len(message), 0)
+                rows = stored_rows(engine, session)
+        found.append((answers, rows))
+    for answers, rows in found[1:]:
+        assert answers == found[0][0]
+        np.testing.assert_array_equal(rows, found[0][1])
+
+
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_int8_is_a_miss_for_plain_kv_and_the_other_way_round(tmp_path, driver):
+    store = ok.ssd_store(tmp_path / "store", ssd_driver=driver)
+    prompts = {"model": kit.prompt(50, 1), "int8": kit.prompt(50, 2)}
+    keys = set()
+    for kind, prompt in prompts.items():
+        with kit.small_engine(store=store, kv_rest_dtype=kind) as engine:
+            session = engine.session(session_id="one")
+            assert session.token_ids == []
+            kit.say(session, prompt)
+            assert session.usage.num_cached_tokens == 0
+            keys.add(engine._kv.key("one"))
+            engine.wait_for_saves()
+            other = engine.session()
+            kit.say(other, [*prompts["model"], 65])
+            assert other.usage.num_cached_tokens == (50 if kind == "model" else 0), "KV of another kind was served"
+    assert len(keys) == 2
+    for kind, prompt in prompts.items():
+        with kit.small_engine(store=store, kv_rest_dtype=kind) as engine:
+            session = engine.session(session_id="one")
+            assert session.token_ids[:50] == prompt
+            kit.say(session, [66])
+            assert session.usage.cached_tokens["ssd"] == 61
+
+
+def test_what_stays_after_a_cut_is_the_rounded_cache_sliced(store):
+    """Before a prompt, in the middle of an answer, and by hand."""
+    with int8_engine(ok.config(4, 0.5), store=store) as engine:
+        poison(engine)
+        pair = Pair(engine)
+        for prompt_tokens, max_tokens in ((60, 10), (50, 10), (20, 3)):
+            pair.turn(kit.prompt(prompt_tokens), max_tokens)
+        discarded = np.zeros(len(pair.session.token_ids), bool)
+        discarded[5:40:2] = True
+        pair.discard(discarded)
+        pair.turn(kit.prompt(12), 90)  # Overflows while it decodes.
+        assert pair.session.usage.dropped_tokens > 0
+
+
+def test_repair_computes_anew_over_rounded_kv_and_keeps_it_rounded(store):
+    with int8_engine(ok.config(4, 0.5, repair_ratio=1.0), store=store) as engine:
+        pair = Pair(engine)
+        pair.turns(60, 50, 20)
+        assert engine.metrics.repaired_tokens > 0
+        assert repair_plan(engine.config.overflow, LAYOUT.num_layers, 50) is not None
+
+
+def test_drift_is_added_to_what_was_rounded(store, tmp_path):
+    drift = random_drift()
+    drift.save(tmp_path / "drift.npz")
+    with int8_engine(ok.config(4, 0.5, drift=str(tmp_path / "drift.npz")), store=store) as engine:
+        pair = Pair(engine, drift=drift)
+        pair.turns(60, 50, 20)
+        rows = stored_rows(engine, pair.session)
+        assert np.isfinite(unpacked(rows)).all()
+
+
+def test_nothing_is_compiled_after_warmup(tmp_path):
+    """Histories that are packed, and unpacked behind a first pass."""
+    config = kit.tiny.tiny_config(num_layers=1, head_dim=44, max_positions=256)  # No other test's.
+    kit.tiny.write_tiny_hf(tmp_path, config, kit.tiny.tiny_params(config))
+    model = kit.ca_jax.load_model(str(tmp_path), dtype="float32")
+    small = dataclasses.replace(kit.SMALL, kv_rest_dtype="int8", max_batch_size=1, context_window=256)
+    with kit.Engine(model, small) as engine:
+        engine.warmup()
+        with CompileCounter() as after:
+            session = engine.session()
+            for length in (70, 20, 1, 100):
+                kit.say(session, kit.prompt(length), 6)
+            engine.generate([kit.prompt(200)], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert after.count == 0
+        assert session.usage.num_cached_tokens > 0
+
+
+def test_rates_and_buffers_count_the_bytes_that_are_kept():
+    with int8_engine(window=kit.WINDOW) as engine:
+        assert engine._kv.meter._layer_token_bytes * LAYOUT.num_layers == LAYOUT.token_bytes
+        assert engine._kv.write_buffer._token_bytes == LAYOUT.token_bytes
+        assert engine._kv._loader.buffer.memory.nbytes == engine._runner.history_buckets[-1] * LAYOUT.token_bytes
+
+
+def test_rounding_twice_is_seen():
+    """The reference can tell: a row that is rounded is not rounded to itself."""
+    kv = as_kept(np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32))
+    assert np.any(as_kept(kv) != kv)
+
+
+def test_a_kind_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="kv_rest_dtype wanted model or int8, found 'int4'"):
+        EngineConfig(kv_rest_dtype="int4")
