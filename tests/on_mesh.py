@@ -139,18 +139,6 @@ def test_the_tokens_are_those_of_one_device(data, tensor):
         assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
 
 
-@functools.cache
-def answers_over_int8() -> list[list[int]]:
-    with engine_of(1, 1, kv_rest_dtype="int8") as engine:
-        return talk(engine)
-
-
-def test_kv_that_is_kept_in_int8_is_packed_and_unpacked_by_each_device():
-    with engine_of(2, 2, kv_rest_dtype="int8") as engine:
-        assert talk(engine) == answers_over_int8()
-        assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
-
-
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])
 def test_what_one_mesh_stored_on_ssd_others_go_on_from(driver, tmp_path):
     """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
