@@ -136,12 +136,19 @@ class Pair:
         return ids[len(token_ids) :]
 
 
-def make(name: str, directory: Path, seed: int = 0) -> Any:
-    """Writes a checkpoint of a case with random weights into a directory; the model of `transformers`."""
+def make(name: str, directory: Path, seed: int = 0, **changes: Any) -> Any:
+    """Writes a checkpoint of a case with random weights into a directory; the model of `transformers`.
+
+    Args:
+      name: of the case.
+      directory: where to.
+      seed: of the weights.
+      **changes: to the case's config.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     kind, fields = CASES[name]
-    config = getattr(transformers, f"{kind}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{kind}Config")(**{**fields, **changes}, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -157,16 +164,21 @@ def make(name: str, directory: Path, seed: int = 0) -> Any:
 
 
 @functools.cache
-def pair(name: str) -> Pair:
-    """A case's checkpoint, loaded by both."""
+def pair(name: str, **changes: Any) -> Pair:
+    """A case's checkpoint, its config changed so far, loaded by both."""
     with tempfile.TemporaryDirectory() as directory:
-        theirs = make(name, Path(directory))
+        theirs = make(name, Path(directory), **changes)
         return Pair(ca_jax.load_model(directory, dtype="float32"), theirs)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     """Random token ids."""
     return np.random.default_rng((num_tokens, seed)).integers(0, VOCAB_SIZE, num_tokens).tolist()
+
+
+def prompt_row(num_tokens: int) -> np.ndarray:
+    """Token ids of the least vocabulary here, i32 `[1, T]`."""
+    return (np.array([prompt(num_tokens)]) % 64).astype(np.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "context"))

@@ -40,6 +40,7 @@ WINDOW = 256
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 4), (1, 8)]  # data, tensor
 TURNS = [(60, 9), (120, 9), (59, 9), (50, 9), (40, 9)]
 """New tokens and tokens of the answer of each; the second takes two passes, the third overflows."""
+SHORT = [(60, 8), (50, 8)]
 
 on_meshes = pytest.mark.parametrize(("data", "tensor"), MESHES, ids=[f"{data}x{tensor}" for data, tensor in MESHES])
 
@@ -91,10 +92,29 @@ def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int
     return [kit.say(session, kit.prompt(n, start + i), max_tokens) for i, (n, max_tokens) in enumerate(turns)]
 
 
+@functools.partial(jax.jit, static_argnames=("model",))
+def _logits(model, params, tokens):
+    return model.apply(params, tokens, jnp.arange(WINDOW)[None])[0]
+
+
+def answers_of(model: LoadedModel, turns: list[tuple[int, int]]) -> list[list[int]]:
+    """What a model on one device answers, by a pass over all tokens for each: no engine, no reuse."""
+    ids, answers = [], []
+    for turn, (num_new, max_tokens) in enumerate(turns):
+        ids += kit.prompt(num_new, turn)
+        for _ in range(max_tokens):
+            padded = np.zeros((1, WINDOW), np.int32)
+            padded[0, : len(ids)] = ids
+            ids.append(int(_logits(model.model, model.params, padded)[0, len(ids) - 1].argmax()))
+        answers.append(ids[-max_tokens:])
+    return answers
+
+
 @functools.cache
-def answers_of_one_device(num_kv_heads: int = 8) -> list[list[int]]:
-    with engine_of(1, 1, model_of(num_kv_heads)) as engine:
+def answers_of_one_device() -> list[list[int]]:
+    with engine_of(1, 1) as engine:
         answers = talk(engine)
+        assert answers[:2] == answers_of(model_of(), TURNS[:2])  # Up to where its context is cut.
         assert engine.metrics.truncations == 1
         assert engine.sessions[0].usage.num_cached_tokens > 0
     return answers
@@ -111,25 +131,12 @@ def eight_devices() -> None:
 @on_meshes
 def test_the_tokens_are_those_of_one_device(data, tensor):
     """Turns with reuse, one of which overflows, where every transfer that is not asked for is an error."""
+    expected = answers_of_one_device()
     with jax.transfer_guard("disallow"), engine_of(data, tensor) as engine:
-        assert talk(engine) == answers_of_one_device()
+        assert talk(engine) == expected
         assert engine.metrics.truncations == 1
         assert engine.sessions[0].usage.num_cached_tokens > 0
         assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
-
-
-def test_the_tokens_are_those_of_the_pure_model():
-    """What the meshes are compared with, up to where its context is cut."""
-    model, ids = model_of(), []
-    apply = jax.jit(model.model.apply)
-    for turn, (answer, (num_new, _)) in enumerate(zip(answers_of_one_device()[:2], TURNS, strict=False)):
-        ids += kit.prompt(num_new, turn)
-        for token in answer:
-            padded = np.zeros((1, WINDOW), np.int32)
-            padded[0, : len(ids)] = ids
-            logits, _ = apply(model.params, padded, np.arange(WINDOW)[None])
-            assert int(logits[0, len(ids) - 1].argmax()) == token
-            ids.append(token)
 
 
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])
@@ -169,7 +176,7 @@ def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
     """Each device has the one KV head that its query heads share, and no other."""
     model = model_of(num_kv_heads)
     with engine_of(data, tensor, model) as engine:
-        assert talk(engine) == answers_of_one_device(num_kv_heads)
+        assert talk(engine, TURNS[:2]) == answers_of(model, TURNS[:2])
         runner = engine._runner
         keys, kv = runner.slots.buffers.keys[0], runner.empty_kv(16)
         wq = engine.model.params["params"]["layer_0"]["attn"]["wq"]
@@ -187,11 +194,8 @@ def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
 @pytest.mark.parametrize("odd", [{"vocab_size": 257}, {"mlp_dim": 63}], ids=str)
 def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
     model = model_of(**odd)
-    with engine_of(1, 1, model) as engine:
-        expected = talk(engine, TURNS[:2])
-    assert not caplog.records
     with engine_of(1, 2, model) as engine:
-        assert talk(engine, TURNS[:2]) == expected
+        assert talk(engine, SHORT) == answers_of(model, SHORT)
         params = engine.model.params["params"]
         whole = {"vocab_size": params["embed"]["embedding"], "mlp_dim": params["layer_0"]["mlp"]["w_down"]}
         for name, leaf in whole.items():
@@ -231,11 +235,8 @@ def test_every_family_on_a_mesh(name):
         leaves["params", *slot.path] = np.float32(is_norm) + numbers * np.float32(scale)
     params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
     model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
-    turns = [(60, 8), (50, 8)]
-    with engine_of(1, 1, model) as engine:
-        expected = talk(engine, turns)
     with engine_of(2, 2, model) as engine:
-        assert talk(engine, turns) == expected
+        assert talk(engine, SHORT) == answers_of(model, SHORT)
         assert engine.sessions[0].usage.num_cached_tokens > 0
         matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
         num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)

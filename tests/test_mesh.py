@@ -14,9 +14,8 @@ ON_MESH = Path(__file__).with_name("on_mesh.py")
 
 def run(marked: str) -> str:
     """Runs those tests of `on_mesh.py` with eight devices of a CPU: what they print."""
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # It compiles far more than it runs.
-    )
+    # They compile far more than they run.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked, str(ON_MESH)]
     ended = subprocess.run(

@@ -1,11 +1,11 @@
-"""Records what `transformers` says of tiny random Llama models, for tests on machines without torch.
+"""Records what `transformers` says of tiny random models, for tests on machines without torch.
 
-Writes tests/data/llama_<variant>/ with
+Writes tests/data/llama_<variant>/ and tests/data/family_<case>/ with
   config.json, model.safetensors   the model, as a Hugging Face directory without tokenizer
   expected.npz                     prompt_<n> int32 [n] and logits_<n> float32 [n, V], for each prompt length n
   expected_greedy.json             {"max_new_tokens": m, "cases": [{"prompt": [...], "token_ids": [...]}, ...]}
 
-Run it with `make setup-parity && .venv/bin/python tools/record_expectations.py`; on one machine it gives the same files
+Run it with `make setup-parity && .venv/bin/python -m tools.record_expectations`; on one machine it gives the same files
 again.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import transformers
 
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.testing import tiny
+from tests import families_kit
 
 DATA_DIR = Path(__file__).resolve().parent.parent / "tests" / "data"
 PROMPT_LENGTHS = (1, 9, 40, 120)
@@ -52,7 +54,19 @@ VARIANTS = {
     "gqa_linear_rope": _config(num_kv_heads=1, rope=RopeConfig(theta=500.0, scaling="linear", factor=2.5)),
     "wide_heads": _config(head_dim=12, num_layers=2),  # num_heads * head_dim != embed_dim
 }
-"""The models recorded, by the name of their directory."""
+"""The Llama models recorded, by the name of their directory."""
+
+FAMILIES = {
+    "mistral": {},
+    "mixtral": {"intermediate_size": 16},
+    "qwen2": {},
+    "qwen3": {},
+    "falcon_7b": {"ffn_hidden_size": 48},
+    "falcon_40b": {"ffn_hidden_size": 48},
+    "neox": {"hidden_size": 32, "num_attention_heads": 2},
+}
+"""Models of other families: cases of `families_kit`, and how they are made smaller."""
+FAMILY_VOCAB_SIZE = 64
 
 
 def _greedy(model: transformers.PreTrainedModel, prompt: np.ndarray) -> tuple[list[int], float]:
@@ -66,9 +80,18 @@ def _greedy(model: transformers.PreTrainedModel, prompt: np.ndarray) -> tuple[li
     return token_ids[len(prompt) :], least_margin
 
 
-def _record(directory: Path, config: ModelConfig, seed: int) -> float:
-    """Writes one model and its expectations; returns the least margin of any greedy step."""
+def _record_llama(directory: Path, config: ModelConfig, seed: int) -> float:
     tiny.write_tiny_hf(directory, config, tiny.tiny_params(config, seed), tokenizer=False)
+    return _record(directory, config.vocab_size, seed)
+
+
+def _record_family(directory: Path, case: str, seed: int) -> float:
+    families_kit.make(case, directory, seed, vocab_size=FAMILY_VOCAB_SIZE, **FAMILIES[case])
+    return _record(directory, FAMILY_VOCAB_SIZE, seed)
+
+
+def _record(directory: Path, vocab_size: int, seed: int) -> float:
+    """Writes what one model is to say; returns the least margin of any greedy step."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -78,7 +101,7 @@ def _record(directory: Path, config: ModelConfig, seed: int) -> float:
     cases = []
     least_margin = float("inf")
     for length in PROMPT_LENGTHS:
-        prompt = rng.integers(0, config.vocab_size, length, dtype=np.int32)
+        prompt = rng.integers(0, vocab_size, length, dtype=np.int32)
         logits = model(torch.from_numpy(prompt.astype(np.int64))[None], use_cache=False).logits[0]
         arrays[f"prompt_{length}"] = prompt
         arrays[f"logits_{length}"] = logits.numpy().astype(np.float32)
@@ -97,10 +120,12 @@ def main() -> None:
     parser.add_argument("--out_dir", type=Path, default=DATA_DIR, help="where to write (default: %(default)s)")
     out_dir = parser.parse_args().out_dir
     torch.set_grad_enabled(False)
-    for name, config in VARIANTS.items():
-        directory = out_dir / f"llama_{name}"
+    recorders = {f"llama_{name}": partial(_record_llama, config=config) for name, config in VARIANTS.items()}
+    recorders |= {f"family_{case}": partial(_record_family, case=case) for case in FAMILIES}
+    for name, record in recorders.items():
+        directory = out_dir / name
         seed = 0
-        while (margin := _record(directory, config, seed)) < MIN_MARGIN:
+        while (margin := record(directory, seed=seed)) < MIN_MARGIN:
             seed += 1
         size = sum(file.stat().st_size for file in directory.iterdir())
         print(f"{directory}: seed {seed}, least greedy margin {margin:.3f}, {size:,} bytes")

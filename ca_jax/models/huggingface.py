@@ -63,9 +63,11 @@ def load_directory(
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         content = pool.submit(weights.hash_files, directory, files)
         tokenizer = _load_tokenizer(directory, described)
+        tensors = _stored_tensors(files, config, family)
+        _require_names_of(family, config, tensors, directory)
         params = weights.build_params(
             config,
-            _stored_tensors(files, config, family),
+            tensors,
             family.hf_names(config),
             dtype=dtype,
             source=str(directory),
@@ -162,6 +164,22 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                 shape=tuple(rows.get_shape()), read_rows=functools.partial(_read_rows, rows)
             )
     return tensors
+
+
+def _require_names_of(
+    family: Family, config: ModelConfig, tensors: Mapping[str, weights.StoredTensor], directory: Path
+) -> None:
+    """Raises CheckpointError where tensors are named as another family's: that says more than that one is missing."""
+
+    def fits(each: Family) -> bool:
+        return each.hf_names(config)["embed.embedding"] in tensors
+
+    if not fits(family):
+        other = next((each.name for each in FAMILIES.values() if fits(each)), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{directory}: config.json wanted tensors of family {family.name}, found them named as those of {other}"
+            )
 
 
 def _read_rows(rows: Any, start: int, stop: int) -> np.ndarray:

@@ -1,8 +1,26 @@
 """Every architecture and every rope scaling against `transformers`, on small random checkpoints that it wrote."""
 
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
+import ca_jax
+from ca_jax import pretrained
+from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
+from ca_jax.evaluation.stream import ContextStream
+from ca_jax.models import huggingface
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.families import FAMILIES
+from ca_jax.models.random_weights import random_params
+from ca_jax.models.transformer import Transformer
+from ca_jax.models.weights import parameter_slots
+from ca_jax.overflow import OverflowConfig
+from ca_jax.pretrained import LoadedModel
 from tests import families_kit as kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -23,3 +41,204 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
             np.testing.assert_allclose(ours, theirs, atol=ATOL, rtol=0)
             assert ours[-1].argmax() == theirs[-1].argmax()
             ids.append(int(theirs[-1].argmax()))
+
+
+@pytest.mark.parametrize("length", [1, 32, 120])
+def test_dynamic_rope_of_a_whole_text_is_that_of_transformers_within_the_original_length_and_beyond(length):
+    pair = kit.pair("dynamic_rope", max_position_embeddings=32)
+    assert pair.model.config.max_positions == 128
+    ids = kit.prompt(length)
+    ours = kit.our_logits(pair.model, ids, room=length, context=length)
+    np.testing.assert_allclose(ours, pair.their_logits(ids), atol=ATOL, rtol=0)
+    np.testing.assert_allclose(pair.model.logits(ids), ours, atol=ATOL, rtol=0)
+
+
+# Against expectations that are files.
+
+
+def expect_recorded(model: LoadedModel, prompt: list[int], logits: np.ndarray, answer: list[int]) -> None:
+    ids = [*prompt, *answer]
+    found = kit.our_logits(model, ids, room=160, context=160)
+    np.testing.assert_allclose(found[: len(prompt)], logits, atol=ATOL, rtol=0)
+    assert found[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+RECORDED = ("mistral", "mixtral", "qwen2", "qwen3", "falcon_7b", "falcon_40b", "neox")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_logits_and_greedy_tokens_are_those_recorded(recorded_data, name):
+    directory = recorded_data / f"family_{name}"
+    model = ca_jax.load_model(str(directory), dtype="float32")
+    expected = np.load(directory / "expected.npz")
+    cases = json.loads((directory / "expected_greedy.json").read_text())["cases"]
+    assert [len(case["prompt"]) for case in cases] == list(LENGTHS)
+    for case in cases:
+        length = len(case["prompt"])
+        assert expected[f"prompt_{length}"].tolist() == case["prompt"]
+        expect_recorded(model, case["prompt"], expected[f"logits_{length}"], case["token_ids"])
+
+
+@pytest.mark.parametrize("name", ["llama_mha", "mistral_swa", "qwen2"])
+def test_checkpoints_from_elsewhere_give_their_logits_and_tokens(shared_data, name):
+    directory = shared_data / "models" / "tiny_random" / name
+    if not directory.is_dir():
+        pytest.skip(f"wants ../shared/data/models/tiny_random/{name}, which is not there")
+    model = ca_jax.load_model(str(directory), dtype="float32")
+    expected = np.load(directory / "expected_logits.npz")
+    for index, case in enumerate(json.loads((directory / "expected_greedy.json").read_text())["cases"]):
+        expect_recorded(model, case["ids"], expected[f"logits{index}"], case["greedy"])
+
+
+# Parts of the engine's surroundings, for one of each kind of block.
+
+BLOCKS = ("mixtral", "qwen2_sliding", "falcon_7b", "neox")
+
+
+@pytest.fixture(params=BLOCKS)
+def model(request, recorded_data) -> LoadedModel:
+    """A small model of random weights, as `random_params` draws them."""
+    described = json.loads((recorded_data / f"family_{request.param.removesuffix('_sliding')}/config.json").read_text())
+    config = dataclasses.replace(huggingface.config_from_hf(described), max_positions=512)
+    if request.param == "qwen2_sliding":
+        config = dataclasses.replace(config, sliding_window=20, full_layers=(0,))
+    return LoadedModel(
+        name=request.param,
+        config=config,
+        model=Transformer(config),
+        params=random_params(config, dtype="float32"),
+        tokenizer=None,
+        fingerprint="",
+    )
+
+
+def test_random_weights_have_the_tree_of_the_model_and_norms_that_scale_by_one(model):
+    tokens = np.zeros((1, 3), np.int32)
+    jax.eval_shape(model.model.apply, model.params, tokens, tokens)  # refuses any other tree or shape
+    for slot in parameter_slots(model.config):
+        assert len(slot.axes) == len(slot.shape)
+        leaf = model.params["params"]
+        for key in slot.path:
+            leaf = leaf[key]
+        if slot.key.endswith("norm.scale"):
+            np.testing.assert_array_equal(leaf, 1.0)
+        else:
+            assert 0 < np.asarray(leaf).std() < 1
+    assert 0.1 < pretrained._logits(model.model, model.params, kit.prompt_row(60)).std() < 10
+
+
+def test_a_stream_past_its_window_computes_anew_what_a_fresh_pass_does(model):
+    """All of what stays is computed anew: its KV is that of a fresh text."""
+    overflow = OverflowConfig(repair_ratio=1.0, truncation_ratio=0.5)
+    stream = ContextStream(model, overflow, window=64, step_tokens=16)
+    stream.extend([token % model.config.vocab_size for token in kit.prompt(80)])
+    assert stream.truncations
+    fresh = ContextStream(model, overflow, window=64, step_tokens=16)
+    fresh.extend(stream.token_ids)
+    num_tokens = len(stream.token_ids)
+    for found, expected in zip(stream.kv, fresh.kv, strict=True):
+        np.testing.assert_allclose(found[:, :num_tokens], expected[:, :num_tokens], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(stream.logits(), fresh.logits(), atol=ATOL, rtol=0)
+
+
+# Bad input.
+
+
+def test_each_family_is_under_its_name():
+    assert {family.name: family for family in FAMILIES.values()} == FAMILIES
+    model_types = [model_type for family in FAMILIES.values() for model_type in family.model_types]
+    assert len({*model_types}) == len(model_types)
+
+
+def copy_of(recorded_data: Path, tmp_path: Path, case: str, *, drop: str = "", reshape: str = "", **entries) -> Path:
+    """A recorded checkpoint without one tensor, with one of another shape, or with other entries in its config."""
+    source = recorded_data / f"family_{case}"
+    described = json.loads((source / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    tensors = safetensors.numpy.load_file(source / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if name != drop}
+    if reshape:
+        tensors[reshape] = np.ascontiguousarray(tensors[reshape][:-1])
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+FUSED = "transformer.h.1.self_attention.query_key_value.weight"
+EXPERT = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
+BIAS = "model.layers.1.self_attn.k_proj.bias"
+NEOX_OF_LLAMA = {"model_type": "gpt_neox", "architectures": None, "hidden_act": "gelu"}
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("falcon_7b", {"drop": FUSED}, rf"{FUSED} is missing; wanted shape \(48, 32\)"),
+        ("falcon_40b", {"reshape": FUSED}, rf"{FUSED}: wanted shape \(64, 32\), found \(63, 32\)"),
+        ("mixtral", {"drop": EXPERT}, rf"{EXPERT} is missing; wanted shape \(32, 16\)"),
+        ("qwen2", {"reshape": BIAS}, rf"{BIAS}: wanted shape \(16,\), found \(15,\)"),
+        ("mixtral", {"num_local_experts": 3}, r"wanted shape \(3, 32\), found \(4, 32\)"),
+        ("qwen2", {"model_type": "llama", "architectures": None}, "belong to no parameter.*bias"),
+        ("qwen3", {"model_type": "mistral", "architectures": None}, "belong to no parameter.*norm"),
+        ("neox", {"model_type": "falcon", "architectures": None}, "of family falcon.*named as those of gpt_neox"),
+        ("mistral", NEOX_OF_LLAMA, "of family gpt_neox.*named as those of llama"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(recorded_data, tmp_path, case, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        ca_jax.load_model(str(copy_of(recorded_data, tmp_path, case, **changes)), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "entries", "message"),
+    [
+        ("falcon_7b", {"alibi": True}, "alibi=True is not served.*ALiBi"),
+        ("falcon_7b", {"activation": "relu"}, "activation='relu' is not served, wanted one of gelu"),
+        ("neox", {"hidden_act": "silu"}, "hidden_act='silu'"),
+        ("mistral", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear"] * 2}, "linear"),
+        ("mixtral", {"architectures": ["MistralForCausalLM"]}, "wanted architecture MixtralForCausalLM"),
+    ],
+)
+def test_what_of_a_family_is_not_served_is_refused_by_name(recorded_data, case, entries, message):
+    described = json.loads((recorded_data / f"family_{case}" / "config.json").read_text())
+    with pytest.raises(UnsupportedArchitectureError, match=message):
+        huggingface.config_from_hf({**described, **entries})
+
+
+@pytest.mark.parametrize(
+    ("case", "key"), [("mixtral", "num_local_experts"), ("neox", "intermediate_size"), ("falcon_7b", "hidden_size")]
+)
+def test_a_missing_entry_is_named(recorded_data, case, key):
+    described = json.loads((recorded_data / f"family_{case}" / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=f"{key} is missing"):
+        huggingface.config_from_hf({name: value for name, value in described.items() if name != key})
+
+
+SIZES = {
+    "vocab_size": 8,
+    "embed_dim": 8,
+    "mlp_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+    "max_positions": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"norm": "batch"}, "norm wanted one of rms, layer, found 'batch'"),
+        ({"mlp": "relu"}, "mlp wanted one of swiglu, gelu, gelu_tanh, found 'relu'"),
+        ({"shares_norm": True}, "shares_norm wants is_parallel"),
+        ({"sliding_window": 0}, "sliding_window must be positive"),
+        ({"sliding_window": 4, "full_layers": (2,)}, r"full_layers wanted layers in \[0, 2\)"),
+        ({"num_experts": 2}, "num_experts_per_token"),
+        ({"num_experts": 2, "num_experts_per_token": 3}, "found 3 and 2"),
+        ({"num_experts": 2, "num_experts_per_token": 1, "mlp": "gelu"}, "experts want"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**SIZES, **fields)
