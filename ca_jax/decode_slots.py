@@ -57,9 +57,9 @@ class DecodeSlots:
         self._table = table
         self._capacity = capacity
         self._with_attention = with_attention
+        self._packs_kv = packs_kv
         self._sharding = sharding
         self._to_device = partial(to_device, sharding=replicated(sharding))
-        self._packs_kv = packs_kv
         is_gpu = jax.default_backend() != "cpu"
         self._scatters = is_gpu
         of_layer = self.buffers.keys[0]

@@ -49,7 +49,6 @@ class RepairedHistory:
         self._load = load
         self._runner = runner
         self._drift = drift
-        self._to_device = runner.to_device
         self._start = runner.to_device(drifts_from, np.int32)
         self._stops = [runner.to_device(num_tokens, np.int32) for num_tokens in to_drift]
         self._blender: Blender | None = None
@@ -61,7 +60,7 @@ class RepairedHistory:
         """See `runner.LayerSource`."""
         kv = loaded = self._runner.unpacked(self._load.layer(layer))
         if self._drift is not None:
-            drift = self._to_device(self._drift.values[layer])
+            drift = self._runner.to_device(self._drift.values[layer])
             for stop in self._stops:
                 kv = add_drift(kv, drift, self._start, stop)
         if self._blender is not None:

@@ -328,8 +328,8 @@ def insert_slot(
         start: jax.Array,
         rotation: rope.Rotation,
     ) -> tuple[jax.Array, jax.Array]:
-        kv = unpacked(kv, keys.dtype)
         own, is_own = _own_slot(slot, keys.shape[0], sharding)
+        kv = unpacked(kv, keys.dtype)
         rotated = rope.rotate(kv[0], rotation)
         return (
             _write_slot(keys, rotated.transpose(1, 0, 2), own, start, is_own),

@@ -155,6 +155,22 @@ def test_what_one_mesh_stored_on_ssd_others_go_on_from(driver, tmp_path):
     assert len(meshes) == len(TURNS)
 
 
+def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
+    """A turn on each mesh, over what the one before it wrote; on one of them devices share heads."""
+    model, store = model_of(2), ssd_store(tmp_path)
+    with engine_of(1, 1, model, kv_rest_dtype="int8") as engine:
+        expected = talk(engine, TURNS[:3])
+    for turn, (data, tensor) in enumerate([(2, 2), (1, 4), (1, 1)]):
+        with (
+            jax.transfer_guard("disallow"),
+            engine_of(data, tensor, model, store=store, kv_rest_dtype="int8") as engine,
+        ):
+            assert talk(engine, TURNS[turn : turn + 1], turn) == expected[turn : turn + 1]
+            cached = engine.sessions[0].usage.cached_tokens
+            assert (cached.get("ssd", 0) > 0) == (turn > 0)
+            assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
+
+
 @pytest.mark.parametrize(("num_kv_heads", "data", "tensor"), [(2, 1, 4), (1, 2, 4)])
 def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
     """Each device has the one KV head that its query heads share, and no other."""
