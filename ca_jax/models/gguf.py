@@ -1,15 +1,17 @@
-"""GGUF files of the llama architecture: metadata to `ModelConfig`, quantised tensors to plain arrays.
+"""GGUF files: metadata to `ModelConfig`, quantised tensors to plain arrays.
 
-Rows of Q and K in such files are in interleaved rotary order (pairs 2j, 2j+1); the model rotates in half-split order
-(pairs j, j + H/2). They are put back on load: taken for one another, the model speaks fluent nonsense.
+Rows of Q and K in files of Llama and its kin are in interleaved rotary order (pairs 2j, 2j+1); the model rotates in
+half-split order (pairs j, j + H/2). They are put back on load: taken for one another, the model speaks fluent nonsense.
 
-Not here: the tokenizer in the metadata (`gguf_tokenizer`), the parameter tree (`weights`).
+Not here: what each family's metadata and tensors are called (`families`), the tokenizer in the metadata
+(`gguf_tokenizer`), the parameter tree (`weights`).
 Source: the GGUF specification and the `gguf` package, both of ggml-org.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,15 @@ import gguf
 import numpy as np
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
-from ca_jax.models import gguf_tokenizer, reading, rope, weights
+from ca_jax.models import gguf_tokenizer, reading, weights
 from ca_jax.models.architectures import require_served
-from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES
-from ca_jax.models.families.family import Names
+from ca_jax.models.families.gguf_entries import GgufDescription
 
-_ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
+_EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+_OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
+_OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 
 
 class GgufFile:
@@ -63,6 +66,11 @@ class GgufFile:
         field = self._fields.get(key)
         return default if field is None else field.contents()
 
+    def entries(self, architecture: str) -> dict[str, Any]:
+        """The metadata of an architecture, by keys without its name."""
+        prefix = f"{architecture}."
+        return {key.removeprefix(prefix): self.get(key) for key in self._fields if key.startswith(prefix)}
+
     def require(self, key: str) -> Any:
         """The metadata value of `key`; CheckpointError where there is none."""
         if key not in self._fields:
@@ -98,7 +106,7 @@ def load_gguf(
     params, content_sha256 = reading.build_params(
         config,
         _stored_tensors(file, config),
-        _names(config),
+        FAMILIES[config.architecture].gguf_names(config),
         dtype=dtype,
         source=str(path),
         hash_content=functools.partial(weights.hash_file, path),
@@ -119,106 +127,60 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """The architecture that a GGUF file's metadata describes.
 
     Raises:
-      CheckpointError: metadata or the token embedding is missing.
-      UnsupportedArchitectureError: it is not a dense llama, or something about it is not served, by name.
+      CheckpointError: metadata or the token embedding is missing, or describes no model.
+      UnsupportedArchitectureError: the model, or something about it, is not served, by name.
     """
-    where = str(file.path)
-    require_served(file.require("general.architecture"), where, BY_GGUF_ARCHITECTURE)
-    if file.get("llama.expert_count", 0):
-        raise UnsupportedArchitectureError(f"{where}: mixture of experts (llama.expert_count) is not served")
-    if "token_embd.weight" not in file.tensors:
-        raise CheckpointError(f"{where}: tensor token_embd.weight is missing")
-    embed_dim, num_heads = file.require("llama.embedding_length"), file.require("llama.attention.head_count")
-    num_kv_heads, mlp_dim = (
-        file.get("llama.attention.head_count_kv", num_heads),
-        file.require("llama.feed_forward_length"),
+    where, architecture = str(file.path), file.require("general.architecture")
+    require_served(architecture, where, BY_GGUF_ARCHITECTURE)
+    if _EMBEDDING not in file.tensors:
+        raise CheckpointError(f"{where}: tensor {_EMBEDDING} is missing")
+    described = GgufDescription(
+        entries=file.entries(architecture),
+        shapes={name: _shape(tensor) for name, tensor in file.tensors.items()},
+        rope_factors=_rope_factors(file),
     )
-    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), ("feed_forward_length", mlp_dim)):
-        if isinstance(value, list):
-            raise UnsupportedArchitectureError(f"{where}: a {key} of its own for each layer is not served")
-    head_dim = file.get("llama.attention.key_length", embed_dim // num_heads)
-    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
-        if file.get(key, head_dim) != head_dim:
-            raise UnsupportedArchitectureError(
-                f"{where}: {key} {file.get(key)} is not served, wanted the head dim {head_dim}"
-            )
     try:
-        return ModelConfig(
-            vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
-            embed_dim=embed_dim,
-            mlp_dim=mlp_dim,
-            num_layers=file.require("llama.block_count"),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_positions=file.require("llama.context_length"),
-            norm_eps=_shortest(file.require("llama.attention.layer_norm_rms_epsilon")),
-            tie_embeddings="output.weight" not in file.tensors,
-            rope=_rope_from_gguf(file, head_dim),
-        )
-    except UnsupportedArchitectureError:
-        raise
-    except ValueError as error:
+        configs = [family.config_from_gguf(described) for family in BY_GGUF_ARCHITECTURE[architecture]]
+    except UnsupportedArchitectureError as error:
+        raise UnsupportedArchitectureError(f"{where}: {architecture}: {error}") from error
+    except KeyError as error:
+        raise CheckpointError(f"{where}: metadata {architecture}.{error.args[0]} is missing") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: its metadata describes no model: {error}") from error
+    (config,) = [config for config in configs if config is not None]
+    return config
 
 
-def _names(config: ModelConfig) -> Names:
-    names = FAMILIES[config.architecture].gguf_names
-    if names is None:
-        raise UnsupportedArchitectureError(f"GGUF files of architecture {config.architecture!r} are not read")
-    return names(config)
+def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
+    return tuple(int(n) for n in reversed(tensor.shape))
 
 
-def _rope_from_gguf(file: GgufFile, head_dim: int) -> RopeConfig:
-    theta = _shortest(file.get("llama.rope.freq_base", 10000.0))
-    scaling = file.get("llama.rope.scaling.type", "none")
-    factor = file.get("llama.rope.scaling.factor", 1.0)
-    if "llama.rope.scale_linear" in file:
-        scaling, factor = "linear", file.get("llama.rope.scale_linear")
-    if _ROPE_FACTORS in file.tensors:
-        if scaling != "none":
-            raise UnsupportedArchitectureError(
-                f"{file.path}: rope scaling {scaling!r} with {_ROPE_FACTORS} is not served"
-            )
-        return _llama3_rope(file, theta, head_dim)
-    if scaling not in ("none", "linear"):
-        raise UnsupportedArchitectureError(
-            f"{file.path}: rope scaling {scaling!r} is not served; wanted one of none, linear, llama3"
-        )
-    return RopeConfig(theta=theta, scaling=scaling, factor=_shortest(factor))
-
-
-def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
-    """Llama 3.x files hold the divisor of each frequency, not the rule: finds the rule, checks that it gives them."""
-    found = np.asarray(file.tensors[_ROPE_FACTORS].data, np.float32).reshape(-1)
-    original_positions = file.get("llama.rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
-    if found.shape == (head_dim // 2,) and np.isfinite(found).all() and found.max() >= 1:
-        candidate = RopeConfig(
-            theta=theta, scaling="llama3", factor=float(found.max()), original_max_positions=original_positions
-        )
-        plain = rope.inverse_frequencies(RopeConfig(theta=theta), head_dim)
-        if np.allclose(plain / rope.inverse_frequencies(candidate, head_dim), found, rtol=1e-3):
-            return candidate
-    raise UnsupportedArchitectureError(
-        f"{file.path}: {_ROPE_FACTORS} does not hold llama3 rope scaling for {original_positions} original positions; "
-        "served are none, linear, llama3"
-    )
+def _rope_factors(file: GgufFile) -> np.ndarray | None:
+    tensor = file.tensors.get(_ROPE_FACTORS)
+    return None if tensor is None else np.asarray(tensor.data, np.float32).reshape(-1)
 
 
 def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.StoredTensor]:
-    """The file's tensors, Q and K in half-split order."""
-    order = {
-        "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
-        "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
-    }
-    return {
-        name: reading.StoredTensor(
-            shape=tuple(int(n) for n in reversed(tensor.shape)),
-            read_rows=functools.partial(_read_rows, tensor, order.get(name.split(".", 2)[-1])),
-        )
-        for name, tensor in file.tensors.items()
-        if name != _ROPE_FACTORS
-    }
+    """The file's tensors: Q and K in half-split order, and those that are stacked by expert each by itself."""
+    order = {}
+    if FAMILIES[config.architecture].gguf_is_interleaved:
+        order = {
+            "attn_q.weight": _half_split_rows(config.num_heads, config.head_dim),
+            "attn_k.weight": _half_split_rows(config.num_kv_heads, config.head_dim),
+        }
+    stored = {}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:
+            continue
+        shape, parts = _shape(tensor), {name: tensor.data}
+        if _OF_ALL_EXPERTS.fullmatch(name):
+            shape, parts = shape[1:], {f"{name}[{i}]": part for i, part in enumerate(tensor.data)}
+        elif match := _OF_ONE_EXPERT.fullmatch(name):  # As in files from before experts were stacked.
+            parts = {f"{match[1]}_exps.weight[{match[2]}]": tensor.data}
+        for part, data in parts.items():
+            rows = functools.partial(_read_rows, part, tensor.tensor_type, data, order.get(name.split(".", 2)[-1]))
+            stored[part] = reading.StoredTensor(shape=shape, read_rows=rows)
+    return stored
 
 
 def _half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
@@ -229,20 +191,15 @@ def _half_split_rows(num_heads: int, head_dim: int) -> np.ndarray:
     return np.arange(num_heads * head_dim).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _read_rows(tensor: gguf.ReaderTensor, order: np.ndarray | None, start: int, stop: int) -> np.ndarray:
+def _read_rows(
+    name: str, kind: gguf.GGMLQuantizationType, data: np.ndarray, order: np.ndarray | None, start: int, stop: int
+) -> np.ndarray:
     # Quantisation blocks lie within rows, so rows are reordered while they are still small.
-    stored = tensor.data[start:stop] if order is None else tensor.data[order[start:stop]]
+    stored = data[start:stop] if order is None else data[order[start:stop]]
     try:
-        return gguf.dequantize(stored, tensor.tensor_type)
+        return gguf.dequantize(stored, kind)
     except NotImplementedError as error:
-        raise UnsupportedQuantizationError(
-            f"tensor {tensor.name}: type {tensor.tensor_type.name} cannot be dequantised"
-        ) from error
-
-
-def _shortest(value: float) -> float:
-    """The f32 number that a file holds as the decimal it was written from: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
+        raise UnsupportedQuantizationError(f"tensor {name}: type {kind.name} cannot be dequantised") from error
 
 
 class _Reader(gguf.GGUFReader):

@@ -27,7 +27,8 @@ BY_MODEL_TYPE: dict[str, Family] = {
 }
 """By Hugging Face's `model_type`."""
 
-BY_GGUF_ARCHITECTURE: dict[str, Family] = {
-    architecture: family for family in FAMILIES.values() for architecture in family.gguf_architectures
-}
-"""By GGUF's `general.architecture`."""
+BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {}
+"""By GGUF's `general.architecture`, which some share."""
+for _family in FAMILIES.values():
+    for _architecture in _family.gguf_architectures:
+        BY_GGUF_ARCHITECTURE.setdefault(_architecture, []).append(_family)

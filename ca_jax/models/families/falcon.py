@@ -14,7 +14,8 @@ import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf
+from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf, split_rows
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
 from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
 
 _LAYER = "transformer.h.{layer}."
@@ -59,6 +60,17 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _config_from_gguf(described: GgufDescription) -> ModelConfig:
+    return ModelConfig(
+        architecture="falcon",
+        norm="layer",
+        mlp="gelu",
+        is_parallel=True,
+        shares_norm="blk.0.attn_norm_2.weight" not in described.shapes,
+        **sizes_from_gguf(described, eps_key="layer_norm_epsilon"),
+    )
+
+
 def _hf_names(config: ModelConfig) -> Names:
     names: dict[str, str | Fused] = {
         "embed.embedding": "transformer.word_embeddings.weight",
@@ -97,6 +109,17 @@ def _fused(config: ModelConfig) -> dict[str, Fused]:
     }
 
 
+def _gguf_names(config: ModelConfig) -> Names:
+    names: dict[str, str | Fused] = {**NAMES}
+    if not config.shares_norm:  # What is called as in Falcon-7B is not the attention's.
+        for kind, name in (("scale", "weight"), ("bias", "bias")):
+            names |= {
+                f"attn_norm.{kind}": f"blk.{{layer}}.attn_norm_2.{name}",
+                f"mlp_norm.{kind}": f"blk.{{layer}}.attn_norm.{name}",
+            }
+    return names | {f"attn.w{part}": rows for part, rows in split_rows(config, "blk.{layer}.attn_qkv.weight").items()}
+
+
 FAMILY = Family(
     name="falcon",
     model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
@@ -104,5 +127,8 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq", "rotary.inv_freq", "maybe_rotary.inv_freq"),
+    gguf_architectures=("falcon",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=_gguf_names,
 )
 """The family."""

@@ -3,7 +3,8 @@
 Everything that is computed is said by `ModelConfig`; a family says how to get one from a file's description, and under
 which names the file holds the leaves of the parameter tree.
 
-Not here: the families themselves (a file each), file formats (`huggingface`, `gguf`), reading rope (`rope_entries`).
+Not here: the families themselves (a file each), file formats (`huggingface`, `gguf`), what files of a format say alike
+(`rope_entries`, `gguf_entries`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import Mlp, ModelConfig
+from ca_jax.models.families.gguf_entries import GgufDescription
 
 _GELUS: dict[str, Mlp] = {
     "gelu": "gelu",
@@ -61,9 +63,28 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Ends of names in safetensors files that hold nothing but what the config says."""
     gguf_architectures: tuple[str, ...] = ()
-    """What GGUF's `general.architecture` calls it; none: such files are not read."""
-    gguf_names: Callable[[ModelConfig], Names] | None = None
+    """What GGUF's `general.architecture` calls it; several families may go by one name."""
+    config_from_gguf: Callable[[GgufDescription], ModelConfig | None] = lambda described: None
+    """The config that a GGUF file of such an architecture describes; None: it describes another family. Raises as
+    `config_from_hf` does."""
+    gguf_names: Callable[[ModelConfig], Names] = lambda config: {}
     """Names in GGUF files."""
+    gguf_is_interleaved: bool = False
+    """Whether rows of Q and K in GGUF files are in interleaved rotary order (pairs 2j, 2j+1), and not in half-split
+    order (pairs j, j + H/2), in which the model rotates."""
+
+
+def split_rows(config: ModelConfig, name: str) -> dict[str, Fused]:
+    """Queries, keys and values that lie one behind the other in the rows of one tensor, by the keys of their matrices.
+
+    Args:
+      config: the architecture.
+      name: the file's, with `{layer}`.
+    """
+    sizes = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    stops = np.cumsum([size * config.head_dim for size in sizes.values()])
+    parts = np.split(np.arange(stops[-1]), stops[:-1])
+    return {part: Fused(name, int(stops[-1]), rows) for part, rows in zip(sizes, parts, strict=True)}
 
 
 def require(described: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf
+from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf, split_rows
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
 from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
 
 _LAYER = "gpt_neox.layers.{layer}."
@@ -46,6 +47,19 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _config_from_gguf(described: GgufDescription) -> ModelConfig:
+    return ModelConfig(
+        architecture="gpt_neox",
+        norm="layer",
+        mlp="gelu",
+        is_parallel=described.entries["use_parallel_residual"],
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        **sizes_from_gguf(described, eps_key="layer_norm_epsilon"),
+    )
+
+
 def _hf_names(config: ModelConfig) -> Names:
     names: dict[str, str | Fused] = {
         "embed.embedding": "gpt_neox.embed_in.weight",
@@ -72,6 +86,14 @@ def _hf_names(config: ModelConfig) -> Names:
     return names
 
 
+def _gguf_names(config: ModelConfig) -> Names:
+    names: dict[str, str | Fused] = {**NAMES}
+    for kind, name in (("w", "weight"), ("b", "bias")):
+        parts = split_rows(config, f"blk.{{layer}}.attn_qkv.{name}")
+        names |= {f"attn.{kind}{part}": rows for part, rows in parts.items()}
+    return names
+
+
 FAMILY = Family(
     name="gpt_neox",
     model_types=("gpt_neox",),
@@ -79,5 +101,8 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    gguf_architectures=("gptneox",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=_gguf_names,
 )
 """The family."""

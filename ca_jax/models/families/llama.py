@@ -10,6 +10,8 @@ from typing import Any
 
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Family, Names, require
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
+from ca_jax.models.families.gguf_entries import require as require_entries
 from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
 
 HF_NAMES: dict[str, str] = {
@@ -27,22 +29,6 @@ HF_NAMES: dict[str, str] = {
     "head.kernel": "lm_head.weight",
 }
 """Names in safetensors files, which families after it took over."""
-
-GGUF_NAMES: dict[str, str] = {
-    "embed.embedding": "token_embd.weight",
-    "attn_norm.scale": "blk.{layer}.attn_norm.weight",
-    "attn.wq": "blk.{layer}.attn_q.weight",
-    "attn.wk": "blk.{layer}.attn_k.weight",
-    "attn.wv": "blk.{layer}.attn_v.weight",
-    "attn.wo": "blk.{layer}.attn_output.weight",
-    "mlp_norm.scale": "blk.{layer}.ffn_norm.weight",
-    "mlp.w_gate": "blk.{layer}.ffn_gate.weight",
-    "mlp.w_up": "blk.{layer}.ffn_up.weight",
-    "mlp.w_down": "blk.{layer}.ffn_down.weight",
-    "final_norm.scale": "output_norm.weight",
-    "head.kernel": "output.weight",
-}
-"""Names in GGUF files, which all families share as far as they have the parts."""
 
 
 def sizes_from_hf(described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta: float = 10000.0) -> dict[str, Any]:
@@ -84,8 +70,27 @@ def _hf_names(config: ModelConfig) -> Names:
     return HF_NAMES
 
 
-def _gguf_names(config: ModelConfig) -> Names:
-    return GGUF_NAMES
+def sizes_from_llama_gguf(described: GgufDescription) -> dict[str, Any]:
+    """The fields of `ModelConfig` that Llama, Mistral and Mixtral, which GGUF calls by one name, have in common.
+
+    Raises:
+      KeyError, UnsupportedArchitectureError: as for `gguf_entries.sizes_from_gguf`; a head that is rotated in part is
+        not served, since the order of its rows is not known.
+    """
+    sizes = sizes_from_gguf(described)
+    require_entries(described, {"rope.dimension_count": sizes["head_dim"]}, why="the head dim")
+    return sizes
+
+
+def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
+    if described.entries.get("expert_count") or described.entries.get("attention.sliding_window"):
+        return None
+    return ModelConfig(architecture="llama", **sizes_from_llama_gguf(described))
+
+
+def gguf_names(config: ModelConfig) -> Names:
+    """Names in GGUF files of families whose parts are all called as those of others."""
+    return NAMES
 
 
 FAMILY = Family(
@@ -96,6 +101,8 @@ FAMILY = Family(
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq",),
     gguf_architectures=("llama",),
-    gguf_names=_gguf_names,
+    config_from_gguf=_config_from_gguf,
+    gguf_names=gguf_names,
+    gguf_is_interleaved=True,
 )
 """The family."""

@@ -11,6 +11,7 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama
 from ca_jax.models.families.family import Family, Names
+from ca_jax.models.families.gguf_entries import GgufDescription
 
 
 def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
@@ -19,6 +20,13 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         sliding_window=described.get("sliding_window"),
         **llama.sizes_from_hf(described),
     )
+
+
+def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
+    window = described.entries.get("attention.sliding_window")
+    if described.entries.get("expert_count") or not window:
+        return None
+    return ModelConfig(architecture="mistral", sliding_window=window, **llama.sizes_from_llama_gguf(described))
 
 
 def _hf_names(config: ModelConfig) -> Names:
@@ -32,5 +40,9 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq",),
+    gguf_architectures=("llama",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=llama.gguf_names,
+    gguf_is_interleaved=True,
 )
 """The family."""

@@ -11,6 +11,7 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama
 from ca_jax.models.families.family import Family, Names
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription
 
 _HF_NAMES: dict[str, str] = {
     **llama.HF_NAMES,
@@ -18,6 +19,14 @@ _HF_NAMES: dict[str, str] = {
     "mlp.w_gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
     "mlp.w_up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
     "mlp.w_down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
+}
+
+_GGUF_NAMES: dict[str, str] = {
+    **NAMES,
+    "mlp.router": "blk.{layer}.ffn_gate_inp.weight",
+    "mlp.w_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
+    "mlp.w_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
+    "mlp.w_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
 }
 
 
@@ -31,8 +40,25 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
+    entries = described.entries
+    if not entries.get("expert_count"):
+        return None
+    return ModelConfig(
+        architecture="mixtral",
+        sliding_window=entries.get("attention.sliding_window") or None,
+        num_experts=entries["expert_count"],
+        num_experts_per_token=entries["expert_used_count"],
+        **llama.sizes_from_llama_gguf(described),
+    )
+
+
 def _hf_names(config: ModelConfig) -> Names:
     return _HF_NAMES
+
+
+def _gguf_names(config: ModelConfig) -> Names:
+    return _GGUF_NAMES
 
 
 FAMILY = Family(
@@ -42,5 +68,9 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq",),
+    gguf_architectures=("llama",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=_gguf_names,
+    gguf_is_interleaved=True,
 )
 """The family."""

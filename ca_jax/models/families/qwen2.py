@@ -12,6 +12,7 @@ from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama
 from ca_jax.models.families.family import Family, Names
+from ca_jax.models.families.gguf_entries import GgufDescription, require, sizes_from_gguf
 
 HF_NAMES: dict[str, str] = {
     **llama.HF_NAMES,
@@ -51,6 +52,11 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _config_from_gguf(described: GgufDescription) -> ModelConfig:
+    require(described, {"attention.sliding_window": 0})  # In some layers only, and it does not say in which.
+    return ModelConfig(architecture="qwen2", qkv_bias=True, **sizes_from_gguf(described))
+
+
 def _hf_names(config: ModelConfig) -> Names:
     return HF_NAMES
 
@@ -62,5 +68,8 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq",),
+    gguf_architectures=("qwen2",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=llama.gguf_names,
 )
 """The family."""

@@ -11,6 +11,7 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama, qwen2
 from ca_jax.models.families.family import Family, Names
+from ca_jax.models.families.gguf_entries import GgufDescription, require, sizes_from_gguf
 
 _HF_NAMES: dict[str, str] = {
     **qwen2.HF_NAMES,
@@ -32,6 +33,11 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _config_from_gguf(described: GgufDescription) -> ModelConfig:
+    require(described, {"attention.sliding_window": 0})  # In some layers only, and it does not say in which.
+    return ModelConfig(architecture="qwen3", qk_norm=True, **sizes_from_gguf(described))
+
+
 def _hf_names(config: ModelConfig) -> Names:
     return _HF_NAMES
 
@@ -43,5 +49,8 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq",),
+    gguf_architectures=("qwen3",),
+    config_from_gguf=_config_from_gguf,
+    gguf_names=llama.gguf_names,
 )
 """The family."""
