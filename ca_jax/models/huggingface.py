@@ -177,7 +177,7 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
 
 
 def _require_names_of(
-    family: Family, config: ModelConfig, tensors: Mapping[str, weights.StoredTensor], directory: Path
+    family: Family, config: ModelConfig, tensors: Mapping[str, reading.StoredTensor], directory: Path
 ) -> None:
     """Raises CheckpointError where tensors are named as another family's: that says more than that one is missing."""
 

@@ -129,7 +129,8 @@ def decode(
         received += of_layer
     logits = logits_of(config, params, x, sharding, ROWS)
     kv = jnp.stack(new_kv)
-    kv = constrain(quantize(kv) if packs else kv, sharding, (None, *STEP_KV))
+    rows = None if sharding is not None and sharding.shares_rows else "batch"
+    kv = constrain(quantize(kv) if packs else kv, sharding, (None, None, rows, "kv_heads", None))
     if not with_attention:
         return logits, kv, Slots(new_keys, new_values)
     return logits, kv, Slots(new_keys, new_values), constrain(sum(received, jnp.float32(0)).sum(0), sharding)
