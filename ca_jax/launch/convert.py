@@ -80,9 +80,11 @@ def convert(model: str, output_dir: Path, dtype: str) -> None:
 
 def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
     """Shows what a dry run found: a table of each device's memory, and one of the tiers."""
+    is_packed = plan.stored_token_bytes != plan.token_bytes
+    stored = f", {plan.stored_token_bytes / (1 << 20):.2f} stored" if is_packed else ""
     console.print(
         f"{title}: {plan.total_weight_bytes / 1e9:.1f} GB of weights, {plan.token_bytes / (1 << 20):.2f} MiB of KV a "
-        f"token; {plan.num_devices} {'device' if plan.num_devices == 1 else 'devices'} of "
+        f"token{stored}; {plan.num_devices} {'device' if plan.num_devices == 1 else 'devices'} of "
         f"{plan.device_bytes / GIB:.1f} GiB, {plan.device_bytes * plan.num_devices / 1e9:.0f} GB in all"
     )
     devices = rich.table.Table("of each device", title_justify="left")

@@ -15,6 +15,7 @@ from ca_jax.buckets import history_buckets, slot_tokens
 from ca_jax.config import EngineConfig
 from ca_jax.device_memory import wanted_bytes
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS
+from ca_jax.kv_layout import rest_layout
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, model_sharding
@@ -53,7 +54,9 @@ class Plan:
     total_weight_bytes: int
     """All weights, each counted once."""
     token_bytes: int
-    """KV of one token in all layers, each counted once."""
+    """KV of one token in all layers, each counted once, as it is computed."""
+    stored_token_bytes: int
+    """The same as it is stored."""
     weight_bytes: int
     """On each device: its shards, and whatever is whole on each."""
     slot_bytes: int
@@ -93,7 +96,7 @@ def make_plan(
       ValueError: heads that cannot be divided so, a window beyond the model's, an unknown dtype, or more than a device
         holds; the message says which sizes would do.
     """
-    window = engine.context_window or min(config.max_positions, DEFAULT_WINDOW_TOKENS)
+    window = engine.context_window or min(config.steady_positions, DEFAULT_WINDOW_TOKENS)
     if window > config.max_positions:
         raise ValueError(f"context_window wanted at most the model's {config.max_positions} tokens, found {window}")
     session_tokens = window if session_tokens is None else session_tokens
@@ -104,38 +107,31 @@ def make_plan(
             f"max_batch_size wanted a multiple of data_parallel_size={engine.data_parallel_size}, "
             f"found {engine.max_batch_size}"
         )
-    layout = KVLayout(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        block_tokens=engine.store.block_tokens,
-    )
+    layout = rest_layout(config, dtype, engine)
     sharding = model_sharding(
         config,
         data_parallel_size=engine.data_parallel_size,
         tensor_parallel_size=engine.tensor_parallel_size,
         on_paper=True,
     )
-    wanted = _wanted_bytes(config, engine, layout, sharding, window)
+    wanted = _wanted_bytes(config, engine, dtype, sharding, window)
     if sum(wanted.values()) > device_bytes:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(
             f"a device's memory wanted {sum(wanted.values()) / GIB:.2f} GiB ({parts}), found {device_bytes / GIB:.2f}; "
-            f"{_what_fits(config, engine, layout, window, device_bytes)}"
+            f"{_what_fits(config, engine, dtype, window, device_bytes)}"
         )
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
+    token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
+    stored_tokens = session_tokens
+    if config.kv_window is not None and (engine.overflow is None or engine.overflow.changes_nothing):
+        stored_tokens = min(session_tokens, config.kv_window + layout.block_tokens - 2)
+    ssd_block_bytes = stored_block_bytes(layout, engine.store.ssd_driver)
     tiers = (
-        _hbm(kv_bytes, layout, session_tokens, num_data=num_data, num_kv=num_kv),
-        _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, session_tokens),
-        _of_blocks(
-            "SSD",
-            engine.store.ssd_bytes,
-            stored_block_bytes(layout, engine.store.ssd_driver),
-            layout,
-            session_tokens,
-        ),
+        _hbm(kv_bytes, token_bytes, session_tokens, num_data=num_data, num_kv=num_kv),
+        _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, stored_tokens),
+        _of_blocks("SSD", engine.store.ssd_bytes, ssd_block_bytes, layout, stored_tokens),
     )
     return Plan(
         num_devices=engine.data_parallel_size * engine.tensor_parallel_size,
@@ -143,7 +139,8 @@ def make_plan(
         window=window,
         session_tokens=session_tokens,
         total_weight_bytes=_weight_bytes(config, dtype, None),
-        token_bytes=layout.token_bytes,
+        token_bytes=token_bytes,
+        stored_token_bytes=layout.token_bytes,
         weight_bytes=wanted["the weights"],
         slot_bytes=wanted["the decode slots"],
         read_buffer_bytes=wanted["the read buffer"],
@@ -153,7 +150,7 @@ def make_plan(
 
 
 def _wanted_bytes(
-    config: ModelConfig, engine: EngineConfig, layout: KVLayout, sharding: ModelSharding | None, window: int
+    config: ModelConfig, engine: EngineConfig, dtype: str, sharding: ModelSharding | None, window: int
 ) -> dict[str, int]:
     """What an accelerator of the mesh is asked for; lengths are padded there as `Runner` pads them."""
     capacity = slot_tokens(window, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=True)
@@ -162,11 +159,11 @@ def _wanted_bytes(
         slots = sharding.slots.shard_shape(slots)
     return wanted_bytes(
         engine,
-        layout,
+        rest_layout(config, dtype, engine),
         max_tokens=history_buckets(window, coarse=True)[-1],
         num_parts=1 if sharding is None else sharding.num_kv,
-        param_bytes=_weight_bytes(config, layout.dtype, sharding),
-        slot_bytes=2 * config.num_layers * math.prod(slots) * layout.numpy_dtype.itemsize,
+        param_bytes=_weight_bytes(config, dtype, sharding),
+        slot_bytes=2 * config.num_layers * math.prod(slots) * resolve_dtype(dtype).itemsize,
     )
 
 
@@ -179,7 +176,7 @@ def _weight_bytes(config: ModelConfig, dtype: str, sharding: ModelSharding | Non
     return num_params * resolve_dtype(dtype).itemsize
 
 
-def _what_fits(config: ModelConfig, engine: EngineConfig, layout: KVLayout, window: int, device_bytes: int) -> str:
+def _what_fits(config: ModelConfig, engine: EngineConfig, dtype: str, window: int, device_bytes: int) -> str:
     """The smallest size of tensor parallelism with which everything fits, as the end of a message."""
     for size in range(1, config.num_heads + 1):
         try:
@@ -188,14 +185,14 @@ def _what_fits(config: ModelConfig, engine: EngineConfig, layout: KVLayout, wind
             )
         except ValueError:  # Heads are not divided so.
             continue
-        if sum(_wanted_bytes(config, engine, layout, sharding, window).values()) <= device_bytes:
+        if sum(_wanted_bytes(config, engine, dtype, sharding, window).values()) <= device_bytes:
             return f"tensor_parallel_size={size} would do"
     return "no tensor_parallel_size would do"
 
 
-def _hbm(kv_bytes: int, layout: KVLayout, session_tokens: int, *, num_data: int, num_kv: int) -> Tier:
+def _hbm(kv_bytes: int, token_bytes: int, session_tokens: int, *, num_data: int, num_kv: int) -> Tier:
     """What devices hold of KV: each has the part of a token that its heads are, of the sessions of its part of data."""
-    token_bytes = layout.token_bytes // num_kv
+    token_bytes //= num_kv
     return Tier(
         name="HBM",
         num_bytes=kv_bytes * num_data * num_kv,

@@ -44,6 +44,25 @@ def test_llama_65b_on_four_a100_is_as_in_the_paper():
     assert hbm(planned).num_tokens == hbm(planned).num_bytes // planned.token_bytes
 
 
+def test_int8_is_what_dram_and_ssd_hold_and_not_the_slots():
+    plain, int8 = (plan("llama2-7b", kv_rest_dtype=dtype, dtype="bfloat16") for dtype in ("model", "int8"))
+    assert int8.stored_token_bytes * 256 == plain.stored_token_bytes * 130  # 128 numbers and the two bytes of a scale
+    assert (int8.token_bytes, int8.slot_bytes) == (plain.token_bytes, plain.slot_bytes)
+    assert int8.read_buffer_bytes * 256 == plain.read_buffer_bytes * 130
+    for before, after in zip(plain.tiers[1:], int8.tiers[1:], strict=True):
+        assert after.num_tokens == pytest.approx(before.num_tokens * 256 / 130, rel=0.01)
+
+
+def test_a_sliding_window_bounds_what_is_stored_of_a_session():
+    sliding = dataclasses.replace(PRESETS["llama2-7b"], sliding_window=1024)
+    engine = EngineConfig(context_window=4096, kv_rest_dtype="model")
+    long, short = (
+        make_plan(sliding, engine, dtype="bfloat16", device_bytes=A100, session_tokens=tokens).tiers[1].num_sessions
+        for tokens in (4096, 1024 + 128 - 2)
+    )
+    assert long == short > 0
+
+
 def test_what_is_whole_on_each_device_counts_on_each():
     planned = plan("llama2-70b", tensor_parallel_size=4)
     norms = (2 * 80 + 1) * 8192 * 2
