@@ -36,7 +36,7 @@ from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device, constrain, replicated
 from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
-from ca_jax.steps.common import HEADS, KV_HEADS, Params
+from ca_jax.steps.common import HEADS, KV_HEADS, Params, apply
 from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
@@ -97,7 +97,7 @@ def blend_layer(
         out: tuple[jax.Array, jax.Array] = of_device(q, new, kv, positions, rotation, all_rotations, carried)
         return out
 
-    x, fused = Layer(config, sharding).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]
+    x, fused = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
     return constrain(x, sharding), fused
 
 
