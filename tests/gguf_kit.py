@@ -38,6 +38,7 @@ def write(
     *,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -47,6 +48,7 @@ def write(
       path: of the file that is written.
       metadata: entries that are added or changed, by their keys without the architecture's name; None: left out.
       tensors: tensors that are added or changed; None: left out.
+      types: of tensors that are quantised.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -61,7 +63,9 @@ def write(
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
     converted = _tensors(config, architecture, stored, stacks_experts) | (tensors or {})
     for name, tensor in converted.items():
-        if tensor is not None:
+        if tensor is not None and name in (types or {}):
+            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
+        elif tensor is not None:
             writer.add_tensor(name, np.ascontiguousarray(tensor))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -224,9 +228,10 @@ class LlamaCpp:
 
     Args:
       path: the file.
+      vocab_size: of the model.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, vocab_size: int) -> None:
         xllamacpp = pytest.importorskip("xllamacpp")
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
@@ -237,23 +242,23 @@ class LlamaCpp:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = params.n_threads_http = 1
+        self._vocab_size = vocab_size
         self._server = xllamacpp.Server(params)
 
-    def answer(self, token_ids: list[int], num_tokens: int, vocab_size: int) -> tuple[list[int], np.ndarray]:
-        """Greedy tokens, and the log-probabilities of every token at each of them, f32 `[num_tokens, V]`."""
+    def log_probabilities(self, token_ids: list[int]) -> np.ndarray:
+        """Of every token to come next, f32 `[V]`."""
         reply = self._server.handle_completions(
             {
                 "prompt": token_ids,
-                "n_predict": num_tokens,
-                "n_probs": vocab_size,
+                "n_predict": 1,
+                "n_probs": self._vocab_size,
                 "temperature": 0.0,
                 "cache_prompt": False,
-                "ignore_eos": True,
-                "return_tokens": True,
             }
         )
-        found = np.full((num_tokens, vocab_size), np.nan, np.float32)
-        for row, step in zip(found, reply["completion_probabilities"], strict=True):
-            for each in step["top_logprobs"]:
-                row[each["id"]] = each["logprob"]
-        return reply["tokens"], found
+        (step,) = reply["choices"][0]["logprobs"]["content"]
+        found = np.full(self._vocab_size, np.nan, np.float32)
+        for each in step["top_logprobs"]:
+            found[each["id"]] = each["logprob"]
+        assert step["id"] == found.argmax()
+        return found

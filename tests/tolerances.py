@@ -3,6 +3,9 @@
 LOGITS_ATOL = {"float32": 1e-4, "bfloat16": 0.25}
 """Absolute, on logits of tiny models (standard deviation about 2) against a reference in float32."""
 
+GELU_TABLE_ATOL = {"float32": 0.01}
+"""The same against llama.cpp, which looks GELU up in a table of float16 numbers."""
+
 PROJECTION_ATOL = {"float32": 1e-5}
 """Absolute, on one projection or one rotation of numbers of order one."""
 

@@ -175,7 +175,8 @@ def test_a_llama_that_is_not_served_is_refused_by_name(write, metadata, message)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "reason"), [("gpt2", "absolute positions"), ("bloom", "ALiBi"), ("mamba", "served are: llama")]
+    ("architecture", "reason"),
+    [("gpt2", "absolute positions"), ("bloom", "ALiBi"), ("mamba", "served are: falcon, gptneox, llama")],
 )
 def test_other_architectures_are_refused_with_the_reason(write, architecture, reason):
     with pytest.raises(UnsupportedArchitectureError, match=f"'{architecture}'.*{reason}"):

@@ -59,12 +59,15 @@ class GgufDescription:
     """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
 
 
-def sizes_from_gguf(described: GgufDescription, *, eps_key: str = "layer_norm_rms_epsilon") -> dict[str, Any]:
+def sizes_from_gguf(
+    described: GgufDescription, *, eps_key: str = "layer_norm_rms_epsilon", may_rotate_part: bool = False
+) -> dict[str, Any]:
     """The fields of `ModelConfig` that all families spell alike.
 
     Args:
       described: the file.
       eps_key: what the family calls the number added inside its norms.
+      may_rotate_part: whether the family has models that rotate a part of each head.
 
     Raises:
       KeyError: an entry is missing.
@@ -78,6 +81,8 @@ def sizes_from_gguf(described: GgufDescription, *, eps_key: str = "layer_norm_rm
             raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
     head_dim = entries.get("attention.key_length", embed_dim // num_heads)
     require(described, {"attention.value_length": head_dim}, why="the head dim")
+    if not may_rotate_part:
+        require(described, {"rope.dimension_count": head_dim}, why="the head dim")
     return {
         "vocab_size": int(shapes["token_embd.weight"][0]),
         "embed_dim": embed_dim,

@@ -56,7 +56,7 @@ def _config_from_gguf(described: GgufDescription) -> ModelConfig:
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
-        **sizes_from_gguf(described, eps_key="layer_norm_epsilon"),
+        **sizes_from_gguf(described, eps_key="layer_norm_epsilon", may_rotate_part=True),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Family, Names, require
 from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
-from ca_jax.models.families.gguf_entries import require as require_entries
 from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
 
 HF_NAMES: dict[str, str] = {
@@ -70,22 +69,10 @@ def _hf_names(config: ModelConfig) -> Names:
     return HF_NAMES
 
 
-def sizes_from_llama_gguf(described: GgufDescription) -> dict[str, Any]:
-    """The fields of `ModelConfig` that Llama, Mistral and Mixtral, which GGUF calls by one name, have in common.
-
-    Raises:
-      KeyError, UnsupportedArchitectureError: as for `gguf_entries.sizes_from_gguf`; a head that is rotated in part is
-        not served, since the order of its rows is not known.
-    """
-    sizes = sizes_from_gguf(described)
-    require_entries(described, {"rope.dimension_count": sizes["head_dim"]}, why="the head dim")
-    return sizes
-
-
 def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
     if described.entries.get("expert_count") or described.entries.get("attention.sliding_window"):
         return None
-    return ModelConfig(architecture="llama", **sizes_from_llama_gguf(described))
+    return ModelConfig(architecture="llama", **sizes_from_gguf(described))
 
 
 def gguf_names(config: ModelConfig) -> Names:

@@ -11,7 +11,7 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama
 from ca_jax.models.families.family import Family, Names
-from ca_jax.models.families.gguf_entries import GgufDescription
+from ca_jax.models.families.gguf_entries import GgufDescription, sizes_from_gguf
 
 
 def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
@@ -26,7 +26,7 @@ def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
     window = described.entries.get("attention.sliding_window")
     if described.entries.get("expert_count") or not window:
         return None
-    return ModelConfig(architecture="mistral", sliding_window=window, **llama.sizes_from_llama_gguf(described))
+    return ModelConfig(architecture="mistral", sliding_window=window, **sizes_from_gguf(described))
 
 
 def _hf_names(config: ModelConfig) -> Names:

@@ -11,7 +11,7 @@ from typing import Any
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import llama
 from ca_jax.models.families.family import Family, Names
-from ca_jax.models.families.gguf_entries import NAMES, GgufDescription
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
 
 _HF_NAMES: dict[str, str] = {
     **llama.HF_NAMES,
@@ -49,7 +49,7 @@ def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
         sliding_window=entries.get("attention.sliding_window") or None,
         num_experts=entries["expert_count"],
         num_experts_per_token=entries["expert_used_count"],
-        **llama.sizes_from_llama_gguf(described),
+        **sizes_from_gguf(described),
     )
 
 
