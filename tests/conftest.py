@@ -1,6 +1,9 @@
 """What every test shares: the environment jax starts in, and where data that is not in the repository lies."""
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +29,17 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("wants the data in ../shared/data, which is not there")
     return path
+
+
+_MANY_MAPS = 30_000  # Of the 65,530 that Linux gives a process by default: compiling fails, or crashes, without one.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Forgets compiled functions once there are very many: each has memory maps of its own, of which there is a limit."""
+    yield
+    jax = sys.modules.get("jax")
+    maps = Path("/proc/self/maps")
+    if jax is not None and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
