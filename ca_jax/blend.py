@@ -33,16 +33,14 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain, replicated
+from ca_jax.models.sharding import ModelSharding, by_device, constrain, replicated
 from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
-from ca_jax.steps import Params
+from ca_jax.steps.common import HEADS, KV_HEADS, Params, apply
 from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
 _UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to them.
-_HEADS: Axes = (None, None, "heads", None)  # q [1, n, N, H]
-_KV_HEADS: Axes = (None, None, "kv_heads", None)  # [1, n, K, H], [2, S, K, H]
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
 
 
@@ -94,12 +92,12 @@ def blend_layer(
         return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
-        in_axes = (_HEADS, _KV_HEADS, _KV_HEADS, (), (), (), ())
-        of_device = by_device(attend_heads, sharding, in_axes, (_HEADS, _KV_HEADS))
+        in_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ())
+        of_device = by_device(attend_heads, sharding, in_axes, (HEADS, KV_HEADS))
         out: tuple[jax.Array, jax.Array] = of_device(q, new, kv, positions, rotation, all_rotations, carried)
         return out
 
-    x, fused = Layer(config, sharding).apply({"params": layer_params}, x, attend_fn)  # type: ignore[misc]
+    x, fused = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
     return constrain(x, sharding), fused
 
 

@@ -495,11 +495,11 @@ class Engine:
 
 
 def _layout(config: EngineConfig) -> Layout:
-    sizes = {
-        "data_parallel_size": config.data_parallel_size,
-        "tensor_parallel_size": config.tensor_parallel_size,
-    }
-    return partial(model_sharding, **sizes)
+    return partial(
+        model_sharding,
+        data_parallel_size=config.data_parallel_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import steps
+from ca_jax import device_memory, steps
 from ca_jax.drift import Drift
 from ca_jax.jobs import SamplingParams
 from ca_jax.layer_loader import LayerLoad
@@ -30,7 +30,7 @@ from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel
-from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing import tiny
 from ca_jax.transfer import params_to_device
 from ca_jax.turn_saver import TurnSaver
@@ -333,6 +333,18 @@ def test_each_device_holds_its_share(data, tensor, monkeypatch):
                 shards = array.addressable_shards
                 assert len(shards) == data * tensor, name
                 assert {shard.data.nbytes for shard in shards} == {array.nbytes // num_parts}, name
+
+
+def test_buffers_are_held_against_what_each_device_has(monkeypatch):
+    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 2)
+    with pytest.raises(ValueError, match=r"write_buffer_gib wanted at most the device's 0.50 GiB of memory, found 1"):
+        engine_of(1, 1)
+    engine_of(1, 4).close()
+    monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 4)
+    with pytest.raises(ValueError, match=r"found .*, 0\.25 for write_buffer_gib, .* for the decode slots"):
+        engine_of(1, 4)
+    with pytest.raises(ValueError, match=r"wanted at most 4 times a device's 0\.25 GiB of memory, found 2"):
+        engine_of(1, 4, write_buffer_gib=2.0)
 
 
 def test_weights_are_put_and_drawn_where_the_paper_says():

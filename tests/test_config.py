@@ -11,3 +11,15 @@ def test_a_cap_of_what_is_loaded_ahead_and_loading_all_before_computing_exclude_
         EngineConfig(read_buffer="off", read_buffer_gib=0.5)
     assert EngineConfig(read_buffer="off").read_buffer_gib is None
     assert EngineConfig(read_buffer="all", read_buffer_gib=0.5).read_buffer_gib == 0.5
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "data_parallel_size"])
+def test_a_mesh_has_a_size(name):
+    with pytest.raises(ValueError, match=f"{name} must be positive, found 0"):
+        EngineConfig(**{name: 0})
+
+
+def test_slots_are_in_equal_parts():
+    with pytest.raises(ValueError, match="max_batch_size wanted a multiple of data_parallel_size=3, found 8"):
+        EngineConfig(data_parallel_size=3)
+    assert EngineConfig(data_parallel_size=3, max_batch_size=9).max_batch_size == 9

@@ -203,6 +203,23 @@ def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_ne
         scheduler.prefilled(second)
 
 
+def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
+    scheduler = Scheduler(6, num_parts=2)
+
+    def slots_of(num_jobs: int) -> list[int | None]:
+        jobs = submitted(scheduler, *[0] * num_jobs)
+        for each in jobs:
+            assert scheduler.schedule().prefill is each
+            scheduler.prefilled(each)
+        return [each.slot for each in jobs]
+
+    assert slots_of(6) == [0, 3, 1, 4, 2, 5]
+    for each in scheduler.running:
+        if each.slot in (1, 2, 3):
+            scheduler.remove(each)
+    assert slots_of(3) == [3, 1, 2]
+
+
 def test_a_job_is_submitted_once():
     scheduler = Scheduler(1)
     first, second = submitted(scheduler, 0, 0)

@@ -143,9 +143,9 @@ def model_sharding(
     """
     num_heads, num_kv = config.num_heads, config.num_kv_heads
     if not _divides_heads(tensor_parallel_size, num_heads, num_kv):
-        sizes = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, num_kv)]
+        possible = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, num_kv)]
         raise ValueError(
-            f"tensor_parallel_size wanted one of {', '.join(map(str, sizes))}, for {num_heads} query heads on "
+            f"tensor_parallel_size wanted one of {', '.join(map(str, possible))}, for {num_heads} query heads on "
             f"{num_kv} KV heads; found {tensor_parallel_size}"
         )
     num_devices = data_parallel_size * tensor_parallel_size
