@@ -59,7 +59,7 @@ def _define_flags() -> None:
     flags.DEFINE_list("history_tokens", ["512", "2000"], "Tokens of history that TTFT is measured over.")
     flags.DEFINE_integer("new_tokens", 64, "New tokens behind them.")
     flags.DEFINE_integer("repeats", 11, "Samples of each.")
-    flags.DEFINE_enum("ssd_driver", "raw", SSD_DRIVERS, "How KV is kept on SSD.")
+    flags.DEFINE_enum("ssd_driver", StoreConfig.ssd_driver, SSD_DRIVERS, "How KV is kept on SSD.")
 
 
 # Quality.
