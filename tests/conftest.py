@@ -36,7 +36,7 @@ _MANY_MAPS = 30_000  # Of the 65,530 that Linux gives a process by default: comp
 
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps() -> Iterator[None]:
-    """Forgets compiled functions once there are very many: each has memory maps of its own, of which there is a limit."""
+    """Forgets compiled functions once there are very many: each has memory maps, of which a process has so many."""
     yield
     jax = sys.modules.get("jax")
     maps = Path("/proc/self/maps")
