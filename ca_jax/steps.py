@@ -357,7 +357,7 @@ def decode(
             q = rope.rotate(q, rotation)[:, 0].reshape(num_rows, config.num_kv_heads, config.num_groups, -1)
             out = attend_slots(q, keys, values, lengths + 1, num_blocks, window=window)
             kv = jnp.stack([new.k[:, 0], new.v[:, 0]])
-            given = ()
+            given: tuple[jax.Array, ...] = ()
             if with_attention:
                 given = (slot_attention_received(q, keys, lengths + 1, num_blocks, window=window),)
             return out.reshape(num_rows, 1, config.num_heads, -1), (kv, keys, values, *given)
