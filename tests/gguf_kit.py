@@ -39,6 +39,7 @@ def write(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray | None] | None = None,
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
     stacks_experts: bool = True,
 ) -> Path:
     """Converts a checkpoint.
@@ -49,6 +50,7 @@ def write(
       metadata: entries that are added or changed, by their keys without the architecture's name; None: left out.
       tensors: tensors that are added or changed; None: left out.
       types: of tensors that are quantised.
+      vocabulary: the tokenizer's entries; None: some of the bytes' own tokens.
       stacks_experts: whether experts are stacked, as converters have done since 2024.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -58,7 +60,7 @@ def write(
     for key, value in entries.items():
         if value is not None:
             _add(writer, f"{writer.arch}.{key}", value)
-    for key, value in _vocabulary(config["vocab_size"]).items():
+    for key, value in (vocabulary or _vocabulary(config["vocab_size"])).items():
         _add(writer, f"tokenizer.ggml.{key}", value)
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
     converted = _tensors(config, architecture, stored, stacks_experts) | (tensors or {})
@@ -245,20 +247,20 @@ class LlamaCpp:
         self._vocab_size = vocab_size
         self._server = xllamacpp.Server(params)
 
-    def log_probabilities(self, token_ids: list[int]) -> np.ndarray:
-        """Of every token to come next, f32 `[V]`."""
+    def log_probabilities(self, prompt: list[int] | str) -> np.ndarray:
+        """Of every token to come after token ids, or after a text that llama.cpp tokenises, f32 `[V]`."""
         reply = self._server.handle_completions(
             {
-                "prompt": token_ids,
+                "prompt": prompt,
                 "n_predict": 1,
                 "n_probs": self._vocab_size,
                 "temperature": 0.0,
                 "cache_prompt": False,
+                "logit_bias": [["a", 1000]],  # An end, or half a character, comes without any; they are from before it.
             }
         )
         (step,) = reply["choices"][0]["logprobs"]["content"]
         found = np.full(self._vocab_size, np.nan, np.float32)
         for each in step["top_logprobs"]:
             found[each["id"]] = each["logprob"]
-        assert step["id"] == found.argmax()
         return found

@@ -103,7 +103,7 @@ def _byte_level_bpe(file: Metadata, tokens: Sequence[str]) -> tuple[tokenizers.T
     is_llama3 = pre in ("llama-bpe", "llama3", "llama-v3")
     splits: list[pre_tokenizers.PreTokenizer]
     gpt2_split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in ("default", "gpt-2"):
+    if pre in ("default", "gpt-2", "olmo"):
         splits = [gpt2_split]
     elif pre == "smollm":
         splits = [pre_tokenizers.Digits(individual_digits=True), gpt2_split]
@@ -111,13 +111,17 @@ def _byte_level_bpe(file: Metadata, tokens: Sequence[str]) -> tuple[tokenizers.T
         splits = [pre_tokenizers.Split(tokenizers.Regex(_LLAMA3_SPLIT), "isolated"), byte_level]
     elif pre == "qwen2":
         splits = [pre_tokenizers.Split(tokenizers.Regex(_QWEN2_SPLIT), "isolated"), byte_level]
+    elif pre == "falcon":
+        threes = pre_tokenizers.Split(tokenizers.Regex("[0-9][0-9][0-9]"), "isolated")
+        splits = [pre_tokenizers.Punctuation("contiguous"), gpt2_split, threes]
     else:
         raise UnsupportedArchitectureError(
-            f"{file.path}: pre-tokenizer {pre!r} is not served; wanted one of default, gpt-2, smollm, llama-bpe, qwen2"
+            f"{file.path}: pre-tokenizer {pre!r} is not served; wanted one of default, gpt-2, olmo, smollm, falcon, "
+            "llama-bpe, qwen2"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
     backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=is_llama3))
-    if pre == "qwen2":
+    if pre in ("qwen2", "olmo"):
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
     backend.decoder = decoders.ByteLevel()

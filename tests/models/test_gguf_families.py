@@ -15,6 +15,7 @@ from ca_jax.metrics import CompileCounter
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.families import FAMILIES
 from tests import families_kit, gguf_kit
+from tests.models import tiny_gguf
 from tests.tolerances import GELU_TABLE_ATOL, LOGITS_ATOL
 
 METADATA = {
@@ -150,6 +151,29 @@ def test_parts_of_quantised_tensors_are_dequantised(write, name, tensor, keys):
     for key, array in quantised.items():
         error = np.abs(array - plain[key]).max()
         assert (0 < error < 0.01) if key in keys else error == 0, key
+
+
+TEXTS = ("x = 12345 + 678", "It's 99,000  (ab)\n\n  ab!?", "été 12 --ab")
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "falcon", "olmo"])
+def test_text_is_split_as_llama_cpp_splits_it(write, pre):
+    """Told by what it expects to come next: prompts of other tokens give other numbers."""
+    vocabulary = tiny_gguf.byte_vocabulary()
+    for left, right in (*tiny_gguf.DIGITS, ("'", "s"), ("0", "0"), ("00", "0"), (")", "Ċ"), ("!", "?"), ("-", "-")):
+        vocabulary["tokens"].append(left + right)
+        vocabulary["token_type"].append(tiny_gguf.NORMAL)
+        vocabulary["merges"].append(f"{left} {right}")
+    size = len(vocabulary["tokens"])
+    embedding = np.random.default_rng(0).standard_normal((size, 32)).astype(np.float32)
+    vocabulary |= {"pre": pre, "add_bos_token": False}
+    path = write("falcon_7b", vocabulary=vocabulary, tensors={"token_embd.weight": embedding})
+    tokenizer, theirs = load_checkpoint(str(path)).tokenizer, gguf_kit.LlamaCpp(path, size)
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        expected = theirs.log_probabilities(text)
+        np.testing.assert_array_equal(theirs.log_probabilities(ids), expected)
+        assert np.abs(theirs.log_probabilities([*ids[:-3], *ids[-2:]]) - expected).max() > 0.1
 
 
 # Bad input.

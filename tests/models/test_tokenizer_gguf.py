@@ -41,9 +41,6 @@ def byte_level(extra_merges=(), **changes):
     return Metadata(**{**vocabulary, **changes})
 
 
-DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ", "x"), ("Ċ", "Ċ"))
-
-
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [
@@ -52,10 +49,12 @@ DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ
         ("smollm", ["1", "2", "3", "4", "ĠĠ", "1", "2"]),
         ("llama-bpe", ["123", "4", "Ġ", "Ġ", "12"]),
         ("qwen2", ["1", "2", "3", "4", "Ġ", "Ġ", "1", "2"]),
+        ("falcon", ["123", "4", "Ġ", "Ġ1", "2"]),
+        ("olmo", ["1234", "Ġ", "Ġ1", "2"]),
     ],
 )
 def test_digits_and_spaces_are_split_as_the_pre_tokenizer_says(pre, pieces):
-    tokenizer = tokenizer_from_gguf(byte_level(DIGITS, pre=pre))
+    tokenizer = tokenizer_from_gguf(byte_level(tiny_gguf.DIGITS, pre=pre))
     assert [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("1234  12", add_bos=False)] == pieces
 
 
@@ -88,8 +87,9 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     assert tokenizer.decode(ids) == "<think>"
 
 
-def test_qwen2_text_is_composed_first():
-    tokenizer = tokenizer_from_gguf(byte_level(pre="qwen2"))
+@pytest.mark.parametrize("pre", ["qwen2", "olmo"])
+def test_text_is_composed_first(pre):
+    tokenizer = tokenizer_from_gguf(byte_level(pre=pre))
     assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
     assert tokenizer_from_gguf(byte_level()).encode("e\u0301") != tokenizer.encode("é")
 

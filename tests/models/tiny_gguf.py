@@ -12,6 +12,9 @@ from ca_jax.testing import tiny
 F32 = gguf.GGMLQuantizationType.F32
 CONTROL, NORMAL, USER_DEFINED = 3, 1, 4
 
+DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ", "x"), ("Ċ", "Ċ"))
+"""Merges of what pre-tokenizers split each in their own way."""
+
 _HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
