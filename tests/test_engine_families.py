@@ -7,10 +7,17 @@ sliced in memory. Prompts are longer than the sliding windows, and of lengths th
 from __future__ import annotations
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 
+from ca_jax import steps
 from ca_jax.engine import Engine
+from ca_jax.metrics import CompileCounter
+from ca_jax.models import huggingface
+from ca_jax.models.random_weights import random_params
+from ca_jax.runner import Runner
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import families_kit
@@ -57,3 +64,21 @@ def test_three_turns_and_an_overflow(name):
             overflowing.turn(families_kit.prompt(num_tokens, seed=turn), 12)
         assert overflowing.session.num_dropped == WINDOW // 2
         overflowing.expect_stored_kv()
+
+
+def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up(recorded_data):
+    described = json.loads((recorded_data / "family_qwen2" / "config.json").read_text())
+    config = dataclasses.replace(
+        huggingface.config_from_hf(described), num_layers=4, sliding_window=20, full_layers=(0, 3)
+    )
+    params = random_params(config, dtype="float32")
+    runner = Runner(config, params, window=WINDOW, max_batch_size=1, chunk_tokens=64)
+    before = steps.prefill_layer._cache_size()
+    runner.warmup(max_history=0, max_new=8)
+    assert steps.prefill_layer._cache_size() - before == 2
+    with CompileCounter() as counter:
+        prefill = runner.start_prefill(0, [1, 2, 3], 0)
+        runner.run_pass(prefill, 3)
+        runner.insert(prefill)
+        runner.slots.decode(np.array([4], np.int32), np.array([3], np.int32))
+    assert counter.count == 0

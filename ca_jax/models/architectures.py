@@ -10,11 +10,11 @@ from collections.abc import Collection
 from ca_jax.errors import UnsupportedArchitectureError
 
 _ABSOLUTE_POSITIONS = frozenset(
-    ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "starcoder", "xglm")
+    ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "roberta", "starcoder", "xglm")
 )
 """Families that add a position embedding to the token embedding."""
 
-_ALIBI = frozenset(("bloom", "mpt"))
+_ALIBI = frozenset(("bloom", "jais", "mpt", "refact"))
 """Families that add a bias by distance to the attention scores (ALiBi, Press et al., 2022)."""
 
 

@@ -92,6 +92,7 @@ def test_old_spelling_of_rope_scaling_is_read():
         ({"model_type": "opt"}, "'opt'.*absolute positions"),
         ({"model_type": "gpt_neo"}, "'gpt_neo'.*absolute positions"),
         ({"model_type": "bloom"}, "'bloom'.*ALiBi"),
+        ({"model_type": "mpt"}, "'mpt'.*ALiBi"),
         ({"model_type": "rwkv"}, r"'rwkv' is not served: served are: .*llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_bias": True}, "attention_bias=True"),
