@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from tests.models import tiny_gguf
+
 CONTEXT = 256
 
 _ARCHITECTURES = {
@@ -146,8 +148,6 @@ def _rope_scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _vocabulary(size: int) -> dict[str, Any]:
     """Of the bytes' own tokens, as many as fit."""
-    from tests.models import tiny_gguf
-
     vocabulary = tiny_gguf.byte_vocabulary()
     tokens = [token for token in vocabulary["tokens"] if len(token) == 1 and token not in "ab"]
     return {

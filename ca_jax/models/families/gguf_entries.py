@@ -112,7 +112,7 @@ def require(described: GgufDescription, wanted: Mapping[str, Any], why: str = ""
     for key, value in wanted.items():
         found = described.entries.get(key, value)
         if found != value:
-            raise UnsupportedArchitectureError(f"{key} {found} is not served, wanted {why} {value}".replace("  ", " "))
+            raise UnsupportedArchitectureError(f"{key} {found} is not served, wanted {f'{why} {value}'.strip()}")
 
 
 def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
@@ -129,7 +129,7 @@ def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
     if described.rope_factors is not None:
         if scaling != "none":
             raise UnsupportedArchitectureError(f"rope scaling {scaling!r} with rope_freqs.weight is not served")
-        return _llama3_rope(described, plain, head_dim)
+        return _llama3_rope(described, described.rope_factors, plain, head_dim)
     if scaling == "none":
         return plain
     if scaling == "linear":
@@ -157,9 +157,8 @@ def _yarn_rope(described: GgufDescription, plain: RopeConfig, factor: float) -> 
     )
 
 
-def _llama3_rope(described: GgufDescription, plain: RopeConfig, head_dim: int) -> RopeConfig:
+def _llama3_rope(described: GgufDescription, found: np.ndarray, plain: RopeConfig, head_dim: int) -> RopeConfig:
     """Llama 3.x files hold the divisor of each frequency, not the rule: finds the rule, checks that it gives them."""
-    found = described.rope_factors
     original_positions = described.entries.get("rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
     frequencies = rope.inverse_frequencies(plain, head_dim)
     if found.shape == frequencies.shape and np.isfinite(found).all() and found.max() >= 1:
