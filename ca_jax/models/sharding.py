@@ -48,7 +48,6 @@ Axes = tuple[str | None, ...]
 
 _SLOTS: Axes = ("batch", "kv_heads", None, None)
 _KV: Axes = (None, None, "kv_heads", None)
-_DECODED_KV: Axes = (None, None, "batch", "kv_heads", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +91,6 @@ class ModelSharding:
     def kv(self) -> NamedSharding:
         """Of a layer's unrotated KV `[2, T, K, H]`, history or new: by heads, the same on all of `data`."""
         return self.of(_KV)
-
-    @property
-    def decoded_kv(self) -> NamedSharding:
-        """Of the new KV of a decode step `[L, 2, n, K, H]`: by rows and heads."""
-        return self.of(_DECODED_KV)
 
     @property
     def slots(self) -> NamedSharding:

@@ -315,7 +315,7 @@ def test_a_start_up_that_loses_sessions_is_no_row(tmp_path: Path, monkeypatch: p
         (StoreBenchConfig, {"num_layers": 0}, "num_layers must be positive, found 0"),
         (StoreBenchConfig, {"session_tokens": 0}, "session_tokens wanted at least 1, found 0"),
         (StoreBenchConfig, {"repeats": 0}, "repeats wanted at least 1, found 0"),
-        (StoreBenchConfig, {"dtype": "int8"}, "KV dtype wanted one of"),
+        (StoreBenchConfig, {"dtype": "float64"}, "KV dtype wanted one of"),
         (PolicyBenchConfig, {"num_sessions": 0}, "num_sessions wanted at least 1, found 0"),
         (PolicyBenchConfig, {"num_jobs": 0}, "num_jobs wanted at least 1, found 0"),
         (PolicyBenchConfig, {"queue_depth": 0.0}, r"queue_depth wanted a share in \(0, 1\], found 0.0"),

@@ -324,7 +324,7 @@ def test_the_program_outlives_ctrl_c_in_an_answer(tiny_model, tmp_path):
         rest, errors = program.communicate(timeout=120)
     output = (seen + rest).decode()
     assert program.returncode == 0, errors.decode()
-    resolved = r"^EngineConfig\(dtype='float32', context_window=8192, .*\bmax_batch_size=1,"
+    resolved = r"^EngineConfig\(dtype='float32', .*\bcontext_window=8192, .*\bmax_batch_size=1,"
     assert re.search(resolved, output, re.MULTILINE)
     assert "max_tokens=8000" in output
     stopped = re.search(r"^stopped · TTFT .* answer ([\d,]+)", output, re.MULTILINE)
