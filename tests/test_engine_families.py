@@ -1,7 +1,8 @@
 """Every architecture through the engine: with and without reuse across turns, and past the end of its window.
 
 Turns that fit are held against `transformers`, each token by a full pass; turns that overflow against the same cache
-sliced in memory. Prompts are longer than the sliding windows, and of lengths that few functions are compiled for.
+sliced in memory, or against `transformers` where no layer looks back to what has left. Prompts are longer than the
+sliding windows, and of lengths that few functions are compiled for.
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ NAMES = (
 )
 
 
+def overflows_unseen(engine, pair):
+    """Where all layers slide, what leaves is what none looks back to: answers are as if no context were full."""
+    session, everything = engine.session(), []
+    for turn, num_tokens in enumerate((80, 14, 14, 14)):
+        prompt = families_kit.prompt(num_tokens, seed=turn)
+        expected = pair.their_answer([*everything, *prompt], 12)
+        assert ok.say(session, prompt, 12) == expected
+        everything += [*prompt, *expected]
+        engine.wait_for_saves()
+    assert session.num_dropped > 0
+    assert session.token_ids == everything[session.num_dropped :]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_three_turns_and_an_overflow(name):
     pair = families_kit.pair(name)
@@ -59,6 +73,9 @@ def test_three_turns_and_an_overflow(name):
             cached = [session.usage.num_cached_tokens for session in sessions]
             assert cached == [max(len(ids) - 1, 0), 0]
             ids += [*prompt, *expected]
+        if pair.model.config.kv_window is not None:
+            overflows_unseen(reuses, pair)
+            return
         overflowing = ok.Pair(reuses)
         for turn, num_tokens in enumerate((80, 14, 14, 14)):
             overflowing.turn(families_kit.prompt(num_tokens, seed=turn), 12)
