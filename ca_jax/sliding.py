@@ -77,7 +77,8 @@ class SlidingKV:
             return
         num_leaving = 0
         if not self._write_buffer.is_running(key) and not self._write_buffer.is_unsaved(key):
-            num_leaving = max(self._store.num_readable(key) - self._window + 1, 0)
+            least_kept = max(self._window - 1, 1)  # One at least: a conversation is kept with its KV.
+            num_leaving = max(self._store.num_readable(key) - least_kept, 0)
             self._ended.pop(key, None)
         [num_leaving] = least(self._processes, "what slides", [num_leaving])
         if num_leaving < self._store.layout.block_tokens:

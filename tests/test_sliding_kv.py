@@ -24,11 +24,11 @@ PROMPTS = [kit.prompt(70), kit.prompt(5), kit.prompt(90), kit.prompt(33)]
 
 
 @functools.cache
-def model(full_layers: tuple[int, ...] = ()) -> LoadedModel:
+def model(full_layers: tuple[int, ...] = (), window: int = SLIDING) -> LoadedModel:
     """The tests' tiny model, but that its layers slide."""
     plain = kit.tiny_model()
-    config = dataclasses.replace(plain.config, sliding_window=SLIDING, full_layers=full_layers)
-    name = f"sliding {full_layers}"
+    config = dataclasses.replace(plain.config, sliding_window=window, full_layers=full_layers)
+    name = f"sliding {window} {full_layers}"
     return dataclasses.replace(plain, config=config, model=Transformer(config), fingerprint=name)
 
 
@@ -91,6 +91,17 @@ def test_a_conversation_goes_on_from_ssd(tmp_path):
         assert session.token_ids == kept
         assert expect_right_answers(session, PROMPTS[2:]) == [91, 34]
         assert served.store_stats().num_hits_from_ssd == 1
+
+
+def test_a_conversation_of_which_no_kv_is_needed_is_kept_all_the_same(tmp_path):
+    config = dataclasses.replace(kit.SMALL, store=ssd_store(tmp_path))
+    with Engine(model(window=1), config) as served:
+        session = served.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        assert num_stored(served) == [1]
+        kept = session.conversation
+    with Engine(model(window=1), config) as served:
+        assert served.session(session_id="one").conversation == kept
 
 
 @pytest.mark.parametrize("num_left", [0, 20])
