@@ -31,7 +31,7 @@ def shared_data() -> Path:
     return path
 
 
-_MANY_MAPS = 30_000  # Of the 65,530 that Linux gives a process by default: compiling fails, or crashes, without one.
+_MANY_MAPS = 40_000  # Of the 65,530 that Linux gives a process by default: compiling fails, or crashes, without one.
 
 
 @pytest.fixture(scope="module", autouse=True)
