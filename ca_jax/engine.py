@@ -37,7 +37,7 @@ from ca_jax.errors import (
     TenantError,
 )
 from ca_jax.jobs import Completion, Job, SamplingParams
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv_layout import kept_window, kv_layout
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
@@ -136,7 +136,7 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
-            window=self._kv_window(),
+            window=kept_window(model.config, self.config),
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
@@ -493,11 +493,6 @@ class Engine:
             raise ContextWindowError(
                 f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
             )
-
-    def _kv_window(self) -> int | None:
-        """How much of a session's KV is kept, where the model looks back no further; not where truncation may."""
-        overflow = self.config.overflow
-        return self.model.config.kv_window if overflow is None or overflow.changes_nothing else None
 
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""

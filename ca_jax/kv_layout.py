@@ -27,6 +27,12 @@ def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayou
     )
 
 
+def kept_window(model: ModelConfig, config: EngineConfig) -> int | None:
+    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them."""
+    overflow = config.overflow
+    return model.kv_window if overflow is None or overflow.changes_nothing else None
+
+
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
     """The same, of a model that is loaded: of the heads that this process has."""
     layout = rest_layout(model.config, model.dtype, config)

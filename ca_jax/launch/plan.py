@@ -15,7 +15,7 @@ from ca_jax.buckets import history_buckets, slot_tokens
 from ca_jax.config import EngineConfig
 from ca_jax.device_memory import wanted_bytes
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS
-from ca_jax.kv_layout import rest_layout
+from ca_jax.kv_layout import kept_window, rest_layout
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, model_sharding
@@ -124,9 +124,9 @@ def make_plan(
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
-    stored_tokens = session_tokens
-    if config.kv_window is not None and (engine.overflow is None or engine.overflow.changes_nothing):
-        stored_tokens = min(session_tokens, config.kv_window + layout.block_tokens - 2)
+    stored_tokens, kept = session_tokens, kept_window(config, engine)
+    if kept is not None:
+        stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
     ssd_block_bytes = stored_block_bytes(layout, engine.store.ssd_driver)
     tiers = (
         _hbm(kv_bytes, token_bytes, session_tokens, num_data=num_data, num_kv=num_kv),
