@@ -155,6 +155,8 @@ class Job:
     """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
     message: str = ""
     """What the user said."""
+    context_tokens: int = 0
+    """Tokens of its prompt that are chunks."""
     spans: tuple[ChunkSpan, ...] = ()
     """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
     chunk: ChunkSpan | None = None

@@ -188,7 +188,8 @@ class Prefilling:
                 each.add_to(received)
             self.job.attention = received
         new_tokens = len(self._prefill.tokens)
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens:
+        is_fused = self._history is not None and bool(self._history.chunks)
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens or is_fused:
             return
         load = None if self._history is None else self._history.load
         padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)

@@ -112,7 +112,7 @@ class SessionKV:
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
         self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
-        self._finds_prefixes = config.blend.mode != "recompute"
+        self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
@@ -136,7 +136,7 @@ class SessionKV:
         key = source = self.key(session.session_id, session.tenant)
         self._sliding.slide(key, session)
         is_new = self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1
-        if is_new and self._finds_prefixes and not job.spans:
+        if is_new and (not job.context_tokens or self._reuses_prefixes):
             source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
         self._queued[job] = key, source
         self._store.enqueue(job, source, job.priority)
