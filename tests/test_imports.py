@@ -32,7 +32,8 @@ LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner"]} - {"blend", "evaluation", "launch"}
 STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit}) for unit in SERVING)}  # either way
 WITHOUT_JAX = {
-    *("scheduler", "session", "jobs", "conversations", "discarding", "overflow", "blend_config"),
+    *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
+    *("blend_config", "chunks"),
     *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
