@@ -54,7 +54,7 @@ class Blending:
         plan = FusionPlan(
             num_layers=self._runner.num_layers,
             start=start,
-            kinds=tuple(kinds[start:].tolist()),
+            kinds=kinds[start:],
             chunk_starts=tuple(span.start for span in history.chunks if span.start),
             ratio=history.recompute_ratio,
             check_layers=self._config.check_layers,

@@ -92,7 +92,8 @@ class ChunkKV:
         keys = [span.key for span in _distinct(job.spans)]
         if any(key in self._coming or self._is_on_its_way(key) for key in keys):
             return False
-        return all([self._store.ready(key, is_next) for key in keys])  # All are asked for, not up to the first.
+        found = [self._store.ready(key, is_next) for key in keys]  # All are asked for, not up to the first.
+        return all(found)
 
     def is_at_hand(self, job: Job) -> bool:
         """Whether all chunks of a job can be loaded now, or are not stored at all."""

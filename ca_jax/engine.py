@@ -44,7 +44,7 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import chunk_ids, prompt_ids, text_of, turn_ids, turn_parts
+from ca_jax.prompts import context_ids, prompt_ids, text_of, turn_ids, turn_parts
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
@@ -235,7 +235,7 @@ class Engine:
         with self._lock:
             self._check_open()
             text = message if isinstance(message, str) else None
-            chunks = [] if context is None else self._chunk_ids(context)
+            chunks = [] if context is None else context_ids(self.model, context)
             if chunks and session.conversation.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
@@ -283,14 +283,14 @@ class Engine:
           How many were computed. Others were stored already, or are too large for the store.
 
         Raises:
-          InvalidRequestError: no chunks, or an id outside the vocabulary.
-          EmptyMessageError: a chunk without text.
+          InvalidRequestError: an id outside the vocabulary.
+          EmptyMessageError: no chunks, or a chunk without text.
           ContextWindowError: a chunk that is longer than the context window.
           SessionClosedError: the engine is closed.
         """
         with self._lock:
             self._check_open()
-            each = self._chunk_ids(chunks)
+            each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
         for job in jobs:
@@ -548,12 +548,6 @@ class Engine:
 
     # Chunks.
 
-    def _chunk_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        if isinstance(context, str) or not len(context):
-            found = "a text" if isinstance(context, str) else "none"
-            raise InvalidRequestError(f"context wanted a list of at least one chunk, found {found}")
-        return [chunk_ids(self.model, chunk, index) for index, chunk in enumerate(context)]
-
     def _turn_parts(
         self,
         token_ids: list[int],
@@ -570,11 +564,11 @@ class Engine:
 
     def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
         """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""
-        for index, ids in enumerate(chunks):
+        for number, ids in enumerate(chunks, 1):
             if len(ids) >= self.window:
                 raise ContextWindowError(
                     f"wanted chunks under the context window of {self.window} tokens, "
-                    f"found {len(ids)} in chunk {index} of {len(chunks)}"
+                    f"found {len(ids)} in chunk {number} of {len(chunks)}"
                 )
         num_tokens = num_others + sum(map(len, chunks))
         if at_once and num_tokens >= self.window:

@@ -38,7 +38,7 @@ class FusedHistory:
         """What was blended so far, unrotated `[2, S, K, H]`, of no staging."""
         self.num_recomputed = plan.num_recomputed
         """Tokens with stored KV that are computed anew; of some layers alone, times their share of the layers."""
-        self.num_fused = sum(kind != TokenKind.EXACT for kind in plan.kinds)
+        self.num_fused = int((plan.kinds != TokenKind.EXACT).sum())
         """Tokens whose KV is not what computing all of the context would give."""
         plain = [plan.start] if self.num_fused else []
         plain += [source.num_plain] if isinstance(source, RepairedHistory) else []

@@ -75,7 +75,13 @@ class LayerLoad:
     """
 
     def __init__(
-        self, loader: LayerLoader, ticket: LoadTicket | FusedTicket, padded_tokens: int, depth: int, all_at_once: bool, job: int
+        self,
+        loader: LayerLoader,
+        ticket: LoadTicket | FusedTicket,
+        padded_tokens: int,
+        depth: int,
+        all_at_once: bool,
+        job: int,
     ) -> None:
         self.ticket = ticket
         """The store's."""
@@ -320,7 +326,13 @@ class LayerLoader:
             transfer.unpin_host_memory(self.buffer.memory)
 
     def open(
-        self, ticket: LoadTicket | FusedTicket, padded_tokens: int, depth: int, *, all_at_once: bool = False, job: int = -1
+        self,
+        ticket: LoadTicket | FusedTicket,
+        padded_tokens: int,
+        depth: int,
+        *,
+        all_at_once: bool = False,
+        job: int = -1,
     ) -> LayerLoad:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 

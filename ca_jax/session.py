@@ -129,8 +129,8 @@ class Session:
         Raises:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
-          EmptyMessageError: the message is blank, or a chunk.
-          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, or a context without chunks.
+          EmptyMessageError: the message is blank, or a chunk, or there is a context without chunks.
+          InvalidRequestError: `max_tokens` below 1, or a priority that is no whole number.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 

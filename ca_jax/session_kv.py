@@ -215,7 +215,8 @@ class SessionKV:
 
         Args:
           session: whose turn.
-          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer; None: all.
+          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
+            None: all.
           num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
         """
         key = self.key(session.session_id, session.tenant)

@@ -71,7 +71,8 @@ def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
         assert engine.precompute(context) == len({tuple(chunk) for chunk in context})
         session = engine.session()
         assert kit.say(session, QUESTION, 8, context=context) == answer_over(kv, QUESTION, 8)
-        assert session.usage.num_cached_tokens == kv.shape[2] and not session.usage.repaired_tokens
+        assert session.usage.num_cached_tokens == kv.shape[2]
+        assert not session.usage.repaired_tokens
         np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, : kv.shape[2]], kv, atol=1e-5)
 
 
@@ -81,11 +82,13 @@ def test_a_single_chunk_at_the_start_is_a_prefix(ratio):
         engine.precompute([A])
         session = engine.session()
         assert kit.say(session, QUESTION, 8, context=[A]) == kit.greedy_answer(joined(A, QUESTION), 8)
-        assert session.usage.num_cached_tokens == len(A) and not session.usage.repaired_tokens
+        assert session.usage.num_cached_tokens == len(A)
+        assert not session.usage.repaired_tokens
         following = kit.say(session, B, 8)
         assert following == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 8)
         other = engine.session()  # It is KV like any other: whoever has the same tokens may begin with it.
-        assert kit.stored_kv(engine, session).shape[2] > len(A) and other.token_ids == []
+        assert kit.stored_kv(engine, session).shape[2] > len(A)
+        assert other.token_ids == []
 
 
 def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
@@ -96,12 +99,14 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
         kit.say(session, QUESTION, 8, context=context)
         usage, kv = session.usage, kit.stored_kv(engine, session)
     num_tokens = sum(map(len, context))
-    assert usage.num_cached_tokens == num_tokens and usage.missed_chunks == 0
+    assert usage.num_cached_tokens == num_tokens
+    assert usage.missed_chunks == 0
     assert 0 < usage.repaired_tokens <= 0.15 * num_tokens + 8
     as_stored, as_computed = alone(*context), kit.full_pass(joined(*context))[1]
     np.testing.assert_allclose(kv[:, :, : len(A)], as_computed[:, :, : len(A)], atol=1e-5)
     stays = np.isclose(kv[:, :, :num_tokens], as_stored, atol=1e-5).all((0, 1, 3, 4))
-    assert stays[: len(A)].all() and 0 < (~stays).sum() <= 0.5 * num_tokens
+    assert stays[: len(A)].all()
+    assert 0 < (~stays).sum() <= 0.5 * num_tokens
     gone = np.abs(kv[:, :, :num_tokens] - as_computed).mean(), np.abs(as_stored - as_computed).mean()
     assert gone[0] < gone[1]
 
@@ -113,7 +118,8 @@ def test_any_order_of_what_was_all_seen_before(context):
         loaded = engine.metrics.loaded_chunks
         session = engine.session()
         kit.say(session, QUESTION, 8, context=context)
-        assert engine.metrics.loaded_chunks == loaded + len(context) and engine.metrics.missed_chunks == 0
+        assert engine.metrics.loaded_chunks == loaded + len(context)
+        assert engine.metrics.missed_chunks == 0
         assert session.usage.num_cached_tokens == sum(map(len, context))
 
 
@@ -122,7 +128,8 @@ def test_chunks_that_were_not_precomputed_are_computed_first_and_once():
         kit.say(engine.session(), QUESTION, 4, context=[A, B, A])
         assert engine.metrics.computed_chunks == 2
         kit.say(engine.session(), QUESTION, 4, context=[B, C])
-        assert engine.metrics.computed_chunks == 3 and engine.metrics.missed_chunks == 0
+        assert engine.metrics.computed_chunks == 3
+        assert engine.metrics.missed_chunks == 0
         assert engine.precompute([A, B, C]) == 0
 
 
@@ -227,7 +234,8 @@ def test_the_window_may_overflow_behind_a_context():
         while not session.num_dropped:
             kit.say(session, kit.prompt(100, len(session.token_ids)), 8)
         kv = kit.stored_kv(engine, session)
-        assert np.isfinite(kv).all() and kv.shape[2] >= len(session.token_ids) - 1
+        assert np.isfinite(kv).all()
+        assert kv.shape[2] >= len(session.token_ids) - 1
         kit.say(session, QUESTION, 8, context=[C])
         assert session.usage.num_cached_tokens > len(C)
 
@@ -237,18 +245,19 @@ def test_a_context_pushes_older_turns_out_of_the_window():
         session = engine.session()
         kit.say(session, kit.prompt(400), 8)
         kit.say(session, QUESTION, 8, context=[A, B, C])
-        assert session.usage.dropped_tokens > 0 and session.usage.num_cached_tokens >= len(A + B + C)
+        assert session.usage.dropped_tokens > 0
+        assert session.usage.num_cached_tokens >= len(A + B + C)
 
 
 @pytest.mark.parametrize(
     ("context", "error", "says"),
     [
-        ([], InvalidRequestError, "at least one chunk"),
+        ([], EmptyMessageError, "at least one chunk"),
         ("text", InvalidRequestError, "list"),
-        ([A, []], EmptyMessageError, "chunk 1"),
-        ([A, "  \n"], EmptyMessageError, "chunk 1"),
+        ([A, []], EmptyMessageError, "chunk 2 of 2"),
+        ([A, "  \n"], EmptyMessageError, "chunk 2 of 2"),
         ([[10**6]], InvalidRequestError, "1000000"),
-        ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 0"),
+        ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 1 of 1"),
         ([kit.prompt(300, 1), kit.prompt(300, 2)], ContextWindowError, "leave out 109 tokens"),
     ],
 )
@@ -257,13 +266,18 @@ def test_bad_contexts_are_named_and_change_nothing(context, error, says):
         session = engine.session()
         with pytest.raises(error, match=says):
             session.send_ids(QUESTION, context=context)
-        assert session.token_ids == [] and not engine.metrics.computed_chunks
+        assert session.token_ids == []
+        assert not engine.metrics.computed_chunks
         assert len(kit.say(session, QUESTION, 4)) == 4
 
 
 def test_precompute_says_what_it_cannot_take():
     with kit.small_engine() as engine:
-        for chunks, error in (([], InvalidRequestError), ([[]], EmptyMessageError), ([kit.prompt(512)], ContextWindowError)):
+        for chunks, error in (
+            ([], EmptyMessageError),
+            ([[]], EmptyMessageError),
+            ([kit.prompt(512)], ContextWindowError),
+        ):
             with pytest.raises(error):
                 engine.precompute(chunks)
 
@@ -277,7 +291,8 @@ def test_texts_make_a_turn_like_any_other():
         assert session.token_ids[len(prompt) :] == kit.greedy_answer(prompt, 8)
         assert session.messages[1]["content"] == "The sky is green.\n\nGrass is blue.\nWhat is green?"
         text = engine.model.tokenizer.decode(prompt)
-        assert "Be brief." in text and "The sky is green.\n\nGrass is blue.\nWhat is green?" in text
+        assert "Be brief." in text
+        assert "The sky is green.\n\nGrass is blue.\nWhat is green?" in text
         assert session.usage.num_cached_tokens == sum(len(each) for each in ("The sky is green.\n\n", texts[1]))
 
 
@@ -285,7 +300,8 @@ def test_kv_of_chunks_in_int8_is_that_of_chunks_rounded():
     with kit.small_engine(blend=REUSE, kv_rest_dtype="int8") as engine:
         session = engine.session()
         answer = kit.say(session, QUESTION, 8, context=[A, B])
-        assert len(answer) == 8 and session.usage.num_cached_tokens == len(A + B)
+        assert len(answer) == 8
+        assert session.usage.num_cached_tokens == len(A + B)
     with kit.small_engine(blend=WHOLE, kv_rest_dtype="int8") as engine:
         assert kit.say(engine.session(), QUESTION, 8, context=[A, B]) == kit.greedy_answer(A + B + QUESTION, 8)
 
@@ -312,7 +328,7 @@ def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
         kit.drain(busy)
         engine.wait_for_saves()
         assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
-        assert not engine._kv._store._placement._look_ahead.waiting(engine._kv.chunks.key(A, ""))
+        assert len(engine._kv._store._placement._look_ahead) == 0
 
 
 def test_a_config_that_checks_more_layers_than_there_are_is_refused():
@@ -323,4 +339,5 @@ def test_a_config_that_checks_more_layers_than_there_are_is_refused():
 
 def test_a_store_config_of_nothing_is_not_asked_to_keep_chunks():
     with kit.small_engine(store=StoreConfig(dram_gib=0, block_tokens=kit.BLOCK_TOKENS)) as engine:
-        assert engine.precompute([A]) == 0 and not engine.metrics.computed_chunks
+        assert engine.precompute([A]) == 0
+        assert not engine.metrics.computed_chunks
