@@ -311,7 +311,17 @@ class Histories:
             predicted_s=None,
             chunks=tuple(span for part, span in zip(chunks, spans, strict=True) if part is not None),
             missed_chunks=sum(part is None for part in chunks),
+            recompute_ratio=self._ratio(ticket.num_tokens, num_new),
         )
+
+    def _ratio(self, num_places: int, num_new: int) -> float:
+        """Share of chunks' tokens to compute anew in a context of so many places, with so many new tokens behind it."""
+        blend = self._config.blend
+        if blend.mode == "reuse":
+            return 0.0
+        if blend.recompute_ratio is not None:
+            return blend.recompute_ratio
+        return blend.min_recompute_ratio
 
     def _count(self, history: History) -> None:
         """Counts what became of what is stored."""
