@@ -25,7 +25,8 @@ A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
 ONE = kit.prompt(1, 4)
 QUESTION = kit.prompt(20, 5)
 WHOLE, REUSE, SOME = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0, 0.15))
-MODES = [WHOLE, BlendConfig(mode="prefix"), BlendConfig(mode="recompute")]
+RECOMPUTE = BlendConfig(mode="recompute")
+MODES = [WHOLE, BlendConfig(mode="prefix"), RECOMPUTE]
 
 
 def joined(*chunks: list[int]) -> list[int]:
