@@ -1,0 +1,287 @@
+"""What is asked of prompts that are made of text chunks, and what comes out; their fields are the JSON's.
+
+Not here: reading chunks and questions (rag_items), measuring (rag, rag_deviation, rag_gate).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import get_args
+
+from ca_jax.evaluation.statistics import Interval
+from ca_jax.fusion import Selection
+
+SELECTIONS: tuple[str, ...] = get_args(Selection)
+"""Ways to choose the tokens that are computed anew, see `fusion.Selection`."""
+BASELINES = ("prefix", "reuse", "mapreduce", "maprerank")
+"""What blending is compared with, beside full recompute, with which all are. `prefix`: the KV of the first chunk alone
+is reused. `reuse`: that of all, and nothing is computed anew. `mapreduce`: each chunk is summarised, and the question
+is asked of the summaries. `maprerank`: each chunk is asked, and the answer of the highest mean log probability taken.
+Source: CacheBlend (Yao et al., EuroSys 2025), section 7.1."""
+INSTRUCTION = (
+    "\n\nAnswer the question based on the given passages. Answer the question within 5 words. Do NOT repeat the "
+    "question or output any other words. Question: {question}\nAnswer:"
+)
+"""How a question is put behind its chunks, as in CacheBlend's own inputs."""
+DEVIATION_FIGURES = (6, 7, 8)
+"""Figures of the paper that the pure model gives in full."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunking:
+    """What prompts are made of.
+
+    Raises:
+      ValueError: a number below 1, or an instruction without a place for the question.
+    """
+
+    data: str | None = None
+    """A file of items, or a folder of them, see `rag_items`; None: made of conversations, see `rag_texts`."""
+    num_chunks: int = 6
+    """Most chunks of a prompt, the first ones of an item."""
+    chunk_tokens: int = 512
+    """Most tokens of a chunk, the first ones of its text."""
+    max_items: int | None = None
+    """Most items, the first ones; None: all, or 16 of those that are made."""
+    instruction: str = INSTRUCTION
+    """What stands behind the chunks, with `{question}` in it."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_chunks", "chunk_tokens", "max_items"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} wanted at least 1, found {value}")
+        if "{question}" not in self.instruction:
+            raise ValueError(f"instruction wanted {{question}} in it, found {self.instruction!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blends:
+    """Which ways to blend are measured, and where.
+
+    Raises:
+      ValueError: a number out of range, or an unknown selection.
+    """
+
+    ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
+    """Shares of the chunks' tokens that are computed anew, in the mean over all layers, check layers included."""
+    selections: tuple[str, ...] = ("hkvd",)
+    """Which tokens, of `SELECTIONS`."""
+    check_layers: int = 1
+    """Layers of which all tokens are computed, see `FusionPlan`."""
+    positions: int = 8
+    """Last positions of a prompt whose next tokens are compared."""
+    seed: int = 0
+    """Of the selection `random`."""
+
+    def __post_init__(self) -> None:
+        if not self.ratios or not self.selections:
+            raise ValueError(f"wanted at least one ratio and selection, found {self.ratios} and {self.selections}")
+        for ratio in self.ratios:
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"ratios wanted shares in [0, 1], found {ratio}")
+        for selection in self.selections:
+            if selection not in SELECTIONS:
+                raise ValueError(f"selections wanted some of {', '.join(SELECTIONS)}; found {selection!r}")
+        if len(set(self.ratios)) < len(self.ratios) or len(set(self.selections)) < len(self.selections):
+            raise ValueError(f"wanted each ratio and selection once, found {self.ratios} and {self.selections}")
+        if self.positions < 1:
+            raise ValueError(f"positions wanted at least 1, found {self.positions}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagConfig:
+    """`rag`: answers to questions behind chunks, by each way to use the chunks' KV.
+
+    Raises:
+      ValueError: a number out of range, an unknown baseline or figure.
+    """
+
+    chunking: Chunking = Chunking()
+    """What prompts are made of."""
+    blends: Blends = Blends()
+    """What is blended."""
+    baselines: tuple[str, ...] = BASELINES
+    """What it is compared with, of `BASELINES`."""
+    answer_tokens: int = 16
+    """Most tokens of an answer, greedily; 0 asks for none."""
+    summary_tokens: int = 48
+    """Most tokens of a summary, for `mapreduce`."""
+    figure: int | None = None
+    """Of the paper, to be measured instead of the table of methods."""
+
+    def __post_init__(self) -> None:
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise ValueError(f"baselines wanted some of {', '.join(BASELINES)}; found {baseline!r}")
+        if self.answer_tokens < 0 or self.summary_tokens < 1:
+            raise ValueError(
+                f"wanted answer_tokens of at least 0 and summary_tokens of at least 1, "
+                f"found {self.answer_tokens} and {self.summary_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """`blend_gate`: the smallest ratio that keeps a model's next tokens close enough to full recompute.
+
+    The relative bound is the default. How large a divergence matters differs from model to model, since it grows with
+    how sure a model is of its tokens and with its vocabulary; full reuse on the same prompts is the measure of it that
+    each model brings along. 0.55 of it is what the paper's selection reaches at a ratio of 0.15 on a model of 135M.
+
+    Raises:
+      ValueError: no bound, or one that is not above 0.
+    """
+
+    chunking: Chunking = Chunking()
+    """What prompts are made of."""
+    blends: Blends = Blends()
+    """What is tried; one selection."""
+    max_kl_share: float | None = 0.55
+    """Most of full reuse's divergence that is taken, a share of it; None: any."""
+    max_kl: float | None = None
+    """Most divergence that is taken, nats; None: any. With both bounds both hold."""
+
+    def __post_init__(self) -> None:
+        if self.max_kl_share is None and self.max_kl is None:
+            raise ValueError("wanted max_kl_share or max_kl, found neither")
+        for name in ("max_kl_share", "max_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} wanted a bound above 0, found {value}")
+        if len(self.blends.selections) != 1:
+            raise ValueError(f"wanted one selection, found {', '.join(self.blends.selections)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagRow:
+    """One way to use the chunks' KV, over all items. Intervals are of 95 %, by the bootstrap over items; paired where
+    two methods are compared. What a method does not give is None."""
+
+    name: str
+    """The method in words."""
+    method: str
+    """`recompute`, one of `BASELINES`, or `blend`."""
+    ratio: float | None
+    """Of `blend`: as it was asked for."""
+    selection: str | None
+    """Of `blend`."""
+    num_items: int
+    """Prompts."""
+    context_tokens: float
+    """Tokens of chunks, mean."""
+    computed_tokens: float
+    """Tokens that are computed before the answer begins, mean: of some layers alone, times their share of the layers.
+    Of `mapreduce` and `maprerank` also what they generate for it; the chunks' own KV is stored in any case."""
+    mean_kl: float | None
+    """KL(full recompute || method) of the next token's distribution, nats, mean over the last positions."""
+    kl_interval: Interval | None
+    """Of it."""
+    kl_share: float | None
+    """Of full reuse's; None without that."""
+    kl_above_hkvd: float | None
+    """How far it is above that of `hkvd` of the same ratio, nats; None of itself, or where that was not measured."""
+    kl_above_hkvd_interval: Interval | None
+    """Of it."""
+    same_top1: float | None
+    """Share of those positions with the same likeliest token as full recompute."""
+    same_top1_interval: Interval | None
+    """Of it."""
+    attention_deviation: float | None
+    """L2 norm of the difference of the forward attention matrix, all heads', of the question's tokens to the context's,
+    from that of full recompute: mean over layers. Source: CacheBlend, section 4.1."""
+    layer_deviations: Sequence[float]
+    """The same of each layer; none where `attention_deviation` is None."""
+    f1: float | None
+    """Of the answers, mean over the items that have right ones; None where there are none."""
+    f1_interval: Interval | None
+    """Of it."""
+    f1_above_recompute_interval: Interval | None
+    """Of its difference to full recompute's."""
+    rouge_l: float | None
+    """Likewise."""
+    rouge_l_interval: Interval | None
+    """Of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateRow:
+    """One ratio, held against the bounds."""
+
+    ratio: float
+    """As it was asked for; 0 is full reuse."""
+    selection: str
+    """Which tokens."""
+    num_items: int
+    """Prompts."""
+    computed_tokens: float
+    """See `RagRow`."""
+    mean_kl: float
+    """See `RagRow`."""
+    kl_interval: Interval
+    """See `RagRow`."""
+    kl_share: float
+    """Of full reuse's."""
+    same_top1: float
+    """See `RagRow`."""
+    share_excess: float | None
+    """Upper end of the interval of `kl - max_kl_share * kl of full reuse`, nats, paired; None without that bound."""
+    kl_excess: float | None
+    """Upper end of the interval less `max_kl`, nats; None without that bound."""
+    passes: bool
+    """Whether no excess is above 0."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """Figure 6: what is left of the attention deviation once a share of the tokens is computed anew."""
+
+    selection: str
+    """`oracle`: in each layer the tokens of the highest deviation of all have their true KV, as in the paper's figure;
+    otherwise one of `SELECTIONS`, with what it computes."""
+    ratio: float
+    """Share of the chunks' tokens; of `oracle` in each layer, otherwise in the mean over layers."""
+    num_items: int
+    """Prompts."""
+    attention_deviation: float
+    """See `RagRow`."""
+    interval: Interval
+    """Of it."""
+    share: float
+    """Of full reuse's."""
+    layer_deviations: Sequence[float]
+    """See `RagRow`."""
+    mean_kl: float
+    """See `RagRow`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionRow:
+    """Figure 7: how the KV deviation of a layer is distributed over the tokens of all items."""
+
+    layer: int
+    """From 0 on."""
+    num_tokens: int
+    """Of chunks that were computed alone."""
+    percentiles: Sequence[float]
+    """KV deviation of percentiles 0, 1, ... 100: L2 norm over keys and values, all heads', of the difference to full
+    recompute."""
+    top_10_share: float
+    """Of all deviation, how much the tenth of the tokens has that deviates most."""
+    top_15_share: float
+    """The same of 15 %."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelationRow:
+    """Figure 8: Spearman's rank correlation of the tokens' KV deviation between a layer and the next one."""
+
+    layer: int
+    """The first of the two. Layer 0 is no such one: its KV never deviates."""
+    num_items: int
+    """Prompts."""
+    correlation: float
+    """Mean over items."""
+    interval: Interval
+    """Of it."""
