@@ -238,8 +238,8 @@ class Histories:
             found = 0 if held[0] is None else held[0].num_tokens
             wanted = found if num_slid or spans else self._num_worth_loading(found, len(prompt_ids) - found)
             held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
-            are_there = (int(ticket is not None) for ticket in held[1:])
-            num_stored, num_loaded, *are_there = least(self._processes, "what is loaded", (found, wanted, *are_there))
+            counts = (found, wanted, *(int(ticket is not None) for ticket in held[1:]))
+            num_stored, num_loaded, *are_there = least(self._processes, "what is loaded", counts)
             if num_slid and num_stored < self._window - 1:
                 num_stored = num_loaded = num_slid = 0
             if held[0] is not None and num_stored < found:
