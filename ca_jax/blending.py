@@ -12,10 +12,7 @@ from ca_jax.blend_config import BlendConfig
 from ca_jax.fused_history import FusedHistory
 from ca_jax.fusion import FusionPlan, TokenKind
 from ca_jax.histories import History
-from ca_jax.layer_loader import LayerLoad
-from ca_jax.repair import RepairedHistory
-from ca_jax.runner import Runner
-from ca_jax.shared_load import SharedLoad
+from ca_jax.runner import LayerSource, Runner
 
 
 class Blending:
@@ -30,13 +27,7 @@ class Blending:
         self._config = config
         self._runner = runner
 
-    def fused(
-        self,
-        token_ids: list[int],
-        history: History,
-        num_own: int,
-        source: LayerLoad | SharedLoad | RepairedHistory,
-    ) -> FusedHistory:
+    def fused(self, token_ids: list[int], history: History, num_own: int, source: LayerSource) -> FusedHistory:
         """A history with chunks as its prefill should read it.
 
         Args:

@@ -7,13 +7,17 @@
     python -m ca_jax.launch.bench --suite=throughput --model_preset=llama3-8b --json_out=throughput.json
     python -m ca_jax.launch.bench --suite=preload --json_out=preload.json
     python -m ca_jax.launch.bench --suite=overflow --plot_out=overflow.png --json_out=overflow.json
+    python -m ca_jax.launch.bench --suite=blend --data=musique.json --json_out=blend.json
+    python -m ca_jax.launch.bench --suite=blend_throughput --json_out=blend_throughput.json
     python -m ca_jax.launch.bench --suite=store --ssd_dir=/mnt/ssd --json_out=store.json
     python -m ca_jax.launch.bench --suite=policy --json_out=policy.json
 
 `tiers` is a turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere. `ttft` is the same against
 its compute and its load alone, `throughput` a continuous batch of conversations. `preload` and `save` are what of loads
-and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `store` (how
-fast its tiers move bytes) and `policy` (what its bookkeeping costs and is worth) need no model.
+and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `blend` is
+the TTFT of a question behind stored chunks, by how much of them is computed anew and where they are, `blend_throughput`
+a stream of such questions whose chunks come again. `store` (how fast its tiers move bytes) and `policy` (what its
+bookkeeping costs and is worth) need no model.
 
 Let nothing else run meanwhile. `transformers` waits for all its threads at every operation: where one of them shares
 its core it becomes many times slower, and a comparison with it worthless. Medians, their spread, the machine and the
