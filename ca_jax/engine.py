@@ -406,7 +406,10 @@ class Engine:
 
     @property
     def rates(self) -> Rates | None:
-        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns."""
+        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns.
+
+        How fast it fetches from SSD is among them once it has.
+        """
         with self._lock:
             return self._kv.meter.rates
 

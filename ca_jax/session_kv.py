@@ -84,14 +84,21 @@ class SessionKV:
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
         heads = held_heads(kv_sharding, runner.num_kv_heads)
         weights = fingerprint if heads is None else f"{fingerprint} {heads}"
-        store = AttentionStore(layout, shard, weights=weights, on_progress=on_progress, timeline=timeline)
+        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
+        store = AttentionStore(
+            layout,
+            shard,
+            weights=weights,
+            on_progress=on_progress,
+            on_fetch=self.meter.add_fetch,
+            timeline=timeline,
+        )
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
         self._metrics = metrics
         self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
-        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         self._loader = LayerLoader(
             layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
