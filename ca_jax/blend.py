@@ -62,7 +62,7 @@ def blend_layer(
       config: static.
       layer_params: of this layer.
       x: `[1, n, F]`, the chosen tokens.
-      positions: i32 `[n]`, increasing: their places in `kv`.
+      positions: i32 `[n]`, increasing: their places in `kv`. At S or beyond it is padding, which changes nothing.
       kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
       table: rotations of all positions.
       carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
@@ -73,7 +73,7 @@ def blend_layer(
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
     """
-    rotation = rope.Rotation(*(part[None, positions] for part in table))
+    rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
     all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
 
     def attend_heads(
@@ -87,7 +87,7 @@ def blend_layer(
     ) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
-        fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
+        fused = rest.at[:, positions].set(both, mode="drop", unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
         return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
@@ -144,13 +144,13 @@ def kv_deviation(
       config: static.
       layer_params: of the layer.
       x: `[1, n, F]`, what goes into it.
-      positions: i32 `[n]`, places in `kv`.
+      positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
       kv: what is stored, unrotated, `[2, S, K, H]`.
       sharding: static.
     """
     new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
     found = jnp.concatenate([new.k, new.v], axis=0)
-    moved = found.astype(jnp.float32) - kv[:, positions].astype(jnp.float32)
+    moved = found.astype(jnp.float32) - kv.at[:, positions].get(mode="clip").astype(jnp.float32)
     return constrain((moved**2).sum((0, 2, 3)), sharding)
 
 

@@ -48,7 +48,7 @@ class BlendConfig:
             raise ValueError(f"recompute_ratio wanted a share in [0, 1] or None, found {self.recompute_ratio}")
         if not 0 <= self.min_recompute_ratio <= 1:
             raise ValueError(f"min_recompute_ratio wanted a share in [0, 1], found {self.min_recompute_ratio}")
-        if not isinstance(self.check_layers, int) or isinstance(self.check_layers, bool) or self.check_layers < 0:
-            raise ValueError(f"check_layers wanted a number of layers >= 0, found {self.check_layers!r}")
+        if not isinstance(self.check_layers, int) or isinstance(self.check_layers, bool) or self.check_layers < 1:
+            raise ValueError(f"check_layers wanted a number of layers >= 1, found {self.check_layers!r}")
         if self.selection not in SELECTIONS:
             raise ValueError(f"blend selection wanted one of {', '.join(SELECTIONS)}; found {self.selection!r}")

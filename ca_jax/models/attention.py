@@ -258,7 +258,7 @@ def attend_chosen(
       q: `[n, N, H]`, rotated.
       keys: `[S, K, H]`, rotated.
       values: `[S, K, H]`; numbers at all places up to the largest position.
-      positions: i32 `[n]`, the tokens' places.
+      positions: i32 `[n]`, the tokens' places; what is at S or beyond is padding, which gives some number.
       window: how many tokens a token sees, itself among them; None: all before it.
 
     Returns:
@@ -268,6 +268,7 @@ def attend_chosen(
     num_places, num_kv = keys.shape[:2]
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
     rows = scaled.reshape(num_tokens, num_kv, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv, -1, head_dim)
+    positions = jnp.where(positions < num_places, positions, 0)
     own = jnp.tile(positions, num_heads // num_kv)[:, None]
     seen = jnp.arange(num_places)[None, :] <= own
     if window is not None:
