@@ -583,7 +583,7 @@ class Engine:
 
     def _spans(self, chunks: list[list[int]], start: int, tenant: str) -> tuple[ChunkSpan, ...]:
         """Where chunks are in a prompt, the first at `start`; none where their KV is not to be reused."""
-        if self.config.blend.mode not in ("blend", "reuse"):
+        if not self.config.blend.reuses_chunks:
             return ()
         starts = itertools.accumulate(map(len, chunks), initial=start)
         return tuple(
