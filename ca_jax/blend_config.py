@@ -8,6 +8,7 @@ Source: CacheBlend (Yao et al., EuroSys 2025), sections 4 and 5.1; what it is co
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args
 
 MODES = ("blend", "reuse", "prefix", "recompute")
 """What becomes of the stored KV of chunks. `blend`: CacheBlend, it is put at its new positions and the tokens that
@@ -15,9 +16,12 @@ deviate most are computed anew. `reuse`: full reuse, it is put at its new positi
 `prefix`: prefix caching, chunks are ordinary text, and only KV that was computed with the very same text before it is
 used. `recompute`: full recompute, no stored KV is used for a prompt with chunks."""
 
-SELECTIONS = ("hkvd", "random", "first")
+Selection = Literal["hkvd", "random", "first"]
 """Which tokens of chunks are computed anew. `hkvd`: those whose KV deviates most (High KV Deviation), fewer from layer
 to layer. `random`: any, and `first`: the first ones of every chunk; both are here to be compared with."""
+
+SELECTIONS: tuple[Selection, ...] = get_args(Selection)
+"""All of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,8 @@ class BlendConfig:
     (section 7.3)."""
     check_layers: int = 1
     """First layers in which all tokens are computed, to see which deviate."""
-    selection: str = "hkvd"
-    """Which tokens are computed anew, one of `SELECTIONS`."""
+    selection: Selection = "hkvd"
+    """Which tokens are computed anew, a `Selection`."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -21,10 +21,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import numpy as np
 
+from ca_jax import blend_costs
 from ca_jax.batch import Batch
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
@@ -270,7 +272,9 @@ class Engine:
             self._scheduler.submit(job)
             return job
 
-    def precompute(self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "") -> int:
+    def precompute(
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+    ) -> int:
         """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
 
         Runs the engine until all are on their way to the store.
@@ -278,6 +282,8 @@ class Engine:
         Args:
           chunks: texts, or token ids, as they will be given as context.
           tenant: whose: only sessions of the same tenant use them.
+          tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: the cheapest
+            tier from which loading hides behind recomputing by measured rates, `blend_costs.choose_tier`.
 
         Returns:
           How many were computed. Others were stored already, or are too large for the store.
@@ -293,6 +299,9 @@ class Engine:
             each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for job in jobs:
+                if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
+                    self._kv.chunks.keep_on_ssd(job.chunk.key)
         for job in jobs:
             for _ in self.stream(job):
                 pass
@@ -607,6 +616,13 @@ class Engine:
         kv.coming(job)
         self._scheduler.submit(job)
         return job
+
+    def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
+        """Where a chunk is kept that is computed in advance."""
+        rates, least = self._kv.meter.rates, self.config.blend.min_recompute_ratio
+        if rates is None or self.config.store.ssd_dir is None:
+            return "dram"
+        return blend_costs.choose_tier(rates, num_tokens, 1, least)
 
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""

@@ -9,11 +9,13 @@ Not here: which entries (chunk_kv), staging (layer_loader), what is computed in 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from ca_jax.storage.tickets import LoadTicket
 
@@ -60,8 +62,11 @@ class FusedTicket:
             except Exception as error:  # For whoever takes the layer: copies into it may be under way.
                 self._ended(ticket, error, joined)
                 continue
-            future.add_done_callback(lambda done, ticket=ticket: self._ended(ticket, done.exception(), joined))
+            future.add_done_callback(functools.partial(self._done, ticket, joined))
         return joined.future
+
+    def _done(self, ticket: LoadTicket, joined: _Joined, done: ts.Future) -> None:
+        self._ended(ticket, done.exception(), joined)
 
     def _ended(self, ticket: LoadTicket, error: BaseException | None, joined: _Joined) -> None:
         if error is not None:

@@ -237,6 +237,7 @@ class SessionKV:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
         self.write_buffer.collect()
         self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self.chunks.collect()
         self._store.poll()
 
     def remember(self, session: Session) -> None:
