@@ -176,7 +176,8 @@ class SessionKV:
             self.histories.pump()
             return
         key, source = self._queued.get(job, ("", ""))
-        is_at_hand = self._store.residency(source) is Residency.DRAM or bool(job.spans)
+        residency = self._store.residency(source)
+        is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
         is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
         is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
         if not self.histories.may_preload:
