@@ -56,3 +56,8 @@ class BlendConfig:
             raise ValueError(f"check_layers wanted a number of layers >= 1, found {self.check_layers!r}")
         if self.selection not in SELECTIONS:
             raise ValueError(f"blend selection wanted one of {', '.join(SELECTIONS)}; found {self.selection!r}")
+
+    @property
+    def reuses_chunks(self) -> bool:
+        """Whether the KV of chunks that were computed alone is used."""
+        return self.mode in ("blend", "reuse")

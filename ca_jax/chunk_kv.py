@@ -40,6 +40,7 @@ class ChunkKV:
         self._write_buffer = write_buffer
         self._salt = salt
         self._coming: dict[str, Job] = {}  # By key, jobs that compute a chunk.
+        self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
 
     def key(self, token_ids: Sequence[int], tenant: str) -> str:
         """The store's key of a chunk: SHA-256 of sharing domain (tenant), weights, layout and tokens."""
@@ -47,9 +48,9 @@ class ChunkKV:
         ids = np.asarray(token_ids, "<i4").tobytes()
         return hashlib.sha256(self._salt + domain + ids).hexdigest()
 
-    def is_kept(self, key: str) -> bool:
-        """Whether a chunk is stored, or will be without anybody's doing."""
-        return key in self._coming or self._is_on_its_way(key) or self._store.residency(key) is not Residency.ABSENT
+    def is_kept(self, chunk: ChunkSpan) -> bool:
+        """Whether all of a chunk is stored, or will be without anybody's doing."""
+        return chunk.key in self._coming or self._is_on_its_way(chunk.key) or self._is_whole(chunk)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the store is large enough for a chunk of so many tokens, were it empty."""
@@ -70,10 +71,28 @@ class ChunkKV:
 
     def begin_saving(self, chunk: ChunkSpan, tenant: str) -> TurnSaver | None:
         """Opens the saving of a chunk; None where it is there, or on its way there, by now."""
-        if self._is_on_its_way(chunk.key) or self._store.residency(chunk.key) is not Residency.ABSENT:
+        if self._is_on_its_way(chunk.key) or self._is_whole(chunk):
             return None
-        owner = Owner(tenant=tenant, session_id=f"chunk-{chunk.key[:_NAME_DIGITS]}")
-        return self._write_buffer.begin(chunk.key, owner, 0)
+        self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
+        return self._write_buffer.begin(chunk.key, Owner(tenant=tenant, session_id=_name(chunk.key)), 0)
+
+    # Where chunks are.
+
+    def keep_on_ssd(self, key: str) -> None:
+        """Has a chunk leave DRAM once it is on SSD, so that there is room for what is not as cheap to fetch."""
+        self._leaving.add(key)
+
+    def collect(self) -> None:
+        """Has chunks leave DRAM that are to be on SSD alone, are there by now, and are not in use."""
+        for key in tuple(self._leaving):
+            if key in self._coming or self._is_on_its_way(key):
+                continue
+            info = next((info for info in self._store.of_name(_name(key)) if info.key == key), None)
+            if info is not None and info.residency is Residency.DRAM:
+                if info.in_use or info.ssd_tokens < info.num_tokens:
+                    continue
+                self._store.leave_dram(key)
+            self._leaving.discard(key)
 
     # A job that uses chunks.
 
@@ -111,8 +130,16 @@ class ChunkKV:
             return None
         return ticket
 
+    def _is_whole(self, chunk: ChunkSpan) -> bool:
+        return self._store.num_readable(chunk.key) >= chunk.num_tokens
+
     def _is_on_its_way(self, key: str) -> bool:
         return self._write_buffer.is_running(key) or self._write_buffer.is_unsaved(key)
+
+
+def _name(key: str) -> str:
+    """What listings show of a chunk."""
+    return f"chunk-{key[:_NAME_DIGITS]}"
 
 
 def _distinct(spans: Sequence[ChunkSpan]) -> list[ChunkSpan]:

@@ -21,10 +21,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import numpy as np
 
+from ca_jax import blend_costs
 from ca_jax.batch import Batch
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
@@ -270,7 +272,9 @@ class Engine:
             self._scheduler.submit(job)
             return job
 
-    def precompute(self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "") -> int:
+    def precompute(
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+    ) -> int:
         """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
 
         Runs the engine until all are on their way to the store.
@@ -278,6 +282,9 @@ class Engine:
         Args:
           chunks: texts, or token ids, as they will be given as context.
           tenant: whose: only sessions of the same tenant use them.
+          tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: once half of
+            DRAM is taken, the cheapest tier from which a layer's loading hides behind recomputing, by measured rates
+            (`blend_costs.choose_tier`).
 
         Returns:
           How many were computed. Others were stored already, or are too large for the store.
@@ -293,6 +300,9 @@ class Engine:
             each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for job in jobs:
+                if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
+                    self._kv.chunks.keep_on_ssd(job.chunk.key)
         for job in jobs:
             for _ in self.stream(job):
                 pass
@@ -458,7 +468,10 @@ class Engine:
 
     @property
     def rates(self) -> Rates | None:
-        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns."""
+        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns.
+
+        How fast it fetches from SSD is among them once it has.
+        """
         with self._lock:
             return self._kv.meter.rates
 
@@ -580,7 +593,7 @@ class Engine:
 
     def _spans(self, chunks: list[list[int]], start: int, tenant: str) -> tuple[ChunkSpan, ...]:
         """Where chunks are in a prompt, the first at `start`; none where their KV is not to be reused."""
-        if self.config.blend.mode not in ("blend", "reuse"):
+        if not self.config.blend.reuses_chunks:
             return ()
         starts = itertools.accumulate(map(len, chunks), initial=start)
         return tuple(
@@ -597,13 +610,20 @@ class Engine:
         """Queues a job that computes a chunk; None where that is not needed, or would not be kept."""
         kv = self._kv.chunks
         span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
-        if not from_first(self._processes, "a chunk", not kv.is_kept(span.key) and kv.has_room(len(ids))):
+        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
             return None
         job = self._make_job(ids, SamplingParams(), priority=priority)
         job.chunk, job.tenant = span, tenant
         kv.coming(job)
         self._scheduler.submit(job)
         return job
+
+    def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
+        """Where a chunk is kept that is computed in advance."""
+        rates, least, stats = self._kv.meter.rates, self.config.blend.min_recompute_ratio, self._kv.stats()
+        if rates is None or self.config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
+            return "dram"
+        return blend_costs.choose_tier(rates, num_tokens, 1, least)
 
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""

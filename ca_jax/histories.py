@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 
 import jax
 
-from ca_jax import costs
+from ca_jax import blend_costs, costs
 from ca_jax.chunk_kv import ChunkKV
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
@@ -24,7 +25,7 @@ from ca_jax.fused_ticket import FusedTicket
 from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad, LayerLoader
 from ca_jax.metrics import EngineMetrics
-from ca_jax.processes import Processes, least
+from ca_jax.processes import Processes, from_first, least
 from ca_jax.rate_meter import RateMeter
 from ca_jax.runner import Runner
 from ca_jax.storage.attention_store import AttentionStore
@@ -35,6 +36,7 @@ from ca_jax.storage.tickets import LoadTicket, TicketState
 
 _LOG = logging.getLogger(__name__)
 _MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
+_RATIO_STEP = 0.05
 _SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
 
 
@@ -267,8 +269,16 @@ class Histories:
                 self._store.abort_load(ticket, reason)
 
     def _worth_loading(self, job: Job) -> tuple[ChunkSpan, ...]:
-        """Chunks of a prompt that are loaded if they are stored: all, or none."""
-        return job.spans
+        """Chunks of a prompt that are loaded if they are stored: none where computing all of it is as fast."""
+        job.recompute_ratio = 0.0
+        if not job.spans:
+            return ()
+        first, last = job.spans[0], job.spans[-1]
+        num_new = len(job.prompt_ids) - last.stop
+        ratio = self._ratio(last.stop - first.start, first.start, num_new)
+        job.recompute_ratio = from_first(self._processes, "the ratio of a context", ratio)
+        is_asked_for = self._config.blend.recompute_ratio is not None
+        return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
 
     def _hold(self, token_ids: list[int], key: str, lineage: int) -> LoadTicket | None:
         """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
@@ -311,17 +321,25 @@ class Histories:
             predicted_s=None,
             chunks=tuple(span for part, span in zip(chunks, spans, strict=True) if part is not None),
             missed_chunks=sum(part is None for part in chunks),
-            recompute_ratio=self._ratio(ticket.num_tokens, num_new),
+            recompute_ratio=job.recompute_ratio,
         )
 
-    def _ratio(self, num_places: int, num_new: int) -> float:
-        """Share of chunks' tokens to compute anew in a context of so many places, with so many new tokens behind it."""
-        blend = self._config.blend
+    def _ratio(self, num_context: int, num_history: int, num_new: int) -> float:
+        """Share of chunks' tokens to compute anew: what is asked for, or what measured rates say that loading hides.
+
+        In steps, since for each number of tokens functions are compiled.
+        """
+        blend, rates = self._config.blend, self._meter.rates
         if blend.mode == "reuse":
             return 0.0
         if blend.recompute_ratio is not None:
             return blend.recompute_ratio
-        return blend.min_recompute_ratio
+        if rates is None:
+            return blend.min_recompute_ratio
+        ratio = blend_costs.choose_ratio(
+            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
+        )
+        return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
 
     def _count(self, history: History) -> None:
         """Counts what became of what is stored."""

@@ -114,6 +114,9 @@ class Usage:
     their share of the layers."""
     missed_chunks: int = 0
     """Chunks of its context of which nothing was stored when its prefill began: those were computed in their places."""
+    recompute_ratio: float = 0.0
+    """Share of its chunks' tokens that was to be computed anew, `EngineConfig.blend`'s or what measured rates said; 0
+    without chunks."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -213,6 +216,8 @@ class Job:
     """See `Usage`."""
     missed_chunks: int = 0
     """See `Usage`."""
+    recompute_ratio: float = 0.0
+    """See `Usage`."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -270,6 +275,7 @@ class Job:
             dropped_tokens=self.dropped_tokens,
             repaired_tokens=self.repaired_tokens,
             missed_chunks=self.missed_chunks,
+            recompute_ratio=self.recompute_ratio,
         )
 
     def completion(self) -> Completion:

@@ -85,14 +85,21 @@ class SessionKV:
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
         heads = held_heads(kv_sharding, runner.num_kv_heads)
         weights = fingerprint if heads is None else f"{fingerprint} {heads}"
-        store = AttentionStore(layout, shard, weights=weights, on_progress=on_progress, timeline=timeline)
+        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
+        store = AttentionStore(
+            layout,
+            shard,
+            weights=weights,
+            on_progress=on_progress,
+            on_fetch=self.meter.add_fetch,
+            timeline=timeline,
+        )
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
         self._metrics = metrics
         self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
-        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         self._loader = LayerLoader(
             layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
@@ -169,7 +176,8 @@ class SessionKV:
             self.histories.pump()
             return
         key, source = self._queued.get(job, ("", ""))
-        is_at_hand = self._store.residency(source) is Residency.DRAM or bool(job.spans)
+        residency = self._store.residency(source)
+        is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
         is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
         is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
         if not self.histories.may_preload:
@@ -230,6 +238,7 @@ class SessionKV:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
         self.write_buffer.collect()
         self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self.chunks.collect()
         self._store.poll()
 
     def remember(self, session: Session) -> None:

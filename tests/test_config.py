@@ -48,7 +48,7 @@ def test_chunks_are_blended_at_what_loading_hides_unless_it_is_said_otherwise():
         ("recompute_ratio", math.nan, r"recompute_ratio wanted a share in \[0, 1\] or None, found nan"),
         ("min_recompute_ratio", 1.5, r"min_recompute_ratio wanted a share in \[0, 1\], found 1\.5"),
         ("min_recompute_ratio", -1.0, r"min_recompute_ratio wanted a share in \[0, 1\], found -1\.0"),
-        ("check_layers", -1, "check_layers wanted a number of layers >= 1, found -1"),
+        ("check_layers", 0, "check_layers wanted a number of layers >= 1, found 0"),
         ("check_layers", 1.0, r"check_layers wanted a number of layers >= 1, found 1\.0"),
         ("check_layers", True, "check_layers wanted a number of layers >= 1, found True"),
         ("selection", "last", "blend selection wanted one of hkvd, random, first.*; found 'last'"),

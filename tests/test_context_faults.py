@@ -72,6 +72,25 @@ def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(bl
         assert engine.metrics.computed_chunks == 4
 
 
+def test_a_chunk_of_which_only_some_was_saved_is_computed_again():
+    chunk = kit.prompt(150, 9)
+    with kit.small_engine(blend=REUSE) as engine:
+        answer = engine.session().send_ids(QUESTION, context=[chunk], max_tokens=4)
+        job = engine._scheduler.waiting[0]
+        assert job.chunk is not None
+        while engine._scheduler.prefilling is not job or engine._batch._prefilling.num_left == len(chunk):
+            engine.step()
+        engine.cancel(job)
+        answer.close()
+        engine.wait_for_saves()
+        assert 0 < engine._kv._store.num_readable(job.chunk.key) < len(chunk)
+        session = engine.session()
+        context = [kit.prompt(5), chunk]
+        assert kit.say(session, QUESTION, 8, context=context) == answer_over(alone(*context), QUESTION, 8)
+        assert session.usage.missed_chunks == 0
+        assert engine._kv._store.num_readable(job.chunk.key) == len(chunk)
+
+
 def test_chunks_that_all_break_are_all_computed():
     broken: set[tuple[str, int]] = set()
     engine, _ = breaking(REUSE, broken)

@@ -35,7 +35,7 @@ STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit})
 WITHOUT_JAX = {
     *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
     *("blend_config", "chunks"),
-    *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
+    *("costs", "blend_costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

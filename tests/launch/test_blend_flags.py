@@ -35,11 +35,11 @@ def test_flags_are_fields():
         "--blend_mode=prefix",
         "--blend_recompute_ratio=0.25",
         "--min_recompute_ratio=0",
-        "--blend_check_layers=0",
+        "--blend_check_layers=4",
         "--blend_selection=random",
     )
     assert found == BlendConfig(
-        mode="prefix", recompute_ratio=0.25, min_recompute_ratio=0.0, check_layers=0, selection="random"
+        mode="prefix", recompute_ratio=0.25, min_recompute_ratio=0.0, check_layers=4, selection="random"
     )
 
 
@@ -57,7 +57,7 @@ def test_the_help_says_what_each_choice_is(flag, choices):
     [
         ("--blend_recompute_ratio=1.5", r"recompute_ratio wanted a share in \[0, 1\] or None, found 1\.5"),
         ("--min_recompute_ratio=-1", r"min_recompute_ratio wanted a share in \[0, 1\], found -1"),
-        ("--blend_check_layers=-1", "check_layers wanted a number of layers >= 0, found -1"),
+        ("--blend_check_layers=0", "check_layers wanted a number of layers >= 1, found 0"),
     ],
 )
 def test_what_the_config_refuses_is_said_with_the_name_of_the_flag(argument, message):
