@@ -129,16 +129,16 @@ class ApartEngine:
                 for ticket in held:
                     self._store.abort_load(ticket)
                 raise BenchError(f"a load of {len(chunks)} chunks wanted all of them in DRAM, found {len(held)}")
-        ticket = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
+        fused = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
         num_layers = self._store.layout.num_layers
         started_s = time.perf_counter()
-        load = self._loader.open(ticket, self._engine._runner.padded_history(ticket.num_tokens), depth=num_layers)
+        load = self._loader.open(fused, self._engine._runner.padded_history(fused.num_tokens), depth=num_layers)
         try:
             layers = jax.block_until_ready([load.layer(layer) for layer in range(num_layers)])
             load_s = time.perf_counter() - started_s
             history = History("", load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
             token_ids = list(itertools.chain.from_iterable(chunks))
-            yield ContextOnDevice(ticket.num_tokens, layers, load_s, token_ids=token_ids, history=history)
+            yield ContextOnDevice(fused.num_tokens, layers, load_s, token_ids=token_ids, history=history)
         finally:
             load.release()
             with self._engine._lock:

@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,13 @@ from ca_jax.launch.bench_apart import ApartEngine
 from ca_jax.launch.bench_blend_schema import BASELINES, BlendBenchConfig, BlendResult, BlendRow
 from ca_jax.launch.bench_blend_texts import make_contexts
 from ca_jax.launch.bench_disk import scratch_directory, scratch_on_disk
-from ca_jax.launch.bench_engines import check_source, cool_down_files, make_engine, warm_up_files
+from ca_jax.launch.bench_engines import (
+    SSD_BLOCK_EXTRA_BYTES,
+    check_source,
+    cool_down_files,
+    make_engine,
+    warm_up_files,
+)
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_suites import send_turn
 from ca_jax.metrics import CompileCounter
@@ -46,7 +53,6 @@ from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 
-_SSD_BLOCK_EXTRA_BYTES = 64 << 10  # A generous bound of what a driver adds to a block.
 _MEDIANS = {  # Of a row.
     *("ttft_s", "ttft_recompute_s", "speedup", "ttft_reuse_s", "ideal_s", "over_ideal"),
     *("load_alone_s", "fetch_s", "load_s", "load_stall_s"),
@@ -114,7 +120,7 @@ def engine_config(
     num_blocks = (1 + _SESSIONS) * (layout.num_blocks(num_tokens) + max(config.num_chunks))
     store = dataclasses.replace(config.engine.store, dram_gib=num_blocks * layout.block_bytes / GIB)
     if directory is not None:
-        ssd_bytes = 2 * num_blocks * (layout.block_bytes + _SSD_BLOCK_EXTRA_BYTES)
+        ssd_bytes = 2 * num_blocks * (layout.block_bytes + SSD_BLOCK_EXTRA_BYTES)
         store = dataclasses.replace(
             store,
             dram_free_fraction=0.0,
@@ -168,10 +174,9 @@ def _opened(
                 config, model, blend, place if has_ssd else None, num_tokens=num_context + len(question) + 1
             )
             stores: list[AttentionStore] = []
-            engine = make_engine(
-                model, own, suite=config.suite, store_wrapper=lambda store, kept=stores: kept.append(store) or store
+            engine = stack.enter_context(
+                make_engine(model, own, suite=config.suite, store_wrapper=partial(_keep, stores))
             )
-            stack.enter_context(engine)
             engine.wait_until_ready()  # First touch would share the memory bus with the samples.
             apart = None
             if blend.mode in ("blend", "reuse"):
@@ -183,6 +188,11 @@ def _opened(
                 engine.wait_for_saves()
             ways.append(_Way(blend, engine, stores[0], apart, place))
         yield _Bench(ways, config, chunks, question)
+
+
+def _keep(stores: list[AttentionStore], store: AttentionStore) -> AttentionStore:
+    stores.append(store)
+    return store
 
 
 class _Bench:

@@ -1,4 +1,4 @@
-"""What `blend` and `blend_throughput` are asked and answer: turns with a context of chunks; rows' fields are the JSON's.
+"""What `blend` and `blend_throughput` are asked and answer: turns behind chunks; rows' fields are the JSON's.
 
 Not here: measuring (`bench_blend`, `bench_blend_throughput`), what chunks say (`bench_blend_texts`), quality
 (`evaluate`), the other suites (`bench_schema`, `bench_serving_schema`), the rest of the JSON (`bench_report`).

@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job, SamplingParams
@@ -35,14 +34,13 @@ from ca_jax.kv_layout import kv_layout
 from ca_jax.launch.bench_blend_schema import BlendThroughputBenchConfig, BlendThroughputResult, BlendThroughputRow
 from ca_jax.launch.bench_blend_texts import Contexts, make_contexts
 from ca_jax.launch.bench_disk import scratch_directory
-from ca_jax.launch.bench_engines import make_engine
+from ca_jax.launch.bench_engines import SSD_BLOCK_EXTRA_BYTES, make_engine
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 
-_SSD_BLOCK_EXTRA_BYTES = 64 << 10  # A generous bound of what a driver adds to a block.
 _CHUNK_MODES = ("blend", "reuse")
 
 
@@ -126,7 +124,7 @@ def engine_config(
         config.engine.store,
         dram_gib=config.dram_share * num_blocks * layout.block_bytes / GIB,
         ssd_dir=str(directory),
-        ssd_gib=ssd_share * num_blocks * (layout.block_bytes + _SSD_BLOCK_EXTRA_BYTES) / GIB,
+        ssd_gib=ssd_share * num_blocks * (layout.block_bytes + SSD_BLOCK_EXTRA_BYTES) / GIB,
         ssd_driver=config.ssd_driver,
     )
     blend = dataclasses.replace(config.engine.blend, mode=mode)

@@ -25,9 +25,10 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
+SSD_BLOCK_EXTRA_BYTES = 64 << 10
+"""A generous bound of what a driver adds to a block on SSD."""
 _WARM_SHARE = 0.95  # Of its pages a file has in memory that counts as warm.
 _SSD_SESSIONS = 4  # On SSD at once at most: two, and what replaces them.
-_SSD_BLOCK_EXTRA_BYTES = 64 << 10  # A generous bound of what a driver adds to a block.
 
 
 def make_engine(
@@ -71,7 +72,7 @@ def one_session_config(
     """
     layout = kv_layout(model, engine_config)
     num_blocks = layout.num_blocks(max_tokens)
-    ssd_bytes = _SSD_SESSIONS * num_blocks * (layout.block_bytes + _SSD_BLOCK_EXTRA_BYTES)
+    ssd_bytes = _SSD_SESSIONS * num_blocks * (layout.block_bytes + SSD_BLOCK_EXTRA_BYTES)
     store = dataclasses.replace(
         engine_config.store,
         dram_gib=num_blocks * layout.block_bytes / GIB,

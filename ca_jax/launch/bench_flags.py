@@ -284,7 +284,11 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
         **here,
     )
     flags.DEFINE_enum(
-        "ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers, overflow, blend, blend_throughput: how KV is kept on SSD.", **here
+        "ssd_driver",
+        BenchConfig.ssd_driver,
+        SSD_DRIVERS,
+        "tiers, overflow, blend, blend_throughput: how KV is kept on SSD.",
+        **here,
     )
     flags.DEFINE_string(
         "data",
