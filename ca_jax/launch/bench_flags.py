@@ -280,7 +280,8 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_string(
         "ssd_dir",
         None,
-        "tiers, ttft, overflow, blend, blend_throughput, store, policy: directory on the disk to measure; by default where temporary files are.",
+        "tiers, ttft, overflow, blend, blend_throughput, store, policy: directory on the disk to measure; by default "
+        "where temporary files are.",
         **here,
     )
     flags.DEFINE_enum(

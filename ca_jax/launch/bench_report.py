@@ -1,8 +1,8 @@
 """What the benchmark leaves: one JSON object.
 
 Not here: measuring (`bench_run` and what it runs), what rows hold (`bench_schema`, `bench_serving_schema`,
-`bench_overlap_schema`, `bench_overflow_schema`, `bench_blend_schema`, `bench_storage_schema`), tables to read (`bench_tables`), describing
-the machine (`machine`).
+`bench_overlap_schema`, `bench_overflow_schema`, `bench_blend_schema`, `bench_storage_schema`), tables to read
+(`bench_tables`), describing the machine (`machine`).
 """
 
 from __future__ import annotations
