@@ -68,6 +68,8 @@ class Blends:
     """Shares of the chunks' tokens that are computed anew, in the mean over all layers, check layers included."""
     selections: tuple[str, ...] = ("hkvd",)
     """Which tokens, of `SELECTIONS`."""
+    other_ratios: tuple[float, ...] | None = None
+    """Ratios of the selections behind the first one; None: the same as its."""
     check_layers: int = 1
     """Layers of which all tokens are computed, see `FusionPlan`."""
     positions: int = 8
@@ -78,7 +80,7 @@ class Blends:
     def __post_init__(self) -> None:
         if not self.ratios or not self.selections:
             raise ValueError(f"wanted at least one ratio and selection, found {self.ratios} and {self.selections}")
-        for ratio in self.ratios:
+        for ratio in (*self.ratios, *(self.other_ratios or ())):
             if not 0 <= ratio <= 1:
                 raise ValueError(f"ratios wanted shares in [0, 1], found {ratio}")
         for selection in self.selections:
@@ -88,6 +90,13 @@ class Blends:
             raise ValueError(f"wanted each ratio and selection once, found {self.ratios} and {self.selections}")
         if self.positions < 1:
             raise ValueError(f"positions wanted at least 1, found {self.positions}")
+
+    @property
+    def points(self) -> list[tuple[str, float]]:
+        """Each selection with each of its ratios."""
+        first, *others = self.selections
+        other_ratios = self.ratios if self.other_ratios is None else self.other_ratios
+        return [(first, ratio) for ratio in self.ratios] + [(each, ratio) for each in others for ratio in other_ratios]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,8 +230,8 @@ class GateRow:
     """See `RagRow`."""
     kl_interval: Interval
     """See `RagRow`."""
-    kl_share: float
-    """Of full reuse's."""
+    kl_share: float | None
+    """Of full reuse's; None where that has none."""
     same_top1: float
     """See `RagRow`."""
     share_excess: float | None
@@ -262,6 +271,8 @@ class DistributionRow:
 
     layer: int
     """From 0 on."""
+    num_items: int
+    """Prompts."""
     num_tokens: int
     """Of chunks that were computed alone."""
     percentiles: Sequence[float]
