@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from ca_jax import costs
+from ca_jax.blending import Blending
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import padded
@@ -70,6 +71,7 @@ class Batch:
         self._timeline = timeline
         self._window = window
         self._truncator = truncator
+        self._blending = Blending(config.blend, runner)
         self._watch = ComputeWatch(timeline)
         self._decoder = Decoder(runner, sampler)
         self._savers: dict[Job, TurnSaver] = {}
@@ -108,7 +110,7 @@ class Batch:
                 self._fail(plan.preload, error)
 
     def _admits(self, job: Job) -> bool:
-        if job.session is None:
+        if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
         return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
@@ -123,7 +125,14 @@ class Batch:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
             self._prefilling = Prefilling(
-                job, self._runner, self._kv, self._truncator, self._metrics, self._watch, self._processes
+                job,
+                self._runner,
+                self._kv,
+                self._truncator,
+                self._blending,
+                self._metrics,
+                self._watch,
+                self._processes,
             )
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
@@ -138,6 +147,9 @@ class Batch:
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
+            if job.chunk is not None:
+                self._keep_chunk(job, prefilling)
+                return
             token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)[0])
         except Exception as error:  # As above.
             self._fail(job, error)
@@ -149,6 +161,14 @@ class Batch:
         self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
         self._scheduler.prefilled(job)
         self._accept(job, token)
+
+    def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
+        """A chunk was computed: it is on its way to the store, and that is all."""
+        prefilling.finish()
+        self._metrics.computed_chunks += 1
+        self._release(job)
+        job.finished_s = time.perf_counter()
+        job.finish_reason = FinishReason.LENGTH
 
     def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
@@ -271,5 +291,6 @@ class Batch:
             self._sampler.free_slot(job.slot)
         self._scheduler.remove(job)
         self._kv.withdraw(job)
+        self._kv.chunks.ended(job)
         if saver is not None:
             self._kv.write_buffer.end(saver)

@@ -22,7 +22,6 @@ import enum
 import functools
 import itertools
 from functools import partial
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +29,12 @@ import numpy as np
 from jax import lax
 
 from ca_jax.blend import blend_layer, kv_deviation
+from ca_jax.blend_config import SELECTIONS, Selection
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, constrain, replicated
 from ca_jax.steps.common import Params
 from ca_jax.transfer import to_device
-
-Selection = Literal["hkvd", "random", "first"]
-"""Which stored tokens are computed anew. `hkvd`: those of the highest KV deviation, fewer from layer to layer.
-`random`: any, `first`: the first ones of every chunk; the same in all layers, to compare with."""
 
 _ROW_STEP = 64  # Rows are padded to a multiple of it: each number is compiled for.
 _SMALL_ROW_STEP = 16  # The same up to `_SMALL_ROWS`.
@@ -104,8 +100,8 @@ class FusionPlan:
             raise ValueError(f"ratio wanted a share of the tokens in [0, 1], found {self.ratio}")
         if not 1 <= self.check_layers <= self.num_layers:
             raise ValueError(f"check_layers wanted 1 to {self.num_layers} layers, found {self.check_layers}")
-        if self.selection not in get_args(Selection):
-            raise ValueError(f"selection wanted one of {', '.join(get_args(Selection))}, found {self.selection!r}")
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"selection wanted one of {', '.join(SELECTIONS)}, found {self.selection!r}")
 
     @property
     def num_stored(self) -> int:

@@ -16,10 +16,10 @@ LEVELS = (
     {"discarding", "conversations", "processes"},
     {"transfer", "steps", "overflow", "drift"},
     {"scheduler", "runner", "blend", "fusion", "layer_loader", "async_saver"},
-    {"histories", "write_buffer", "shared_load"},
+    {"histories", "write_buffer", "shared_load", "chunk_kv"},
     {"sliding"},
     {"session_kv"},
-    {"truncator", "repair"},
+    {"truncator", "repair", "fused_history", "blending"},
     {"prefilling", "decoder"},
     {"batch"},
     {"engine"},
@@ -34,7 +34,8 @@ SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner
 STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit}) for unit in SERVING)}  # either way
 WITHOUT_JAX = {
     *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
-    *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
+    *("blend_config", "chunks"),
+    *("costs", "blend_costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

@@ -11,9 +11,9 @@ from tests.reliability import campaigns, damage, workload
 from tests.reliability.arena import NUM_CONVERSATIONS, Arena
 
 
-def run(directory, name: str, driver: str, num_faults: int, seed: int) -> None:
+def run(directory, name: str, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> None:
     campaign, _ = campaigns.CAMPAIGNS[name]
-    tally = campaign(directory / "arena", driver, num_faults, seed)
+    tally = campaign(directory / "arena", driver, num_faults, seed, ratio)
     assert tally.faults >= num_faults
     assert tally.answers > 0
     assert tally.cached_tokens > 0, "nothing was ever read from SSD"
@@ -24,6 +24,14 @@ def run(directory, name: str, driver: str, num_faults: int, seed: int) -> None:
 @pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
 def test_a_few_faults(tmp_path, name, driver):
     run(tmp_path, name, driver, 2, seed=1)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.15])
+@pytest.mark.parametrize("driver", workload.DRIVERS)
+@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
+def test_a_few_faults_with_chunks(tmp_path, name, driver, ratio):
+    """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
+    run(tmp_path, name, driver, 2, seed=1, ratio=ratio)
 
 
 @pytest.mark.parametrize("offset", [0, 16, 44, 68], ids=["magic", "page size", "schema format", "application"])
