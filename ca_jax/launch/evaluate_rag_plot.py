@@ -102,8 +102,50 @@ def _draw_correlation(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(min(0.0, *(row["correlation"] for row in rows)), 1)
 
 
+def _draw_quality(axes: Axes, rows: Sequence[Row]) -> None:
+    """KL against TTFT, a point for each method."""
+    drawn = [row for row in rows if row["ttft_s"] is not None and row["mean_kl"] is not None]
+    for nth, row in enumerate(drawn):
+        axes.plot([row["ttft_s"]], [row["mean_kl"]], linestyle="none", label=row["name"], **_style(nth))
+    axes.set_xlabel("time to first token (s)")
+    axes.set_ylabel("KL to full recompute (nats)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=-0.02 * max(row["mean_kl"] for row in drawn))
+
+
+def _draw_sizes(axes: Axes, rows: Sequence[Row]) -> None:
+    """TTFT against tokens of chunks, a line for each method."""
+    for nth, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
+        line = sorted((row for row in rows if row["name"] == name), key=lambda row: row["context_tokens"])
+        _with_errors(axes, line, "context_tokens", "ttft_s", "ttft_quartiles", label=name, **_style(nth))
+    axes.set_xlabel("tokens of chunks: " + ", ".join(_sizes(rows)))
+    axes.set_ylabel("time to first token (s)")
+    axes.set_ylim(bottom=0)
+
+
+def _sizes(rows: Sequence[Row]) -> list[str]:
+    sizes = {(row["num_chunks"], row["chunk_tokens"]) for row in rows}
+    by_tokens = sorted(sizes, key=lambda size: size[0] * size[1])
+    return [f"{count}\N{MULTIPLICATION SIGN}{length}" for count, length in by_tokens]
+
+
+def _draw_storages(axes: Axes, rows: Sequence[Row]) -> None:
+    """TTFT of each method over each storage, full recompute and prefix caching as lines across."""
+    storages = list(dict.fromkeys(row["storage"] for row in rows))
+    for nth, name in enumerate(dict.fromkeys(row["name"] for row in rows)):
+        line = [{**row, "at": storages.index(row["storage"])} for row in rows if row["name"] == name]
+        if len(line) == 1 and len(storages) > 1:
+            axes.axhline(line[0]["ttft_s"], color=_style(nth)["color"], linestyle="--", linewidth=1, label=name)
+        else:
+            _with_errors(axes, line, "at", "ttft_s", "ttft_quartiles", label=name, **_style(nth))
+    axes.set_xticks(range(len(storages)), [f"{each} GB/s" if each[0].isdigit() else each for each in storages])
+    axes.set_xlabel("where the chunks' KV is; speeds are paced")
+    axes.set_ylabel("time to first token (s)")
+    axes.set_ylim(bottom=0)
+
+
 def _with_errors(axes: Axes, rows: Sequence[Row], x: str, y: str, interval: str, **style: Any) -> None:
-    """A line with 95 % intervals."""
+    """A line with intervals."""
     low = [max(row[y] - row[interval][0], 0) for row in rows]
     high = [max(row[interval][1] - row[y], 0) for row in rows]
     axes.errorbar(
@@ -116,4 +158,8 @@ _DRAWN: dict[int | None, Callable[[Axes, Sequence[Row]], None]] = {
     6: _draw_attention,
     7: _draw_distribution,
     8: _draw_correlation,
+    12: _draw_quality,
+    15: _draw_sizes,
+    16: _draw_quality,
+    17: _draw_storages,
 }

@@ -12,6 +12,7 @@ import rich.box
 import rich.console
 import rich.table
 
+from ca_jax.evaluation.rag_schema import TIMED_FIGURES
 from ca_jax.launch.evaluate_run import Report
 from ca_jax.launch.evaluate_tables import number, percent
 
@@ -70,9 +71,17 @@ def remarks_of(report: Report) -> list[str]:
     """What a table does not say by itself."""
     if report["task"] == "blend_gate":
         return [verdict(report)]
+    remarks = []
+    if report["config"]["figure"] in TIMED_FIGURES:
+        load = report["machine"]["load_1m"]
+        remarks.append(
+            f"TTFT: medians of {report['config']['repeats']} turns of each of up to {report['config']['timed_items']} "
+            f"items; processes that ran beside it when it began: {'unknown' if load is None else f'{load:.1f}'} (mean "
+            "of a minute)."
+        )
     if any(row.get("f1") is not None for row in report["rows"]):
-        return [SMALL_MODEL_REMARK]
-    return []
+        remarks.append(SMALL_MODEL_REMARK)
+    return remarks
 
 
 def verdict(report: Report) -> str:
@@ -105,6 +114,14 @@ def interval(value: Sequence[float] | None, form: str = ".3f") -> str:
 def _name(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
 
+
+_TTFT: Columns = (
+    ("cached\ntokens", lambda row: number(row["cached_tokens"], ",.0f")),
+    ("computed\nanew", lambda row: number(row["recomputed_tokens"], ",.0f")),
+    ("TTFT, s", lambda row: number(row["ttft_s"])),
+    ("quartiles", lambda row: interval(row["ttft_quartiles"])),
+    ("speedup", lambda row: "-" if row["speedup"] is None else f"{row['speedup']:.2f}x"),
+)
 
 _COLUMNS: dict[str, Columns] = {
     "rag": (
@@ -150,6 +167,27 @@ _COLUMNS: dict[str, Columns] = {
         ),
         ("of all deviation,\ntop 10 %", lambda row: percent(row["top_10_share"])),
         ("top 15 %", lambda row: percent(row["top_15_share"])),
+    ),
+    **dict.fromkeys(
+        ("figure 12", "figure 16"),
+        (
+            ("method", lambda row: str(row["name"])),
+            *_TTFT,
+            ("KL, nats", lambda row: number(row["mean_kl"], ",.4f")),
+            ("same\ntop-1", lambda row: percent(row["same_top1"])),
+            ("F1", lambda row: number(row["f1"])),
+            ("ROUGE-L", lambda row: number(row["rouge_l"])),
+        ),
+    ),
+    "figure 15": (
+        ("method", lambda row: str(row["name"])),
+        ("chunks", lambda row: f"{row['num_chunks']} of {row['chunk_tokens']:,}"),
+        *_TTFT,
+    ),
+    "figure 17": (
+        ("method", lambda row: str(row["name"])),
+        ("storage", lambda row: row["storage"] + (" GB/s" if row["storage"][0].isdigit() else "")),
+        *_TTFT,
     ),
     "figure 8": (
         ("layers", lambda row: f"{row['layer']} and {row['layer'] + 1}"),
