@@ -162,7 +162,13 @@ class ContextModel:
 
 
 def plan_of(
-    model: ModelConfig, prompt: RagPrompt, *, ratio: float, selection: str = "hkvd", check_layers: int = 1, seed: int = 0
+    model: ModelConfig,
+    prompt: RagPrompt,
+    *,
+    ratio: float,
+    selection: str = "hkvd",
+    check_layers: int = 1,
+    seed: int = 0,
 ) -> FusionPlan:
     """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed."""
     kinds = np.full(len(prompt.context_ids), TokenKind.STORED, np.int32)

@@ -1,7 +1,7 @@
 """MapReduce and MapRerank: what is done with retrieved texts instead of putting all in front of one question.
 
 MapReduce has each chunk summarised and asks the question of the summaries. MapRerank asks it of each chunk alone and
-takes the answer that the model is surest of. The chunks' KV is reused by both: each stands at the beginning of a prompt.
+takes the answer that the model is surest of. Both reuse the chunks' KV: each stands at the beginning of a prompt.
 
 Not here: what they are compared with (rag_methods).
 Source: LangChain's chains of these names, as CacheBlend (Yao et al., EuroSys 2025) has them in section 7.1.

