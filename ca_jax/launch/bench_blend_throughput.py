@@ -88,6 +88,12 @@ def run_blend_throughput_suite(
                 )
                 for mode in config.stream_modes
             }
+            for engine in engines.values():
+                engine.warmup(
+                    max_new_tokens=config.context_chunk_tokens,
+                    contexts=[[config.context_chunk_tokens] * config.context_chunks],
+                    progress=progress,
+                )
             bench = _Bench(engines, config, ssd_share)
             for served in _rounds(config, turns):
                 bench.round(served)
