@@ -20,7 +20,8 @@ from ca_jax.evaluation.rag_items import RagPrompt, check_window, prompts_of, rea
 from ca_jax.evaluation.rag_map import Mapper
 from ca_jax.evaluation.rag_methods import RECOMPUTE, Compared, Method, PromptContexts, methods_of
 from ca_jax.evaluation.rag_metrics import f1_score, first_line, rouge_l
-from ca_jax.evaluation.rag_schema import Chunking, RagConfig, RagRow
+from ca_jax.evaluation.rag_rows import RagRow
+from ca_jax.evaluation.rag_schema import Chunking, RagConfig
 from ca_jax.evaluation.rag_texts import conversation_prompts
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.evaluation.statistics import Interval, paired_interval

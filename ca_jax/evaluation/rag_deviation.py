@@ -18,7 +18,8 @@ from ca_jax.evaluation.rag import read_prompts
 from ca_jax.evaluation.rag_context import ContextModel
 from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
 from ca_jax.evaluation.rag_metrics import rank_correlation
-from ca_jax.evaluation.rag_schema import AttentionRow, CorrelationRow, DistributionRow, RagConfig
+from ca_jax.evaluation.rag_rows import AttentionRow, CorrelationRow, DistributionRow
+from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation, Row
 from ca_jax.evaluation.statistics import paired_interval
 from ca_jax.pretrained import LoadedModel, Progress

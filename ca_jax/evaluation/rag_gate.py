@@ -13,7 +13,8 @@ from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.rag import read_prompts
 from ca_jax.evaluation.rag_context import ContextModel
 from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
-from ca_jax.evaluation.rag_schema import GateConfig, GateRow
+from ca_jax.evaluation.rag_rows import GateRow
+from ca_jax.evaluation.rag_schema import GateConfig
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.evaluation.statistics import paired_interval
 from ca_jax.pretrained import LoadedModel, Progress

@@ -1,7 +1,7 @@
 """What evaluations are asked and what they answer: a config and a row for each task; their fields are the JSON's.
 
 Not here: measuring (perplexity, longeval, mmlu, agreement), what is compared (comparison), prompts made of chunks
-(rag_schema).
+(rag_schema, rag_rows).
 """
 
 from __future__ import annotations
@@ -11,16 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.rag_schema import (
-    AttentionRow,
-    CorrelationRow,
-    DistributionRow,
-    GateConfig,
-    GateRow,
-    RagConfig,
-    RagRow,
-    TimedRow,
-)
+from ca_jax.evaluation.rag_rows import AttentionRow, CorrelationRow, DistributionRow, GateRow, RagRow, TimedRow
+from ca_jax.evaluation.rag_schema import GateConfig, RagConfig
 from ca_jax.evaluation.statistics import Interval
 
 LONGEVAL_FORMS = ("continue", "chat")

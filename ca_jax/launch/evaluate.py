@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> None:
     if plot_out is not None and not is_drawn:
         console.print("no figure: nothing overflowed", highlight=False)
     written = [path for path in (json_out, plot_out if is_drawn else None) if path is not None]
-    console.print(f"written to {', '.join(map(str, written))}", highlight=False)
+    if written:
+        console.print(f"written to {', '.join(map(str, written))}", highlight=False)
     if report["task"] == "blend_gate" and not any(row["passes"] for row in report["rows"]):
         sys.exit(1)
 

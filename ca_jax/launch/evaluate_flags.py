@@ -117,7 +117,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_enum("task", None, list(CONFIGS), "What to evaluate.", required=True, **here)
     flags.DEFINE_string("data", None, _DATA, **here)
     flags.DEFINE_list("method", list(DEFAULT_METHODS), _METHOD, **here)
-    flags.DEFINE_string("json_out", None, "File to write the result to.", required=True, **here)
+    flags.DEFINE_string("json_out", None, "File to write the result to; blend_gate needs none.", **here)
     flags.DEFINE_string(
         "plot_out", None, "ppl: file for a figure of loss around truncations, PNG; rag: of its figure.", **here
     )
@@ -157,6 +157,8 @@ def config(*, flag_values: flags.FlagValues = flags.FLAGS) -> TaskConfig:
         raise ValueError(f"{name} wanted one of the tasks {tasks}; found {task}")
     if value("plot_out") is not None and task not in ("ppl", "rag"):
         raise ValueError(f"plot_out wanted one of the tasks ppl, rag; found {task}")
+    if value("json_out") is None and task != "blend_gate":
+        raise ValueError(f"json_out wanted a file for what {task} gives, found none")
     if task not in _OVERFLOW_CONFIGS:
         for name in _OF_OVERFLOW:
             if flag_values[name].present:

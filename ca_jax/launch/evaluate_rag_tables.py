@@ -1,6 +1,6 @@
 """A report on prompts made of chunks as a table to read, on a terminal or in Markdown.
 
-Not here: what it holds (`evaluation.rag_schema`, `evaluate_run`), figures (`evaluate_rag_plot`).
+Not here: what it holds (`evaluation.rag_rows`, `evaluate_run`), figures (`evaluate_rag_plot`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.rag import read_prompts, run_rag
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
-from ca_jax.evaluation.rag_schema import RagConfig, RagRow, TimedRow
+from ca_jax.evaluation.rag_rows import RagRow, TimedRow
+from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.jobs import Usage
 from ca_jax.kv_layout import kv_layout

@@ -19,10 +19,10 @@ from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
 SMALL = ("--num_chunks=3", "--chunk_tokens=48", f"--instruction={INSTRUCTION}")
 
 
-def parse(*arguments: str):
+def parse(*arguments: str, json_out: str | None = "out.json"):
     values = flags.FlagValues()
     evaluate_flags.define(flag_values=values)
-    values(["program", *arguments, "--json_out=out.json"])
+    values(["program", *arguments, *([] if json_out is None else [f"--json_out={json_out}"])])
     return evaluate_flags.config(flag_values=values)
 
 
@@ -118,6 +118,12 @@ def test_a_bound_in_nats_takes_the_place_of_the_share_unless_both_are_given():
 def test_bad_flags_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         parse(*arguments)
+
+
+def test_a_gate_needs_no_file():
+    assert parse("--task=blend_gate", json_out=None) == GateConfig()
+    with pytest.raises(ValueError, match="json_out wanted a file for what rag gives, found none"):
+        parse("--task=rag", json_out=None)
 
 
 # Reports.
@@ -223,8 +229,9 @@ def test_a_gates_exit_says_whether_a_ratio_will_do(tiny_model, items, tmp_path):
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 0)
     assert "no: KL to full recompute" in done.stdout
     assert [row["passes"] for row in json.loads(out.read_text())["rows"]] == [False, False], "written all the same"
-    done = launch(*asked, "--ratios=1", f"--json_out={out}", cwd=tmp_path)
+    done = launch(*asked, "--ratios=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "written to" not in done.stdout
     assert "yes: KL to full recompute" in done.stdout
 
 
