@@ -39,6 +39,8 @@ from absl import app, flags, logging
 
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import bench_flags, bench_report, bench_run, bench_tables
+from ca_jax.launch.bench_blend_plot import plot_blend, plot_stream
+from ca_jax.launch.bench_blend_schema import BlendBenchConfig, BlendThroughputBenchConfig
 from ca_jax.launch.bench_overflow_plot import plot_overflow
 from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_recording import Recorder
@@ -105,6 +107,10 @@ def main(argv: Sequence[str]) -> None:
         recorder.write(title=report["model"], caption=caption)
         if isinstance(config, OverflowBenchConfig) and plot_out is not None:
             plot_overflow(plot_out, report["rows"], title=report["model"], caption=caption)
+        if isinstance(config, BlendBenchConfig) and plot_out is not None:
+            plot_blend(plot_out, report["rows"], title=report["model"], caption=caption)
+        if isinstance(config, BlendThroughputBenchConfig) and plot_out is not None:
+            plot_stream(plot_out, report["rows"], title=report["model"], caption=caption)
     written = [path for path in (json_out, trace_out, plot_out, profile_dir) if path is not None]
     console.print(f"written to {', '.join(map(str, written))}", highlight=False)
 

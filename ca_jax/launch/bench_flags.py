@@ -57,7 +57,7 @@ CONFIGS: dict[str, type[AnyBenchConfig]] = {
 """What each suite is asked by."""
 RECORDED_SUITES = SERVING_SUITES
 """Suites that can be recorded: `--trace_out`, `--profile_dir`."""
-PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES)
+PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES, *BLEND_SUITES)
 """Suites that a figure can be drawn of: `--plot_out`."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is measured unless another one is asked for."""
@@ -270,7 +270,8 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_string(
         "plot_out",
         None,
-        "File for a figure, PNG; ttft: of one more turn; overflow: of hit rate and time by method.",
+        "File for a figure, PNG; ttft: of one more turn; overflow: of hit rate and time by method; blend: of TTFT by "
+        "ratio; blend_throughput: of turns a second by mode.",
         **here,
     )
     flags.DEFINE_string("profile_dir", None, f"{recorded}: directory for jax's profile of one more round.", **here)

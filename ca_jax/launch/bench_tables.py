@@ -40,6 +40,20 @@ def print_report(report: Report, console: rich.console.Console) -> None:
         console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
 
 
+def to_markdown(report: Report) -> str:
+    """The rows of a report as tables in Markdown, one for each kind of row; of medians without their spread."""
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _lines(report):
+        by_kind.setdefault(_kind(report, row), []).append(row)
+    tables = []
+    for kind, rows in by_kind.items():
+        lines = [[heading.replace("-\n", "").replace("\n", " ") for heading, _, _ in _COLUMNS[kind]]]
+        lines.append(["---:"] * len(_COLUMNS[kind]))
+        lines += [[_median(row, name, form) for _, name, form in _COLUMNS[kind]] for row in rows]
+        tables.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(tables) + "\n"
+
+
 def _lines(report: Report) -> Iterator[Mapping[str, Any]]:
     """What is a line of a table each: a row, or each source of one."""
     for row in report["rows"]:
@@ -347,14 +361,16 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
 
 
 def _cell(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
-    if row[name] is None:
-        return "-"
-    if name not in row.get("spread", ()):
-        return form(row[name])
+    if row[name] is None or name not in row.get("spread", ()):
+        return _median(row, name, form)
     least, largest = row["spread"][name]
     if least == largest:
         return form(row[name])
     return f"{form(row[name])}\n({form(least)}..{form(largest)})"
+
+
+def _median(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
+    return "-" if row[name] is None else form(row[name])
 
 
 def _one_line(values: Mapping[str, Any]) -> str:
