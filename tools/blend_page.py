@@ -43,7 +43,7 @@ PAPER = {
     "bench_blend": "TTFT 2.2 to 3.3 times lower than with full recompute (Mistral-7B, Yi-34B, Llama-70B on A40s).",
     "bench_blend_throughput": "2.8 to 5 times the throughput at the same TTFT (figure 14); up to 5 times that of full "
     "recompute and 3.3 times that of prefix caching (section 7).",
-    "blend/quality_512": "F1 and ROUGE-L at most 0.02 below full recompute; F1 0.1 to 0.2 above full reuse (figure 12).",
+    "blend/quality_512": "F1 and ROUGE-L at most 0.02 below full recompute; F1 0.1 to 0.2 above full reuse.",
     "blend/figure_6": "The deviation falls as more tokens are computed anew, most with the first few, those of the "
     "highest KV deviation.",
     "blend/figure_7": "About 10 to 15 % of the tokens deviate much more than the others.",

@@ -45,15 +45,14 @@ def plot_blend(path: Path, rows: Sequence[Row], *, title: str, caption: str) -> 
         errors = [[mid - low for mid, (low, _) in zip(times_s, ends, strict=True)]]
         errors += [[high - mid for mid, (_, high) in zip(times_s, ends, strict=True)]]
         width = _WIDTH / len(tiers)
-        style = {"color": _COLOURS[nth], "hatch": _HATCHES[nth], "edgecolor": "white"}
-        axes.bar(places, times_s, width, yerr=errors, ecolor=_GREY, label=f"from {tier}", **style)
+        axes.bar(places, times_s, width, yerr=errors, ecolor=_GREY, label=f"from {tier}", **_style(nth))
         for place, row in zip(places, of_tier, strict=True):
-            label = "its ideal" if place == places[0] and not nth else None
+            label = "its ideal" if place == places[0] and not nth else ""
             axes.hlines(row["ideal_s"], place - width / 2, place + width / 2, color="black", linewidth=1.5, label=label)
-    for mode, line in (("recompute", "-"), ("prefix", "--")):
+    for mode, line, name in (("recompute", "-", "full recompute"), ("prefix", "--", "prefix caching")):
         for row in rows:
             if row["mode"] == mode:
-                axes.axhline(row["ttft_s"], color=_GREY, linestyle=line, linewidth=1, label=f"{mode}: nothing blended")
+                axes.axhline(row["ttft_s"], color=_GREY, linestyle=line, linewidth=1, label=name)
     axes.set_xticks(range(len(ratios)), [f"{ratio:g}" for ratio in ratios])
     axes.set_xlabel("share of the chunks' tokens computed anew")
     axes.set_ylabel("time to the first token (s)")
@@ -76,8 +75,7 @@ def plot_stream(path: Path, rows: Sequence[Row], *, title: str, caption: str) ->
         of_mode = {row["ssd_share"]: row for row in rows if row["mode"] == mode}
         places = [at + _offset(nth, len(modes)) for at in range(len(shares))]
         rates = [of_mode[share]["turns_per_s"] for share in shares]
-        style = {"color": _COLOURS[nth], "hatch": _HATCHES[nth], "edgecolor": "white"}
-        bars = axes.bar(places, rates, _WIDTH / len(modes), label=mode, **style)
+        bars = axes.bar(places, rates, _WIDTH / len(modes), label=mode, **_style(nth))
         axes.bar_label(bars, [f"{rate:.2f}" for rate in rates], fontsize=8)
     axes.set_xticks(range(len(shares)), [f"{share:.0%} of all chunks on SSD" for share in shares])
     axes.set_ylabel("turns a second")
@@ -86,6 +84,10 @@ def plot_stream(path: Path, rows: Sequence[Row], *, title: str, caption: str) ->
 
 def _offset(nth: int, count: int) -> float:
     return (nth - (count - 1) / 2) * _WIDTH / count
+
+
+def _style(nth: int) -> dict[str, Any]:
+    return {"color": _COLOURS[nth], "hatch": _HATCHES[nth], "edgecolor": "white"}
 
 
 def _drawing() -> tuple[Figure, Axes]:
