@@ -155,7 +155,7 @@ class BlendThroughputBenchConfig:
     """Ways to use what is stored, see `BlendConfig.mode`; each a row for each store."""
     stream_ratio: float = 0.15
     """Share of the chunks' tokens that `blend` computes anew."""
-    stream_chunks: int = 96
+    stream_chunks: int = 120
     """Chunks that turns draw from."""
     context_chunks: int = 6
     """Chunks of a turn, all different, in the order they were drawn in."""
