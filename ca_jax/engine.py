@@ -282,8 +282,9 @@ class Engine:
         Args:
           chunks: texts, or token ids, as they will be given as context.
           tenant: whose: only sessions of the same tenant use them.
-          tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: the cheapest
-            tier from which loading hides behind recomputing by measured rates, `blend_costs.choose_tier`.
+          tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: once half of
+            DRAM is taken, the cheapest tier from which a layer's loading hides behind recomputing, by measured rates
+            (`blend_costs.choose_tier`).
 
         Returns:
           How many were computed. Others were stored already, or are too large for the store.
@@ -619,8 +620,8 @@ class Engine:
 
     def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
         """Where a chunk is kept that is computed in advance."""
-        rates, least = self._kv.meter.rates, self.config.blend.min_recompute_ratio
-        if rates is None or self.config.store.ssd_dir is None:
+        rates, least, stats = self._kv.meter.rates, self.config.blend.min_recompute_ratio, self._kv.stats()
+        if rates is None or self.config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
             return "dram"
         return blend_costs.choose_tier(rates, num_tokens, 1, least)
 

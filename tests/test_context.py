@@ -16,6 +16,7 @@ import pytest
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
@@ -342,3 +343,37 @@ def test_a_store_config_of_nothing_is_not_asked_to_keep_chunks():
     with kit.small_engine(store=StoreConfig(dram_gib=0, block_tokens=kit.BLOCK_TOKENS)) as engine:
         assert engine.precompute([A]) == 0
         assert not engine.metrics.computed_chunks
+
+
+def test_chunks_for_ssd_leave_dram_once_they_are_there(tmp_path):
+    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
+        engine.precompute([A], tier="dram")
+        engine.precompute([A, B], tier="ssd")
+        for _ in range(3):
+            engine.wait_for_saves()
+            engine.keep()
+        found = {info.num_tokens: info.residency for info in engine.stored.list()}
+        assert found == {len(A): Residency.DRAM, len(B): Residency.SSD}
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
+
+
+def rates_of(load_bytes_per_s: float) -> Rates:
+    """As if measured: a layer's prefill takes a millisecond a thousand tokens."""
+    link = TransferRate(fixed_s=0.0, bytes_per_s=load_bytes_per_s)
+    prefill = PrefillRate(fixed_s=0.0, token_s=1e-6 * kit.tiny.tiny_config().num_layers, pair_s=0.0)
+    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
+    num_layers = kit.tiny.tiny_config().num_layers
+    return Rates(num_layers=num_layers, layer_token_bytes=layer_bytes, load=link, save=link, prefill=prefill)
+
+
+@pytest.mark.parametrize(("microseconds_a_token", "ratio"), [(0.01, 0.15), (0.5, 0.5), (2.0, 1.0)])
+def test_the_ratio_is_what_hides_behind_loading_as_measured(microseconds_a_token, ratio, monkeypatch):
+    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
+    with kit.small_engine() as engine:
+        engine.precompute([A, B, C])
+        monkeypatch.setattr(type(engine._kv.meter), "rates", rates_of(layer_bytes / (microseconds_a_token * 1e-6)))
+        session = engine.session()
+        kit.say(session, QUESTION, 2, context=[C, A, B])
+        assert session.usage.recompute_ratio == pytest.approx(ratio, abs=0.11)
+        assert engine.metrics.loaded_chunks == (3 if ratio < 1 else 0)
