@@ -48,9 +48,9 @@ class ChunkKV:
         ids = np.asarray(token_ids, "<i4").tobytes()
         return hashlib.sha256(self._salt + domain + ids).hexdigest()
 
-    def is_kept(self, key: str) -> bool:
-        """Whether a chunk is stored, or will be without anybody's doing."""
-        return key in self._coming or self._is_on_its_way(key) or self._store.residency(key) is not Residency.ABSENT
+    def is_kept(self, chunk: ChunkSpan) -> bool:
+        """Whether all of a chunk is stored, or will be without anybody's doing."""
+        return chunk.key in self._coming or self._is_on_its_way(chunk.key) or self._is_whole(chunk)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether the store is large enough for a chunk of so many tokens, were it empty."""
@@ -71,8 +71,9 @@ class ChunkKV:
 
     def begin_saving(self, chunk: ChunkSpan, tenant: str) -> TurnSaver | None:
         """Opens the saving of a chunk; None where it is there, or on its way there, by now."""
-        if self._is_on_its_way(chunk.key) or self._store.residency(chunk.key) is not Residency.ABSENT:
+        if self._is_on_its_way(chunk.key) or self._is_whole(chunk):
             return None
+        self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
         return self._write_buffer.begin(chunk.key, Owner(tenant=tenant, session_id=_name(chunk.key)), 0)
 
     # Where chunks are.
@@ -128,6 +129,9 @@ class ChunkKV:
             self._store.abort_load(ticket, MissReason.MISMATCH)
             return None
         return ticket
+
+    def _is_whole(self, chunk: ChunkSpan) -> bool:
+        return self._store.num_readable(chunk.key) >= chunk.num_tokens
 
     def _is_on_its_way(self, key: str) -> bool:
         return self._write_buffer.is_running(key) or self._write_buffer.is_unsaved(key)

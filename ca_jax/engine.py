@@ -610,7 +610,7 @@ class Engine:
         """Queues a job that computes a chunk; None where that is not needed, or would not be kept."""
         kv = self._kv.chunks
         span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
-        if not from_first(self._processes, "a chunk", not kv.is_kept(span.key) and kv.has_room(len(ids))):
+        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
             return None
         job = self._make_job(ids, SamplingParams(), priority=priority)
         job.chunk, job.tenant = span, tenant
