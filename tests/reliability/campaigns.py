@@ -181,7 +181,7 @@ def catalog_damaged(damage_catalog: Callable[[Arena], None], *, while_running: b
                 arena.converse()
                 _expect_among(arena, {"miss absent"} if deletes else _OF_CATALOG)
                 arena.converse()
-                arena.check_chunks()
+                arena.check_chunks()  # Perhaps none: what such a catalog is given it need not give back.
                 arena.wipe()
             return arena.tally
 
