@@ -9,6 +9,7 @@ Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefil
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from ca_jax.timeline import Timeline
 from ca_jax.transfer import to_host_memory
 from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver
+
+_QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 
 
 class Batch:
@@ -77,6 +80,12 @@ class Batch:
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
         self._decode_s = 0.0  # What the last decode step took.
+
+    def warm_up_context(self, chunk_tokens: Sequence[int]) -> None:
+        """Compiles what blending chunks of such lengths needs, where chunks are blended. Nothing may run."""
+        if self._config.blend.reuses_chunks:
+            ratio = self._kv.histories.recompute_ratio(sum(chunk_tokens), 0, _QUESTION_TOKENS)
+            self._blending.warm_up(chunk_tokens, ratio)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""

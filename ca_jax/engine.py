@@ -435,6 +435,7 @@ class Engine:
         *,
         max_history_tokens: int | None = None,
         max_new_tokens: int | None = None,
+        contexts: Sequence[Sequence[int]] = (),
         progress: Progress | None = None,
     ) -> float:
         """Compiles what turns up to these sizes need, so that none of them waits for it, and measures `rates`.
@@ -444,6 +445,8 @@ class Engine:
         Args:
           max_history_tokens: largest history; None means the context window.
           max_new_tokens: largest number of new tokens in one pass; None means `prefill_chunk_tokens`.
+          contexts: tokens of each chunk, of contexts of chunks that will begin conversations; others compile when they
+            first come.
           progress: told how far it is.
 
         Returns:
@@ -464,6 +467,8 @@ class Engine:
             self._truncator.warmup()
             self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
             self._measure(history, new)
+            for chunk_tokens in contexts:
+                self._batch.warm_up_context(chunk_tokens)
             return time.perf_counter() - started_s
 
     @property

@@ -11,10 +11,8 @@ from __future__ import annotations
 import jax
 
 from ca_jax.fusion import FusionPlan, TokenKind
-from ca_jax.layer_loader import LayerLoad
 from ca_jax.repair import RepairedHistory
-from ca_jax.runner import Runner
-from ca_jax.shared_load import SharedLoad
+from ca_jax.runner import LayerSource, Runner
 
 
 class FusedHistory:
@@ -27,13 +25,7 @@ class FusedHistory:
       runner: computes.
     """
 
-    def __init__(
-        self,
-        source: LayerLoad | SharedLoad | RepairedHistory,
-        plan: FusionPlan,
-        token_ids: list[int],
-        runner: Runner,
-    ) -> None:
+    def __init__(self, source: LayerSource, plan: FusionPlan, token_ids: list[int], runner: Runner) -> None:
         self.layers: list[jax.Array] = []
         """What was blended so far, unrotated `[2, S, K, H]`, of no staging."""
         self.num_recomputed = plan.num_recomputed

@@ -202,6 +202,23 @@ class Histories:
         load = None if self._preloaded is None else self._preloaded[1].load
         return load is not None and load.num_issued < min(load.depth, load.num_layers)
 
+    def recompute_ratio(self, num_context: int, num_history: int, num_new: int) -> float:
+        """Share of chunks' tokens to compute anew: what is asked for, or what measured rates say that loading hides.
+
+        In steps, since for each number of tokens functions are compiled.
+        """
+        blend, rates = self._config.blend, self._meter.rates
+        if blend.mode == "reuse":
+            return 0.0
+        if blend.recompute_ratio is not None:
+            return blend.recompute_ratio
+        if rates is None:
+            return blend.min_recompute_ratio
+        ratio = blend_costs.choose_ratio(
+            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
+        )
+        return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
+
     def measure(self, ticket: LoadTicket) -> None:
         """Loads what a ticket says, with nothing beside it, for its rate, and completes it.
 
@@ -275,7 +292,7 @@ class Histories:
             return ()
         first, last = job.spans[0], job.spans[-1]
         num_new = len(job.prompt_ids) - last.stop
-        ratio = self._ratio(last.stop - first.start, first.start, num_new)
+        ratio = self.recompute_ratio(last.stop - first.start, first.start, num_new)
         job.recompute_ratio = from_first(self._processes, "the ratio of a context", ratio)
         is_asked_for = self._config.blend.recompute_ratio is not None
         return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
@@ -323,23 +340,6 @@ class Histories:
             missed_chunks=sum(part is None for part in chunks),
             recompute_ratio=job.recompute_ratio,
         )
-
-    def _ratio(self, num_context: int, num_history: int, num_new: int) -> float:
-        """Share of chunks' tokens to compute anew: what is asked for, or what measured rates say that loading hides.
-
-        In steps, since for each number of tokens functions are compiled.
-        """
-        blend, rates = self._config.blend, self._meter.rates
-        if blend.mode == "reuse":
-            return 0.0
-        if blend.recompute_ratio is not None:
-            return blend.recompute_ratio
-        if rates is None:
-            return blend.min_recompute_ratio
-        ratio = blend_costs.choose_ratio(
-            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
-        )
-        return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
 
     def _count(self, history: History) -> None:
         """Counts what became of what is stored."""

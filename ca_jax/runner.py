@@ -356,6 +356,14 @@ class Runner:
         row[0, : len(token_ids)] = token_ids
         return Fuser(self._config, self._layers, self._table, plan, self._embed(row), self.sharding)
 
+    def warm_up_fusion(self, plan: FusionPlan) -> None:
+        """Compiles what fusing a context of a plan needs, by running it."""
+        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(plan.start + len(plan.kinds)))))
+        fuser = self.fuser(plan, [0] * len(plan.kinds))
+        for layer in range(plan.num_layers):
+            fused = fuser.layer(layer, kv)
+        jax.block_until_ready(fused)
+
     def blender(self, plan: BlendPlan, token_ids: list[int]) -> Blender:
         """Has some tokens of a history computed anew, those that the plan says of the given ones.
 
