@@ -16,9 +16,10 @@ deviate most are computed anew. `reuse`: full reuse, it is put at its new positi
 `prefix`: prefix caching, chunks are ordinary text, and only KV that was computed with the very same text before it is
 used. `recompute`: full recompute, no stored KV is used for a prompt with chunks."""
 
-Selection = Literal["hkvd", "random", "first"]
-"""Which tokens of chunks are computed anew. `hkvd`: those whose KV deviates most (High KV Deviation), fewer from layer
-to layer. `random`: any, and `first`: the first ones of every chunk; both are here to be compared with."""
+Selection = Literal["hkvd", "spread", "random", "first"]
+"""Which tokens of chunks are computed anew. `hkvd`: the paper's, those whose KV deviates most (High KV Deviation),
+fewer from layer to layer. `spread`: ones that are evenly apart, and all others are moved as these have moved, by a
+linear map in each layer and head. `random`: any, and `first`: the first ones of every chunk, to compare with."""
 
 SELECTIONS: tuple[Selection, ...] = get_args(Selection)
 """All of them."""
@@ -35,13 +36,13 @@ class BlendConfig:
     mode: str = "blend"
     """What becomes of the stored KV of chunks, one of `MODES`."""
     recompute_ratio: float | None = None
-    """Share of the chunks' tokens that is computed anew, in the mean over all layers, in [0, 1]. None: what measured
-    rates say that loading hides, see `blend_costs.choose_ratio`."""
+    """Share of the chunks' tokens that is computed anew, in the mean over the layers behind the check layers, in
+    [0, 1]. None: what measured rates say that loading hides, see `blend_costs.choose_ratio`."""
     min_recompute_ratio: float = 0.15
     """Least ratio that is chosen by measured rates, in [0, 1]. The paper saw next to no loss of quality from there on
     (section 7.3)."""
     check_layers: int = 1
-    """First layers in which all tokens are computed, to see which deviate."""
+    """First layers in which all tokens are computed, to see which deviate; `hkvd` alone has any."""
     selection: Selection = "hkvd"
     """Which tokens are computed anew, a `Selection`."""
 

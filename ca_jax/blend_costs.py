@@ -150,8 +150,8 @@ def ideal_blend_s(
       rates: of model and machine.
       context_tokens: of chunks.
       new_tokens: behind them.
-      ratio: share of the context's tokens that is computed anew, in the mean over the layers, check layers included.
-      check_layers: first layers of which all tokens are, if the ratio pays for them.
+      ratio: share of the context's tokens that is computed anew behind the check layers.
+      check_layers: first layers of which all tokens are.
       history_tokens: before the context.
 
     Raises:
@@ -230,14 +230,13 @@ def choose_tier(
 
 
 def layer_ratios(num_layers: int, ratio: float, check_layers: int) -> tuple[float, ...]:
-    """The share of a context's tokens that each layer computes anew, gradual filtering as its mean.
+    """The share of a context's tokens that each layer computes anew: all in the check layers, the ratio behind them.
 
-    All in the check layers, and in the others as many as bring the mean to the ratio; where it does not pay for the
-    check layers, or there are none, the same in all.
+    Gradual filtering is taken as its mean. Where nothing is to be computed anew nothing is checked.
 
     Args:
       num_layers: L.
-      ratio: the mean, in [0, 1].
+      ratio: in [0, 1].
       check_layers: 0 to L.
 
     Raises:
@@ -245,11 +244,8 @@ def layer_ratios(num_layers: int, ratio: float, check_layers: int) -> tuple[floa
     """
     check(0 <= ratio <= 1, "ratio", "a share in [0, 1]", ratio)
     check(0 <= check_layers <= num_layers, "check_layers", f"0 to {num_layers}", check_layers)
-    budget = ratio * num_layers - check_layers
-    num_rest = num_layers - check_layers
-    if budget <= 0 or not num_rest:
-        return (ratio,) * num_layers
-    return (1.0,) * check_layers + (budget / num_rest,) * num_rest
+    num_checked = check_layers if ratio else 0
+    return (1.0,) * num_checked + (ratio,) * (num_layers - num_checked)
 
 
 def _layers_s(

@@ -40,7 +40,7 @@ _ROW_STEP = 64  # Rows are padded to a multiple of it: each number is compiled f
 _SMALL_ROW_STEP = 16  # The same up to `_SMALL_ROWS`.
 _SMALL_ROWS = 256
 _MAX_STEPS = 6  # Times that tokens become fewer, about.
-_SLOPE = 0.3  # By how much more than the mean the first filtered layer computes, and the last one less.
+_SLOPE = 0.6  # By how much more than the mean the first filtered layer computes, and the last one less.
 _NOWHERE = 1 << 30  # Places of padding begin here: behind every context.
 
 
@@ -59,9 +59,8 @@ class TokenKind(enum.IntEnum):
 class FusionPlan:
     """What a context consists of, and how many of its tokens are computed in which layer.
 
-    All tokens in the first layers, which says how far each deviates at the next one; then fewer from layer to layer,
-    as many as bring the mean over all layers to the ratio. Where the ratio does not pay for the first layers, the first
-    tokens of every chunk are chosen, which needs no check.
+    `hkvd`: all tokens in the first layers, which says how far each deviates at the next one; then fewer from layer to
+    layer, as many as bring the mean of those layers to the ratio. Others: the same tokens in all layers.
 
     Raises:
       ValueError: a number out of range, or chunks that do not begin one behind the other among the tokens.
@@ -115,14 +114,15 @@ class FusionPlan:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens computed in each layer, new ones among them: no more in the mean than the ratio says."""
+        """Tokens computed in each layer, new ones among them: behind the check layers no more, in the mean, than the
+        ratio says."""
         stored, new = self.num_stored, self.num_new
         if self.ratio >= 1:
             return (new + stored,) * self.num_layers
         if not self.checks:
             return (new + int(self.ratio * stored),) * self.num_layers
         num_rest = self.num_layers - self.check_layers
-        budget = int((self.ratio * self.num_layers - self.check_layers) * stored) + num_rest * new
+        budget = int(self.ratio * stored * num_rest) + num_rest * new
         mean = budget / num_rest
         step = _ROW_STEP if mean >= _SMALL_ROWS else _SMALL_ROW_STEP
         while 2 * _SLOPE * mean > _MAX_STEPS * step:
@@ -142,13 +142,18 @@ class FusionPlan:
 
     @property
     def checks(self) -> bool:
-        """Whether tokens are chosen by how far they deviate: there is a choice, and it can be paid for."""
-        budget = (self.ratio * self.num_layers - self.check_layers) * self.num_stored
-        return self.selection == "hkvd" and 0 < self.ratio < 1 and budget >= 1 and self.check_layers < self.num_layers
+        """Whether tokens are chosen by how far they deviate: there is a choice."""
+        has_choice = self.ratio < 1 and self.ratio * self.num_stored >= 1 and self.check_layers < self.num_layers
+        return self.selection == "hkvd" and has_choice
+
+    @property
+    def carries(self) -> bool:
+        """Whether stored tokens that are not computed are moved as those that are."""
+        return self.selection == "spread" and 0 < self.counts[0] - self.num_new < self.num_stored
 
     @property
     def num_recomputed(self) -> float:
-        """Stored tokens computed anew; of some layers alone, times their share of the layers."""
+        """Stored tokens computed anew, in check layers too; of some layers alone, times their share of the layers."""
         return sum(self.counts) / self.num_layers - self.num_new
 
     @property
@@ -156,11 +161,15 @@ class FusionPlan:
         """Which tokens are computed in the first layer, counted from `start`: i32, ascending."""
         stored = np.flatnonzero(self.kinds == TokenKind.STORED)
         new = np.flatnonzero(self.kinds == TokenKind.NEW)
+        count = self.counts[0] - len(new)
+        if self.selection == "spread" and count:
+            chosen = stored[(np.arange(count) * len(stored) + len(stored) // 2) // count]
+            return np.sort(np.concatenate([chosen, new])).astype(np.int32)
         if self.selection == "random":
             order = np.random.default_rng(self.seed).permutation(len(stored))
         else:
             order = np.argsort(self._offsets()[stored], kind="stable")
-        return np.sort(np.concatenate([stored[order[: self.counts[0] - len(new)]], new])).astype(np.int32)
+        return np.sort(np.concatenate([stored[order[:count]], new])).astype(np.int32)
 
     def _offsets(self) -> np.ndarray:
         """How many tokens of its chunk are before each token, i64 `[n]`; of what is in no chunk it means nothing."""
@@ -265,6 +274,7 @@ class Fuser:
         self._places = put(places)
         self._put = put
         self._new_places: jax.Array | None = None
+        self._carried: tuple[jax.Array, ...] | None = None
 
     def layer(self, layer: int, kv: jax.Array) -> jax.Array:
         """A layer's stored unrotated KV `[2, S, K, H]` to that of the context, a buffer of its own. In order of layers.
@@ -279,10 +289,22 @@ class Fuser:
         if count < self._count:
             self._choose(params, kv, count)
         window = self._config.window_of(layer)
+        carried = self._masks(kv.shape[1]) if layer and self._plan.carries else None  # Nothing has moved in layer 0.
         self._x, fused = blend_layer(
-            self._config, params, self._x, self._places, kv, self._table, window=window, sharding=self._sharding
+            self._config, params, self._x, self._places, kv, self._table, carried, window, self._sharding
         )
         return fused
+
+    def _masks(self, num_places: int) -> tuple[jax.Array, ...]:
+        """Which of the tokens that are computed say how others move, and which places move: those of stored tokens."""
+        if self._carried is None:
+            plan = self._plan
+            is_stored = np.zeros(num_places, bool)
+            is_stored[plan.start + np.flatnonzero(plan.kinds == TokenKind.STORED)] = True
+            fitted = np.zeros(self._places.shape[0], bool)
+            fitted[: self._count] = is_stored[plan.start + plan.first_rows]
+            self._carried = self._put(fitted), self._put(is_stored)
+        return self._carried
 
     def _choose(self, params: Params, kv: jax.Array, count: int) -> None:
         if self._new_places is None:

@@ -103,7 +103,8 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
     num_tokens = sum(map(len, context))
     assert usage.num_cached_tokens == num_tokens
     assert usage.missed_chunks == 0
-    assert 0 < usage.repaired_tokens <= 0.15 * num_tokens + 8
+    num_layers = kit.tiny.tiny_config().num_layers
+    assert 0 < usage.repaired_tokens <= (0.15 + 1 / num_layers) * num_tokens  # One layer checks.
     as_stored, as_computed = alone(*context), kit.full_pass(joined(*context))[1]
     np.testing.assert_allclose(kv[:, :, : len(A)], as_computed[:, :, : len(A)], atol=1e-5)
     stays = np.isclose(kv[:, :, :num_tokens], as_stored, atol=1e-5).all((0, 1, 3, 4))
@@ -113,9 +114,10 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
     assert gone[0] < gone[1]
 
 
+@pytest.mark.parametrize("selection", ["hkvd", "spread"])
 @pytest.mark.parametrize("context", [(B, A), (C, B, A), (A, A), (ONE, ONE, B), (ONE,), (C, ONE)])
-def test_any_order_of_what_was_all_seen_before(context):
-    with kit.small_engine(blend=SOME) as engine:
+def test_any_order_of_what_was_all_seen_before(context, selection):
+    with kit.small_engine(blend=dataclasses.replace(SOME, selection=selection)) as engine:
         engine.precompute([A, B, C, ONE])
         loaded = engine.metrics.loaded_chunks
         session = engine.session()

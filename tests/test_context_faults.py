@@ -72,6 +72,41 @@ def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(bl
         assert engine.metrics.computed_chunks == 4
 
 
+class FailingSave:
+    """Lets transfers through, but for one of a key, counted from 0."""
+
+    def __init__(self, failing: int) -> None:
+        self.key: str | None = None
+        self.failing = failing
+        self.num_seen = 0
+
+    def submit(self, transfer: Transfer, copy) -> Future:
+        future: Future = Future()
+        if transfer.key == self.key:
+            self.num_seen += 1
+            if self.num_seen == self.failing + 1:
+                future.set_exception(OSError("no room"))
+                return future
+        future.set_result(copy())
+        return future
+
+
+@pytest.mark.parametrize("failing", range(2 * overlap_kit.NUM_LAYERS))
+def test_a_chunk_of_which_a_part_was_saved_is_computed_anew(failing):
+    """It takes two passes: the first may be in the store when a layer of the second fails."""
+    saves = FailingSave(failing)
+    with kit.small_engine(blend=WHOLE, store_wrapper=lambda store: ControlledStore(store, saves=saves)) as engine:
+        saves.key = engine._kv.chunks.key(A, "")
+        engine.precompute([A, B])
+        engine.wait_for_saves()
+        assert saves.num_seen > failing
+        assert engine.metrics.failed_saves == 1
+        session = engine.session()
+        answer = kit.say(session, QUESTION, 8, context=[B, A])
+        assert answer == kit.greedy_answer(joined(B, A, QUESTION), 8)
+        assert session.usage.num_cached_tokens == len(A) + len(B)
+
+
 def test_a_chunk_of_which_only_some_was_saved_is_computed_again():
     chunk = kit.prompt(150, 9)
     with kit.small_engine(blend=REUSE) as engine:

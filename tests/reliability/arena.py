@@ -24,8 +24,6 @@ from tests.reliability import workload
 NUM_CONVERSATIONS = 6
 _RENEW_TOKENS = 200
 _NEW_TOKENS = 6
-CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
-"""What contexts are made of, in an arena with chunks."""
 
 
 @dataclasses.dataclass
@@ -37,6 +35,8 @@ class Tally:
     wrong_tokens: int = 0
     failed_requests: int = 0
     cached_tokens: int = 0
+    loaded_chunks: int = 0
+    missed_chunks: int = 0
     reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """The store's counters of misses and failed flushes, by kind and reason."""
 
@@ -181,8 +181,8 @@ class Arena:
         if new is None:
             new = self.random.integers(0x20, 0x7F, self.random.integers(*num_new)).tolist()
             if self.ratio is not None:
-                first = self._num_contexts = (self._num_contexts + 1) % len(CHUNKS)
-                pair = (CHUNKS[first], CHUNKS[first - len(CHUNKS) // 2])
+                first = self._num_contexts = (self._num_contexts + 1) % len(workload.CHUNKS)
+                pair = (workload.CHUNKS[first], workload.CHUNKS[first - len(workload.CHUNKS) // 2])
                 context = tuple(pair[i] for i in self.random.permutation(2))
         answer = session.send_ids([*known[num_held:], *new], context=context or None, max_tokens=max_tokens)
         return Turn(name, session, answer, context)
@@ -204,6 +204,8 @@ class Arena:
             assert usage is not None
             self.tally.answers += 1
             self.tally.cached_tokens += usage.num_cached_tokens
+            self.tally.loaded_chunks += len(turn.context) - usage.missed_chunks
+            self.tally.missed_chunks += usage.missed_chunks
             if self.ratio in (None, 1.0):
                 self.tally.wrong_tokens += workload.num_wrong(self._model, token_ids, usage.completion_tokens)
             self._known[turn.name] = list(token_ids)
@@ -246,7 +248,7 @@ class Arena:
 
     def idle_chunks(self, running: Sequence[Turn] = ()) -> list[str]:
         """Names of chunks that are on SSD alone, and that no turn which runs has in its context."""
-        keys = {chunk: self.engine._kv.chunks.key(chunk, "") for chunk in CHUNKS}
+        keys = {chunk: self.engine._kv.chunks.key(chunk, "") for chunk in workload.CHUNKS}
         used = {keys[tuple(chunk)] for turn in running for chunk in turn.context}
         wanted = set(keys.values()) - used
         infos = self.engine.stored.list()
@@ -255,13 +257,13 @@ class Arena:
     def check_books(self) -> None:
         """Holds the store's books against the disk, and what it serves as chunks against chunks computed alone."""
         workload.check_books(self.engine, self.directory)
-        self.check_chunks()
+        assert self.check_chunks() or self.ratio is None, "no chunk is stored"
 
-    def check_chunks(self) -> None:
-        """Holds what the store serves as chunks against chunks computed alone."""
-        if self.ratio is not None:
-            num_whole = sum(workload.is_whole(self.engine, chunk) for chunk in CHUNKS)
-            assert num_whole, "no chunk is stored"
+    def check_chunks(self) -> int:
+        """Holds what the store serves as chunks against chunks computed alone; how many it serves."""
+        if self.ratio is None:
+            return 0
+        return sum(workload.is_whole(self.engine, chunk) for chunk in workload.CHUNKS)
 
 
 @contextlib.contextmanager

@@ -98,8 +98,10 @@ def stalled_writes(directory: Path, driver: str, num_faults: int, seed: int, rat
             arena.converse()
             num_late = arena.counts()["flush deadline"]
             counts = arena.count(num_late)
-            # A session whose only copy left DRAM while SSD was late is absent, which is no fault of its own.
-            assert counts.keys() <= {"flush deadline", "miss absent"}, f"counted {counts}"
+            # A session whose only copy left DRAM while SSD was late is absent, which is no fault of its own. Nobody
+            # waits meanwhile for a chunk that is on SSD alone.
+            allowed = {"flush deadline", "miss absent"} | ({"miss deadline"} if ratio is not None else set())
+            assert counts.keys() <= allowed, f"counted {counts}"
             arena.check_books()
             arena.renew()
         return arena.tally
@@ -179,7 +181,7 @@ def catalog_damaged(damage_catalog: Callable[[Arena], None], *, while_running: b
                 arena.converse()
                 _expect_among(arena, {"miss absent"} if deletes else _OF_CATALOG)
                 arena.converse()
-                arena.check_chunks()
+                arena.check_chunks()  # Perhaps none: what such a catalog is given it need not give back.
                 arena.wipe()
             return arena.tally
 
@@ -231,8 +233,8 @@ def _expect(arena: Arena, wanted: dict[str, int], only: str = "") -> None:
     wanted = {name: number for name, number in wanted.items() if number}
     is_right = found == wanted
     if arena.ratio is not None:
-        found.pop("miss absent", None)
-        is_right = found.keys() == wanted.keys() and all(found[name] >= wanted[name] for name in wanted)
+        is_right = found.keys() - wanted.keys() <= {"miss absent"}
+        is_right = is_right and all(found.get(name, 0) >= number for name, number in wanted.items())
     assert is_right, f"wanted {wanted}, counted {counts}"
 
 

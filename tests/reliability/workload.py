@@ -32,6 +32,8 @@ from ca_jax.storage.ssd_books import SsdBooks
 from tests import engine_kit as kit
 
 DRIVERS = ("zarr3", "raw")
+CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
+"""What contexts are made of, where there are any."""
 _PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 _STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
 _KNOWN_FILES = re.compile(
