@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat bench $(BENCHES) figures test test-slow lint format clean distclean
+.PHONY: help setup setup-parity demo chat bench $(BENCHES) figures blend test test-slow lint format clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ figures: setup ## Redo results/paper.md, every table and plot; an hour and a hal
 	$(BIN)/python -m tools.replay_vs_simulator --json_out=results/replay_vs_simulator.json -- $(CHECKED)
 	$(if $(TRACES),$(BIN)/python tools/return_aware.py --traces=$(TRACES) --json_out=results/return_aware.json)
 	$(BIN)/python -m tools.paper_page
+
+blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has CacheBlend's inputs, TASKS=... are parts of it
+	PYTHON=$(BIN)/python tools/blend.sh "$(DATA)" $(TASKS)
 
 test: lint ## Lint, types and all tests but the long ones
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)

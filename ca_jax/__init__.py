@@ -3,6 +3,7 @@
 The names here are the public ones; everything else may change.
 """
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.jobs import Completion, FinishReason, SamplingParams, Usage
@@ -13,6 +14,7 @@ from ca_jax.session import Session
 from ca_jax.storage.config import StoreConfig
 
 __all__ = [
+    "BlendConfig",
     "Completion",
     "Engine",
     "EngineConfig",

@@ -9,10 +9,12 @@ Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefil
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from ca_jax import costs
+from ca_jax.blending import Blending
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import padded
@@ -29,6 +31,8 @@ from ca_jax.timeline import Timeline
 from ca_jax.transfer import to_host_memory
 from ca_jax.truncator import Truncator
 from ca_jax.turn_saver import TurnSaver
+
+_QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 
 
 class Batch:
@@ -70,11 +74,18 @@ class Batch:
         self._timeline = timeline
         self._window = window
         self._truncator = truncator
+        self._blending = Blending(config.blend, runner)
         self._watch = ComputeWatch(timeline)
         self._decoder = Decoder(runner, sampler)
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
         self._decode_s = 0.0  # What the last decode step took.
+
+    def warm_up_context(self, chunk_tokens: Sequence[int]) -> None:
+        """Compiles what blending chunks of such lengths needs, where chunks are blended. Nothing may run."""
+        if self._config.blend.reuses_chunks:
+            ratio = self._kv.histories.recompute_ratio(sum(chunk_tokens), 0, _QUESTION_TOKENS)
+            self._blending.warm_up(chunk_tokens, ratio)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
@@ -108,7 +119,7 @@ class Batch:
                 self._fail(plan.preload, error)
 
     def _admits(self, job: Job) -> bool:
-        if job.session is None:
+        if job.session is None and job.chunk is None:
             return True
         num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
         return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
@@ -123,7 +134,14 @@ class Batch:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
             self._prefilling = Prefilling(
-                job, self._runner, self._kv, self._truncator, self._metrics, self._watch, self._processes
+                job,
+                self._runner,
+                self._kv,
+                self._truncator,
+                self._blending,
+                self._metrics,
+                self._watch,
+                self._processes,
             )
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
@@ -138,6 +156,9 @@ class Batch:
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
+            if job.chunk is not None:
+                self._keep_chunk(job, prefilling)
+                return
             token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)[0])
         except Exception as error:  # As above.
             self._fail(job, error)
@@ -149,6 +170,14 @@ class Batch:
         self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
         self._scheduler.prefilled(job)
         self._accept(job, token)
+
+    def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
+        """A chunk was computed: it is on its way to the store, and that is all."""
+        prefilling.finish()
+        self._metrics.computed_chunks += 1
+        self._release(job)
+        job.finished_s = time.perf_counter()
+        job.finish_reason = FinishReason.LENGTH
 
     def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
         """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
@@ -271,5 +300,6 @@ class Batch:
             self._sampler.free_slot(job.slot)
         self._scheduler.remove(job)
         self._kv.withdraw(job)
+        self._kv.chunks.ended(job)
         if saver is not None:
             self._kv.write_buffer.end(saver)

@@ -52,7 +52,7 @@ def blend_layer(
     positions: jax.Array,
     kv: jax.Array,
     table: rope.Rotation,
-    carried: tuple[jax.Array, jax.Array] | None = None,
+    carried: tuple[jax.Array, ...] | None = None,
     window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -62,10 +62,10 @@ def blend_layer(
       config: static.
       layer_params: of this layer.
       x: `[1, n, F]`, the chosen tokens.
-      positions: i32 `[n]`, increasing: their places in `kv`.
+      positions: i32 `[n]`, increasing: their places in `kv`. At S or beyond it is padding, which changes nothing.
       kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
       table: rotations of all positions.
-      carried: two i32: from which place on and up to which all others move as these tokens do, see `carry_along`; None:
+      carried: bool `[n]` and `[S]`: by which of these tokens others move, and which places do, see `carry_along`; None:
         the others stay.
       window: static, of the layer: `config.window_of`.
       sharding: static.
@@ -73,7 +73,7 @@ def blend_layer(
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
     """
-    rotation = rope.Rotation(*(part[None, positions] for part in table))
+    rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
     all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
 
     def attend_heads(
@@ -83,11 +83,11 @@ def blend_layer(
         positions: jax.Array,
         rotation: rope.Rotation,
         all_rotations: rope.Rotation,
-        carried: tuple[jax.Array, jax.Array] | None,
+        carried: tuple[jax.Array, ...] | None,
     ) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
         rest = kv if carried is None else carry_along(both, positions, kv, *carried)
-        fused = rest.at[:, positions].set(both, unique_indices=True, indices_are_sorted=True)
+        fused = rest.at[:, positions].set(both, mode="drop", unique_indices=True, indices_are_sorted=True)
         keys = rope.rotate(fused[0], all_rotations)
         return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
 
@@ -101,19 +101,20 @@ def blend_layer(
     return constrain(x, sharding), fused
 
 
-def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
+def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax.Array, moves: jax.Array) -> jax.Array:
     """Moves KV as some tokens' has moved: by the map of it, a ridge regression, that says best how these moved.
 
     Args:
       new: `[2, n, K, H]`, the tokens' KV as it is now.
-      positions: i32 `[n]`, their places in `kv`.
-      kv: what is stored, unrotated, `[2, S, K, H]`.
-      start: i32, the first place that moves.
-      stop: i32, the place behind the last.
+      positions: i32 `[n]`, their places in `kv`; at S or beyond it is padding.
+      kv: what is stored, unrotated, `[2, S, K, H]`; anything at places that neither move nor are fitted to.
+      fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in `kv`.
+      moves: bool `[S]`, places that move.
     """
-    old, every = kv[:, positions].astype(jnp.float32), kv.astype(jnp.float32)
-    moved = new.astype(jnp.float32) - old
-    weights = (positions >= jnp.maximum(start, _UNFIT_TOKENS)).astype(jnp.float32)  # [n]
+    old, every = kv.at[:, positions].get(mode="clip").astype(jnp.float32), kv.astype(jnp.float32)
+    is_fitted = fitted[:, None, None]
+    old, moved = jnp.where(is_fitted, old, 0), jnp.where(is_fitted, new.astype(jnp.float32) - old, 0)
+    weights = fitted.astype(jnp.float32)  # [n]
     count = jnp.maximum(weights.sum(), 1.0)
     einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     mean, mean_moved = (einsum("n,cnkh->ckh", weights, each)[:, None] / count for each in (old, moved))
@@ -121,10 +122,10 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, start: jax.
     gram = einsum("cnkh,cnkg->ckhg", centred, centred)
     size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / count
     eye = jnp.eye(gram.shape[-1], dtype=jnp.float32)
-    linear = jnp.linalg.solve(gram + (_RIDGE * size + 1e-12) * eye, einsum("cnkh,cnkg->ckhg", centred, rest))
+    factor = jnp.linalg.cholesky(gram + (_RIDGE * size + 1e-12) * eye)  # LU took 300 ms where other threads were busy.
+    linear = jax.scipy.linalg.cho_solve((factor, True), einsum("cnkh,cnkg->ckhg", centred, rest))
     carried = every + mean_moved + einsum("cskh,ckhg->cskg", every - mean, linear)
-    place = jnp.arange(kv.shape[1])[:, None, None]
-    return jnp.where((place >= start) & (place < stop), carried.astype(kv.dtype), kv)
+    return jnp.where(moves[:, None, None], carried.astype(kv.dtype), kv)
 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
@@ -144,13 +145,13 @@ def kv_deviation(
       config: static.
       layer_params: of the layer.
       x: `[1, n, F]`, what goes into it.
-      positions: i32 `[n]`, places in `kv`.
+      positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
       kv: what is stored, unrotated, `[2, S, K, H]`.
       sharding: static.
     """
     new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
     found = jnp.concatenate([new.k, new.v], axis=0)
-    moved = found.astype(jnp.float32) - kv[:, positions].astype(jnp.float32)
+    moved = found.astype(jnp.float32) - kv.at[:, positions].get(mode="clip").astype(jnp.float32)
     return constrain((moved**2).sum((0, 2, 3)), sharding)
 
 
@@ -279,6 +280,7 @@ class Blender:
         self._sharding = sharding
         self._to_device = partial(to_device, sharding=replicated(sharding))
         self._positions = self._to_device(np.arange(x.shape[1], dtype=np.int32))
+        self._carried: tuple[jax.Array, ...] | None = None
 
     def layer(self, layer: int, kv: jax.Array) -> jax.Array:
         """A layer's stored unrotated KV `[2, S, K, H]` to the same with the chosen tokens' own. In order of layers.
@@ -313,8 +315,10 @@ class Blender:
         if not layer:
             places = self._plan.places
             self._x, self._positions = self._x[:, places], self._to_device(places)
-        start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of the others.
-        carried = self._to_device(start, np.int32), self._to_device(self._plan.num_tokens, np.int32)
+            start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of others.
+            place = np.arange(kv.shape[1])
+            masks = places >= max(start, _UNFIT_TOKENS), (place >= start) & (place < self._plan.num_tokens)
+            self._carried = tuple(map(self._to_device, masks))
         self._x, fused = blend_layer(
             self._config,
             self._layers[layer],
@@ -322,7 +326,7 @@ class Blender:
             self._positions,
             kv,
             self._table,
-            carried,
+            self._carried,
             self._config.window_of(layer),
             self._sharding,
         )

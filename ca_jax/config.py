@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.overflow import OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
@@ -34,6 +35,8 @@ class EngineConfig:
     """Most tokens a session may hold, answer included; None: the model's, at most 4,096. Every slot has this room."""
     overflow: OverflowConfig | None = dataclasses.field(default_factory=OverflowConfig)
     """What happens when a conversation outgrows the window. None: it is an error, or ends the answer."""
+    blend: BlendConfig = dataclasses.field(default_factory=BlendConfig)
+    """How prompts with chunks are served: what of the chunks' KV is used as it is stored."""
     max_batch_size: int = 8
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512

@@ -32,7 +32,8 @@ class Conversation:
     num_dropped: int = 0
     """Tokens that were dropped from it, since the context was full or by hand."""
     lineage: int = 0
-    """Those of them that had others behind them which stayed: KV of another lineage has seen other tokens."""
+    """A mark by which KV of two states is told apart: counts dropped tokens that had others behind them which stayed,
+    and tokens whose KV was blended. KV of another lineage has seen other tokens."""
     num_slid: int = 0
     """First tokens that no layer of the model looks back to any more: their KV is not kept."""
     positions: list[int] = dataclasses.field(default_factory=list)
@@ -52,6 +53,10 @@ class Conversation:
     def slid(self, num_tokens: int) -> Conversation:
         """The same, of which only the KV behind its first `num_tokens` tokens is kept."""
         return dataclasses.replace(self, num_slid=num_tokens)
+
+    def fused(self, num_tokens: int) -> Conversation:
+        """The same, so many more tokens of which have the KV of chunks."""
+        return dataclasses.replace(self, lineage=self.lineage + num_tokens)
 
     def with_turn(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import itertools
 import math
 import os
 import threading
@@ -20,11 +21,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import numpy as np
 
+from ca_jax import blend_costs
 from ca_jax.batch import Batch
+from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation, padded
 from ca_jax.device_memory import check_buffers
@@ -42,7 +46,7 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import prompt_ids, text_of, turn_ids
+from ca_jax.prompts import context_ids, prompt_ids, text_of, turn_ids, turn_parts
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
@@ -101,6 +105,11 @@ class Engine:
         self.window = self.config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
             raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
+        if self.config.blend.check_layers > model.config.num_layers:
+            raise ValueError(
+                f"blend check_layers wanted at most the model's {model.config.num_layers} layers, "
+                f"found {self.config.blend.check_layers}"
+            )
         drift = None
         if self.config.overflow is not None:
             self.config.overflow.check_window(self.window)
@@ -132,7 +141,7 @@ class Engine:
             layout,
             self.config,
             self._runner,
-            fingerprint=model.fingerprint,
+            fingerprint=self._kv_fingerprint(),
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
@@ -216,35 +225,88 @@ class Engine:
         return tuple(self._sessions.values())
 
     def submit_turn(
-        self, session: Session, message: str | Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        session: Session,
+        message: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        context: Sequence[str | Sequence[int]] | None = None,
     ) -> Job:
         """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
         submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
         with self._lock:
             self._check_open()
             text = message if isinstance(message, str) else None
-            if text is not None:
-                ids = turn_ids(self.model, session.token_ids, session.messages, text)
-                new_ids = ids[len(session.token_ids) :]
-            else:
-                new_ids = prompt_ids(self.model, message)
-            discarded = self._truncator.for_prompt(session, len(new_ids))
+            chunks = [] if context is None else context_ids(self.model, context)
+            if chunks and session.conversation.positions:
+                raise InvalidRequestError(
+                    "context wanted a conversation whose keys are used at their places, found one that was truncated "
+                    "naively (overflow method nkvt)"
+                )
+            before, behind = self._turn_parts(session.token_ids, session.messages, message, bool(chunks))
+            num_new = len(before) + sum(map(len, chunks)) + len(behind)
+            if chunks:
+                self._check_context(len(before) + len(behind), chunks)
+            discarded = self._truncator.for_prompt(session, num_new)
             num_leaving = 0 if discarded is None else int(discarded.sum())
             if text is not None and discarded is not None and discarded.all():  # It begins anew, with this message.
-                new_ids = turn_ids(self.model, [], session.conversation.take(0).messages, text)
-            self._check_length(len(session.token_ids) - num_leaving + len(new_ids))
+                first_messages = session.conversation.take(0).messages
+                before, behind = self._turn_parts([], first_messages, message, bool(chunks))
+                num_new = len(before) + sum(map(len, chunks)) + len(behind)
+            self._check_length(len(session.token_ids) - num_leaving + num_new)
             if discarded is not None:
                 self._truncator.cut(session, discarded)
-            said = text_of(self.model, new_ids) if text is None else text
-            job = self._make_job(session.token_ids + new_ids, params, session, said, priority)
+            said = "".join(text_of(self.model, ids) for ids in chunks)
+            said += text_of(self.model, before + behind) if text is None else text
+            ids = [*session.token_ids, *before, *itertools.chain.from_iterable(chunks), *behind]
+            job = self._make_job(ids, params, session, said, priority)
             job.submitted_s = submitted_s
             job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
             job.num_gone = session.conversation.num_dropped
             if self._runner.with_attention:
                 job.attention = padded(session.conversation.attention, len(session.token_ids))
+            job.context_tokens = sum(map(len, chunks))
+            job.spans = self._spans(chunks, len(session.token_ids) + len(before), session.tenant)
+            self._submit_chunks(job, session.tenant)
             self._kv.announce(job, session)
             self._scheduler.submit(job)
             return job
+
+    def precompute(
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+    ) -> int:
+        """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
+
+        Runs the engine until all are on their way to the store.
+
+        Args:
+          chunks: texts, or token ids, as they will be given as context.
+          tenant: whose: only sessions of the same tenant use them.
+          tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: once half of
+            DRAM is taken, the cheapest tier from which a layer's loading hides behind recomputing, by measured rates
+            (`blend_costs.choose_tier`).
+
+        Returns:
+          How many were computed. Others were stored already, or are too large for the store.
+
+        Raises:
+          InvalidRequestError: an id outside the vocabulary.
+          EmptyMessageError: no chunks, or a chunk without text.
+          ContextWindowError: a chunk that is longer than the context window.
+          SessionClosedError: the engine is closed.
+        """
+        with self._lock:
+            self._check_open()
+            each = context_ids(self.model, chunks)
+            self._check_context(0, each, at_once=False)
+            jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for job in jobs:
+                if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
+                    self._kv.chunks.keep_on_ssd(job.chunk.key)
+        for job in jobs:
+            for _ in self.stream(job):
+                pass
+        return len(jobs)
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -373,6 +435,7 @@ class Engine:
         *,
         max_history_tokens: int | None = None,
         max_new_tokens: int | None = None,
+        contexts: Sequence[Sequence[int]] = (),
         progress: Progress | None = None,
     ) -> float:
         """Compiles what turns up to these sizes need, so that none of them waits for it, and measures `rates`.
@@ -382,6 +445,8 @@ class Engine:
         Args:
           max_history_tokens: largest history; None means the context window.
           max_new_tokens: largest number of new tokens in one pass; None means `prefill_chunk_tokens`.
+          contexts: tokens of each chunk, of contexts of chunks that will begin conversations; others compile when they
+            first come.
           progress: told how far it is.
 
         Returns:
@@ -402,11 +467,16 @@ class Engine:
             self._truncator.warmup()
             self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
             self._measure(history, new)
+            for chunk_tokens in contexts:
+                self._batch.warm_up_context(chunk_tokens)
             return time.perf_counter() - started_s
 
     @property
     def rates(self) -> Rates | None:
-        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns."""
+        """How fast this engine loads, saves and prefills, as measured; None before `warmup` and a few turns.
+
+        How fast it fetches from SSD is among them once it has.
+        """
         with self._lock:
             return self._kv.meter.rates
 
@@ -494,6 +564,72 @@ class Engine:
                 f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
             )
 
+    # Chunks.
+
+    def _turn_parts(
+        self,
+        token_ids: list[int],
+        messages: list[dict[str, str]],
+        message: str | Sequence[int],
+        has_context: bool,
+    ) -> tuple[list[int], list[int]]:
+        """New ids of a turn: those before its context, and those behind it."""
+        if not isinstance(message, str):
+            return [], prompt_ids(self.model, message)
+        if has_context:
+            return turn_parts(self.model, token_ids, messages, message)
+        return [], turn_ids(self.model, token_ids, messages, message)[len(token_ids) :]
+
+    def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
+        """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""
+        for number, ids in enumerate(chunks, 1):
+            if len(ids) >= self.window:
+                raise ContextWindowError(
+                    f"wanted chunks under the context window of {self.window} tokens, "
+                    f"found {len(ids)} in chunk {number} of {len(chunks)}"
+                )
+        num_tokens = num_others + sum(map(len, chunks))
+        if at_once and num_tokens >= self.window:
+            raise ContextWindowError(
+                f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}: "
+                f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
+                f"leave out {num_tokens - self.window + 1} tokens of the chunks or more"
+            )
+
+    def _spans(self, chunks: list[list[int]], start: int, tenant: str) -> tuple[ChunkSpan, ...]:
+        """Where chunks are in a prompt, the first at `start`; none where their KV is not to be reused."""
+        if not self.config.blend.reuses_chunks:
+            return ()
+        starts = itertools.accumulate(map(len, chunks), initial=start)
+        return tuple(
+            ChunkSpan(self._kv.chunks.key(ids, tenant), start, len(ids))
+            for ids, start in zip(chunks, starts, strict=False)
+        )
+
+    def _submit_chunks(self, job: Job, tenant: str) -> None:
+        """Queues jobs for a job's chunks of which nothing is stored, in front of it."""
+        for span in job.spans:
+            self._submit_chunk(job.prompt_ids[span.start : span.stop], tenant, job.priority)
+
+    def _submit_chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
+        """Queues a job that computes a chunk; None where that is not needed, or would not be kept."""
+        kv = self._kv.chunks
+        span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
+        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
+            return None
+        job = self._make_job(ids, SamplingParams(), priority=priority)
+        job.chunk, job.tenant = span, tenant
+        kv.coming(job)
+        self._scheduler.submit(job)
+        return job
+
+    def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
+        """Where a chunk is kept that is computed in advance."""
+        rates, least, stats = self._kv.meter.rates, self.config.blend.min_recompute_ratio, self._kv.stats()
+        if rates is None or self.config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
+            return "dram"
+        return blend_costs.choose_tier(rates, num_tokens, 1, least)
+
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""
         if self._processes.count == 1:
@@ -508,6 +644,11 @@ class Engine:
                 f"discarder {overflow.token_discarder.name} wanted all of a session's KV in one process, "
                 f"found {self._processes.count}"
             )
+
+    def _kv_fingerprint(self) -> str:
+        """Tells apart KV of other weights, and of other rotary frequencies where those are the window's."""
+        config, fingerprint = self.model.config, self.model.fingerprint
+        return fingerprint if self.window <= config.steady_positions else f"{fingerprint} window {self.window}"
 
     def _measure(self, num_history: int, num_new: int) -> None:
         """Measures rates of what was warmed up."""

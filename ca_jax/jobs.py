@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ca_jax.chunks import ChunkSpan
 from ca_jax.errors import InvalidRequestError
 from ca_jax.text_output import TextOutput
 
@@ -109,7 +110,13 @@ class Usage:
     dropped_tokens: int = 0
     """Tokens of the conversation that left in this turn, since the context window was full."""
     repaired_tokens: int = 0
-    """Cached tokens whose KV was computed anew, in part at least, since others had left."""
+    """Cached tokens whose KV was computed anew, since others had left or stand before them; of some layers alone, times
+    their share of the layers."""
+    missed_chunks: int = 0
+    """Chunks of its context of which nothing was stored when its prefill began: those were computed in their places."""
+    recompute_ratio: float = 0.0
+    """Share of its chunks' tokens that was to be computed anew, `EngineConfig.blend`'s or what measured rates said; 0
+    without chunks."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -151,6 +158,14 @@ class Job:
     """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
     message: str = ""
     """What the user said."""
+    context_tokens: int = 0
+    """Tokens of its prompt that are chunks."""
+    spans: tuple[ChunkSpan, ...] = ()
+    """Chunks in its prompt whose KV may be stored, in order: what is of them is loaded and blended."""
+    chunk: ChunkSpan | None = None
+    """Its prompt is this chunk, and its KV is all that is wanted."""
+    tenant: str = ""
+    """Of the chunk."""
     job_id: int = dataclasses.field(default_factory=lambda: next(_job_ids))
     """Order of submission."""
     slid_ids: list[int] = dataclasses.field(default_factory=list)
@@ -199,6 +214,10 @@ class Job:
     """See `Usage`."""
     repaired_tokens: int = 0
     """See `Usage`."""
+    missed_chunks: int = 0
+    """See `Usage`."""
+    recompute_ratio: float = 0.0
+    """See `Usage`."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -224,12 +243,14 @@ class Job:
         What is behind them is used at places and positions from 0 on, which is the same to attention.
         """
         self.slid_ids = self.prompt_ids[:num_tokens]
+        self.spans = tuple(span.shifted(-num_tokens) for span in self.spans)
         self.prompt_ids, self.token_ids = self.prompt_ids[num_tokens:], self.token_ids[num_tokens:]
         self.num_gone += num_tokens
 
     def skip_none(self) -> None:
         """Takes back what was skipped, for a prompt that is prefilled whole. No token may have been generated."""
         self.num_gone -= len(self.slid_ids)
+        self.spans = tuple(span.shifted(len(self.slid_ids)) for span in self.spans)
         self.prompt_ids = [*self.slid_ids, *self.prompt_ids]
         self.slid_ids, self.token_ids = [], list(self.prompt_ids)
 
@@ -253,6 +274,8 @@ class Job:
             token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
             dropped_tokens=self.dropped_tokens,
             repaired_tokens=self.repaired_tokens,
+            missed_chunks=self.missed_chunks,
+            recompute_ratio=self.recompute_ratio,
         )
 
     def completion(self) -> Completion:

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from ca_jax import transfer
+from ca_jax.fused_ticket import FusedTicket
 from ca_jax.read_buffer import ReadBuffer, Region
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import LoadTicket
@@ -74,7 +75,13 @@ class LayerLoad:
     """
 
     def __init__(
-        self, loader: LayerLoader, ticket: LoadTicket, padded_tokens: int, depth: int, all_at_once: bool, job: int
+        self,
+        loader: LayerLoader,
+        ticket: LoadTicket | FusedTicket,
+        padded_tokens: int,
+        depth: int,
+        all_at_once: bool,
+        job: int,
     ) -> None:
         self.ticket = ticket
         """The store's."""
@@ -104,8 +111,9 @@ class LayerLoad:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one layer, without padding."""
-        return self.ticket.num_tokens * self._loader.layout.token_bytes // self.num_layers
+        """Of one layer, without padding and room for what is not stored."""
+        num_read = self.ticket.num_read if isinstance(self.ticket, FusedTicket) else self.ticket.num_tokens
+        return num_read * self._loader.layout.token_bytes // self.num_layers
 
     @property
     def layer_times_s(self) -> list[float]:
@@ -318,7 +326,13 @@ class LayerLoader:
             transfer.unpin_host_memory(self.buffer.memory)
 
     def open(
-        self, ticket: LoadTicket, padded_tokens: int, depth: int, *, all_at_once: bool = False, job: int = -1
+        self,
+        ticket: LoadTicket | FusedTicket,
+        padded_tokens: int,
+        depth: int,
+        *,
+        all_at_once: bool = False,
+        job: int = -1,
     ) -> LayerLoad:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 

@@ -50,9 +50,19 @@ class EngineMetrics:
     dropped_tokens: int = 0
     """Tokens that left then."""
     repaired_tokens: int = 0
-    """Tokens whose stored KV was computed anew in part, since others had left."""
+    """Tokens whose stored KV was computed anew in part, since others had left or stand before them."""
     invalidated_histories: int = 0
     """Stored histories lost to truncation, since their positions were in them (method `of`)."""
+    blended_turns: int = 0
+    """Turns whose context was made of stored chunks."""
+    computed_chunks: int = 0
+    """Chunks that were computed alone, to be stored."""
+    loaded_chunks: int = 0
+    """Chunks of contexts whose stored KV was loaded."""
+    missed_chunks: int = 0
+    """Chunks of contexts of which nothing was stored by then: they were computed in their places."""
+    lost_chunks: int = 0
+    """Chunks that broke while they were loaded, and were computed in their places."""
     preloads: int = 0
     """Loads that began while another job still ran."""
     load_stall_s: float = 0.0

@@ -15,9 +15,11 @@ import jax
 import numpy as np
 
 from ca_jax import costs
+from ca_jax.blending import Blending
 from ca_jax.compute_watch import ComputeWatch
 from ca_jax.conversations import padded
 from ca_jax.errors import ProcessesError
+from ca_jax.fused_history import FusedHistory
 from ca_jax.histories import History
 from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad
@@ -43,6 +45,7 @@ class Prefilling:
       runner: computes.
       kv: has its history, and takes what is new.
       truncator: says whether a history is to be repaired.
+      blending: says what of chunks is computed anew.
       metrics: where passes, and how well their time was predicted, are counted.
       watch: told of every pass.
       processes: those that compute it together.
@@ -54,6 +57,7 @@ class Prefilling:
         runner: Runner,
         kv: SessionKV,
         truncator: Truncator,
+        blending: Blending,
         metrics: EngineMetrics,
         watch: ComputeWatch,
         processes: Processes,
@@ -70,10 +74,11 @@ class Prefilling:
         self._metrics = metrics
         self._watch = watch
         self._truncator = truncator
+        self._blending = blending
         self._processes = processes
         self._history: History | None = None
         self._load: LayerLoad | SharedLoad | None = None
-        self._repair: RepairedHistory | None = None
+        self._mended: RepairedHistory | FusedHistory | None = None  # What is read in place of what is loaded.
         self._was_alone = True
         self._computing_s = 0.0
         self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
@@ -83,17 +88,29 @@ class Prefilling:
     def begin(self) -> None:
         """Begins to load what of the job's history is stored. If that raises, `release` lets go of what was begun."""
         job = self.job
-        if job.session is not None:
+        if job.chunk is not None:
+            self.saver = self._kv.chunks.begin_saving(job.chunk, job.tenant)
+        elif job.session is not None:
             history = self._history = self._kv.open_history(job, job.session)
             self._forget_lost(job.session, history.num_stored, history.num_slid)
             job.skip(history.num_slid)
             if history.load is not None:
-                together = self._processes.count > 1
-                self._load = SharedLoad(history.load, self._runner) if together else history.load
-                self._repair = self._truncator.repaired(job.session, self._load, job.prompt_ids[: history.num_loaded])
-            if self._repair is None:
+                self._load = SharedLoad(history.load, self._runner) if self._processes.count > 1 else history.load
+                self._mended = self._truncator.repaired(job.session, self._load, job.prompt_ids[: self._num_own])
+                if history.chunks:
+                    source = self._mended or self._load
+                    self._mended = self._blending.fused(job.prompt_ids, history, self._num_own, source)
+            if self._mended is None:
                 self.saver = self._kv.begin_saving(job.session, history.num_stored)
-            self._prefill = self._start(job.cached_tokens)
+            self._prefill = self._start(history.num_places)
+
+    @property
+    def _num_own(self) -> int:
+        """First tokens of the history whose KV is the session's own, and is loaded."""
+        history = self._history
+        if history is None or history.load is None:
+            return 0
+        return history.num_stored if history.chunks else history.num_places
 
     @property
     def num_left(self) -> int:
@@ -133,12 +150,12 @@ class Prefilling:
                 self._dispatch(num_tokens)
                 self._check_load()
                 self._kv.histories.complete(self.job, history)
-                if self._repair is not None:
-                    self._save_repaired(self._repair)
+                if self._mended is not None:
+                    self._save_mended(self._mended)
             except Exception:  # Whatever it is: if it was not the load, it will break again, and end the job.
-                _LOG.warning("the load of job %d broke: its prompt is prefilled whole", self.job.job_id, exc_info=True)
+                _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
                 self._begin_anew()
-                self._dispatch(min(self.num_left, self._runner.chunk_tokens))
+                return self.run_pass(min(self.num_left, self._runner.chunk_tokens), is_alone)
         self._metrics.prefill_passes += 1
         if self._prefill.logits is not None:
             self._wait()
@@ -171,7 +188,8 @@ class Prefilling:
                 each.add_to(received)
             self.job.attention = received
         new_tokens = len(self._prefill.tokens)
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens:
+        is_fused = self._history is not None and bool(self._history.chunks)
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens or is_fused:
             return
         load = None if self._history is None else self._history.load
         padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)
@@ -201,7 +219,7 @@ class Prefilling:
         prefill = self._prefill
         start = self.num_before
         is_first = not prefill.num_done
-        history = (self._repair or self._load) if is_first else None
+        history = (self._mended or self._load) if is_first else None
         tokens = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         if self.saver is not None:
             self._kv.write_buffer.make_room(len(tokens))
@@ -224,7 +242,10 @@ class Prefilling:
             raise ProcessesError("a shard of the history could not be loaded") from self._load.error
 
     def _begin_anew(self) -> None:
-        """Forgets the history, and what was computed from it: all of the prompt is prefilled."""
+        """Forgets what was computed from the history: all of the prompt is prefilled.
+
+        Where some of several parts broke, the others are loaded again, and what broke is computed in its places.
+        """
         job, history = self.job, self._history
         if history is None or job.session is None:
             raise RuntimeError(f"job {job.job_id} has no history that could break")
@@ -232,11 +253,16 @@ class Prefilling:
         if self.saver is not None:
             self.saver.give_up()
             self._kv.write_buffer.end(self.saver)
+        has_others = bool(history.broken) and self._processes.count == 1
         self._kv.fail_history(history)
+        self._history = self._load = self._mended = self.saver = None
+        if has_others:  # Fewer each time: what broke is forgotten.
+            job.skip_none()
+            self.begin()
+            return
         self._forget_lost(job.session, 0, 0)
         job.skip_none()
         self.saver = self._kv.begin_saving(job.session, 0)
-        self._history = self._load = self._repair = None
         job.cached_tokens = 0
         self._prefill = self._start(0)
 
@@ -249,16 +275,17 @@ class Prefilling:
             session.resume(left.with_kv_of(num_stored))
         self.job.positions = self.job.positions[:num_stored]
 
-    def _save_repaired(self, repair: RepairedHistory) -> None:
-        """Has the repaired history stored in place of what was, and what the first pass computed behind it."""
+    def _save_mended(self, mended: RepairedHistory | FusedHistory) -> None:
+        """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
         session, prefill = self.job.session, self._prefill
         if session is None:
             raise RuntimeError(f"job {self.job.job_id} has a history and no session")
-        self._repair = None
+        self._mended = None
         self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
-        self.saver = self._kv.begin_saving_anew(session)
+        num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
+        self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
         parts = (
-            (self.job.prompt_ids[: prefill.history_length], 0, repair.layers),
+            (self.job.prompt_ids[: prefill.history_length], 0, mended.layers),
             (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
         )
         for token_ids, start, layers in parts:
@@ -266,8 +293,9 @@ class Prefilling:
             for layer, kv in enumerate(layers):
                 self.saver.add_layer(layer, self._runner.at_rest(kv))
             self.saver.end_pass()
-        self.job.repaired_tokens = round(repair.num_recomputed)
+        self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
+        self._metrics.blended_turns += isinstance(mended, FusedHistory)
 
     def _wait(self) -> None:
         """Waits for the last pass, and has the next job's load go on meanwhile."""

@@ -1,7 +1,7 @@
 """Rates as they are measured: samples of transfers and prefills come in, the rates of the last ones come out.
 
-Not here: how rates are fitted (rates), what follows from them (costs), who measures (layer_loader, async_saver,
-prefilling, `Engine.warmup`).
+Not here: how rates are fitted (rates), what follows from them (costs, blend_costs), who measures (layer_loader,
+async_saver, prefilling, the store's SSD, `Engine.warmup`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class RateMeter:
         self._lock = threading.Lock()
         self._loads: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
         self._saves: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
+        self._fetches: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
         self._prefills: collections.deque[PrefillSample] = collections.deque(maxlen=_KEPT_SAMPLES)
         self._num_new = 0
         self._rates: Rates | None = None
@@ -41,6 +42,10 @@ class RateMeter:
         """One layer was saved."""
         self._add_transfer(self._saves, num_bytes, seconds)
 
+    def add_fetch(self, num_bytes: int, seconds: float) -> None:
+        """All layers of some sessions were fetched from SSD to DRAM."""
+        self._add_transfer(self._fetches, num_bytes, seconds)
+
     def add_prefill(self, history_tokens: int, new_tokens: int, seconds: float) -> None:
         """All layers of so many tokens, as padded, were computed without waiting for anything else."""
         sample = PrefillSample(history_tokens=history_tokens, new_tokens=new_tokens, seconds=seconds)
@@ -51,17 +56,18 @@ class RateMeter:
     def forget(self) -> None:
         """Drops all samples: what they were measured on has changed."""
         with self._lock:
-            for samples in (self._loads, self._saves, self._prefills):
+            for samples in (self._loads, self._saves, self._fetches, self._prefills):
                 samples.clear()
             self._num_new, self._rates = 0, None
 
     @property
     def rates(self) -> Rates | None:
-        """Of the last samples; None while there are none of some kind."""
+        """Of the last samples; None while there are none of some kind but fetches."""
         with self._lock:
             samples = tuple(self._loads), tuple(self._saves), tuple(self._prefills)
-            is_fresh = self._rates is not None and self._num_new < _REFIT_SAMPLES
-            if is_fresh or not all(samples):
+            fetches = tuple(self._fetches)
+            knows_all = self._rates is not None and (self._rates.fetch is not None or not fetches)
+            if (knows_all and self._num_new < _REFIT_SAMPLES) or not all(samples):
                 return self._rates
             self._num_new = 0
         loads, saves, prefills = samples
@@ -71,6 +77,7 @@ class RateMeter:
             loads=loads,
             saves=saves,
             prefills=prefills,
+            fetches=fetches,
         )
         return self._rates
 

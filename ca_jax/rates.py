@@ -17,7 +17,7 @@ _PRECISION = 1e-9  # A fit that is better by less is no better.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferSample:
-    """One measured transfer of one layer.
+    """One measured transfer: of one layer, or of what was fetched from SSD at a time.
 
     Raises:
       ValueError: a size or time that is not positive.
@@ -56,7 +56,7 @@ class PrefillSample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferRate:
-    """A link that moves layers one after the other: `seconds = fixed_s + num_bytes / bytes_per_s`.
+    """A link that makes one transfer after the other: `seconds = fixed_s + num_bytes / bytes_per_s`.
 
     Raises:
       ValueError: a rate that is not positive, or a negative time.
@@ -144,6 +144,8 @@ class Rates:
     """Of one layer, from the device to DRAM."""
     prefill: PrefillRate
     """Of all layers."""
+    fetch: TransferRate | None = None
+    """Of all layers at once, from SSD to DRAM; None where nothing has been fetched."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "layer_token_bytes"):
@@ -158,18 +160,21 @@ class Rates:
         loads: Iterable[TransferSample],
         saves: Iterable[TransferSample],
         prefills: Iterable[PrefillSample],
+        fetches: Iterable[TransferSample] = (),
     ) -> Rates:
         """Fits each rate to its samples.
 
         Raises:
-          ValueError: no sample of one kind, or a size that is not positive.
+          ValueError: no sample of one kind but fetches, or a size that is not positive.
         """
+        fetches = tuple(fetches)
         return cls(
             num_layers=num_layers,
             layer_token_bytes=layer_token_bytes,
             load=TransferRate.fit(loads),
             save=TransferRate.fit(saves),
             prefill=PrefillRate.fit(prefills),
+            fetch=TransferRate.fit(fetches) if fetches else None,
         )
 
 

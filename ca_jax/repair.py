@@ -46,6 +46,8 @@ class RepairedHistory:
         """What was repaired so far, unrotated `[2, S, K, H]`, of no staging."""
         self.num_recomputed = 0.0
         """Tokens computed anew; of some layers alone, times their share of the layers."""
+        self.num_plain = drifts_from
+        """First tokens that had seen no token that left."""
         self._load = load
         self._runner = runner
         self._drift = drift

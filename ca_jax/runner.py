@@ -20,6 +20,7 @@ from ca_jax.blend import Blender, BlendPlan
 from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
 from ca_jax.decode_slots import DecodeSlots
 from ca_jax.drift import Drift, add_drift
+from ca_jax.fusion import Fuser, FusionPlan
 from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
@@ -337,7 +338,31 @@ class Runner:
         positions[: prefill.history_length] = prefill.history_positions
         return steps.rotations_of(self._table, self.to_device(positions))
 
-    # Truncation.
+    # Fusion and truncation.
+
+    def fuser(self, plan: FusionPlan, token_ids: list[int]) -> Fuser:
+        """Has a context of stored chunks made whole.
+
+        Args:
+          plan: what it consists of.
+          token_ids: the plan's tokens, those of places `plan.start` and on.
+
+        Raises:
+          ValueError: not as many tokens as the plan says.
+        """
+        if len(token_ids) != len(plan.kinds):
+            raise ValueError(f"wanted the plan's {len(plan.kinds)} tokens, found {len(token_ids)}")
+        row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        return Fuser(self._config, self._layers, self._table, plan, self._embed(row), self.sharding)
+
+    def warm_up_fusion(self, plan: FusionPlan) -> None:
+        """Compiles what fusing a context of a plan needs, by running it."""
+        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(plan.start + len(plan.kinds)))))
+        fuser = self.fuser(plan, [0] * len(plan.kinds))
+        for layer in range(plan.num_layers):
+            fused = fuser.layer(layer, kv)
+        jax.block_until_ready(fused)
 
     def blender(self, plan: BlendPlan, token_ids: list[int]) -> Blender:
         """Has some tokens of a history computed anew, those that the plan says of the given ones.

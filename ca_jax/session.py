@@ -106,6 +106,7 @@ class Session:
         self,
         message: str,
         *,
+        context: Sequence[str | Sequence[int]] | None = None,
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
@@ -117,6 +118,10 @@ class Session:
 
         Args:
           message: of the user.
+          context: chunks of text, or token ids, that stand in front of the message, part of it: documents that were
+            found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk comes
+            (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance. A text is
+            tokenised alone, a blank line behind it.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
           priority: turns of lower values go first; none waits forever.
@@ -124,20 +129,23 @@ class Session:
         Raises:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
-          EmptyMessageError: the message is blank.
+          EmptyMessageError: the message is blank, or a chunk, or there is a context without chunks.
           InvalidRequestError: `max_tokens` below 1, or a priority that is no whole number.
-          ContextWindowError: the message leaves no room for an answer, or the history does and none of it may be
-            dropped (`EngineConfig.overflow`). The session stays as it was.
+          ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
+            history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
+
+        Source: `context` is CacheBlend (Yao et al., EuroSys 2025).
         """
         self._check_ready()
         if not message.strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        return self._submit(message, max_tokens, sampling, priority)
+        return self._submit(message, max_tokens, sampling, priority, context)
 
     def send_ids(
         self,
         token_ids: Sequence[int],
         *,
+        context: Sequence[str | Sequence[int]] | None = None,
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
@@ -150,7 +158,7 @@ class Session:
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
         self._check_ready()
-        return self._submit(token_ids, max_tokens, sampling, priority)
+        return self._submit(token_ids, max_tokens, sampling, priority, context)
 
     def rewind(self, num_tokens: int) -> None:
         """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
@@ -201,14 +209,19 @@ class Session:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
     def _submit(
-        self, message: str | Sequence[int], max_tokens: int | None, sampling: SamplingParams | None, priority: int
+        self,
+        message: str | Sequence[int],
+        max_tokens: int | None,
+        sampling: SamplingParams | None,
+        priority: int,
+        context: Sequence[str | Sequence[int]] | None,
     ) -> Answer:
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
         params = sampling or SamplingParams()
         if max_tokens is not None:
             params = dataclasses.replace(params, max_tokens=max_tokens)
-        self._job = self._engine.submit_turn(self, message, params, priority)
+        self._job = self._engine.submit_turn(self, message, params, priority, context)
         return Answer(self._engine, self._job)
 
     def adopt(self, job: Job) -> None:

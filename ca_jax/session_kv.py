@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ca_jax.async_saver import AsyncSaver, LayerPart
+from ca_jax.chunk_kv import ChunkKV
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
 from ca_jax.device_memory import staging_bytes
@@ -84,21 +85,25 @@ class SessionKV:
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
         heads = held_heads(kv_sharding, runner.num_kv_heads)
         weights = fingerprint if heads is None else f"{fingerprint} {heads}"
-        store = AttentionStore(layout, shard, weights=weights, on_progress=on_progress, timeline=timeline)
+        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
+        store = AttentionStore(
+            layout,
+            shard,
+            weights=weights,
+            on_progress=on_progress,
+            on_fetch=self.meter.add_fetch,
+            timeline=timeline,
+        )
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
         self._metrics = metrics
         self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
-        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         self._loader = LayerLoader(
             layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
         self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
-        self.histories = Histories(
-            self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window
-        )
         self.write_buffer = WriteBuffer(
             self._store,
             self._saver,
@@ -108,10 +113,14 @@ class SessionKV:
             group_tokens=config.save_group_tokens,
             is_async=config.async_save,
         )
-        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
-        self._num_plain = 0 if config.overflow is None else config.overflow.keep_first_tokens
-        self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
+        self.chunks = ChunkKV(self._store, self.write_buffer, self._salt)
+        self.histories = Histories(
+            self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
+        )
+        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
+        self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
+        self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
@@ -133,10 +142,12 @@ class SessionKV:
         """
         key = source = self.key(session.session_id, session.tenant)
         self._sliding.slide(key, session)
-        if self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1:
+        is_new = self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1
+        if is_new and (not job.context_tokens or self._reuses_prefixes):
             source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
         self._queued[job] = key, source
         self._store.enqueue(job, source, job.priority)
+        self.chunks.announce(job)
         self._store.poll()
 
     def ready(self, job: Job, is_next: bool) -> bool:
@@ -148,6 +159,7 @@ class SessionKV:
             return True
         key, source = self._queued[job]
         is_ready = not self.write_buffer.is_unsaved(key) and self._store.ready(source, is_next)
+        is_ready = self.chunks.ready(job, is_next) and is_ready
         return all_agree(self._processes, "ready", is_ready)
 
     def withdraw(self, job: Job) -> None:
@@ -156,6 +168,7 @@ class SessionKV:
             self.histories.give_up_preloaded()
         if self._queued.pop(job, None) is not None:
             self._store.dequeue(job)
+            self.chunks.withdraw(job)
 
     def preload(self, job: Job, session: Session) -> None:
         """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
@@ -163,7 +176,9 @@ class SessionKV:
             self.histories.pump()
             return
         key, source = self._queued.get(job, ("", ""))
-        is_at_hand = self._store.residency(source) is Residency.DRAM
+        residency = self._store.residency(source)
+        is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
+        is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
         is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
         if not self.histories.may_preload:
             return
@@ -185,32 +200,45 @@ class SessionKV:
         return history
 
     def fail_history(self, history: History) -> None:
-        """A load broke: what is stored of its session is forgotten, and its staging is free."""
+        """A load broke: what is stored of its session is forgotten, and its staging is free.
+
+        Of one of several parts only those that broke are forgotten.
+        """
+        broken = history.broken or {history.key}
         self.histories.release(history)
-        self.drop(history.key)
+        for key in broken:
+            self.drop(key)
         self._metrics.failed_loads += 1
+        self._metrics.lost_chunks += len(broken - {history.key})
 
     def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
         key = self.key(session.session_id, session.tenant)
         return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
 
-    def begin_saving_anew(self, session: Session) -> TurnSaver:
+    def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
 
-        What is on SSD stays there until the new KV is. KV that has seen dropped tokens may be among it.
+        What is on SSD stays there until the new KV is.
+
+        Args:
+          session: whose turn.
+          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
+            None: all.
+          num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
         """
         key = self.key(session.session_id, session.tenant)
-        num_plain = self._store.leave_dram(key)
-        num_plain = self._num_plain if num_plain is None else min(num_plain, self._num_plain)
-        repaired = session.conversation.with_kv_of(0)
-        session.resume(repaired)
-        return self.write_buffer.begin(key, _owner(session), 0, repaired.lineage, num_plain=num_plain)
+        known = (self._store.leave_dram(key), num_plain)
+        num_plain = min((count for count in known if count is not None), default=None)
+        renewed = session.conversation.with_kv_of(0).fused(num_fused)
+        session.resume(renewed)
+        return self.write_buffer.begin(key, _owner(session), 0, renewed.kv_lineage, num_plain=num_plain)
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
         self.write_buffer.collect()
         self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self.chunks.collect()
         self._store.poll()
 
     def remember(self, session: Session) -> None:

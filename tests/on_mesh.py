@@ -37,6 +37,7 @@ from ca_jax.turn_saver import TurnSaver
 from tests import engine_kit as kit
 
 WINDOW = 256
+BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 4), (1, 8)]  # data, tensor
 TURNS = [(60, 9), (120, 9), (59, 9), (50, 9), (40, 9)]
 """New tokens and tokens of the answer of each; the second takes two passes, the third overflows."""
@@ -153,6 +154,31 @@ def test_what_one_mesh_stored_on_ssd_others_go_on_from(driver, tmp_path):
             num_cached = num_known - usage.dropped_tokens - 1 if turn else 0
             assert usage.cached_tokens == {"ssd" if turn else "dram": num_cached}
     assert len(meshes) == len(TURNS)
+
+
+@functools.cache
+def blended_on_one_device() -> list[list[int]]:
+    with engine_of(1, 1, model_of(num_layers=4), blend=BLEND) as engine:
+        return blended(engine)
+
+
+def blended(engine: ca_jax.Engine) -> list[list[int]]:
+    """Answers to turns with chunks: in one order, in another with a history before them, and without."""
+    chunks = [kit.prompt(50, 1), kit.prompt(24, 2), kit.prompt(1, 3)]
+    session = engine.session()
+    turns = ([chunks[0], chunks[1]], [chunks[2], chunks[1]], None)
+    answers = [kit.say(session, kit.prompt(12, i), 6, context=context) for i, context in enumerate(turns)]
+    assert engine.metrics.blended_turns == 2
+    assert engine.metrics.loaded_chunks == 4
+    assert session.usage.num_cached_tokens == 134
+    return answers
+
+
+@on_meshes
+def test_chunks_are_blended_as_on_one_device(data, tensor):
+    expected = blended_on_one_device()
+    with jax.transfer_guard("disallow"), engine_of(data, tensor, model_of(num_layers=4), blend=BLEND) as engine:
+        assert blended(engine) == expected
 
 
 def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):

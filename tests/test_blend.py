@@ -362,10 +362,10 @@ def test_places_are_evenly_apart_behind_the_first_ones(num_tokens, ratio, num_fi
         assert gaps.max() - gaps.min() <= 1
 
 
-def moved_by_least_squares(new, positions, kv, start, stop):
+def moved_by_least_squares(new, positions, kv, start, stop, min_place=16):
     """The ridge regression as one of least squares, head by head: rows of the ridge below those of the tokens."""
     out = kv.copy()
-    fits = positions >= max(start, 16)
+    fits = positions >= max(start, min_place)
     for of in np.ndindex(kv.shape[0], kv.shape[2]):
         every = kv[of[0], :, of[1]].astype(np.float64)
         old, now = every[positions][fits], new[of[0], :, of[1]].astype(np.float64)[fits]
@@ -378,11 +378,17 @@ def moved_by_least_squares(new, positions, kv, start, stop):
     return out
 
 
+def masks(positions: np.ndarray, start: int, stop: int) -> tuple[jax.Array, jax.Array]:
+    """Which tokens say how others move, where those from `start` up to `stop` do: none of the first 16."""
+    place = np.arange(CAPACITY)
+    return jnp.asarray(np.asarray(positions) >= max(start, 16)), jnp.asarray((place >= start) & (place < stop))
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, CAPACITY), (4, NUM_TOKENS), (30, 31)])
 def test_others_move_by_the_map_that_fits_best(start, stop):
     kv, positions = noise()[0], np.arange(3, NUM_TOKENS, 4)
     new = kv[:, positions] + noise(1)[0][:, : len(positions)] + 3 * kv[:, positions, :, ::-1]
-    found = blend.carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), start, stop)
+    found = blend.carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, start, stop))
     wanted = moved_by_least_squares(new, positions, kv, start, stop)
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
     assert np.abs(wanted[:, start:stop] - kv[:, start:stop]).max() > 1
@@ -395,7 +401,7 @@ def test_what_all_move_by_is_what_others_move_by(positions):
     """By nothing, where nobody says it: first tokens do not."""
     kv, by = noise()[0], noise(1)[0][:, :1]
     found = blend.carry_along(
-        jnp.asarray(kv[:, positions] + by), jnp.asarray(positions), jnp.asarray(kv), jnp.int32(4), jnp.int32(NUM_TOKENS)
+        jnp.asarray(kv[:, positions] + by), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, 4, NUM_TOKENS)
     )
     wanted = kv.copy()
     if positions.max() >= 16:
@@ -423,7 +429,7 @@ def test_spread_tokens_are_computed_over_what_has_moved(num_first):
     x = embedded(tokens)[:, places]
     for layer, wanted in enumerate(kv):
         out, alone = blend.blend_layer(CONFIG, params()[0][layer], x, places, jnp.asarray(wanted), table())
-        moved = blend.carry_along(alone[:, places], places, jnp.asarray(wanted), 4, NUM_TOKENS)
+        moved = blend.carry_along(alone[:, places], places, jnp.asarray(wanted), *masks(plan.places, 4, NUM_TOKENS))
         out, fused = blend.blend_layer(CONFIG, params()[0][layer], x, places, moved, table())
         np.testing.assert_allclose(found[layer], np.asarray(fused), rtol=0, atol=ATOL)
         x = out

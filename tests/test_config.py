@@ -1,7 +1,10 @@
 """What an engine's config refuses. Ranges of single fields: test_overlap_release."""
 
+import math
+
 import pytest
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 
 
@@ -23,3 +26,40 @@ def test_slots_are_in_equal_parts():
     with pytest.raises(ValueError, match="max_batch_size wanted a multiple of data_parallel_size=3, found 8"):
         EngineConfig(data_parallel_size=3)
     assert EngineConfig(data_parallel_size=3, max_batch_size=9).max_batch_size == 9
+
+
+def test_chunks_are_blended_at_what_loading_hides_unless_it_is_said_otherwise():
+    blend = EngineConfig().blend
+    assert (blend.mode, blend.recompute_ratio, blend.min_recompute_ratio, blend.check_layers, blend.selection) == (
+        "blend",
+        None,
+        0.15,
+        1,
+        "hkvd",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mode", "fuse", "blend mode wanted one of blend, reuse, prefix, recompute; found 'fuse'"),
+        ("recompute_ratio", 1.01, r"recompute_ratio wanted a share in \[0, 1\] or None, found 1\.01"),
+        ("recompute_ratio", -0.01, r"recompute_ratio wanted a share in \[0, 1\] or None, found -0\.01"),
+        ("recompute_ratio", math.nan, r"recompute_ratio wanted a share in \[0, 1\] or None, found nan"),
+        ("min_recompute_ratio", 1.5, r"min_recompute_ratio wanted a share in \[0, 1\], found 1\.5"),
+        ("min_recompute_ratio", -1.0, r"min_recompute_ratio wanted a share in \[0, 1\], found -1\.0"),
+        ("check_layers", 0, "check_layers wanted a number of layers >= 1, found 0"),
+        ("check_layers", 1.0, r"check_layers wanted a number of layers >= 1, found 1\.0"),
+        ("check_layers", True, "check_layers wanted a number of layers >= 1, found True"),
+        ("selection", "last", "blend selection wanted one of hkvd, random, first.*; found 'last'"),
+    ],
+)
+def test_a_value_of_blending_outside_its_range_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        BlendConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["recompute_ratio", "min_recompute_ratio"])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0, 1])
+def test_ratios_reach_from_nothing_to_everything(field, value):
+    assert getattr(BlendConfig(**{field: value}), field) == value

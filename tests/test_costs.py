@@ -101,6 +101,20 @@ def test_rates_are_fitted_each_to_its_own_samples():
     assert costs.load_s(rates, 20) == pytest.approx(8)
     assert costs.prefill_s(rates, 0, 20) == pytest.approx(10)
     assert costs.layer_compute_s(rates, 0, 20) == pytest.approx(2.5)
+    assert rates.fetch is None
+
+
+def test_fetches_are_fitted_where_there_are_any():
+    sample = TransferSample(num_bytes=100, seconds=1.0)
+    rates = Rates.fit(
+        num_layers=4,
+        layer_token_bytes=10,
+        loads=[sample],
+        saves=[sample],
+        prefills=[PrefillSample(history_tokens=0, new_tokens=10, seconds=5.0)],
+        fetches=[TransferSample(num_bytes=100, seconds=4.0)],
+    )
+    assert rates.fetch == TransferRate(bytes_per_s=25.0)
 
 
 def test_layers_pay_what_is_fixed_one_by_one_and_nothing_is_loaded_for_nothing():

@@ -62,6 +62,19 @@ def test_a_conversation_goes_on_from_ssd_in_another_engine(store):
         assert expect_right_answer(session, [66]) == {"ssd": 60}
 
 
+def test_how_fast_it_fetched_is_among_the_rates(store):
+    with kit.small_engine(store=store) as engine:
+        engine.warmup(max_history_tokens=64, max_new_tokens=32)
+        kit.say(engine.session(session_id="one"), PROMPTS[0])
+        assert engine.rates.fetch is None, "nothing was fetched"
+    with kit.small_engine(store=store) as engine:
+        engine.warmup(max_history_tokens=64, max_new_tokens=32)
+        session = engine.session(session_id="one")
+        expect_right_answer(session, PROMPTS[1])
+        assert session.usage.cached_tokens["ssd"]
+        assert engine.rates.fetch.seconds(engine.store_stats().ssd.fetched_bytes) > 0
+
+
 def test_text_and_messages_come_back_too(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one", system="Be brief.")

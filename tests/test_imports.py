@@ -15,11 +15,11 @@ LEVELS = (
     {"models", "storage"},
     {"discarding", "conversations", "processes"},
     {"transfer", "steps", "overflow", "drift"},
-    {"scheduler", "runner", "blend", "layer_loader", "async_saver"},
-    {"histories", "write_buffer", "shared_load"},
+    {"scheduler", "runner", "blend", "fusion", "layer_loader", "async_saver"},
+    {"histories", "write_buffer", "shared_load", "chunk_kv"},
     {"sliding"},
     {"session_kv"},
-    {"truncator", "repair"},
+    {"truncator", "repair", "fused_history", "blending"},
     {"prefilling", "decoder"},
     {"batch"},
     {"engine"},
@@ -29,11 +29,13 @@ LEVELS = (
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 # What serves: quality is measured over the model alone, so that what is measured is not what it is measured with.
-SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner"]} - {"blend", "evaluation", "launch"}
+PURE = {"blend", "fusion"}
+SERVING = {unit for unit, level in LEVEL_OF.items() if level >= LEVEL_OF["runner"]} - PURE - {"evaluation", "launch"}
 STRANGERS = {frozenset({"models", "storage"}), *(frozenset({"evaluation", unit}) for unit in SERVING)}  # either way
 WITHOUT_JAX = {
     *("scheduler", "session", "jobs", "conversations", "discarding", "overflow"),
-    *("costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
+    *("blend_config", "chunks"),
+    *("costs", "blend_costs", "rates", "rate_meter", "read_buffer", "storage", "traces", "simulate"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

@@ -403,9 +403,9 @@ def test_hbm_to_dram_to_hbm_is_bit_exact(dtype):
 # 8
 
 
-def engine_like_no_other(directory: Path, head_dim: int, **changes: object) -> ca_jax.Engine:
+def engine_like_no_other(directory: Path, head_dim: int, *, num_layers: int = 1, **changes: object) -> ca_jax.Engine:
     """Its head dim is no other test's: functions compiled for another engine would hide that one is compiled here."""
-    config = tiny.tiny_config(num_layers=1, head_dim=head_dim, max_positions=kit.WINDOW)
+    config = tiny.tiny_config(num_layers=num_layers, head_dim=head_dim, max_positions=kit.WINDOW)
     tiny.write_tiny_hf(directory, config, tiny.tiny_params(config))
     model = ca_jax.load_model(str(directory), dtype="float32")
     return ca_jax.Engine(model, dataclasses.replace(kit.SMALL, **changes))
@@ -467,6 +467,22 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         assert engine.metrics.prefill_passes > 2 * engine.metrics.prefill_steps
         metrics = engine.metrics
         assert min(metrics.loaded_histories, metrics.mixed_histories, metrics.recomputed_histories) > 0
+
+
+@pytest.mark.parametrize(("rest_dtype", "head_dim"), [("model", 44), ("int8", 52)])
+def test_none_comes_after_warmup_for_contexts_of_chunks_of_the_lengths_it_was_told(tmp_path, rest_dtype, head_dim):
+    blend = ca_jax.BlendConfig(recompute_ratio=0.5)
+    with engine_like_no_other(tmp_path, head_dim, num_layers=4, blend=blend, kv_rest_dtype=rest_dtype) as engine:
+        engine.warmup()
+        with CompileCounter() as of_contexts:
+            engine.warmup(contexts=[(90, 70, 101)])
+        assert of_contexts.count > 0
+        chunks = [kit.prompt(length, length) for length in (90, 70, 101)]
+        with CompileCounter() as after:
+            engine.precompute(chunks)
+            kit.say(engine.session(), kit.prompt(20), 3, context=chunks)
+        assert engine.metrics.blended_turns == 1
+        assert after.count == 0
 
 
 def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu(tmp_path):

@@ -63,6 +63,27 @@ def test_they_are_fitted_again_when_enough_is_new(meter):
     assert meter.rates.load.bytes_per_s < first.load.bytes_per_s
 
 
+def test_how_fast_the_ssd_is_is_known_from_the_first_fetch_on(meter):
+    fill(meter)
+    assert meter.rates.fetch is None
+    meter.add_fetch(4_000_000, 2e-3)
+    assert meter.rates.fetch.bytes_per_s == pytest.approx(2e9)
+    first = meter.rates
+    meter.add_fetch(4_000_000, 8e-3)
+    assert meter.rates is first, "fitted again for one sample"
+    for _ in range(64):
+        meter.add_fetch(4_000_000, 8e-3)
+    assert meter.rates.fetch.bytes_per_s == pytest.approx(5e8)
+    meter.forget()
+    fill(meter)
+    assert meter.rates.fetch is None
+
+
+def test_fetches_alone_give_no_rates(meter):
+    meter.add_fetch(4_000_000, 2e-3)
+    assert meter.rates is None
+
+
 def test_the_last_samples_count(meter):
     fill(meter)
     for _ in range(64):
@@ -79,9 +100,11 @@ def test_the_last_samples_count(meter):
 def test_a_transfer_that_the_clock_does_not_see_says_nothing(meter, num_bytes, seconds):
     meter.add_load(num_bytes, seconds)
     meter.add_save(num_bytes, seconds)
+    meter.add_fetch(num_bytes, seconds)
     meter.add_prefill(0, 100, 0.1)
     assert meter.rates is None
     fill(meter)
+    assert meter.rates.fetch is None
     assert meter.rates.load.bytes_per_s == pytest.approx(1e9)
 
 

@@ -1,6 +1,7 @@
 """What evaluations are asked and what they answer: a config and a row for each task; their fields are the JSON's.
 
-Not here: measuring (perplexity, longeval, mmlu, agreement), what is compared (comparison).
+Not here: measuring (perplexity, longeval, mmlu, agreement), what is compared (comparison), prompts made of chunks
+(rag_schema, rag_rows).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ca_jax.evaluation.comparison import Comparison
+from ca_jax.evaluation.rag_rows import AttentionRow, CorrelationRow, DistributionRow, GateRow, RagRow, TimedRow
+from ca_jax.evaluation.rag_schema import GateConfig, RagConfig
 from ca_jax.evaluation.statistics import Interval
 
 LONGEVAL_FORMS = ("continue", "chat")
@@ -148,7 +151,7 @@ class AgreementConfig:
             )
 
 
-TaskConfig = PerplexityConfig | LongevalConfig | MmluConfig | AgreementConfig
+TaskConfig = PerplexityConfig | LongevalConfig | MmluConfig | AgreementConfig | RagConfig | GateConfig
 """What a task is asked by."""
 
 
@@ -281,8 +284,18 @@ class AgreementRow(MethodRow):
     """Of the mean; None of one place."""
 
 
-Row = PerplexityRow | AccuracyRow | AgreementRow
-"""What a task answers, one a method."""
+Row = (
+    PerplexityRow
+    | AccuracyRow
+    | AgreementRow
+    | RagRow
+    | GateRow
+    | AttentionRow
+    | DistributionRow
+    | CorrelationRow
+    | TimedRow
+)
+"""What a task answers: one a method, ratio or layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,17 @@
     python -m ca_jax.launch.bench --suite=throughput --model_preset=llama3-8b --json_out=throughput.json
     python -m ca_jax.launch.bench --suite=preload --json_out=preload.json
     python -m ca_jax.launch.bench --suite=overflow --plot_out=overflow.png --json_out=overflow.json
+    python -m ca_jax.launch.bench --suite=blend --data=musique.json --json_out=blend.json
+    python -m ca_jax.launch.bench --suite=blend_throughput --json_out=blend_throughput.json
     python -m ca_jax.launch.bench --suite=store --ssd_dir=/mnt/ssd --json_out=store.json
     python -m ca_jax.launch.bench --suite=policy --json_out=policy.json
 
 `tiers` is a turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere. `ttft` is the same against
 its compute and its load alone, `throughput` a continuous batch of conversations. `preload` and `save` are what of loads
-and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `store` (how
-fast its tiers move bytes) and `policy` (what its bookkeeping costs and is worth) need no model.
+and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `blend` is
+the TTFT of a question behind stored chunks, by how much of them is computed anew and where they are, `blend_throughput`
+a stream of such questions whose chunks come again. `store` (how fast its tiers move bytes) and `policy` (what its
+bookkeeping costs and is worth) need no model.
 
 Let nothing else run meanwhile. `transformers` waits for all its threads at every operation: where one of them shares
 its core it becomes many times slower, and a comparison with it worthless. Medians, their spread, the machine and the
@@ -35,6 +39,8 @@ from absl import app, flags, logging
 
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import bench_flags, bench_report, bench_run, bench_tables
+from ca_jax.launch.bench_blend_plot import plot_blend, plot_stream
+from ca_jax.launch.bench_blend_schema import BlendBenchConfig, BlendThroughputBenchConfig
 from ca_jax.launch.bench_overflow_plot import plot_overflow
 from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_recording import Recorder
@@ -101,6 +107,10 @@ def main(argv: Sequence[str]) -> None:
         recorder.write(title=report["model"], caption=caption)
         if isinstance(config, OverflowBenchConfig) and plot_out is not None:
             plot_overflow(plot_out, report["rows"], title=report["model"], caption=caption)
+        if isinstance(config, BlendBenchConfig) and plot_out is not None:
+            plot_blend(plot_out, report["rows"], title=report["model"], caption=caption)
+        if isinstance(config, BlendThroughputBenchConfig) and plot_out is not None:
+            plot_stream(plot_out, report["rows"], title=report["model"], caption=caption)
     written = [path for path in (json_out, trace_out, plot_out, profile_dir) if path is not None]
     console.print(f"written to {', '.join(map(str, written))}", highlight=False)
 

@@ -2,22 +2,29 @@
 
 Both go past the engine's scheduling, through the same loader and the same compiled functions as its turns.
 
-Not here: turns (`bench_suites.send_turn`), what is made of the times (`bench_ttft`).
+Not here: turns (`bench_suites.send_turn`), what is made of the times (`bench_ttft`, `bench_blend`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
 
+from ca_jax.blending import Blending
+from ca_jax.chunks import ChunkSpan
 from ca_jax.engine import Engine
+from ca_jax.fused_ticket import FusedTicket
+from ca_jax.histories import History
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.layer_loader import LayerLoader
+from ca_jax.runner import LayerSource
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
@@ -46,6 +53,16 @@ class HistoryOnDevice:
 
     def used(self, layer: int, result: jax.Array) -> None:
         """Nothing waits for it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextOnDevice(HistoryOnDevice):
+    """Chunks, one behind the other, that need no loading."""
+
+    token_ids: list[int]
+    """All of theirs."""
+    history: History
+    """What the engine would hand to whoever blends them."""
 
 
 class ApartEngine:
@@ -90,19 +107,78 @@ class ApartEngine:
             with self._engine._lock:
                 self._store.complete_load(ticket)
 
+    @contextlib.contextmanager
+    def loaded_context(self, chunks: Sequence[Sequence[int]], tenant: str = "") -> Iterator[ContextOnDevice]:
+        """Loads the KV of chunks from DRAM, one behind the other, as fast as it comes, while nothing is computed.
+
+        Yields:
+          It, until the block ends, as in `loaded`.
+
+        Raises:
+          BenchError: the store has not all of it in DRAM.
+        """
+        stored = self._engine._kv.chunks
+        starts = itertools.accumulate(map(len, chunks), initial=0)
+        spans = [
+            ChunkSpan(stored.key(ids, tenant), start, len(ids)) for ids, start in zip(chunks, starts, strict=False)
+        ]
+        with self._engine._lock:
+            tickets = [stored.hold(span, list(ids)) for span, ids in zip(spans, chunks, strict=True)]
+            held = [ticket for ticket in tickets if ticket is not None]
+            if len(held) < len(chunks):
+                for ticket in held:
+                    self._store.abort_load(ticket)
+                raise BenchError(f"a load of {len(chunks)} chunks wanted all of them in DRAM, found {len(held)}")
+        fused = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
+        num_layers = self._store.layout.num_layers
+        started_s = time.perf_counter()
+        load = self._loader.open(fused, self._engine._runner.padded_history(fused.num_tokens), depth=num_layers)
+        try:
+            layers = jax.block_until_ready([load.layer(layer) for layer in range(num_layers)])
+            load_s = time.perf_counter() - started_s
+            history = History("", load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
+            token_ids = list(itertools.chain.from_iterable(chunks))
+            yield ContextOnDevice(fused.num_tokens, layers, load_s, token_ids=token_ids, history=history)
+        finally:
+            load.release()
+            with self._engine._lock:
+                for part in held:
+                    self._store.complete_load(part)
+
     def prefill(self, history: HistoryOnDevice, new_ids: list[int]) -> tuple[int, float]:
         """Computes a turn over a history that is on the device.
 
         Returns:
           The likeliest first token, and seconds until it is on the host.
         """
+        return self._prefill(lambda: history, history.num_tokens, new_ids)
+
+    def blend(self, context: ContextOnDevice, new_ids: list[int], ratio: float) -> tuple[int, float]:
+        """Computes a turn over chunks that are on the device: what of them is computed anew, and the new tokens.
+
+        Args:
+          context: the chunks.
+          new_ids: behind them.
+          ratio: share of their tokens that is computed anew.
+
+        Returns:
+          As `prefill`.
+        """
+        blending = Blending(self._engine.config.blend, self._engine._runner)
+        history = dataclasses.replace(context.history, recompute_ratio=ratio)
+        fused = partial(blending.fused, context.token_ids, history, 0, context)
+        return self._prefill(fused, context.num_tokens, new_ids)
+
+    def _prefill(self, source: Callable[[], LayerSource], num_tokens: int, new_ids: list[int]) -> tuple[int, float]:
         runner = self._engine._runner
         with self._engine._lock:
             started_s = time.perf_counter()
-            prefill = runner.start_prefill(_SLOT, new_ids, history.num_tokens)
+            history = source()
+            prefill = runner.start_prefill(_SLOT, new_ids, num_tokens)
             while prefill.num_left:
-                source = None if prefill.num_done else history
-                runner.run_pass(prefill, min(prefill.num_left, runner.chunk_tokens), source)
+                runner.run_pass(
+                    prefill, min(prefill.num_left, runner.chunk_tokens), None if prefill.num_done else history
+                )
             if prefill.logits is None:
                 raise RuntimeError("a prefill of all tokens has ended without logits")
             token = int(np.argmax(to_host(prefill.logits)))

@@ -25,9 +25,10 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.timeline import NO_TIMELINE, Timeline
 
+SSD_BLOCK_EXTRA_BYTES = 64 << 10
+"""A generous bound of what a driver adds to a block on SSD."""
 _WARM_SHARE = 0.95  # Of its pages a file has in memory that counts as warm.
 _SSD_SESSIONS = 4  # On SSD at once at most: two, and what replaces them.
-_SSD_BLOCK_EXTRA_BYTES = 64 << 10  # A generous bound of what a driver adds to a block.
 
 
 def make_engine(
@@ -71,7 +72,7 @@ def one_session_config(
     """
     layout = kv_layout(model, engine_config)
     num_blocks = layout.num_blocks(max_tokens)
-    ssd_bytes = _SSD_SESSIONS * num_blocks * (layout.block_bytes + _SSD_BLOCK_EXTRA_BYTES)
+    ssd_bytes = _SSD_SESSIONS * num_blocks * (layout.block_bytes + SSD_BLOCK_EXTRA_BYTES)
     store = dataclasses.replace(
         engine_config.store,
         dram_gib=num_blocks * layout.block_bytes / GIB,
@@ -135,35 +136,16 @@ class OneSessionEngine:
         self.engine.wait_until_ready()
 
     def warm_up_files(self) -> None:
-        """Has the page cache hold all stored KV.
-
-        Raises:
-          BenchError: it does not.
-        """
-        files = self._block_files()
-        fill_cached(files)
-        if not all(cached_share(path) >= _WARM_SHARE for path in files):
-            raise BenchError("ssd_warm wanted stored KV in the page cache, found it there in parts")
+        """Has the page cache hold all stored KV; see `warm_up_files`."""
+        warm_up_files(self._directory, self.layout.block_bytes)
 
     def cool_down_files(self) -> None:
-        """Empties the page cache of all stored KV.
-
-        Raises:
-          BenchError: it is there still.
-        """
-        drop_cached(path for path in self._directory.rglob("*") if path.is_file())
-        if not is_dropped(self._block_files()):
-            raise BenchError("ssd wanted the page cache without stored KV, found it there")
+        """Empties the page cache of all stored KV; see `cool_down_files`."""
+        cool_down_files(self._directory, self.layout.block_bytes)
 
     def random_ids(self, num_tokens: int) -> list[int]:
         """So many token ids."""
         return self._rng.integers(self.engine.model.config.vocab_size, size=num_tokens).tolist()
-
-    def _block_files(self) -> list[Path]:
-        files = block_files(self._directory, self.layout.block_bytes)
-        if not files:
-            raise BenchError(f"wanted stored KV in {self._directory}, found none")
-        return files
 
     @property
     def _directory(self) -> Path:
@@ -171,6 +153,44 @@ class OneSessionEngine:
         if directory is None:
             raise BenchError(f"{self._suite} wanted an engine with an SSD tier, found one without")
         return directory
+
+
+def warm_up_files(directory: Path, block_bytes: int) -> None:
+    """Has the page cache hold all KV that an SSD tier stores.
+
+    Args:
+      directory: the tier's.
+      block_bytes: of a block's KV.
+
+    Raises:
+      BenchError: it does not, or there is no KV.
+    """
+    files = _block_files(directory, block_bytes)
+    fill_cached(files)
+    if not all(cached_share(path) >= _WARM_SHARE for path in files):
+        raise BenchError("ssd_warm wanted stored KV in the page cache, found it there in parts")
+
+
+def cool_down_files(directory: Path, block_bytes: int) -> None:
+    """Empties the page cache of all KV that an SSD tier stores.
+
+    Args:
+      directory: the tier's.
+      block_bytes: of a block's KV.
+
+    Raises:
+      BenchError: it is there still, or there is no KV.
+    """
+    drop_cached(path for path in directory.rglob("*") if path.is_file())
+    if not is_dropped(_block_files(directory, block_bytes)):
+        raise BenchError("ssd wanted the page cache without stored KV, found it there")
+
+
+def _block_files(directory: Path, block_bytes: int) -> list[Path]:
+    files = block_files(directory, block_bytes)
+    if not files:
+        raise BenchError(f"wanted stored KV in {directory}, found none")
+    return files
 
 
 def check_source(source: str, session: Session, num_new: int, wanted: dict[str, int]) -> Usage:

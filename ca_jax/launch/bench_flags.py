@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from absl import flags
 
+from ca_jax.blend_config import MODES
 from ca_jax.launch import engine_flags
+from ca_jax.launch.bench_blend_schema import BLEND_SUITES, BlendBenchConfig, BlendThroughputBenchConfig
 from ca_jax.launch.bench_overflow_schema import OVERFLOW_SUITES, OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import OVERLAP_SUITES, PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_peers import PEER_PACKAGES
@@ -33,6 +35,8 @@ AnyBenchConfig = (
     | PreloadBenchConfig
     | SaveBenchConfig
     | OverflowBenchConfig
+    | BlendBenchConfig
+    | BlendThroughputBenchConfig
     | StoreBenchConfig
     | PolicyBenchConfig
 )
@@ -45,13 +49,15 @@ CONFIGS: dict[str, type[AnyBenchConfig]] = {
     "preload": PreloadBenchConfig,
     "save": SaveBenchConfig,
     "overflow": OverflowBenchConfig,
+    "blend": BlendBenchConfig,
+    "blend_throughput": BlendThroughputBenchConfig,
     "store": StoreBenchConfig,
     "policy": PolicyBenchConfig,
 }
 """What each suite is asked by."""
 RECORDED_SUITES = SERVING_SUITES
 """Suites that can be recorded: `--trace_out`, `--profile_dir`."""
-PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES)
+PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES, *BLEND_SUITES)
 """Suites that a figure can be drawn of: `--plot_out`."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is measured unless another one is asked for."""
@@ -109,6 +115,24 @@ _LISTS: dict[str, tuple[Callable[[str], Any], tuple[Any, ...], str]] = {
         OverflowBenchConfig.next_turn_methods,
         "overflow, next turn: methods; nothing leaves this part out.",
     ),
+    "num_chunks": (int, BlendBenchConfig.num_chunks, "blend: chunks of a context."),
+    "chunk_tokens": (int, BlendBenchConfig.chunk_tokens, "blend: tokens of each chunk."),
+    "recompute_ratios": (
+        float,
+        BlendBenchConfig.recompute_ratios,
+        "blend: shares of the chunks' tokens that are computed anew.",
+    ),
+    "blend_tiers": (str, BlendBenchConfig.blend_tiers, "blend: where chunks' KV is, of dram, ssd_warm and ssd."),
+    "stream_modes": (
+        str,
+        BlendThroughputBenchConfig.stream_modes,
+        f"blend_throughput: ways to use what is stored, of {', '.join(MODES)}.",
+    ),
+    "ssd_shares": (
+        float,
+        BlendThroughputBenchConfig.ssd_shares,
+        "blend_throughput: sizes of the SSD, shares of what all chunks take.",
+    ),
 }
 _INTEGERS: dict[str, tuple[int | None, str]] = {
     "decode_steps": (BenchConfig.decode_steps, "decode: steps in one sample."),
@@ -162,12 +186,31 @@ _INTEGERS: dict[str, tuple[int | None, str]] = {
         f"policy: sessions stored, by default {PolicyBenchConfig.num_sessions}; overflow: conversations, by default "
         f"{OverflowBenchConfig.num_sessions}, 0 leaves this part out.",
     ),
+    "stream_chunks": (
+        BlendThroughputBenchConfig.stream_chunks,
+        "blend_throughput: chunks that turns draw from.",
+    ),
+    "context_chunks": (BlendThroughputBenchConfig.context_chunks, "blend_throughput: chunks of a turn."),
+    "context_chunk_tokens": (
+        BlendThroughputBenchConfig.context_chunk_tokens,
+        "blend_throughput: tokens of each chunk.",
+    ),
+    "concurrent_turns": (BlendThroughputBenchConfig.concurrent_turns, "blend_throughput: turns under way together."),
+    "round_turns": (BlendThroughputBenchConfig.round_turns, "blend_throughput: turns of a round."),
+    "fill_turns": (
+        BlendThroughputBenchConfig.fill_turns,
+        "blend_throughput: turns before the first round, which fill the store.",
+    ),
+    "context_answer_tokens": (
+        BlendThroughputBenchConfig.context_answer_tokens,
+        "blend_throughput: tokens of every answer.",
+    ),
     "num_jobs": (PolicyBenchConfig.num_jobs, "policy: jobs that wait."),
     "num_steps": (PolicyBenchConfig.num_steps, "policy: choices that percentiles are of."),
     "loop_sessions": (PolicyBenchConfig.loop_sessions, "policy: sessions revisited in a loop."),
     "repeats": (
         None,
-        f"Samples that a median is of; by default {BenchConfig.repeats}, of throughput "
+        f"Samples that a median is of; by default {BenchConfig.repeats}, of throughput and blend_throughput "
         f"{ThroughputBenchConfig.repeats}.",
     ),
     "seed": (BenchConfig.seed, "Of what is random: weights of a preset, token ids, bytes, sizes, who comes next."),
@@ -175,6 +218,18 @@ _INTEGERS: dict[str, tuple[int | None, str]] = {
 _NUMBERS: dict[str, tuple[float, str]] = {
     "dram_gib": (BenchConfig.dram_gib, "reuse, prefill, decode: cap of the DRAM tier, GiB."),
     "store_gib": (StoreBenchConfig.store_gib, "store: what is written to disk and read again, GiB."),
+    "stream_ratio": (
+        BlendThroughputBenchConfig.stream_ratio,
+        "blend_throughput: share of the chunks' tokens that is computed anew in the mode blend.",
+    ),
+    "zipf_exponent": (
+        BlendThroughputBenchConfig.zipf_exponent,
+        "blend_throughput: how much oftener some chunks are drawn; 0: all alike.",
+    ),
+    "dram_share": (
+        BlendThroughputBenchConfig.dram_share,
+        "blend_throughput: size of DRAM, a share of what all chunks take.",
+    ),
     "queue_depth": (PolicyBenchConfig.queue_depth, "policy: jobs that wait in the loop, a share of its sessions."),
 }
 
@@ -189,7 +244,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
       absl.flags.DuplicateFlagError: another flag has such a name.
     """
     here: dict[str, Any] = {"flag_values": flag_values}
-    suites = [*ENGINE_SUITES, *SERVING_SUITES, *OVERLAP_SUITES, *OVERFLOW_SUITES, *STORAGE_SUITES]
+    suites = [*ENGINE_SUITES, *SERVING_SUITES, *OVERLAP_SUITES, *OVERFLOW_SUITES, *BLEND_SUITES, *STORAGE_SUITES]
     flags.DEFINE_enum("suite", None, suites, "What to measure.", required=True, **here)
     flags.DEFINE_string("json_out", None, "File to write the result to.", required=True, **here)
     flags.DEFINE_string(
@@ -215,7 +270,8 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_string(
         "plot_out",
         None,
-        "File for a figure, PNG; ttft: of one more turn; overflow: of hit rate and time by method.",
+        "File for a figure, PNG; ttft: of one more turn; overflow: of hit rate and time by method; blend: of TTFT by "
+        "ratio; blend_throughput: of turns a second by mode.",
         **here,
     )
     flags.DEFINE_string("profile_dir", None, f"{recorded}: directory for jax's profile of one more round.", **here)
@@ -225,11 +281,23 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_string(
         "ssd_dir",
         None,
-        "tiers, ttft, overflow, store, policy: directory on the disk to measure; by default where temporary files are.",
+        "tiers, ttft, overflow, blend, blend_throughput, store, policy: directory on the disk to measure; by default "
+        "where temporary files are.",
         **here,
     )
     flags.DEFINE_enum(
-        "ssd_driver", BenchConfig.ssd_driver, SSD_DRIVERS, "tiers, overflow: how KV is kept on SSD.", **here
+        "ssd_driver",
+        BenchConfig.ssd_driver,
+        SSD_DRIVERS,
+        "tiers, overflow, blend, blend_throughput: how KV is kept on SSD.",
+        **here,
+    )
+    flags.DEFINE_string(
+        "data",
+        None,
+        "blend, blend_throughput: file of questions behind texts, or folder of such files; by default chunks are of "
+        "ShareGPT's conversations.",
+        **here,
     )
     for name, (_, items, text) in _LISTS.items():
         flags.DEFINE_list(name, [str(item) for item in items], text, **here)

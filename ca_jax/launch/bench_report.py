@@ -1,8 +1,8 @@
 """What the benchmark leaves: one JSON object.
 
 Not here: measuring (`bench_run` and what it runs), what rows hold (`bench_schema`, `bench_serving_schema`,
-`bench_overlap_schema`, `bench_overflow_schema`, `bench_storage_schema`), tables to read (`bench_tables`), describing
-the machine (`machine`).
+`bench_overlap_schema`, `bench_overflow_schema`, `bench_blend_schema`, `bench_storage_schema`), tables to read
+(`bench_tables`), describing the machine (`machine`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ca_jax.launch.bench_blend_schema import BlendBenchConfig, BlendThroughputBenchConfig
 from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_schema import BenchConfig, DecodeRow, PrefillRow, ReuseRow, Row, Startup, TiersRow
@@ -35,7 +36,14 @@ Of an engine also model, dtype, peer and startup; of the other suites other_load
 """
 
 EngineBenchConfig = (
-    BenchConfig | TtftBenchConfig | ThroughputBenchConfig | PreloadBenchConfig | SaveBenchConfig | OverflowBenchConfig
+    BenchConfig
+    | TtftBenchConfig
+    | ThroughputBenchConfig
+    | PreloadBenchConfig
+    | SaveBenchConfig
+    | OverflowBenchConfig
+    | BlendBenchConfig
+    | BlendThroughputBenchConfig
 )
 """What is asked of the suites that serve a model."""
 

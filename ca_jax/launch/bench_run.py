@@ -1,7 +1,8 @@
 """Runs one suite and says all about it: what was measured, on what machine, by which versions.
 
 Not here: flags and main (`bench`), measuring (`bench_suites`, `bench_tiers`, `bench_ttft`, `bench_throughput`,
-`bench_preload`, `bench_save`, `bench_overflow`, `bench_storage`, `bench_policy`), the JSON (`bench_report`).
+`bench_preload`, `bench_save`, `bench_overflow`, `bench_blend`, `bench_blend_throughput`, `bench_storage`,
+`bench_policy`), the JSON (`bench_report`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import rich.console
 from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
 from ca_jax.launch import bench_report, machine
+from ca_jax.launch.bench_blend import run_blend_suite
+from ca_jax.launch.bench_blend_schema import BlendBenchConfig, BlendThroughputBenchConfig
+from ca_jax.launch.bench_blend_throughput import run_blend_throughput_suite
 from ca_jax.launch.bench_disk import scratch_on_disk
 from ca_jax.launch.bench_engines import make_engine
 from ca_jax.launch.bench_overflow import run_overflow_suite
@@ -180,7 +184,7 @@ def _measure_engine(
 
 
 def _measure_model(
-    config: TtftBenchConfig | ThroughputBenchConfig | PreloadBenchConfig | SaveBenchConfig | OverflowBenchConfig,
+    config: EngineBenchConfig,
     model: LoadedModel,
     recorder: Recorder,
     console: rich.console.Console,
@@ -200,8 +204,16 @@ def _measure_model(
         if isinstance(config, OverflowBenchConfig):
             overflow = run_overflow_suite(model, config, progress)
             return _Measured(overflow.rows, overflow.summary)
-        save = run_save_suite(model, config, progress)
-        return _Measured(save.rows, save.summary)
+        if isinstance(config, BlendBenchConfig):
+            blend = run_blend_suite(model, config, progress)
+            return _Measured(blend.rows, blend.summary)
+        if isinstance(config, BlendThroughputBenchConfig):
+            stream = run_blend_throughput_suite(model, config, progress)
+            return _Measured(stream.rows, stream.summary)
+        if isinstance(config, SaveBenchConfig):
+            save = run_save_suite(model, config, progress)
+            return _Measured(save.rows, save.summary)
+        raise ValueError(f"suite {config.suite} wanted an engine to measure")
 
 
 def _print_config(config: object, console: rich.console.Console) -> None:

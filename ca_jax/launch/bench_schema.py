@@ -54,6 +54,10 @@ class Samples:
         """Likewise; None where there are none."""
         return self.median(name) if name in self._samples else None
 
+    def total(self, name: str) -> float:
+        """The sum of a name's samples."""
+        return sum(self._samples[name])
+
     def spread(self) -> Spread:
         """Least and largest of each name."""
         return {name: (min(samples), max(samples)) for name, samples in self._samples.items()}

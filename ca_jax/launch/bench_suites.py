@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -63,14 +63,16 @@ def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: 
     return [measures[config.suite](*cell) for cell in cells]
 
 
-def send_turn(engine: Engine, session: Session, new_ids: list[int]) -> tuple[int, float]:
+def send_turn(
+    engine: Engine, session: Session, new_ids: list[int], context: Sequence[Sequence[int]] | None = None
+) -> tuple[int, float]:
     """A turn of one answer token, on an idle engine: that token, and seconds from sending until the caller has it.
 
-    On return its KV is stored.
+    On return its KV is stored. Chunks of a `context` come before the new tokens, see `Session.send`.
     """
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     started_s = time.perf_counter()
-    collections.deque(session.send_ids(new_ids, sampling=params), maxlen=0)
+    collections.deque(session.send_ids(new_ids, context=context, sampling=params), maxlen=0)
     elapsed_s = time.perf_counter() - started_s
     _settle(engine)
     return session.token_ids[-1], elapsed_s

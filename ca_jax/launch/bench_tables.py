@@ -40,6 +40,20 @@ def print_report(report: Report, console: rich.console.Console) -> None:
         console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
 
 
+def to_markdown(report: Report) -> str:
+    """The rows of a report as tables in Markdown, one for each kind of row; of medians without their spread."""
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _lines(report):
+        by_kind.setdefault(_kind(report, row), []).append(row)
+    tables = []
+    for kind, rows in by_kind.items():
+        lines = [[heading.replace("-\n", "").replace("\n", " ") for heading, _, _ in _COLUMNS[kind]]]
+        lines.append(["---:"] * len(_COLUMNS[kind]))
+        lines += [[_median(row, name, form) for _, name, form in _COLUMNS[kind]] for row in rows]
+        tables.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return "\n\n".join(tables) + "\n"
+
+
 def _lines(report: Report) -> Iterator[Mapping[str, Any]]:
     """What is a line of a table each: a row, or each source of one."""
     for row in report["rows"]:
@@ -224,6 +238,40 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("same\ntokens", "same_tokens", _yes_or_no),
         ("re-\ncompiles", "recompiles", str),
     ),
+    "blend": (
+        ("mode", "mode", str),
+        ("KV\nfrom", "tier", str),
+        ("ratio", "recompute_ratio", "{:g}".format),
+        ("selection", "selection", str),
+        ("chunks", "num_chunks", str),
+        ("tokens\neach", "chunk_tokens", str),
+        ("computed\nanew", "recomputed_tokens", _count),
+        ("TTFT ms", "ttft_s", _milliseconds),
+        ("speedup", "speedup", _ratio),
+        ("ideal ms", "ideal_s", _milliseconds),
+        ("TTFT /\nideal", "over_ideal", _ratio),
+        ("fetch ms", "fetch_s", _milliseconds),
+        ("load\nstall ms", "load_stall_s", _milliseconds),
+        ("same\ntokens", "same_token_share", _share),
+        ("re-\ncompiles", "recompiles", str),
+    ),
+    "blend_throughput": (
+        ("mode", "mode", str),
+        ("ratio", "recompute_ratio", "{:g}".format),
+        ("DRAM", "dram_share", _share),
+        ("SSD", "ssd_share", _share),
+        ("turns", "turns", str),
+        ("turns/s", "turns_per_s", _speed),
+        ("tokens/s", "tokens_per_s", _rate),
+        ("over\nrecompute", "speedup", _ratio),
+        ("over\nprefix", "speedup_over_prefix", _ratio),
+        ("hit\nshare", "hit_share", _share),
+        ("computed\nshare", "computed_share", _share),
+        ("turns\nwith SSD", "ssd_turn_share", _share),
+        ("TTFT\np50 ms", "ttft_p50_s", _milliseconds),
+        ("TTFT\np95 ms", "ttft_p95_s", _milliseconds),
+        ("re-\ncompiles", "recompiles", str),
+    ),
     "conversations": (
         ("method", "method", str),
         ("sessions", "sessions", str),
@@ -311,14 +359,16 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
 
 
 def _cell(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
-    if row[name] is None:
-        return "-"
-    if name not in row.get("spread", ()):
-        return form(row[name])
+    if row[name] is None or name not in row.get("spread", ()):
+        return _median(row, name, form)
     least, largest = row["spread"][name]
     if least == largest:
         return form(row[name])
     return f"{form(row[name])}\n({form(least)}..{form(largest)})"
+
+
+def _median(row: Mapping[str, Any], name: str, form: Callable[[Any], str]) -> str:
+    return "-" if row[name] is None else form(row[name])
 
 
 def _one_line(values: Mapping[str, Any]) -> str:

@@ -9,6 +9,9 @@ dropped, the line under the answer says so.
 Where several processes serve as one (`--coordinator_address --num_processes --process_id`), the first one reads and
 writes, and the others follow.
 
+`--context_file=FILE` makes a text file the context of the first question: its chunks are computed each alone, kept like
+conversations, and used wherever in a prompt they come (CacheBlend, `--blend_mode`).
+
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.
 
@@ -21,6 +24,7 @@ import contextlib
 import dataclasses
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import rich.console
@@ -30,7 +34,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
 from ca_jax.jobs import FinishReason, SamplingParams
-from ca_jax.launch import engine_flags, process_flags, store_flags
+from ca_jax.launch import context_flags, engine_flags, process_flags, store_flags
 from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines, shared_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
@@ -74,6 +78,7 @@ class Chat:
       sampling: how answers are drawn.
       processes: those that chat together; the first one's user is everybody's.
       system: system message of new conversations.
+      context: chunks, as of `Session.send`, that stand in front of the first message.
       session_id: names the first conversation, which is gone on with if the store kept it; made up if not given.
 
     Raises:
@@ -89,6 +94,7 @@ class Chat:
         sampling: SamplingParams,
         processes: Processes | None = None,
         system: str | None = None,
+        context: Sequence[str | Sequence[int]] = (),
         session_id: str | None = None,
     ) -> None:
         self._engine = engine
@@ -97,6 +103,7 @@ class Chat:
         self._console = console
         self._sampling = sampling
         self._system = system
+        self._context = context  # Until a turn has taken it.
         self._sessions: list[Session] = [_open(engine, session_id, system)]
         self._current = 0
         listing = (self._new, self._list, self._switch, self._forget)
@@ -118,7 +125,12 @@ class Chat:
         """Reads and answers until /quit or the end of input. Errors of ca_jax are shown and the chat goes on.
 
         Conversations stay open, so that the engine, when it is closed, leaves on SSD what it has of them.
+
+        Raises:
+          CaJaxError: a chunk of the context cannot be used; see `Engine.precompute`.
         """
+        if self._context:
+            self._take_up_context()
         if self.session.token_ids:
             self._note(
                 f"session {printable(self.session.session_id)} goes on: {len(self.session.token_ids):,} tokens, "
@@ -127,6 +139,15 @@ class Chat:
         self._converse()
         if self._engine.config.store.ssd_dir is not None:
             self._take_leave()
+
+    def _take_up_context(self) -> None:
+        """Has the context's chunks computed that are not stored, where they are used as they are stored."""
+        parts = [f"context: {len(self._context):,} chunks in front of the next message"]
+        if self._engine.config.blend.reuses_chunks:
+            began_s = time.perf_counter()
+            num_computed = self._engine.precompute(self._context)
+            parts.append(f"{num_computed:,} computed now, in {time.perf_counter() - began_s:.1f} s")
+        self._note(" · ".join(parts))
 
     def _converse(self) -> None:
         while True:
@@ -166,7 +187,8 @@ class Chat:
     def _answer(self, message: str) -> None:
         session = self.session
         num_turns = len(session.conversation.turn_starts)
-        answer = session.send(message, sampling=self._sampling)
+        answer = session.send(message, context=self._context or None, sampling=self._sampling)
+        self._context = ()
         with interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
                 write_piece(self._console, piece)
@@ -278,6 +300,7 @@ def _define_flags() -> None:
     flags.DEFINE_string(
         "session_id", None, "Name of the conversation to go on with, or to begin; made up if not given."
     )
+    context_flags.define()
     engine_flags.define(_DEFAULT_CONFIG)
     store_flags.define()
     process_flags.define()
@@ -327,6 +350,7 @@ def main(argv: Sequence[str]) -> None:
                 sampling=sampling,
                 processes=processes,
                 system=FLAGS.system,
+                context=context_flags.context_chunks(engine.model),
                 session_id=FLAGS.session_id,
             )
             chat.run()

@@ -1,9 +1,11 @@
 """The flags of the engine: each stands for the field of `EngineConfig` of its name, in every script that serves.
 
-Those of overflow are among them; they stand for the fields of the `OverflowConfig` in it.
+Those of overflow and of CacheBlend are among them; they stand for the fields of the `OverflowConfig` and the
+`BlendConfig` in it.
 
-Not here: what the fields mean to the engine (`config`), how flags of overflow are defined (`launch.overflow_flags`),
-flags of its store (`launch.store_flags`), what scripts settle themselves: the model's dtype, the context window.
+Not here: what the fields mean to the engine (`config`), how flags of overflow and CacheBlend are defined
+(`launch.overflow_flags`, `launch.blend_flags`), flags of its store (`launch.store_flags`), what scripts settle
+themselves: the model's dtype, the context window.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from ca_jax.config import KV_REST_DTYPES, READ_BUFFERS, EngineConfig
-from ca_jax.launch import overflow_flags
+from ca_jax.launch import blend_flags, overflow_flags
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
@@ -74,6 +76,7 @@ def define(
     for name, text in _SWITCHES.items():
         flags.DEFINE_boolean(name, getattr(default, name), text, flag_values=flag_values)
     overflow_flags.define(default.overflow, without=without_overflow, or_off=True, flag_values=flag_values)
+    blend_flags.define(default.blend, flag_values=flag_values)
 
 
 def engine_config(default: EngineConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> EngineConfig:
@@ -91,6 +94,7 @@ def engine_config(default: EngineConfig | None = None, *, flag_values: flags.Fla
     values["read_buffer"] = _layers_or_word(str(flag_values["read_buffer"].value))
     values["kv_rest_dtype"] = flag_values["kv_rest_dtype"].value
     values["overflow"] = overflow_flags.overflow_or_off(default.overflow, flag_values=flag_values)
+    values["blend"] = blend_flags.blend_config(default.blend, flag_values=flag_values)
     return dataclasses.replace(default, **values)
 
 

@@ -2,7 +2,8 @@
 
 A flag that is not given leaves a config's own default, which may differ from task to task.
 
-Not here: flags of overflow (`overflow_flags`), what fields mean (`evaluation.schema`), running (`evaluate_run`).
+Not here: flags of overflow (`overflow_flags`) and of prompts made of chunks (`evaluate_rag_flags`), what fields mean
+(`evaluation.schema`), running (`evaluate_run`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ from absl import flags
 
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.schema import AgreementConfig, LongevalConfig, MmluConfig, PerplexityConfig, TaskConfig
-from ca_jax.launch import overflow_flags
+from ca_jax.launch import evaluate_rag_flags, overflow_flags
 from ca_jax.overflow import METHODS, OverflowConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
-CONFIGS: dict[str, type[TaskConfig]] = {
+_OVERFLOW_CONFIGS: dict[str, type[PerplexityConfig | LongevalConfig | MmluConfig | AgreementConfig]] = {
     "ppl": PerplexityConfig,
     "longeval": LongevalConfig,
     "mmlu": MmluConfig,
     "agreement": AgreementConfig,
 }
+CONFIGS: dict[str, type[TaskConfig]] = {**_OVERFLOW_CONFIGS, **evaluate_rag_flags.CONFIGS}
 """What each task is asked by."""
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is evaluated unless another one is asked for."""
@@ -49,8 +51,10 @@ _METHOD = (
 )
 _DATA = (
     "ppl, agreement: a text, .txt or .jsonl with a field text. longeval: a .jsonl file of its lines or topics. mmlu: a "
-    "directory of its *_dev.csv files."
+    f"directory of its *_dev.csv files. {evaluate_rag_flags.DATA}"
 )
+_OF_OVERFLOW = ("method", "window", "step_tokens")
+_DEFINERS = {int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string, list: flags.DEFINE_list}
 _TASK_FLAGS: dict[str, tuple[type, str]] = {
     "max_tokens": (
         int,
@@ -58,11 +62,14 @@ _TASK_FLAGS: dict[str, tuple[type, str]] = {
         f"which on no more are fed. By default {PerplexityConfig.max_tokens}, {AgreementConfig.max_tokens}, twice the "
         "window and a step, and all.",
     ),
-    "max_items": (int, "longeval, mmlu: most questions; all by default."),
+    "max_items": (
+        int,
+        "longeval, mmlu, rag, blend_gate: most questions or items; all by default, or 16 where items are made.",
+    ),
     "answer_tokens": (
         int,
-        "longeval, agreement: most tokens of an answer; by default 12 of one that goes on, 32 in chat, and "
-        f"{AgreementConfig.answer_tokens}.",
+        "longeval, agreement, rag: most tokens of an answer; by default 12 of one that goes on, 32 in chat, "
+        f"{AgreementConfig.answer_tokens}, and {evaluate_rag_flags.RagConfig.answer_tokens}, where 0 asks for none.",
     ),
     "num_lines": (
         int,
@@ -92,7 +99,8 @@ _TASK_FLAGS: dict[str, tuple[type, str]] = {
         f"agreement: tokens from one place where methods go on by themselves to the next; by default "
         f"{AgreementConfig.every}.",
     ),
-    "seed": (int, "longeval, mmlu: of what is drawn; by default 0."),
+    "seed": (int, "longeval, mmlu, rag, blend_gate: of what is drawn; by default 0."),
+    **evaluate_rag_flags.TASK_FLAGS,
 }
 
 
@@ -107,10 +115,12 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """
     here: dict[str, Any] = {"flag_values": flag_values}
     flags.DEFINE_enum("task", None, list(CONFIGS), "What to evaluate.", required=True, **here)
-    flags.DEFINE_string("data", None, _DATA, required=True, **here)
+    flags.DEFINE_string("data", None, _DATA, **here)
     flags.DEFINE_list("method", list(DEFAULT_METHODS), _METHOD, **here)
-    flags.DEFINE_string("json_out", None, "File to write the result to.", required=True, **here)
-    flags.DEFINE_string("plot_out", None, "ppl: file for a figure of loss around truncations, PNG.", **here)
+    flags.DEFINE_string("json_out", None, "File to write the result to; blend_gate needs none.", **here)
+    flags.DEFINE_string(
+        "plot_out", None, "ppl: file for a figure of loss around truncations, PNG; rag: of its figure.", **here
+    )
     flags.DEFINE_string(
         "model",
         DEFAULT_MODEL,
@@ -122,9 +132,8 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     )
     flags.DEFINE_integer("window", Comparison.window, "Most tokens of a context.", **here)
     flags.DEFINE_integer("step_tokens", Comparison.step_tokens, "Tokens that are fed at once.", **here)
-    definers = {int: flags.DEFINE_integer, bool: flags.DEFINE_boolean, str: flags.DEFINE_string}
     for name, (kind, text) in _TASK_FLAGS.items():
-        definers[kind](name, None, text, **here)  # type: ignore[operator]
+        _DEFINERS[kind](name, None, text, **here)  # type: ignore[operator]
     overflow_flags.define(without=_WITHOUT, flag_values=flag_values)
 
 
@@ -142,13 +151,21 @@ def config(*, flag_values: flags.FlagValues = flags.FLAGS) -> TaskConfig:
         return flag_values[name].value
 
     task = value("task")
-    kind = CONFIGS[task]
     given = {name: value(name) for name in _TASK_FLAGS if value(name) is not None}
-    for name in given.keys() - _fields(kind):
+    for name in given.keys() - _fields(CONFIGS[task]):
         tasks = ", ".join(each for each, other in CONFIGS.items() if name in _fields(other))
         raise ValueError(f"{name} wanted one of the tasks {tasks}; found {task}")
-    if value("plot_out") is not None and task != "ppl":
-        raise ValueError(f"plot_out wanted the task ppl, found {task}")
+    if value("plot_out") is not None and task not in ("ppl", "rag"):
+        raise ValueError(f"plot_out wanted one of the tasks ppl, rag; found {task}")
+    if value("json_out") is None and task != "blend_gate":
+        raise ValueError(f"json_out wanted a file for what {task} gives, found none")
+    if task not in _OVERFLOW_CONFIGS:
+        for name in _OF_OVERFLOW:
+            if flag_values[name].present:
+                raise ValueError(f"{name} wanted one of the tasks {', '.join(_OVERFLOW_CONFIGS)}; found {task}")
+        return evaluate_rag_flags.config(task, value("data"), given)
+    if value("data") is None:
+        raise ValueError(f"data wanted what {task} reads, found none")
     base = overflow_flags.overflow_config(flag_values=flag_values)
     methods = [parse_method(text, base) for text in value("method")]
     if task == "agreement" and all(overflow.method != "tt" for overflow in methods):
@@ -158,7 +175,7 @@ def config(*, flag_values: flags.FlagValues = flags.FLAGS) -> TaskConfig:
         window=value("window"),
         step_tokens=value("step_tokens"),
     )
-    return kind(comparison=comparison, data=value("data"), **given)
+    return _OVERFLOW_CONFIGS[task](comparison=comparison, data=value("data"), **given)
 
 
 def parse_method(text: str, base: OverflowConfig) -> OverflowConfig:
@@ -189,4 +206,6 @@ def parse_method(text: str, base: OverflowConfig) -> OverflowConfig:
 
 
 def _fields(kind: type[TaskConfig]) -> set[str]:
+    if kind in evaluate_rag_flags.CONFIGS.values():
+        return evaluate_rag_flags.fields_of(kind)
     return {field.name for field in dataclasses.fields(kind)}

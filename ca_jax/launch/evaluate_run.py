@@ -16,6 +16,10 @@ from ca_jax.evaluation.agreement import run_agreement
 from ca_jax.evaluation.longeval import run_longeval
 from ca_jax.evaluation.mmlu import run_mmlu
 from ca_jax.evaluation.perplexity import run_perplexity
+from ca_jax.evaluation.rag import run_rag
+from ca_jax.evaluation.rag_deviation import run_deviation
+from ca_jax.evaluation.rag_gate import run_gate
+from ca_jax.evaluation.rag_schema import TIMED_FIGURES, GateConfig, RagConfig
 from ca_jax.evaluation.schema import (
     AgreementConfig,
     Evaluation,
@@ -24,6 +28,7 @@ from ca_jax.evaluation.schema import (
     TaskConfig,
 )
 from ca_jax.launch import machine
+from ca_jax.launch.evaluate_rag_timing import run_timing
 from ca_jax.launch.progress import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress
 
@@ -76,4 +81,10 @@ def _evaluate(model: LoadedModel, config: TaskConfig, progress: Progress) -> Eva
         return run_longeval(model, config, progress)
     if isinstance(config, AgreementConfig):
         return run_agreement(model, config, progress)
+    if isinstance(config, GateConfig):
+        return run_gate(model, config, progress)
+    if isinstance(config, RagConfig):
+        if config.figure in TIMED_FIGURES:
+            return run_timing(model, config, progress)
+        return (run_rag if config.figure is None else run_deviation)(model, config, progress)
     return run_mmlu(model, config, progress)

@@ -40,13 +40,18 @@ def describe_tiers(cached_tokens: Mapping[str, int]) -> str:
 
 
 def describe_usage(usage: Usage) -> str:
-    """One line: TTFT, cached tokens by tier of the prompt's, new tokens, tokens generated and their rate."""
+    """One line: TTFT, cached tokens by tier of the prompt's, new tokens, tokens generated and their rate.
+
+    Cached tokens that were computed anew, and chunks that were not stored, where there were any.
+    """
     tiers = describe_tiers(usage.cached_tokens)
     parts = [
         f"TTFT {usage.ttft_s * 1e3:,.0f} ms",
         f"cached {usage.num_cached_tokens:,} of {usage.prompt_tokens:,} prompt tokens"
         + (f" ({tiers})" if tiers else ""),
         f"new {usage.new_tokens:,}",
+        *([f"recomputed {usage.repaired_tokens:,}"] if usage.repaired_tokens else []),
+        *([f"missed chunks {usage.missed_chunks:,}"] if usage.missed_chunks else []),
         f"answer {usage.completion_tokens:,}",
     ]
     rate = decode_rate(usage)

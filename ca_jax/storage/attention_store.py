@@ -70,6 +70,8 @@ class AttentionStore:
       weights: fingerprint of the weights and of whatever else decides what KV they give; other KV is not found on SSD.
       clock: seconds since the epoch, which times to live are counted by.
       on_progress: called from any thread when `poll` has something to do.
+      on_fetch: given bytes and seconds of fetches from SSD, from any thread, whenever some have ended and none is under
+        way.
       timeline: gets a span of every fetch and flush.
       open_ssd: called with what `SsdBooks` wants by name, and `on_progress`: gives the SSD tier in place of the one
         that the config names. A simulator has its own.
@@ -90,6 +92,7 @@ class AttentionStore:
         weights: str = "",
         clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] | None = None,
+        on_fetch: Callable[[int, float], None] | None = None,
         timeline: Timeline = NO_TIMELINE,
         open_ssd: Callable[..., SsdBooks] | None = None,
     ):
@@ -98,6 +101,7 @@ class AttentionStore:
         self._layout = layout
         self._progress = threading.Event()
         self._on_progress = on_progress
+        self._on_fetch = on_fetch
         policy = make_policy(config.eviction_policy) if policy is None else policy
         quota = config.tenant_quota_bytes
         self._dram = DramTier(layout, config.dram_bytes)
@@ -111,7 +115,7 @@ class AttentionStore:
             namespace = Namespace(
                 weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
             )
-            open_ssd = functools.partial(open_ssd_books, config, namespace, timeline=timeline)
+            open_ssd = functools.partial(open_ssd_books, config, namespace, on_fetch=self._fetched, timeline=timeline)
         if open_ssd is not None:
             self._ssd = open_ssd(
                 table=self._entries,
@@ -578,6 +582,10 @@ class AttentionStore:
         self._progress.set()
         if self._on_progress is not None:
             self._on_progress()
+
+    def _fetched(self, num_bytes: int, seconds: float) -> None:
+        if self._on_fetch is not None:
+            self._on_fetch(num_bytes, seconds)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -32,6 +32,7 @@ def open_ssd_books(
     policy: EvictionPolicy,
     clock: Callable[[], float],
     on_progress: Callable[[], None],
+    on_fetch: Callable[[int, float], None],
     timeline: Timeline,
 ) -> SsdBooks:
     """Opens the directory that the config names, and takes in what is stored there.
@@ -45,6 +46,7 @@ def open_ssd_books(
       policy: likewise.
       clock: likewise.
       on_progress: likewise.
+      on_fetch: as for `SsdWorker`.
       timeline: likewise.
 
     Raises:
@@ -71,6 +73,7 @@ def open_ssd_books(
             CatalogReader(directory, namespace),
             prepare=opened.reclaim,
             on_progress=on_progress,
+            on_fetch=on_fetch,
             timeline=timeline,
         )
         return SsdBooks(

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle
+from ca_jax.storage.busy_periods import BusyPeriods
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_keeper import CatalogKeeper
@@ -54,6 +55,7 @@ class SsdWorker:
       reader: of the same catalog, likewise.
       prepare: run before the first write, on the writing thread.
       on_progress: called, from the threads, whenever `take_ended` has something new.
+      on_fetch: given bytes and seconds, on the threads, whenever fetches have ended and none is under way.
       timeline: gets a span of every fetch, from reading the catalog to the last seal, and of every flush, from the
         first seal to the catalog; that of a move which fails says why.
     """
@@ -66,6 +68,7 @@ class SsdWorker:
         *,
         prepare: Callable[[], object],
         on_progress: Callable[[], None],
+        on_fetch: Callable[[int, float], None],
         timeline: Timeline,
     ) -> None:
         self._tier = tier
@@ -73,6 +76,7 @@ class SsdWorker:
         self._keeper = CatalogKeeper(catalog, on_lost=self._lost)
         self._reader = reader
         self._on_progress = on_progress
+        self._fetching = BusyPeriods(on_fetch)
         self._timeline = timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
         self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
@@ -176,6 +180,7 @@ class SsdWorker:
             self._end(TaskEnd(task=task, error=_cancelled()))
             return
         self._mark_begin(task)
+        self._fetching.begin(task)
         try:
             contents = self._expected(task)
         except BlockIoError as error:
@@ -284,6 +289,9 @@ class SsdWorker:
 
     def _end(self, end: TaskEnd) -> None:
         self._record(end)
+        if isinstance(end.task, FetchTask):
+            num_bytes = end.task.copy.num_blocks * self._layout.block_bytes
+            self._fetching.end(end.task, num_bytes if end.error is None else None)
         self._ended.append(end)
         self._on_progress()
 

@@ -7,6 +7,7 @@ import pytest
 import rich.console
 
 from ca_jax.launch import bench_tables
+from ca_jax.launch.bench_blend_schema import BlendRow, BlendThroughputRow
 from ca_jax.launch.bench_overflow_schema import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow
 from ca_jax.launch.bench_overlap_schema import DepthRow, PreloadRow, SaveRow, StreamRow
 from ca_jax.launch.bench_schema import DecodeRow, PrefillRow, ReuseRow, SourceTimes, TiersRow
@@ -24,6 +25,8 @@ ROWS = {
     "read_buffer": DepthRow,
     "save_turn": SaveRow,
     "stream": StreamRow,
+    "blend": BlendRow,
+    "blend_throughput": BlendThroughputRow,
     "conversations": ConversationsRow,
     "bookkeeping": BookkeepingRow,
     "decode_gap": GapRow,

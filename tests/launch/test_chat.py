@@ -11,7 +11,8 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import Engine, EngineConfig, FinishReason, OverflowConfig, SamplingParams, StoreConfig
+from ca_jax import BlendConfig, Engine, EngineConfig, FinishReason, OverflowConfig, SamplingParams, StoreConfig
+from ca_jax.errors import ContextWindowError
 from ca_jax.launch.chat import COMMANDS, Chat
 from ca_jax.launch.chat_input import lines_of
 
@@ -260,6 +261,45 @@ def test_a_store_in_memory_keeps_nothing_and_says_nothing_of_it(engine):
     assert "SSD" not in output
 
 
+def test_a_context_stands_in_front_of_the_first_message_that_is_sent(tiny_model, tmp_path):
+    context = ["The sky is green.", "Grass is blue."]
+    with ssd_engine(tiny_model, tmp_path) as engine:
+        chat, output = talk(engine, "  ", "Which is green?", "/new", "And now?", context=context)
+        assert engine.metrics.computed_chunks == 2
+    assert re.findall(r"^context: .*", output, re.MULTILINE)[0].startswith(
+        "context: 2 chunks in front of the next message · 2 computed now, in "
+    )
+    first, second = (session.messages for session in chat._sessions)
+    assert first[0]["content"] == "The sky is green.\n\nGrass is blue.\n\nWhich is green?"
+    assert second[0]["content"] == "And now?"
+    assert " · recomputed " in output
+    assert "missed chunks" not in output
+    with ssd_engine(tiny_model, tmp_path) as engine:
+        _, output = talk(engine, "Which is green?", context=context[::-1])
+        assert engine.metrics.computed_chunks == 0
+    assert "context: 2 chunks in front of the next message · 0 computed now" in output
+
+
+def test_a_context_whose_kv_is_not_used_by_chunk_is_not_computed_by_chunk(tiny_model):
+    config = EngineConfig(
+        context_window=512,
+        max_batch_size=1,
+        compile_cache_dir=None,
+        blend=BlendConfig(mode="prefix"),
+        store=StoreConfig(dram_gib=1 / 64),
+    )
+    with Engine.from_pretrained(str(tiny_model), config) as engine:
+        chat, output = talk(engine, "Which is green?", context=["The sky is green."])
+        assert engine.metrics.computed_chunks == 0
+    assert "context: 1 chunks in front of the next message\n" in output
+    assert chat.session.messages[0]["content"] == "The sky is green.\n\nWhich is green?"
+
+
+def test_a_context_too_long_for_the_window_ends_the_chat_before_it_begins(engine):
+    with pytest.raises(ContextWindowError, match="chunk 1 of 1"):
+        talk(engine, "hello", context=["long " * 200])
+
+
 def test_quit_ends_the_chat_before_what_follows(engine):
     chat, output = talk(engine, "/quit", "hello")
     assert chat.session.messages == []
@@ -349,6 +389,27 @@ def test_the_program_goes_on_where_it_left_off(tiny_model, tmp_path):
     assert "kept: hello · --session_id=trip" in outputs[0]
     goes_on = re.search(r"^session trip goes on: (\d+) tokens, 2 messages$", outputs[1], re.MULTILINE)
     assert f"(ssd {int(goes_on[1]) - 1})" in outputs[1]
+
+
+def test_the_program_answers_from_the_chunks_of_a_file(tiny_model, tmp_path):
+    text = tmp_path / "passages.txt"
+    text.write_text("The sky is green.\n---\nGrass is blue.\n---\n\n", encoding="utf-8")
+    command = [sys.executable, "-m", "ca_jax.launch.chat", f"--model={tiny_model}", "--max_tokens=4"]
+    command += [f"--context_file={text}", "--dram_gib=0.02", "--blend_recompute_ratio=0.5"]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command,
+        input="Which is green?\n",
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "BlendConfig(mode='blend', recompute_ratio=0.5," in done.stdout
+    assert "context: 2 chunks in front of the next message · 2 computed now, in " in done.stdout
+    assert re.search(r"TTFT .* · cached 35 of \d+ prompt tokens .* · recomputed \d+ · ", done.stdout, re.MULTILINE)
 
 
 def test_the_program_says_what_is_wrong_with_its_flags():

@@ -7,14 +7,15 @@ import sys
 import pytest
 from absl import flags
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
-from ca_jax.launch import engine_flags
-from ca_jax.launch.overflow_flags import FLAG_OF
+from ca_jax.launch import blend_flags, engine_flags, overflow_flags
 from ca_jax.overflow import OverflowConfig
 
-WITHOUT_FLAG = {"dtype", "context_window", "save_group_tokens", "compile_cache_dir", "store", "overflow"}
+WITHOUT_FLAG = {"dtype", "context_window", "save_group_tokens", "compile_cache_dir", "store", "overflow", "blend"}
 FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}
-OF_OVERFLOW = set(FLAG_OF.values())
+OF_OVERFLOW = set(overflow_flags.FLAG_OF.values())
+OF_PARTS = OF_OVERFLOW | set(blend_flags.FLAG_OF.values())
 
 
 def parse(*arguments, default=None):
@@ -29,8 +30,8 @@ def test_every_field_has_a_flag_of_its_name_but_those_that_scripts_settle():
     before = set(values)
     engine_flags.define(flag_values=values)
     booleans = {f"no{name}" for name in ("async_save", "recompute_if_faster", "truncate_whole_turns")}
-    assert set(values) - before - booleans == (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW
-    assert all(values[name].help for name in (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW)
+    assert set(values) - before - booleans == (FIELDS - WITHOUT_FLAG) | OF_PARTS
+    assert all(values[name].help for name in (FIELDS - WITHOUT_FLAG) | OF_PARTS)
 
 
 def test_without_flags_the_config_is_the_default():
@@ -84,6 +85,14 @@ def test_flags_of_overflow_are_fields_of_its_config():
     assert parse("--token_discarder=heavy_hitters").overflow == OverflowConfig(discarder="heavy_hitters")
 
 
+def test_flags_of_cacheblend_are_fields_of_its_config():
+    found = parse("--blend_mode=reuse", "--blend_recompute_ratio=0.3", "--blend_check_layers=2")
+    assert found == EngineConfig(blend=BlendConfig(mode="reuse", recompute_ratio=0.3, check_layers=2))
+    default = EngineConfig(blend=BlendConfig(mode="prefix", min_recompute_ratio=0.05))
+    assert parse(default=default) == default
+    assert parse("--blend_mode=blend", default=default).blend == BlendConfig(min_recompute_ratio=0.05)
+
+
 def test_an_engine_may_drop_nothing():
     assert parse("--overflow_method=off") == EngineConfig(overflow=None)
     dropping_nothing = EngineConfig(overflow=None, max_batch_size=2)
@@ -115,6 +124,7 @@ def test_a_read_buffer_is_a_number_of_layers_or_a_word(text, value):
         (["--max_tpot_ms=-1"], "max_tpot_ms wanted a number > 0, found -1"),
         (["--max_batch_size=0"], "max_batch_size must be positive, found 0"),
         (["--truncation_ratio=2"], r"truncation_ratio wanted a share of the window in \(0, 1\], found 2"),
+        (["--blend_recompute_ratio=2"], r"recompute_ratio wanted a share in \[0, 1\] or None, found 2"),
         (["--overflow_method=off", "--keep_first_tokens=1"], "keep_first_tokens wanted an overflow_method that drops"),
     ],
 )
@@ -129,5 +139,5 @@ def test_the_help_of_a_script_shows_them(script, lacks):
         [sys.executable, "-m", f"ca_jax.launch.{script}", "--help"], capture_output=True, text=True, timeout=120
     )
     shown = done.stdout.replace("[no]", "")
-    assert all(f"--{name}: " in shown for name in (FIELDS - WITHOUT_FLAG) | OF_OVERFLOW - lacks)
+    assert all(f"--{name}: " in shown for name in (FIELDS - WITHOUT_FLAG) | OF_PARTS - lacks)
     assert not any(f"--{name}: " in shown for name in lacks)

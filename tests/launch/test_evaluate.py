@@ -115,8 +115,8 @@ def test_a_method_may_say_what_it_has_otherwise():
         (["--task=ppl", "--method=ca:anchor_tokens=x"], "anchor_tokens wanted an integer, found 'x'"),
         (["--task=ppl", "--method=ca,ca"], "wanted each method once, found 'ca, keep 4' more often"),
         (["--task=ppl", "--every=256"], "every wanted one of the tasks agreement; found ppl"),
-        (["--task=ppl", "--seed=1"], "seed wanted one of the tasks longeval, mmlu; found ppl"),
-        (["--task=mmlu", "--plot_out=a.png"], "plot_out wanted the task ppl, found mmlu"),
+        (["--task=ppl", "--seed=1"], "seed wanted one of the tasks longeval, mmlu, rag, blend_gate; found ppl"),
+        (["--task=mmlu", "--plot_out=a.png"], "plot_out wanted one of the tasks ppl, rag; found mmlu"),
         (["--task=longeval", "--form=talk"], "form wanted one of continue, chat, found 'talk'"),
         (["--task=agreement", "--method=tt"], "agreement wanted tt and a method"),
         (["--task=ppl", "--keep_first_tokens=1024"], "keep_first_tokens wanted fewer than the context window of 1024"),
@@ -287,7 +287,7 @@ def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
             "error: wanted 0 < step_tokens <= window <= 8192, the model's context window",
         ),
         (["--task=ppl"], "error: wanted a text of at least 1025 tokens to overflow a window of 1024, found 376 in"),
-        (["--task=chess"], "value should be one of <ppl|longeval|mmlu|agreement>"),
+        (["--task=chess"], "value should be one of <ppl|longeval|mmlu|agreement|rag|blend_gate>"),
     ],
 )
 def test_the_command_says_what_was_wrong(tiny_model, text, tmp_path, arguments, message):

@@ -37,6 +37,11 @@ def test_a_turn_is_described_with_the_tiers_that_gave_something():
     )
 
 
+def test_what_was_computed_anew_of_chunks_and_which_were_missed_is_described():
+    usage = dataclasses.replace(USAGE, repaired_tokens=1033, missed_chunks=1)
+    assert " · new 19 · recomputed 1,033 · missed chunks 1 · answer 65 · " in describe_usage(usage)
+
+
 def test_an_answer_of_one_token_has_no_rate():
     one = Usage(**{**vars(USAGE), "completion_tokens": 1, "decode_s": 0.0, "cached_tokens": {"dram": 0}})
     assert decode_rate(one) is None

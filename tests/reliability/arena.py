@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Answer, Session
@@ -34,6 +35,8 @@ class Tally:
     wrong_tokens: int = 0
     failed_requests: int = 0
     cached_tokens: int = 0
+    loaded_chunks: int = 0
+    missed_chunks: int = 0
     reasons: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """The store's counters of misses and failed flushes, by kind and reason."""
 
@@ -50,6 +53,7 @@ class Turn:
     name: str
     session: Session
     answer: Answer
+    context: Sequence[Sequence[int]]
 
 
 class Arena:
@@ -59,10 +63,13 @@ class Arena:
       directory: of the SSD tier.
       driver: of it.
       seed: of what is said.
+      ratio: share of chunks that is computed anew: turns have contexts of chunks then. With less than 1 answers are not
+        those of one pass, and are not checked; None: there are no chunks.
       **store: fields of the store's config.
     """
 
-    def __init__(self, directory: Path, driver: str, seed: int, **store: object) -> None:
+    def __init__(self, directory: Path, driver: str, seed: int, *, ratio: float | None = None, **store: object) -> None:
+        self.ratio = ratio
         self.directory = directory
         self.driver = driver
         self.random = np.random.default_rng(seed)
@@ -71,6 +78,7 @@ class Arena:
         self._config = workload.ssd_store(
             directory, driver, **{"dram_blocks": 200, "ssd_blocks": 300, "dram_free_fraction": 0.995} | store
         )
+        self._num_contexts = 0
         self._known: dict[str, list[int]] = {}  # What was said, as the callers know it.
         self._num_named = 0
         self._counted: collections.Counter[str] = collections.Counter()
@@ -98,7 +106,8 @@ class Arena:
     def open(self, model: LoadedModel | None = None) -> None:
         """Starts an engine."""
         self._model = model or self._model
-        self.engine = Engine(self._model, dataclasses.replace(kit.SMALL, store=self._config))
+        blend = BlendConfig(recompute_ratio=self.ratio)
+        self.engine = Engine(self._model, dataclasses.replace(kit.SMALL, store=self._config, blend=blend))
         self._counted.clear()
 
     def restart(self, model: LoadedModel | None = None) -> None:
@@ -161,14 +170,22 @@ class Arena:
         max_tokens: int = _NEW_TOKENS,
         new: Sequence[int] | None = None,
     ) -> Turn:
-        """Queues a turn. A caller whose conversation the engine has lost says all of it again."""
+        """Queues a turn. A caller whose conversation the engine has lost says all of it again.
+
+        Where there are chunks, it has a context of two, unless it is said what is `new`: four turns have all of them.
+        """
         session = self.engine.session(session_id=name)
         known = self._known.setdefault(name, [])
-        num_held = len(session.token_ids)
+        num_held, context = len(session.token_ids), ()
         assert session.token_ids == known[:num_held], f"{name}: the engine tells another conversation"
         if new is None:
             new = self.random.integers(0x20, 0x7F, self.random.integers(*num_new)).tolist()
-        return Turn(name, session, session.send_ids([*known[num_held:], *new], max_tokens=max_tokens))
+            if self.ratio is not None:
+                first = self._num_contexts = (self._num_contexts + 1) % len(workload.CHUNKS)
+                pair = (workload.CHUNKS[first], workload.CHUNKS[first - len(workload.CHUNKS) // 2])
+                context = tuple(pair[i] for i in self.random.permutation(2))
+        answer = session.send_ids([*known[num_held:], *new], context=context or None, max_tokens=max_tokens)
+        return Turn(name, session, answer, context)
 
     def finish(self, turns: Sequence[Turn]) -> None:
         """Runs turns to their ends, a token of each at a time, and checks their answers."""
@@ -187,7 +204,10 @@ class Arena:
             assert usage is not None
             self.tally.answers += 1
             self.tally.cached_tokens += usage.num_cached_tokens
-            self.tally.wrong_tokens += workload.num_wrong(self._model, token_ids, usage.completion_tokens)
+            self.tally.loaded_chunks += len(turn.context) - usage.missed_chunks
+            self.tally.missed_chunks += usage.missed_chunks
+            if self.ratio in (None, 1.0):
+                self.tally.wrong_tokens += workload.num_wrong(self._model, token_ids, usage.completion_tokens)
             self._known[turn.name] = list(token_ids)
 
     def converse(self, names: Sequence[str] | None = None, num_new: tuple[int, int] = (2, 12)) -> None:
@@ -226,9 +246,24 @@ class Arena:
             tables = {r.session_id: r.block_ids.tolist() for r in reader.load_all(lambda key, reason: None)}
         return {name: tables[name] for name in names}
 
+    def idle_chunks(self, running: Sequence[Turn] = ()) -> list[str]:
+        """Names of chunks that are on SSD alone, and that no turn which runs has in its context."""
+        keys = {chunk: self.engine._kv.chunks.key(chunk, "") for chunk in workload.CHUNKS}
+        used = {keys[tuple(chunk)] for turn in running for chunk in turn.context}
+        wanted = set(keys.values()) - used
+        infos = self.engine.stored.list()
+        return [info.session_id for info in infos if info.key in wanted and info.residency is Residency.SSD]
+
     def check_books(self) -> None:
-        """Holds the store's books against the disk."""
+        """Holds the store's books against the disk, and what it serves as chunks against chunks computed alone."""
         workload.check_books(self.engine, self.directory)
+        assert self.check_chunks() or self.ratio is None, "no chunk is stored"
+
+    def check_chunks(self) -> int:
+        """Holds what the store serves as chunks against chunks computed alone; how many it serves."""
+        if self.ratio is None:
+            return 0
+        return sum(workload.is_whole(self.engine, chunk) for chunk in workload.CHUNKS)
 
 
 @contextlib.contextmanager

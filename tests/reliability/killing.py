@@ -59,6 +59,8 @@ class Report:
     """Those of them that tokens were dropped from."""
     tokens_checked: int = 0
     """Of these sessions' stored KV."""
+    chunks_checked: int = 0
+    """Chunks on SSD, after restarts."""
     wrong_tokens: int = 0
     answers: int = 0
     rounds_with_unheld_blocks: int = 0
@@ -279,6 +281,10 @@ def _check_restart(
         assert {key: info.ssd_tokens for key, info in infos.items()} == {
             key: state.num_tokens for key, state in stored.items()
         }
+        for chunk in workload.CHUNKS:
+            if infos.pop(engine._kv.chunks.key(chunk, ""), None) is not None:
+                assert workload.is_whole(engine, chunk), f"a chunk of {len(chunk)} tokens is stored, and not served"
+                report.chunks_checked += 1
         sessions = [engine.session(session_id=info.session_id) for info in infos.values()]
         lineages = [session.conversation.lineage for session in sessions]
         assert lineages == [info.num_dropped for info in infos.values()], "a conversation of another state than its KV"
@@ -293,8 +299,8 @@ def _check_restart(
             assert session.usage is not None
             assert length >= info.ssd_tokens, "KV of more tokens than the conversation has"
             assert session.usage.cached_tokens == {"ssd": info.ssd_tokens}, f"{info}: {session.usage}"
-            report.cut_sessions += info.num_dropped > 0
-            if not info.num_dropped:  # The others go on behind KV that no one pass gives.
+            report.cut_sessions += session.num_dropped > 0
+            if not session.num_dropped:  # The others go on behind KV that no one pass gives.
                 report.wrong_tokens += workload.num_wrong(kit.tiny_model(), session.token_ids, _ANSWER_TOKENS)
             report.answers += 1
             report.sessions_checked += 1

@@ -11,12 +11,13 @@ from tests.reliability import campaigns, damage, workload
 from tests.reliability.arena import NUM_CONVERSATIONS, Arena
 
 
-def run(directory, name: str, driver: str, num_faults: int, seed: int) -> None:
+def run(directory, name: str, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> None:
     campaign, _ = campaigns.CAMPAIGNS[name]
-    tally = campaign(directory / "arena", driver, num_faults, seed)
+    tally = campaign(directory / "arena", driver, num_faults, seed, ratio)
     assert tally.faults >= num_faults
     assert tally.answers > 0
     assert tally.cached_tokens > 0, "nothing was ever read from SSD"
+    assert tally.loaded_chunks > 0 or ratio is None
     assert (tally.wrong_tokens, tally.failed_requests) == (0, 0)
 
 
@@ -24,6 +25,13 @@ def run(directory, name: str, driver: str, num_faults: int, seed: int) -> None:
 @pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
 def test_a_few_faults(tmp_path, name, driver):
     run(tmp_path, name, driver, 2, seed=1)
+
+
+@pytest.mark.parametrize(("driver", "ratio"), [("zarr3", 1.0), ("raw", 0.15)])
+@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
+def test_a_few_faults_with_chunks(tmp_path, name, driver, ratio):
+    """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
+    run(tmp_path, name, driver, 2, seed=1, ratio=ratio)
 
 
 @pytest.mark.parametrize("offset", [0, 16, 44, 68], ids=["magic", "page size", "schema format", "application"])
@@ -44,7 +52,8 @@ def test_a_catalog_with_a_damaged_header_is_moved_aside(tmp_path, offset):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ratio", [None, 1.0, 0.15])
 @pytest.mark.parametrize("driver", workload.DRIVERS)
 @pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
-def test_many_faults(tmp_path, name, driver):
-    run(tmp_path, name, driver, campaigns.CAMPAIGNS[name][1] // 2, seed=2)
+def test_many_faults(tmp_path, name, driver, ratio):
+    run(tmp_path, name, driver, campaigns.CAMPAIGNS[name][1] // 2, seed=2, ratio=ratio)

@@ -14,6 +14,7 @@ def test_what_was_published_outlives_kill_9(tmp_path, compile_cache, driver):
     assert report.wrong_tokens == 0
     assert report.turns > 0
     assert report.sessions_checked > 0
+    assert report.chunks_checked > 0
     assert report.changes["publish"] > 0
 
 

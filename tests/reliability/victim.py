@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ca_jax.blend_config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.session import Session
@@ -42,8 +43,8 @@ from tests import engine_kit as kit
 from tests.reliability import workload
 
 NUM_CONVERSATIONS = 8
-DRAM_BLOCKS = 30
-SSD_BLOCKS = 44
+DRAM_BLOCKS = 40
+SSD_BLOCKS = 56
 MAX_TOKENS = 150
 """A conversation that is longer is closed, and begins anew."""
 
@@ -97,10 +98,14 @@ class TellingCatalog(Catalog):
 
 
 def serve(directory: Path, driver: str, seed: int) -> None:
-    """Turns of several conversations at a time, some broken off; conversations rewound, cut, dropped, closed."""
+    """Turns of several conversations at a time, some broken off; conversations rewound, cut, dropped, closed.
+
+    Some turns have a context of chunks, all of which are computed anew, so that KV is that of one pass.
+    """
     random = np.random.default_rng(seed)
     store = workload.ssd_store(directory, driver, dram_blocks=DRAM_BLOCKS, ssd_blocks=SSD_BLOCKS)
-    engine = Engine(kit.tiny_model(), dataclasses.replace(kit.SMALL, max_batch_size=4, store=store))
+    config = dataclasses.replace(kit.SMALL, max_batch_size=4, store=store, blend=BlendConfig(recompute_ratio=1.0))
+    engine = Engine(kit.tiny_model(), config)
     stats = engine.store_stats()
     tell(f"open {stats.num_sessions} {stats.ssd.num_lost_sessions}")
     num_turns = 0
@@ -108,7 +113,11 @@ def serve(directory: Path, driver: str, seed: int) -> None:
         names = [f"conversation {i}" for i in random.choice(NUM_CONVERSATIONS, 4, replace=False)]
         sessions = [change(engine, engine.session(session_id=name), random) for name in names]
         answers = [
-            session.send_ids(kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))), max_tokens=n)
+            session.send_ids(
+                kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))),
+                context=context(random),
+                max_tokens=n,
+            )
             for session, n in zip(sessions, random.integers(2, 12, len(sessions)).tolist(), strict=True)
         ]
         if random.random() < 0.2:  # A caller that goes away.
@@ -119,6 +128,12 @@ def serve(directory: Path, driver: str, seed: int) -> None:
         if random.random() < 0.2:
             engine.wait_for_saves()
         tell(f"turns {num_turns}")
+
+
+def context(random: np.random.Generator) -> list[tuple[int, ...]] | None:
+    """Of one chunk or two, or none."""
+    chosen = random.permutation(len(workload.CHUNKS))[: random.choice(3, p=[0.5, 0.2, 0.3])]
+    return [workload.CHUNKS[i] for i in chosen] or None
 
 
 def change(engine: Engine, session: Session, random: np.random.Generator) -> Session:

@@ -32,6 +32,8 @@ from ca_jax.storage.ssd_books import SsdBooks
 from tests import engine_kit as kit
 
 DRIVERS = ("zarr3", "raw")
+CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
+"""What contexts are made of, where there are any."""
 _PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 _STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
 _KNOWN_FILES = re.compile(
@@ -107,6 +109,30 @@ def wait_until_nothing_moves(engine: Engine) -> None:
         assert time.monotonic() < give_up_s, "wanted the SSD tier to come to rest, found it busy"
         engine.wait_for_saves()
         engine._wakeup.wait(engine._wakeup.count, 0.05)
+
+
+def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
+    """Whether the store serves a chunk; checks that it is the KV of these tokens computed alone, all of it or nothing.
+
+    The model is `kit.tiny_model`.
+    """
+    store, key = store_of(engine), engine._kv.chunks.key(chunk, "")
+    give_up_s = time.monotonic() + _PATIENCE_S
+    while store.request(key):
+        assert time.monotonic() < give_up_s, "wanted a chunk to be fetched, or missed, found it on its way"
+        engine._wakeup.wait(engine._wakeup.count, 0.05)
+        store.poll()
+    ticket = store.prepare_load(key, chunk)
+    if ticket is None:
+        return False
+    assert ticket.num_tokens == len(chunk), f"wanted {len(chunk)} tokens of a chunk, found {ticket.num_tokens}"
+    layout = store.layout
+    found = np.empty((layout.num_layers, 2, len(chunk), layout.num_kv_heads, layout.head_dim), np.float32)
+    for layer in range(layout.num_layers):
+        ticket.read(layer, found[layer]).result()
+    store.complete_load(ticket)
+    np.testing.assert_allclose(found, kit.full_pass(list(chunk))[1], atol=1e-4)
+    return True
 
 
 def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None:

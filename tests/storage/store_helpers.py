@@ -58,6 +58,7 @@ def make_store(
     clock: Callable[[], float] | None = None,
     weights: str = "weights",
     timeline: Timeline = NO_TIMELINE,
+    on_fetch: Callable[[int, float], None] | None = None,
     **fields: Any,
 ) -> AttentionStore:
     """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show.
@@ -76,7 +77,9 @@ def make_store(
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
         **fields,
     )
-    store = AttentionStore(layout, config, policy, clock=clock or FakeClock(), weights=weights, timeline=timeline)
+    store = AttentionStore(
+        layout, config, policy, clock=clock or FakeClock(), weights=weights, on_fetch=on_fetch, timeline=timeline
+    )
     fill_blocks_with_nan(store)
     return store
 

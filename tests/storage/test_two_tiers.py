@@ -83,6 +83,21 @@ def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, 
     assert store.stats().num_hits_from_ssd == 1, "the second load came from DRAM"
 
 
+def test_fetches_say_how_many_bytes_they_moved_and_in_what_time(open_store, driver):
+    told: list[tuple[int, float]] = []
+    store = open_store(ssd_driver=driver, on_fetch=lambda *moved: told.append(moved))
+    for key, num_tokens in (("a", 6), ("b", 10)):
+        put(store, key, num_tokens)
+        store.leave_dram(key)
+    assert told == [], "nothing was fetched"
+    fetch(store, "a")
+    ((num_bytes, seconds),) = told
+    assert num_bytes == store.stats().ssd.fetched_bytes == 2 * LAYOUT.block_bytes
+    assert seconds > 0
+    fetch(store, "b")
+    assert sum(moved for moved, _ in told) == store.stats().ssd.fetched_bytes == 5 * LAYOUT.block_bytes
+
+
 def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
     store = open_store(4)
     with store.pinned("a"):
@@ -527,9 +542,11 @@ def test_a_fetch_that_fails_is_a_counted_miss_and_the_session_is_saved_anew(
     put(store, "a", 9)
     store.close()
     fault(directory, driver)
-    store = open_store(ssd_driver=driver)
+    told: list[tuple[int, float]] = []
+    store = open_store(ssd_driver=driver, on_fetch=lambda *moved: told.append(moved))
     fetch(store, "a")
     assert load(store, "a", ids(9)) is None
+    assert told == [], "what failed says nothing of how fast the disk is"
     misses = store.stats().misses
     assert misses[reason] == sum(misses.values()) == 1
     assert store.list() == ()

@@ -1,0 +1,257 @@
+"""A context of text chunks on the pure model: its KV computed at once, or chunk by chunk and put together; and what a
+question behind it sees: the distribution of its next tokens, and its forward attention matrix.
+
+One capacity serves all contexts, so that each function is compiled once for them.
+
+Shapes: S places of the context (padded), T tokens of the question (padded), L layers, N query heads, K KV heads, H head
+dim, F embed, V vocab.
+
+Not here: which tokens are computed anew (fusion), answers (rag_answers), what is compared (rag).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax import steps
+from ca_jax.evaluation.rag_items import RagPrompt
+from ca_jax.fusion import Fuser, FusionPlan, TokenKind
+from ca_jax.models import rope
+from ca_jax.models.attention import MASKED, dot, seen_keys
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.kv import LayerKV
+from ca_jax.models.transformer import Layer
+from ca_jax.pretrained import LoadedModel
+from ca_jax.steps.common import Params, apply, slice_rotation
+from ca_jax.transfer import to_device, to_host
+
+_CAPACITY_STEP = 256  # Contexts have a multiple of so many places.
+_CHUNK_STEP = 64  # Chunks are padded to a multiple of it,
+_QUESTION_STEP = 32  # and questions to one of it: each length is compiled for.
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a question behind a context sees."""
+
+    logprobs: np.ndarray
+    """Of the next token behind each of its last tokens, f64 `[positions, V]`."""
+    kv: list[jax.Array]
+    """The question's own unrotated KV, `[2, T, K, H]` for each layer."""
+    attention: list[jax.Array]
+    """The forward attention matrix, f32 `[N, T, S]` for each layer: what its tokens give to those of the context."""
+
+
+class ContextModel:
+    """Computes contexts of one model.
+
+    Args:
+      model: whose.
+      prompts: that will be asked about: says how long contexts and questions may become.
+      num_more: tokens that come behind a question.
+    """
+
+    def __init__(self, model: LoadedModel, prompts: Sequence[RagPrompt], num_more: int) -> None:
+        self.model = model
+        """Whose contexts they are."""
+        self.config: ModelConfig = model.config
+        """Of the model."""
+        self.capacity = _padded(max(len(prompt.context_ids) for prompt in prompts), _CAPACITY_STEP)
+        """S, of every context."""
+        self.question_capacity = _padded(max(len(prompt.question_ids) for prompt in prompts), _QUESTION_STEP)
+        """Most T."""
+        params = model.params["params"]
+        self.layers = [params[f"layer_{i}"] for i in range(model.config.num_layers)]
+        """Parameters of each layer."""
+        self.outer = {"params": {name: part for name, part in params.items() if not name.startswith("layer_")}}
+        """The other parameters."""
+        num_positions = self.capacity + self.question_capacity + _padded(num_more, _QUESTION_STEP)
+        self.window = min(num_positions, model.config.max_positions)
+        """How long a text may become, tokens; `dynamic` rope asks for it."""
+        self.table = steps.rotation_table(model.config, num_positions, self.window)
+        """Rotations of all positions."""
+
+    def prefill(self, token_ids: Sequence[int], padded: int | None = None) -> list[jax.Array]:
+        """KV of tokens with nothing before them, computed at once.
+
+        Args:
+          token_ids: at most `padded`.
+          padded: how many places; None: S.
+
+        Returns:
+          Unrotated `[2, padded, K, H]` for each layer; what is behind the tokens is of padding.
+        """
+        x, found = self._embed(token_ids, padded or self.capacity), []
+        zero = to_device(0, np.int32)
+        for i, params in enumerate(self.layers):
+            window = self.config.window_of(i)
+            x, kv = steps.prefill_layer(self.config, params, x, None, zero, self.table, None, window)
+            found.append(kv)
+        return found
+
+    def alone(self, chunk: Sequence[int]) -> np.ndarray:
+        """KV of a chunk computed alone, from position 0 on: unrotated, `[L, 2, T, K, H]`, T tokens."""
+        found = self.prefill(chunk, _padded(len(chunk), _CHUNK_STEP))
+        return np.stack([to_host(kv)[:, : len(chunk)] for kv in found])
+
+    def joined(self, chunks: Sequence[np.ndarray], start: int) -> list[jax.Array]:
+        """Chunks' KV one behind the other, from place `start` on: full reuse, but for what is before `start`.
+
+        Keys are unrotated: where they lie is their position.
+
+        Returns:
+          `[2, S, K, H]` for each layer, zeros where no chunk lies.
+        """
+        num_layers, _, _, num_kv, head_dim = chunks[0].shape
+        place = start
+        kv = np.zeros((num_layers, 2, self.capacity, num_kv, head_dim), chunks[0].dtype)
+        for chunk in chunks:
+            kv[:, :, place : place + chunk.shape[2]] = chunk
+            place += chunk.shape[2]
+        return [to_device(layer) for layer in kv]
+
+    def fused(self, plan: FusionPlan, token_ids: Sequence[int], kv: Sequence[jax.Array]) -> list[jax.Array]:
+        """A context of which some tokens are computed anew.
+
+        Args:
+          plan: which.
+          token_ids: of the whole context.
+          kv: see `joined`.
+        """
+        if not len(plan.kinds):
+            return list(kv)
+        x = self._embed(token_ids[plan.start :], self.capacity)
+        fuser = Fuser(self.config, self.layers, self.table, plan, x)
+        return [fuser.layer(i, layer) for i, layer in enumerate(kv)]
+
+    def ask(self, kv: Sequence[jax.Array], num_tokens: int, question: Sequence[int], positions: int) -> Asked:
+        """Puts a question behind a context.
+
+        Args:
+          kv: `[2, S, K, H]` for each layer.
+          num_tokens: of the context.
+          question: token ids, at least one.
+          positions: last tokens of it whose next tokens are told; all of them where it has fewer.
+        """
+        x = self._embed(question, _padded(len(question), _QUESTION_STEP))
+        length, count = to_device(num_tokens, np.int32), to_device(len(question), np.int32)
+        new, attention = [], []
+        for i, (params, history) in enumerate(zip(self.layers, kv, strict=True)):
+            window = self.config.window_of(i)
+            attention.append(
+                forward_attention(self.config, params, x, history, length, count, self.table, window=window)
+            )
+            x, own = steps.prefill_layer(self.config, params, x, history, length, self.table, None, window)
+            new.append(own)
+        last = x[:, max(0, len(question) - positions) : len(question)]
+        logits = to_host(steps.all_logits(self.config, self.outer, last))[0].astype(np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        return Asked(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), new, attention)
+
+    def _embed(self, token_ids: Sequence[int], padded: int) -> jax.Array:
+        row = np.zeros((1, padded), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        return steps.embed(self.config, self.outer, to_device(row))
+
+
+def plan_of(
+    model: ModelConfig,
+    prompt: RagPrompt,
+    *,
+    ratio: float,
+    selection: str = "hkvd",
+    check_layers: int = 1,
+    seed: int = 0,
+) -> FusionPlan:
+    """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed."""
+    kinds = np.full(len(prompt.context_ids), TokenKind.STORED, np.int32)
+    kinds[: len(prompt.head)] = TokenKind.NEW
+    start = 0 if prompt.head else len(prompt.chunks[0])
+    return FusionPlan(
+        num_layers=model.num_layers,
+        start=start,
+        kinds=kinds[start:],
+        chunk_starts=tuple(place for place in prompt.chunk_starts if place >= start and place < len(kinds)),
+        ratio=ratio,
+        check_layers=check_layers,
+        selection=selection,  # type: ignore[arg-type]
+        seed=seed,
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "window"))
+def forward_attention(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    history: jax.Array,
+    history_length: jax.Array,
+    num_new: jax.Array,
+    table: rope.Rotation,
+    window: int | None = None,
+) -> jax.Array:
+    """The attention that new tokens give to those of their history in one layer.
+
+    Args:
+      config: static.
+      layer_params: of the layer.
+      x: `[1, T, F]`, what goes into it.
+      history: its unrotated KV `[2, S, K, H]`.
+      history_length: i32 scalar, tokens of history that count.
+      num_new: i32 scalar, new tokens that count.
+      table: rotations of all positions.
+      window: static, of the layer: `config.window_of`.
+
+    Returns:
+      f32 `[N, T, S]`; 0 for tokens and places that do not count. A row's sum is 1 less what it gives to new tokens.
+
+    Source: the forward attention matrix, CacheBlend (Yao et al., EuroSys 2025), sections 2 and 4.1.
+    """
+    num_places, num_tokens = history.shape[1], x.shape[1]
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
+        rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, num_tokens)))
+        old = rope.rotate(history[0], slice_rotation(table, 0, num_places))
+        keys = jnp.concatenate([old, rope.rotate(new.k, rotation)[0]]).transpose(1, 0, 2)  # [K, S + T, H]
+        scaled = rope.rotate(q, rotation)[0].astype(jnp.float32) / math.sqrt(config.head_dim)
+        rows = scaled.astype(q.dtype).reshape(num_tokens, config.num_kv_heads, -1, config.head_dim)
+        scores = dot(rows.transpose(1, 2, 0, 3), keys[:, None].repeat(rows.shape[2], 1), (3, 3), 2)  # [K, G, T, S + T]
+        query_index = jnp.arange(num_tokens)[:, None]
+        seen = seen_keys(jnp.arange(num_places + num_tokens)[None], query_index, history_length, num_places, window)
+        given = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1), 0)[..., :num_places]
+        given = jnp.where(query_index < num_new, given, 0)
+        return jnp.zeros_like(q), given.reshape(-1, num_tokens, num_places)
+
+    return apply(Layer(config), {"params": layer_params}, x, attend_fn)[1]
+
+
+@jax.jit
+def attention_deviations(attention: Sequence[jax.Array], full: Sequence[jax.Array]) -> jax.Array:
+    """L2 norm of the difference of two forward attention matrices, f32 `[L]`.
+
+    Args:
+      attention: see `Asked.attention`.
+      full: that of full recompute.
+    """
+    return jnp.stack([jnp.sqrt(((one - other) ** 2).sum()) for one, other in zip(attention, full, strict=True)])
+
+
+@jax.jit
+def kv_deviations(kv: Sequence[jax.Array], full: Sequence[jax.Array]) -> jax.Array:
+    """How far each token's KV is from that of full recompute: L2 norm over keys and values, all heads', f32 `[L, S]`.
+
+    Keys are compared unrotated, which is the same as rotated: a rotation changes no distance.
+    """
+    differences = [one.astype(jnp.float32) - other.astype(jnp.float32) for one, other in zip(kv, full, strict=True)]
+    return jnp.stack([jnp.sqrt((each**2).sum((0, 2, 3))) for each in differences])
+
+
+def _padded(num_tokens: int, step: int) -> int:
+    return -(-num_tokens // step) * step

@@ -1,0 +1,174 @@
+"""How stored KV deviates from full recompute, and what computing some of it anew leaves: figures 6, 7 and 8.
+
+Not here: answers and their quality (rag), the figures as plots (launch).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 4.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ca_jax.evaluation.comparison import EvaluationError
+from ca_jax.evaluation.rag import read_prompts
+from ca_jax.evaluation.rag_context import ContextModel
+from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
+from ca_jax.evaluation.rag_metrics import rank_correlation
+from ca_jax.evaluation.rag_rows import AttentionRow, CorrelationRow, DistributionRow
+from ca_jax.evaluation.rag_schema import RagConfig
+from ca_jax.evaluation.schema import Evaluation, Row
+from ca_jax.evaluation.statistics import paired_interval
+from ca_jax.pretrained import LoadedModel, Progress
+from ca_jax.transfer import to_device
+
+ORACLE = "oracle"
+"""The selection of figure 6: by the true deviation, which nobody has who wants to save computing it."""
+
+
+def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
+    """Measures the figure that `config.figure` says, 6, 7 or 8.
+
+    Args:
+      model: whose KV deviates.
+      config: what is asked; of answers it has no use.
+      progress: told of items as they are done.
+
+    Raises:
+      EvaluationError: no items, prompts without a second chunk, or longer than the model's window.
+      ValueError: another figure.
+    """
+    if config.figure not in _MEASURED:
+        raise ValueError(f"figure wanted one of {', '.join(map(str, _MEASURED))}; found {config.figure}")
+    prompts = read_prompts(model, config.chunking)
+    alone = next((prompt for prompt in prompts if len(prompt.chunks) < 2), None)
+    if alone is not None:
+        raise EvaluationError(f"wanted prompts of at least 2 chunks, found {len(alone.chunks)} in {alone.source}")
+    contexts = ContextModel(model, prompts, 0)
+
+    def prepared() -> Iterator[PromptContexts]:
+        for nth, prompt in enumerate(prompts):
+            progress(f"figure {config.figure}", nth, len(prompts))
+            yield PromptContexts(contexts, prompt, config.blends)
+        progress(f"figure {config.figure}", len(prompts), len(prompts))
+
+    return Evaluation(rows=_MEASURED[config.figure](config, prepared()), items=[])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    selection: str
+    ratio: float
+
+
+def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[AttentionRow]:
+    points = [_Point(ORACLE, ratio) for ratio in sorted({0.0, *config.blends.ratios})]
+    points += [_Point(selection, 0.0) for selection in config.blends.selections]
+    points += [_Point(selection, ratio) for selection, ratio in config.blends.points if ratio]
+    points.sort(key=lambda point: ((ORACLE, *config.blends.selections).index(point.selection), point.ratio))
+    found: dict[_Point, list[Compared]] = {point: [] for point in points}
+    for of in contexts:
+        reused = of.compared(of.ask(of.kv(REUSE)))
+        for point, each in found.items():
+            if not point.ratio:
+                each.append(reused)
+                continue
+            if point.selection == ORACLE:
+                kv = true_kv(of, point.ratio)
+            else:
+                kv = of.kv(Method(kind="blend", ratio=point.ratio, selection=point.selection))
+            each.append(of.compared(of.ask(kv)))
+    rows = []
+    for point, each in found.items():
+        layers = np.mean([one.deviations for one in each], axis=0)
+        reused_mean = np.mean([one.deviations for one in found[_Point(point.selection, 0.0)]])
+        rows.append(
+            AttentionRow(
+                selection=point.selection,
+                ratio=point.ratio,
+                num_items=len(each),
+                attention_deviation=float(layers.mean()),
+                interval=paired_interval([float(one.deviations.mean()) for one in each], range(len(each))),
+                share=float(layers.mean() / reused_mean),
+                layer_deviations=layers.tolist(),
+                mean_kl=float(np.mean([one.kl for one in each])),
+            )
+        )
+    return rows
+
+
+def true_kv(of: PromptContexts, ratio: float) -> list[jax.Array]:
+    """Stored KV, but that in each layer the tokens that deviate most there have that of full recompute.
+
+    Args:
+      of: the contexts of a prompt.
+      ratio: share of the tokens in each layer.
+    """
+    deviation, places = of.kv_deviations(of.stored), of.stored_places()
+    count = round(ratio * len(places))
+    kv = []
+    for layer, (stored, full) in enumerate(zip(of.stored, of.full, strict=True)):
+        mask = np.zeros(stored.shape[1], bool)
+        mask[: places[0]] = True  # What is before them is exact, or computed.
+        mask[places[np.argsort(-deviation[layer], kind="stable")[:count]]] = True
+        kv.append(_chosen(to_device(mask), full, stored))
+    return kv
+
+
+@jax.jit
+def _chosen(mask: jax.Array, full: jax.Array, stored: jax.Array) -> jax.Array:
+    return jnp.where(mask[:, None, None], full, stored)
+
+
+def _distribution_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[DistributionRow]:
+    found: list[np.ndarray] = []
+    for of in contexts:
+        found.append(of.kv_deviations(of.stored))
+    deviation = np.concatenate(found, axis=1)  # [L, tokens of all items]
+    last = len(deviation) - 1
+    rows = []
+    for layer in dict.fromkeys((min(1, last), last // 2, last)):
+        values = np.sort(deviation[layer])
+        rows.append(
+            DistributionRow(
+                layer=layer,
+                num_items=len(found),
+                num_tokens=len(values),
+                percentiles=np.percentile(values, np.arange(101)).tolist(),
+                top_10_share=_top_share(values, 0.1),
+                top_15_share=_top_share(values, 0.15),
+            )
+        )
+    return rows
+
+
+def _correlation_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> list[CorrelationRow]:
+    found: list[list[float]] = []
+    for of in contexts:
+        deviation = of.kv_deviations(of.stored)
+        found.append([rank_correlation(deviation[i], deviation[i + 1]) for i in range(1, len(deviation) - 1)])
+    return [
+        CorrelationRow(
+            layer=layer,
+            num_items=len(values),
+            correlation=float(np.mean(values)),
+            interval=paired_interval(list(values), range(len(values))),
+        )
+        for layer, values in enumerate(zip(*found, strict=True), 1)
+    ]
+
+
+def _top_share(ascending: Sequence[float] | np.ndarray, share: float) -> float:
+    values = np.asarray(ascending)
+    total = values.sum()
+    return float(values[len(values) - round(share * len(values)) :].sum() / total) if total > 0 else 0.0
+
+
+_MEASURED: dict[int, Callable[[RagConfig, Iterator[PromptContexts]], Sequence[Row]]] = {
+    6: _attention_rows,
+    7: _distribution_rows,
+    8: _correlation_rows,
+}

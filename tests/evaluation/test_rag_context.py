@@ -1,0 +1,156 @@
+"""Contexts of chunks on the pure model: against full passes, and against attention that is counted otherwise."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax import steps
+from ca_jax.evaluation.rag_answers import Answerer, Behind
+from ca_jax.evaluation.rag_context import (
+    ContextModel,
+    attention_deviations,
+    forward_attention,
+    kv_deviations,
+    plan_of,
+)
+from ca_jax.evaluation.rag_items import RagPrompt
+from ca_jax.evaluation.statistics import log_softmax
+from ca_jax.fusion import TokenKind
+from tests import engine_kit as kit
+
+CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))
+QUESTION = tuple(kit.prompt(11))
+ANSWER_TOKENS = 6
+
+
+def prompt(head=()) -> RagPrompt:
+    return RagPrompt(source="made", head=head, chunks=CHUNKS, question_ids=QUESTION, answers=())
+
+
+@pytest.fixture(scope="module")
+def contexts() -> ContextModel:
+    return ContextModel(kit.tiny_model(), [prompt((5,))], ANSWER_TOKENS)
+
+
+def stacked(kv, num_tokens: int) -> np.ndarray:
+    return np.stack([np.asarray(layer)[:, :num_tokens] for layer in kv])
+
+
+def test_a_context_is_computed_as_in_one_pass_and_so_is_the_question_behind_it(contexts):
+    ids = prompt().context_ids
+    logits, kv = kit.full_pass([*ids, *QUESTION])
+    full = contexts.prefill(ids)
+    np.testing.assert_allclose(stacked(full, len(ids)), kv[:, :, : len(ids)], atol=1e-4)
+    asked = contexts.ask(full, len(ids), QUESTION, 4)
+    expected = [log_softmax(row) for row in logits[-4:]]
+    np.testing.assert_allclose(asked.logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(stacked(asked.kv, len(QUESTION)), kv[:, :, len(ids) :], atol=1e-4)
+    everything = contexts.ask(full, len(ids), QUESTION, 99)
+    assert len(everything.logprobs) == len(QUESTION)
+
+
+def test_chunks_are_joined_where_they_are_used(contexts):
+    alone = [contexts.alone(chunk) for chunk in CHUNKS]
+    expected = np.concatenate([kit.full_pass(list(chunk))[1] for chunk in CHUNKS], axis=2)
+    num_tokens = expected.shape[2]
+    np.testing.assert_allclose(stacked(contexts.joined(alone, 0), num_tokens), expected, atol=1e-5)
+    behind = stacked(contexts.joined(alone, 1), num_tokens + 1)
+    assert not behind[:, :, 0].any()
+    np.testing.assert_allclose(behind[:, :, 1:], expected, atol=1e-5)
+
+
+def test_the_first_chunk_is_exact_unless_something_is_before_it():
+    plan = plan_of(kit.tiny_model().config, prompt(), ratio=0.5)
+    assert (plan.start, plan.chunk_starts, set(plan.kinds)) == (30, (30, 71, 72), {TokenKind.STORED})
+    plan = plan_of(kit.tiny_model().config, prompt((5,)), ratio=0.5)
+    assert (plan.start, plan.chunk_starts) == (0, (1, 31, 72, 73))
+    assert plan.kinds.tolist() == [TokenKind.NEW] + [TokenKind.STORED] * 102
+
+
+@pytest.mark.parametrize("head", [(), (5,)])
+@pytest.mark.parametrize("selection", ["hkvd", "random", "first"])
+def test_all_tokens_anew_are_full_recompute(contexts, head, selection):
+    ids = prompt(head).context_ids
+    stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], len(head))
+    plan = plan_of(contexts.config, prompt(head), ratio=1.0, selection=selection)
+    np.testing.assert_allclose(stacked(contexts.fused(plan, ids, stored), len(ids)), kit.full_pass(ids)[1], atol=1e-4)
+
+
+def test_no_tokens_anew_are_full_reuse_and_a_single_chunk_needs_none(contexts):
+    stored = contexts.joined([contexts.alone(chunk) for chunk in CHUNKS], 0)
+    ids = prompt().context_ids
+    fused = contexts.fused(plan_of(contexts.config, prompt(), ratio=0.0), ids, stored)
+    np.testing.assert_array_equal(stacked(fused, len(ids)), stacked(stored, len(ids)))
+    single = dataclasses.replace(prompt(), chunks=CHUNKS[:1])
+    kv = contexts.joined([contexts.alone(CHUNKS[0])], 0)
+    plan = plan_of(contexts.config, single, ratio=0.5)
+    fused = contexts.fused(plan, list(CHUNKS[0]), kv)
+    np.testing.assert_allclose(stacked(fused, 30), kit.full_pass(list(CHUNKS[0]))[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_forward_attention_adds_up_to_what_places_receive(contexts, window):
+    """Summed over heads and the question's tokens it is what `steps` counts for discarding lists, in its own way."""
+    ids = prompt().context_ids
+    kv = contexts.prefill(ids)
+    row = np.zeros((1, 16), np.int32)
+    row[0, : len(QUESTION)] = QUESTION
+    x = steps.embed(contexts.config, contexts.outer, jnp.asarray(row))
+    length, count = jnp.int32(len(ids)), jnp.int32(len(QUESTION))
+    for params, layer in zip(contexts.layers, kv, strict=True):
+        arguments = (contexts.config, params, x, layer, length, count, contexts.table)
+        given = np.asarray(forward_attention(*arguments, window=window))
+        x, _, received = steps.prefill_layer_attention(*arguments, window=window)
+        assert given.shape == (contexts.config.num_heads, 16, contexts.capacity)
+        np.testing.assert_allclose(given.sum((0, 1)), np.asarray(received)[: contexts.capacity], atol=1e-5)
+        assert not given[:, :, len(ids) :].any()
+        assert not given[:, len(QUESTION) :].any()
+        assert (given.sum(-1)[:, : len(QUESTION)] < 1).all()
+
+
+def test_deviations_are_l2_norms():
+    one, other = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3, 4)).at[0, 1, 2].set(3.0).at[1, 0, 0].set(-4.0)
+    np.testing.assert_allclose(attention_deviations([one, other], [other, other]), [5, 0])
+    kv, full = jnp.zeros((2, 3, 1, 2)), jnp.zeros((2, 3, 1, 2)).at[0, 1, 0, 0].set(3.0).at[1, 1, 0, 1].set(4.0)
+    np.testing.assert_allclose(kv_deviations([kv, kv], [full, kv]), [[0, 5, 0], [0, 0, 0]])
+
+
+def test_answers_are_greedy_each_behind_its_own_context(contexts):
+    rows, expected = [], []
+    for order in (CHUNKS, CHUNKS[1::-1]):
+        ids = [token for chunk in order for token in chunk]
+        kv = contexts.prefill(ids)
+        rows.append(Behind(kv, len(ids), contexts.ask(kv, len(ids), QUESTION, 1), len(QUESTION)))
+        expected.append(kit.greedy_answer([*ids, *QUESTION], ANSWER_TOKENS))
+    answerer = Answerer(contexts, num_rows=2, max_tokens=ANSWER_TOKENS, capacity=contexts.capacity)
+    both = answerer.answer(rows)
+    assert [answer.token_ids for answer in both] == expected
+    (again,) = answerer.answer(rows[1:])
+    assert again.token_ids == expected[1]
+    stop = expected[0][3]
+    stopped = answerer.answer(rows[:1], [stop])[0]
+    assert stopped.token_ids == expected[0][: expected[0].index(stop)], "a token that ends an answer is none of it"
+
+
+def test_an_answers_log_probability_is_that_of_its_tokens(contexts):
+    ids = list(CHUNKS[0])
+    kv = contexts.prefill(ids)
+    row = Behind(kv, len(ids), contexts.ask(kv, len(ids), QUESTION, 1), len(QUESTION))
+    answerer = Answerer(contexts, num_rows=1, max_tokens=ANSWER_TOKENS, capacity=contexts.capacity)
+    (answer,) = answerer.answer([row])
+    start = len(ids) + len(QUESTION)
+    logits, _ = kit.full_pass([*ids, *QUESTION, *answer.token_ids])
+    expected = [log_softmax(logits[start - 1 + i])[token] for i, token in enumerate(answer.token_ids)]
+    assert answer.mean_logprob == pytest.approx(np.mean(expected), abs=1e-4)
+
+
+def test_what_is_compiled_does_not_grow_with_the_questions(contexts):
+    ids = prompt().context_ids
+    kv = contexts.prefill(ids)
+    contexts.ask(kv, len(ids), QUESTION, 1)
+    before = forward_attention._cache_size()
+    for num_tokens in (1, 5, 32):
+        contexts.ask(kv, len(ids) - num_tokens, kit.prompt(num_tokens), 1)
+    assert forward_attention._cache_size() == before

@@ -1,0 +1,381 @@
+"""Turns with a context of chunks, through the engine: against full passes, and against chunks computed alone.
+
+The references are the model's own: `kit.full_pass` for a text computed at once, and the model over an explicit KV for
+chunks that are put one behind the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax import BlendConfig
+from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.rates import PrefillRate, Rates, TransferRate
+from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.records import Residency
+from tests import engine_kit as kit
+from tests.test_engine_ssd import ssd_store
+
+A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
+ONE = kit.prompt(1, 4)
+QUESTION = kit.prompt(20, 5)
+WHOLE, REUSE, SOME = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0, 0.15))
+RECOMPUTE = BlendConfig(mode="recompute")
+MODES = [WHOLE, BlendConfig(mode="prefix"), RECOMPUTE]
+
+
+def joined(*chunks: list[int]) -> list[int]:
+    return list(itertools.chain.from_iterable(chunks))
+
+
+def alone(*chunks: list[int]) -> np.ndarray:
+    """KV of chunks, each computed alone, one behind the other: `[L, 2, T, K, H]`."""
+    return np.concatenate([kit.full_pass(chunk)[1] for chunk in chunks], axis=2)
+
+
+def answer_over(kv: np.ndarray, new_ids: list[int], max_tokens: int) -> list[int]:
+    """The greedy answer to new tokens behind KV `[L, 2, T, K, H]`, by the model over all of it for each token."""
+    model, ids = kit.tiny_model(), list(new_ids)
+    layers = tuple(LayerKV(jnp.asarray(k[None]), jnp.asarray(v[None])) for k, v in kv)
+    history = KVCache(layers, jnp.array([kv.shape[2]], jnp.int32))
+    for _ in range(max_tokens):
+        positions = jnp.arange(kv.shape[2], kv.shape[2] + len(ids))[None]
+        logits, _ = model.model.apply(model.params, jnp.array([ids]), positions, history)
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(new_ids) :]
+
+
+@pytest.mark.parametrize("blend", MODES, ids=lambda blend: f"{blend.mode}-{blend.recompute_ratio}")
+@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE), (A,)])
+def test_what_is_exact_answers_as_one_pass_over_all(blend, context):
+    prompt = joined(*context, QUESTION)
+    expected = kit.greedy_answer(prompt, 8)
+    with kit.small_engine(blend=blend) as engine:
+        engine.precompute(context)
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=context) == expected
+        assert session.token_ids[: len(prompt)] == prompt
+        np.testing.assert_allclose(
+            kit.stored_kv(engine, session)[:, :, : len(prompt)], kit.full_pass(prompt)[1], atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE)])
+def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
+    kv = alone(*context)
+    with kit.small_engine(blend=REUSE) as engine:
+        assert engine.precompute(context) == len({tuple(chunk) for chunk in context})
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=context) == answer_over(kv, QUESTION, 8)
+        assert session.usage.num_cached_tokens == kv.shape[2]
+        assert not session.usage.repaired_tokens
+        np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, : kv.shape[2]], kv, atol=1e-5)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+def test_a_single_chunk_at_the_start_is_a_prefix(ratio):
+    with kit.small_engine(blend=BlendConfig(recompute_ratio=ratio)) as engine:
+        engine.precompute([A])
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=[A]) == kit.greedy_answer(joined(A, QUESTION), 8)
+        assert session.usage.num_cached_tokens == len(A)
+        assert not session.usage.repaired_tokens
+        following = kit.say(session, B, 8)
+        assert following == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 8)
+        other = engine.session()  # It is KV like any other: whoever has the same tokens may begin with it.
+        assert kit.stored_kv(engine, session).shape[2] > len(A)
+        assert other.token_ids == []
+
+
+def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
+    context = (A, B, C)
+    with kit.small_engine(blend=SOME) as engine:
+        engine.precompute(context)
+        session = engine.session()
+        kit.say(session, QUESTION, 8, context=context)
+        usage, kv = session.usage, kit.stored_kv(engine, session)
+    num_tokens = sum(map(len, context))
+    assert usage.num_cached_tokens == num_tokens
+    assert usage.missed_chunks == 0
+    num_layers = kit.tiny.tiny_config().num_layers
+    assert 0 < usage.repaired_tokens <= (0.15 + 1 / num_layers) * num_tokens  # One layer checks.
+    as_stored, as_computed = alone(*context), kit.full_pass(joined(*context))[1]
+    np.testing.assert_allclose(kv[:, :, : len(A)], as_computed[:, :, : len(A)], atol=1e-5)
+    stays = np.isclose(kv[:, :, :num_tokens], as_stored, atol=1e-5).all((0, 1, 3, 4))
+    assert stays[: len(A)].all()
+    assert 0 < (~stays).sum() <= 0.5 * num_tokens
+    gone = np.abs(kv[:, :, :num_tokens] - as_computed).mean(), np.abs(as_stored - as_computed).mean()
+    assert gone[0] < gone[1]
+
+
+@pytest.mark.parametrize("selection", ["hkvd", "spread"])
+@pytest.mark.parametrize("context", [(B, A), (C, B, A), (A, A), (ONE, ONE, B), (ONE,), (C, ONE)])
+def test_any_order_of_what_was_all_seen_before(context, selection):
+    with kit.small_engine(blend=dataclasses.replace(SOME, selection=selection)) as engine:
+        engine.precompute([A, B, C, ONE])
+        loaded = engine.metrics.loaded_chunks
+        session = engine.session()
+        kit.say(session, QUESTION, 8, context=context)
+        assert engine.metrics.loaded_chunks == loaded + len(context)
+        assert engine.metrics.missed_chunks == 0
+        assert session.usage.num_cached_tokens == sum(map(len, context))
+
+
+def test_chunks_that_were_not_precomputed_are_computed_first_and_once():
+    with kit.small_engine(blend=SOME) as engine:
+        kit.say(engine.session(), QUESTION, 4, context=[A, B, A])
+        assert engine.metrics.computed_chunks == 2
+        kit.say(engine.session(), QUESTION, 4, context=[B, C])
+        assert engine.metrics.computed_chunks == 3
+        assert engine.metrics.missed_chunks == 0
+        assert engine.precompute([A, B, C]) == 0
+
+
+def test_turns_with_the_same_chunk_at_once_compute_it_once():
+    with kit.small_engine(blend=REUSE) as engine:
+        sessions = [engine.session() for _ in range(4)]
+        answers = [session.send_ids(QUESTION, context=[A, B], max_tokens=6) for session in sessions]
+        kit.drain(*answers)
+        assert engine.metrics.computed_chunks == 2
+        expected = answer_over(alone(A, B), QUESTION, 6)
+        assert all(session.token_ids[-6:] == expected for session in sessions)
+
+
+def test_following_turns_go_on_from_what_was_blended(tmp_path):
+    store = ssd_store(tmp_path)
+    with kit.small_engine(blend=REUSE, store=store) as engine:
+        session = engine.session(session_id="one")
+        kit.say(session, QUESTION, 8, context=[A, B])
+        kv = kit.stored_kv(engine, session)
+        engine.wait_for_saves()
+    fused = alone(A, B)
+    np.testing.assert_allclose(kv[:, :, : fused.shape[2]], fused, atol=1e-5)
+    with kit.small_engine(blend=REUSE, store=store) as engine:
+        session = engine.session(session_id="one")
+        history = session.token_ids
+        answer = kit.say(session, C, 8)
+        assert session.usage.cached_tokens == {"ssd": len(history) - 1}
+        assert answer == answer_over(fused, history[fused.shape[2] :] + C, 8)
+        engine.wait_for_saves()
+        assert kit.say(engine.session(), QUESTION, 8, context=[B, A]) == answer_over(alone(B, A), QUESTION, 8)
+        assert engine.metrics.computed_chunks == 0  # Chunks outlive their engine too.
+
+
+def test_context_in_a_later_turn_stands_behind_the_history():
+    with kit.small_engine(blend=REUSE) as engine:
+        session = engine.session()
+        kit.say(session, C, 8)
+        history = session.token_ids
+        answer = kit.say(session, QUESTION, 8, context=[A, B])
+        own = kit.full_pass(history)[1][:, :, :-1]  # The last token's KV was not computed when its turn ended.
+        last = KVCache(
+            tuple(LayerKV(jnp.asarray(k[None]), jnp.asarray(v[None])) for k, v in own),
+            jnp.array([own.shape[2]], jnp.int32),
+        )
+        assert last.capacity == len(history) - 1
+        fused = np.concatenate([kit.full_pass(history)[1], alone(A, B)], axis=2)
+        assert answer == answer_over(fused, QUESTION, 8)
+        assert session.usage.num_cached_tokens == len(history) - 1 + len(A) + len(B)
+        np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, : fused.shape[2]], fused, atol=1e-4)
+        then = session.token_ids
+        assert kit.say(session, B, 8) == answer_over(fused, then[fused.shape[2] :] + B, 8)
+
+
+def test_blended_kv_is_never_served_as_that_of_the_same_text(tmp_path):
+    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
+        kit.say(engine.session(), QUESTION, 8, context=[A, B])
+        engine.wait_for_saves()
+        prompt = joined(A, B, QUESTION)
+        session = engine.session()
+        assert kit.say(session, prompt, 8) == kit.greedy_answer(prompt, 8)
+        assert session.usage.num_cached_tokens <= len(A)
+
+
+def test_other_tenants_compute_their_own():
+    with kit.small_engine(blend=REUSE) as engine:
+        engine.precompute([A], tenant="one")
+        kit.say(engine.session(tenant="two"), QUESTION, 2, context=[A])
+        assert engine.metrics.computed_chunks == 2
+        kit.say(engine.session(tenant="one"), QUESTION, 2, context=[A])
+        assert engine.metrics.computed_chunks == 2
+        assert {info.tenant for info in engine.stored.list() if info.session_id.startswith("chunk-")} == {"one", "two"}
+
+
+@pytest.mark.parametrize("dram_blocks", [0, 2, 8])
+def test_a_store_that_is_too_small_for_chunks_gives_right_answers_all_the_same(dram_blocks):
+    context = (A, B, C)
+    with kit.small_engine(blend=WHOLE, store=kit.store_of(dram_blocks)) as engine:
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=context) == kit.greedy_answer(joined(*context, QUESTION), 8)
+        assert engine.metrics.missed_chunks or not session.usage.missed_chunks
+
+
+def test_a_chunk_that_was_dropped_meanwhile_is_computed_in_its_place():
+    with kit.small_engine(blend=REUSE) as engine:
+        engine.precompute([A, B, C])
+        engine.wait_for_saves()
+        session = engine.session()
+        answer = session.send_ids(QUESTION, context=[A, B, C], max_tokens=8)
+        engine._kv.drop(engine._kv.chunks.key(B, ""))
+        kit.drain(answer)
+        assert session.usage.missed_chunks == engine.metrics.missed_chunks == 1
+        kv = kit.stored_kv(engine, session)
+        expected = kit.full_pass(A + B)[1][:, :, : len(A) + len(B)]
+        np.testing.assert_allclose(kv[:, :, : len(A) + len(B)], expected, atol=1e-4)
+        np.testing.assert_allclose(kv[:, :, len(A + B) : len(A + B + C)], alone(C), atol=1e-5)
+
+
+def test_the_window_may_overflow_behind_a_context():
+    with kit.small_engine(blend=REUSE) as engine:
+        session = engine.session()
+        kit.say(session, QUESTION, 8, context=[A, B, C])
+        while not session.num_dropped:
+            kit.say(session, kit.prompt(100, len(session.token_ids)), 8)
+        kv = kit.stored_kv(engine, session)
+        assert np.isfinite(kv).all()
+        assert kv.shape[2] >= len(session.token_ids) - 1
+        kit.say(session, QUESTION, 8, context=[C])
+        assert session.usage.num_cached_tokens > len(C)
+
+
+def test_a_context_pushes_older_turns_out_of_the_window():
+    with kit.small_engine(blend=WHOLE) as engine:
+        session = engine.session()
+        kit.say(session, kit.prompt(400), 8)
+        kit.say(session, QUESTION, 8, context=[A, B, C])
+        assert session.usage.dropped_tokens > 0
+        assert session.usage.num_cached_tokens >= len(A + B + C)
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "says"),
+    [
+        ([], EmptyMessageError, "at least one chunk"),
+        ("text", InvalidRequestError, "list"),
+        ([A, []], EmptyMessageError, "chunk 2 of 2"),
+        ([A, "  \n"], EmptyMessageError, "chunk 2 of 2"),
+        ([[10**6]], InvalidRequestError, "1000000"),
+        ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 1 of 1"),
+        ([kit.prompt(300, 1), kit.prompt(300, 2)], ContextWindowError, "leave out 109 tokens"),
+    ],
+)
+def test_bad_contexts_are_named_and_change_nothing(context, error, says):
+    with kit.small_engine() as engine:
+        session = engine.session()
+        with pytest.raises(error, match=says):
+            session.send_ids(QUESTION, context=context)
+        assert session.token_ids == []
+        assert not engine.metrics.computed_chunks
+        assert len(kit.say(session, QUESTION, 4)) == 4
+
+
+def test_precompute_says_what_it_cannot_take():
+    with kit.small_engine() as engine:
+        for chunks, error in (
+            ([], EmptyMessageError),
+            ([[]], EmptyMessageError),
+            ([kit.prompt(512)], ContextWindowError),
+        ):
+            with pytest.raises(error):
+                engine.precompute(chunks)
+
+
+def test_texts_make_a_turn_like_any_other():
+    texts = ["The sky is green.", "Grass is blue.\n"]
+    with kit.small_engine(blend=WHOLE) as engine:
+        session = engine.session(system="Be brief.")
+        kit.drain(session.send("What is green?", context=texts, max_tokens=8))
+        prompt = session.token_ids[: session.usage.prompt_tokens]
+        assert session.token_ids[len(prompt) :] == kit.greedy_answer(prompt, 8)
+        assert session.messages[1]["content"] == "The sky is green.\n\nGrass is blue.\nWhat is green?"
+        text = engine.model.tokenizer.decode(prompt)
+        assert "Be brief." in text
+        assert "The sky is green.\n\nGrass is blue.\nWhat is green?" in text
+        assert session.usage.num_cached_tokens == sum(len(each) for each in ("The sky is green.\n\n", texts[1]))
+
+
+def test_kv_of_chunks_in_int8_is_that_of_chunks_rounded():
+    with kit.small_engine(blend=REUSE, kv_rest_dtype="int8") as engine:
+        session = engine.session()
+        answer = kit.say(session, QUESTION, 8, context=[A, B])
+        assert len(answer) == 8
+        assert session.usage.num_cached_tokens == len(A + B)
+    with kit.small_engine(blend=WHOLE, kv_rest_dtype="int8") as engine:
+        assert kit.say(engine.session(), QUESTION, 8, context=[A, B]) == kit.greedy_answer(A + B + QUESTION, 8)
+
+
+def test_a_chunk_on_ssd_alone_is_fetched_for_the_turn(tmp_path):
+    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
+        engine.precompute([A, B])
+        engine.wait_for_saves()
+        keys = [engine._kv.chunks.key(chunk, "") for chunk in (A, B)]
+        for key in keys:
+            engine._kv._store.leave_dram(key)
+        assert [engine._kv._store.residency(key) for key in keys] == [Residency.SSD] * 2
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=[B, A]) == answer_over(alone(B, A), QUESTION, 8)
+        assert session.usage.cached_tokens == {"ssd": len(A + B)}
+
+
+def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
+    with kit.small_engine(blend=REUSE, max_batch_size=1) as engine:
+        busy = engine.session().send_ids(C, max_tokens=30)
+        next(busy)
+        session = engine.session()
+        session.send_ids(QUESTION, context=[A, B], max_tokens=4).close()
+        kit.drain(busy)
+        engine.wait_for_saves()
+        assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
+        assert len(engine._kv._store._placement._look_ahead) == 0
+
+
+def test_a_config_that_checks_more_layers_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="check_layers"):
+        kit.small_engine(blend=BlendConfig(check_layers=99))
+    assert dataclasses.replace(SOME, check_layers=2).check_layers == 2
+
+
+def test_a_store_config_of_nothing_is_not_asked_to_keep_chunks():
+    with kit.small_engine(store=StoreConfig(dram_gib=0, block_tokens=kit.BLOCK_TOKENS)) as engine:
+        assert engine.precompute([A]) == 0
+        assert not engine.metrics.computed_chunks
+
+
+def test_chunks_for_ssd_leave_dram_once_they_are_there(tmp_path):
+    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
+        engine.precompute([A], tier="dram")
+        engine.precompute([A, B], tier="ssd")
+        for _ in range(3):
+            engine.wait_for_saves()
+            engine.keep()
+        found = {info.num_tokens: info.residency for info in engine.stored.list()}
+        assert found == {len(A): Residency.DRAM, len(B): Residency.SSD}
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
+
+
+def rates_of(load_bytes_per_s: float) -> Rates:
+    """As if measured: a layer's prefill takes a millisecond a thousand tokens."""
+    link = TransferRate(fixed_s=0.0, bytes_per_s=load_bytes_per_s)
+    prefill = PrefillRate(fixed_s=0.0, token_s=1e-6 * kit.tiny.tiny_config().num_layers, pair_s=0.0)
+    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
+    num_layers = kit.tiny.tiny_config().num_layers
+    return Rates(num_layers=num_layers, layer_token_bytes=layer_bytes, load=link, save=link, prefill=prefill)
+
+
+@pytest.mark.parametrize(("microseconds_a_token", "ratio"), [(0.01, 0.15), (0.5, 0.5), (2.0, 1.0)])
+def test_the_ratio_is_what_hides_behind_loading_as_measured(microseconds_a_token, ratio, monkeypatch):
+    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
+    with kit.small_engine() as engine:
+        engine.precompute([A, B, C])
+        monkeypatch.setattr(type(engine._kv.meter), "rates", rates_of(layer_bytes / (microseconds_a_token * 1e-6)))
+        session = engine.session()
+        kit.say(session, QUESTION, 2, context=[C, A, B])
+        assert session.usage.recompute_ratio == pytest.approx(ratio, abs=0.11)
+        assert engine.metrics.loaded_chunks == (3 if ratio < 1 else 0)

@@ -1,0 +1,362 @@
+"""Knowledge fusion on a tiny model: against a forward pass over all tokens, and against numpy.
+
+Not here: one layer of some tokens (test_blend), chunks in a store and engines (test_blend_engine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ca_jax import blend, fusion, steps
+from ca_jax.blend_config import SELECTIONS
+from ca_jax.fusion import Fuser, FusionPlan, TokenKind
+from ca_jax.models.transformer import Transformer
+from ca_jax.testing import tiny
+from tests.test_blend import moved_by_least_squares
+from tests.tolerances import LOGITS_ATOL
+
+ATOL = LOGITS_ATOL["float32"]
+CONFIG = tiny.tiny_config(num_layers=5)
+SLIDING = dataclasses.replace(CONFIG, sliding_window=24, full_layers=(0, 2))
+CAPACITY = 256
+STORED, NEW, EXACT = TokenKind
+
+
+@functools.cache
+def variables() -> steps.Params:
+    return jax.device_put(tiny.tiny_params(CONFIG, seed=3))
+
+
+@functools.cache
+def table():
+    return steps.rotation_table(CONFIG, 2 * CAPACITY)
+
+
+def layers() -> list[steps.Params]:
+    return [variables()["params"][f"layer_{i}"] for i in range(CONFIG.num_layers)]
+
+
+def tokens_of(num_tokens: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, num_tokens)
+
+
+def embedded(tokens: np.ndarray, size: int = CAPACITY) -> jax.Array:
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return steps.embed(CONFIG, variables(), jnp.asarray(padded))
+
+
+@functools.lru_cache(maxsize=64)
+def _full_pass(tokens: tuple[int, ...], config) -> tuple[np.ndarray, np.ndarray]:
+    positions = jnp.arange(len(tokens))[None]
+    logits, cache = Transformer(config).apply(variables(), jnp.asarray(tokens)[None], positions)
+    kv = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in cache.layers])
+    return np.asarray(logits[0]), kv
+
+
+def full_pass(tokens: np.ndarray, config=CONFIG) -> tuple[np.ndarray, np.ndarray]:
+    """Logits `[T, V]` and unrotated KV `[L, 2, T, K, H]` of a plain forward pass."""
+    return _full_pass(tuple(int(token) for token in tokens), config)
+
+
+@dataclasses.dataclass
+class Context:
+    """Pieces one behind the other, each of a kind, and the KV that is there of them before fusion."""
+
+    tokens: np.ndarray
+    kinds: np.ndarray
+    chunk_starts: tuple[int, ...]
+    kv: np.ndarray  # [L, 2, CAPACITY, K, H]; NaN where there is none
+
+    def plan(self, ratio: float, start: int = 0, **values) -> FusionPlan:
+        return FusionPlan(
+            num_layers=CONFIG.num_layers,
+            start=start,
+            kinds=self.kinds[start:],
+            chunk_starts=self.chunk_starts,
+            ratio=ratio,
+            **values,
+        )
+
+
+def context_of(*pieces: tuple[TokenKind, np.ndarray], config=CONFIG) -> Context:
+    tokens = np.concatenate([piece for _, piece in pieces])
+    kinds = np.concatenate([np.full(len(piece), kind) for kind, piece in pieces])
+    kv = np.full((CONFIG.num_layers, 2, CAPACITY, CONFIG.num_kv_heads, CONFIG.head_dim), np.nan, np.float32)
+    exact, starts, at = full_pass(tokens, config)[1], [], 0
+    for kind, piece in pieces:
+        span = slice(at, at + len(piece))
+        if kind == STORED:
+            kv[:, :, span] = full_pass(piece, config)[1]
+            starts.append(at)
+        elif kind == EXACT:
+            kv[:, :, span] = exact[:, :, span]
+        at += len(piece)
+    return Context(tokens, kinds, tuple(starts), kv)
+
+
+def fused(context: Context, plan: FusionPlan, config=CONFIG, size: int = CAPACITY) -> np.ndarray:
+    """All layers, one after the other, `[L, 2, CAPACITY, K, H]`."""
+    fuser = Fuser(config, layers(), table(), plan, embedded(context.tokens[plan.start :], size))
+    return np.stack([np.asarray(fuser.layer(i, jnp.asarray(kv))) for i, kv in enumerate(context.kv)])
+
+
+def answered(kv: np.ndarray, num_tokens: int, question: np.ndarray, config=CONFIG) -> np.ndarray:
+    """Logits `[V]` of the last token of a question that is prefilled over KV, as an engine does it."""
+    x, length = embedded(question, len(question)), jnp.int32(num_tokens)
+    for i, layer in enumerate(layers()):
+        window = config.window_of(i)
+        x, _ = steps.prefill_layer(config, layer, x, jnp.asarray(kv[i]), length, table(), window=window)
+    return np.asarray(steps.last_logits(config, variables(), x, jnp.int32(len(question) - 1)))[0]
+
+
+QUESTION = tokens_of(9, seed=77)
+A, B, C = (tokens_of(size, seed) for size, seed in ((50, 1), (37, 2), (64, 3)))
+ONE = tokens_of(1, 4)
+
+CONTEXTS = {
+    "one chunk": [(STORED, A)],
+    "three chunks": [(STORED, A), (STORED, B), (STORED, C)],
+    "in another order": [(STORED, C), (STORED, A), (STORED, B)],
+    "one of them again": [(STORED, A), (STORED, A), (STORED, B), (STORED, A)],
+    "of one token": [(STORED, ONE), (STORED, ONE), (STORED, B), (STORED, ONE)],
+    "behind a history": [(EXACT, C), (STORED, A), (STORED, B)],
+    "new text between": [(NEW, tokens_of(5, 8)), (STORED, A), (NEW, tokens_of(3, 9)), (STORED, B)],
+    "one is missing": [(STORED, A), (NEW, B), (STORED, C)],
+    "new text last": [(EXACT, A), (STORED, B), (NEW, tokens_of(17, 5))],
+    "nothing stored": [(EXACT, A), (NEW, B)],
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_all_tokens_anew_are_a_prefill_of_all(name, config):
+    context = context_of(*CONTEXTS[name], config=config)
+    count = len(context.tokens)
+    found = fused(context, context.plan(1.0), config)
+    logits, kv = full_pass(np.concatenate([context.tokens, QUESTION]), config)
+    np.testing.assert_allclose(found[:, :, :count], kv[:, :, :count], atol=ATOL, rtol=0)
+    np.testing.assert_allclose(answered(found, count, QUESTION, config), logits[-1], atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("selection", ["hkvd", "random", "first"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_what_is_not_chosen_stays_and_what_is_new_is_computed(name, selection, ratio):
+    """As many tokens of each layer as the plan says have other KV than before, all new ones among them."""
+    context = context_of(*CONTEXTS[name])
+    count = len(context.tokens)
+    plan = context.plan(ratio, selection=selection)
+    found = fused(context, plan)
+    changed = (found != context.kv).any((1, 3, 4)) & ~(np.isnan(found) & np.isnan(context.kv)).all((1, 3, 4))
+    assert np.isfinite(found[:, :, :count]).all()
+    assert not changed[:, count:].any()
+    assert not changed[:, :count][:, context.kinds == EXACT].any()
+    assert changed[:, :count][:, context.kinds == NEW].all()
+    assert (changed.sum(1) <= plan.counts).all()
+    for below, above in itertools.pairwise(changed[1:]):
+        assert not (above & ~below).any(), "of those of the layer before"
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, ratio):
+    """Against the same with each layer's map fitted by least squares, here."""
+    context = context_of(*CONTEXTS[name])
+    count = len(context.tokens)
+    plan = context.plan(ratio, selection="spread")
+    found = fused(context, plan)
+    assert np.isfinite(found[:, :, :count]).all()
+    stored = np.flatnonzero(context.kinds == STORED)
+    rows = plan.first_rows
+    chosen = np.intersect1d(rows, stored)
+    assert len(chosen) == int(ratio * len(stored))
+    others = np.setdiff1d(stored, chosen)
+    exact = np.flatnonzero(context.kinds == EXACT)
+    np.testing.assert_array_equal(found[:, :, exact], context.kv[:, :, exact])
+    np.testing.assert_array_equal(found[0][:, others], context.kv[0][:, others])
+    if not plan.carries:
+        np.testing.assert_array_equal(found[:, :, others], context.kv[:, :, others])
+        return
+    for layer in range(1, plan.num_layers):
+        moved = moved_by_least_squares(found[layer][:, chosen], chosen, context.kv[layer], 0, count, min_place=0)
+        np.testing.assert_allclose(found[layer][:, others], moved[:, others], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [200, 256])
+@pytest.mark.parametrize("start", [0, 30, 64])
+def test_where_the_description_begins_changes_nothing(start, size):
+    context = context_of((EXACT, C), (NEW, ONE), (STORED, A), (NEW, tokens_of(3, 9)), (STORED, B))
+    for ratio in (0.0, 0.3, 1.0):
+        np.testing.assert_allclose(
+            fused(context, context.plan(ratio, start), size=size),
+            fused(context, context.plan(ratio)),
+            atol=ATOL,
+            rtol=0,
+        )
+
+
+def test_without_any_token_to_compute_it_is_full_reuse_in_buffers_of_its_own():
+    context = context_of(*CONTEXTS["three chunks"])
+    fuser = Fuser(CONFIG, layers(), table(), context.plan(0.0), embedded(context.tokens))
+    for i, kv in enumerate(context.kv):
+        given_kv = jnp.asarray(kv)
+        found = fuser.layer(i, given_kv)
+        np.testing.assert_array_equal(found, kv)
+        assert found.unsafe_buffer_pointer() != given_kv.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("check_layers", [1, 2])
+def test_the_tokens_that_deviate_most_are_computed_over_what_stands(check_layers):
+    """Layer by layer against a reference that chooses in numpy among the tokens of the layer before."""
+    context = context_of(*CONTEXTS["new text between"])
+    plan = context.plan(0.7, check_layers=check_layers)
+    count, counts = len(context.tokens), plan.counts
+    assert len(set(counts)) > 2
+    found = fused(context, plan)
+    chosen = np.flatnonzero(context.kinds != EXACT)
+    x = np.asarray(embedded(context.tokens, count))
+    for i, layer in enumerate(layers()):
+        stored = jnp.asarray(np.nan_to_num(context.kv[i], nan=5.0))
+        if counts[i] < len(chosen):
+            deviation = np.asarray(blend.kv_deviation(CONFIG, layer, jnp.asarray(x), jnp.asarray(chosen), stored))
+            deviation = np.where(context.kinds[chosen] == NEW, np.inf, deviation)
+            kept = np.sort(np.argsort(-deviation, kind="stable")[: counts[i]])
+            x, chosen = x[:, kept], chosen[kept]
+        out, expected = blend.blend_layer(CONFIG, layer, jnp.asarray(x), jnp.asarray(chosen), stored, table())
+        np.testing.assert_allclose(found[i][:, :count], np.asarray(expected)[:, :count], atol=ATOL, rtol=0)
+        x = np.asarray(out)
+
+
+def test_more_tokens_bring_it_nearer_to_a_prefill():
+    """In the mean over contexts."""
+    errors = np.zeros(5)
+    for seed in range(6):
+        context = context_of(*((STORED, tokens_of(48, 10 * seed + i)) for i in range(4)))
+        exact = full_pass(context.tokens)[1]
+        for i, ratio in enumerate((0.0, 0.3, 0.6, 0.9, 1.0)):
+            found = fused(context, context.plan(ratio))[:, :, : len(context.tokens)]
+            errors[i] += ((found - exact) ** 2).mean()
+    assert (np.diff(errors) < 0).all()
+    assert errors[-1] < 1e-6 < errors[-2]
+
+
+def test_first_tokens_are_those_of_every_chunk():
+    context = context_of((EXACT, C), (STORED, A), (NEW, ONE), (STORED, ONE), (STORED, B))
+    plan = context.plan(0.5, start=60, selection="first")
+    rows = plan.start + plan.first_rows
+    assert plan.counts == (1 + 44,) * CONFIG.num_layers
+    assert 114 in rows  # What is new.
+    assert 115 in rows  # A chunk of one token.
+    of_chunks = [rows[(rows >= low) & (rows < high)] - low for low, high in ((64, 114), (116, 153))]
+    assert [each.tolist() for each in of_chunks] == [list(range(22)), list(range(21))]
+
+
+def test_random_tokens_are_others_for_another_seed_and_the_same_for_the_same():
+    context = context_of(*CONTEXTS["three chunks"])
+    one, again, other = (context.plan(0.3, selection="random", seed=seed).first_rows for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert len(one) == len(other) == 45
+    assert len(np.intersect1d(one, other)) < 30
+
+
+# How many.
+
+
+@given(
+    num_layers=st.integers(1, 40),
+    num_stored=st.integers(0, 3000),
+    num_new=st.integers(0, 300),
+    ratio=st.floats(0, 1),
+    check=st.integers(1, 3),
+    selection=st.sampled_from(SELECTIONS),
+)
+@example(num_layers=30, num_stored=3000, num_new=20, ratio=0.15, check=1, selection="hkvd")
+@example(num_layers=30, num_stored=1280, num_new=0, ratio=0.15, check=1, selection="hkvd")
+def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_stored, num_new, ratio, check, selection):
+    check = min(check, num_layers)
+    kinds = [STORED] * num_stored + [NEW] * num_new
+    plan = FusionPlan(
+        num_layers=num_layers,
+        start=7,
+        kinds=kinds,
+        chunk_starts=(),
+        ratio=ratio,
+        check_layers=check,
+        selection=selection,
+    )
+    counts = plan.counts
+    assert len(counts) == num_layers
+    assert list(counts) == sorted(counts, reverse=True)
+    assert all(num_new <= count <= num_new + num_stored for count in counts)
+    assert plan.num_recomputed == pytest.approx(sum(counts) / num_layers - num_new)
+    num_checked = check if plan.checks else 0
+    spent = sum(counts[num_checked:]) - (num_layers - num_checked) * num_new
+    wanted = ratio * num_stored * (num_layers - num_checked)
+    assert spent <= wanted + 1e-6, "never more than was asked for"
+    if plan.checks:
+        assert counts[:check] == (num_new + num_stored,) * check
+        assert spent >= wanted - max(64, 0.2 * counts[check]) - 1, "the share is made use of"
+        assert len(set(counts[check:])) <= 9
+    else:
+        assert len(set(counts)) == 1
+        assert counts[0] - num_new >= ratio * num_stored - 1
+    assert len(plan.first_rows) == counts[0]
+    assert fusion.padded_rows(counts[0]) - counts[0] < 64
+
+
+def test_counts_of_each_layer():
+    plan = FusionPlan(num_layers=30, start=0, kinds=[STORED] * 3072, chunk_starts=(0,), ratio=0.15)
+    assert plan.counts[0] == 3072
+    assert all(count % 64 == 0 for count in plan.counts)
+    assert plan.num_recomputed == pytest.approx((1 + 0.15 * 29) * 3072 / 30, abs=64 / 30)
+    assert sum(plan.counts[1:]) == pytest.approx(0.15 * 29 * 3072, abs=64)
+    assert 2 < plan.counts[1] / plan.counts[-1] < 6
+    assert len(set(plan.counts)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layers": 0}, "found 0 and 4"),
+        ({"start": -1}, "found 2 and -1"),
+        ({"kinds": [0, 3]}, r"kinds wanted values of TokenKind, found \[0, 3\]"),
+        ({"chunk_starts": (3,)}, r"places from 4 to below 14, found \(3,\)"),
+        ({"chunk_starts": (6, 5)}, r"found \(6, 5\)"),
+        ({"chunk_starts": (5, 14)}, r"found \(5, 14\)"),
+        ({"ratio": 1.1}, r"ratio wanted a share of the tokens in \[0, 1\], found 1.1"),
+        ({"ratio": float("nan")}, "found nan"),
+        ({"check_layers": 0}, "check_layers wanted 1 to 2 layers, found 0"),
+        ({"check_layers": 3}, "check_layers wanted 1 to 2 layers, found 3"),
+        ({"selection": "best"}, "selection wanted one of hkvd, random, first, found 'best'"),
+    ],
+)
+def test_a_plan_out_of_range_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        FusionPlan(**{"num_layers": 2, "start": 4, "kinds": [0] * 10, "chunk_starts": (4,), "ratio": 0.5, **values})
+
+
+def test_fewer_embeddings_than_tokens_are_refused():
+    context = context_of(*CONTEXTS["one chunk"])
+    with pytest.raises(ValueError, match="wanted embeddings of 50 tokens, found 49"):
+        Fuser(CONFIG, layers(), table(), context.plan(0.5), embedded(context.tokens[:49], 49))
+
+
+def test_half_precision_stays_half():
+    context = context_of(*CONTEXTS["three chunks"])
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layers())
+    x = embedded(context.tokens).astype(jnp.bfloat16)
+    fuser = Fuser(CONFIG, half, table(), context.plan(0.6), x)
+    for i, kv in enumerate(context.kv):
+        found = fuser.layer(i, jnp.asarray(kv, jnp.bfloat16))
+        assert found.dtype == jnp.bfloat16
+        assert np.isfinite(np.asarray(found[:, : len(context.tokens)], np.float32)).all()
