@@ -41,6 +41,8 @@ _SMALL_ROW_STEP = 16  # The same up to `_SMALL_ROWS`.
 _SMALL_ROWS = 256
 _MAX_STEPS = 6  # Times that tokens become fewer, about.
 _SLOPE = 0.6  # By how much more than the mean the first filtered layer computes, and the last one less.
+_SPREAD_FIRST = 2  # Tokens of every chunk's start that are computed, where others are evenly apart.
+_UNFIT_TOKENS = 4  # Tokens of every chunk's start that say nothing of how others move.
 _NOWHERE = 1 << 30  # Places of padding begin here: behind every context.
 
 
@@ -162,14 +164,22 @@ class FusionPlan:
         stored = np.flatnonzero(self.kinds == TokenKind.STORED)
         new = np.flatnonzero(self.kinds == TokenKind.NEW)
         count = self.counts[0] - len(new)
-        if self.selection == "spread" and count:
-            chosen = stored[(np.arange(count) * len(stored) + len(stored) // 2) // count]
-            return np.sort(np.concatenate([chosen, new])).astype(np.int32)
+        if self.selection == "spread":
+            in_order = stored[np.argsort(self._offsets()[stored], kind="stable")]
+            num_first = min(count, int((self._offsets()[stored] < _SPREAD_FIRST).sum()))
+            rest, num_rest = np.sort(in_order[num_first:]), count - num_first
+            between = rest[(2 * np.arange(num_rest) + 1) * len(rest) // (2 * max(num_rest, 1))]
+            return np.sort(np.concatenate([in_order[:num_first], between, new])).astype(np.int32)
         if self.selection == "random":
             order = np.random.default_rng(self.seed).permutation(len(stored))
         else:
             order = np.argsort(self._offsets()[stored], kind="stable")
         return np.sort(np.concatenate([stored[order[:count]], new])).astype(np.int32)
+
+    @property
+    def says_how_others_move(self) -> np.ndarray:
+        """Of which tokens that is, were they computed: bool `[n]`. The first ones of a chunk move as no others do."""
+        return (self.kinds == TokenKind.STORED) & (self._offsets() >= _UNFIT_TOKENS)
 
     def _offsets(self) -> np.ndarray:
         """How many tokens of its chunk are before each token, i64 `[n]`; of what is in no chunk it means nothing."""
@@ -302,7 +312,7 @@ class Fuser:
             is_stored = np.zeros(num_places, bool)
             is_stored[plan.start + np.flatnonzero(plan.kinds == TokenKind.STORED)] = True
             fitted = np.zeros(self._places.shape[0], bool)
-            fitted[: self._count] = is_stored[plan.start + plan.first_rows]
+            fitted[: self._count] = plan.says_how_others_move[plan.first_rows]
             self._carried = self._put(fitted), self._put(is_stored)
         return self._carried
 

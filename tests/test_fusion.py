@@ -187,8 +187,16 @@ def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, 
     if not plan.carries:
         np.testing.assert_array_equal(found[:, :, others], context.kv[:, :, others])
         return
+    starts = np.array(context.chunk_starts)
+    first = [place for start in starts for place in (start, start + 1) if place in stored and place < count]
+    assert np.isin(first, chosen).all() or len(chosen) < len(first)
+    offsets = chosen - starts[np.searchsorted(starts, chosen, side="right") - 1]
+    fitted = chosen[offsets >= 4]
+    if not len(fitted):
+        np.testing.assert_array_equal(found[:, :, others], context.kv[:, :, others])
+        return
     for layer in range(1, plan.num_layers):
-        moved = moved_by_least_squares(found[layer][:, chosen], chosen, context.kv[layer], 0, count, min_place=0)
+        moved = moved_by_least_squares(found[layer][:, fitted], fitted, context.kv[layer], 0, count, min_place=0)
         np.testing.assert_allclose(found[layer][:, others], moved[:, others], atol=1e-3, rtol=1e-3)
 
 
