@@ -77,7 +77,7 @@ class FusionPlan:
     chunk_starts: tuple[int, ...]
     """Places where stored chunks begin, ascending."""
     ratio: float
-    """Share of the stored tokens that is computed anew, in the mean over all layers, check layers too; in [0, 1]."""
+    """Share of the stored tokens that is computed anew, in [0, 1]: the mean of the layers behind the check layers."""
     check_layers: int = 1
     """First layers of which all tokens are computed. The KV of the first never deviates: it is of the token alone."""
     selection: Selection = "hkvd"
