@@ -86,11 +86,11 @@ class FusionPlan:
     """Of `random`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", np.asarray(self.kinds, np.int32))
+        object.__setattr__(self, "kinds", np.fromiter(self.kinds, np.int32, len(self.kinds)))
         if self.num_layers <= 0 or self.start < 0:
             raise ValueError(f"wanted layers, and a start of at least 0; found {self.num_layers} and {self.start}")
         if not np.isin(self.kinds, list(TokenKind)).all():
-            raise ValueError(f"kinds wanted values of TokenKind, found {sorted(set(self.kinds.tolist()))}")
+            raise ValueError(f"kinds wanted values of TokenKind, found {sorted({int(kind) for kind in self.kinds})}")
         bounds = [self.start - 1, *self.chunk_starts, self.start + len(self.kinds)]
         if any(low >= high for low, high in itertools.pairwise(bounds)):
             raise ValueError(
@@ -140,7 +140,7 @@ class FusionPlan:
             if raised.max() >= len(levels) or levels[raised].sum() > budget:
                 break
             steps = raised
-        return (new + stored,) * self.check_layers + tuple(levels[steps].tolist())
+        return (new + stored,) * self.check_layers + tuple(int(count) for count in levels[steps])
 
     @property
     def checks(self) -> bool:
