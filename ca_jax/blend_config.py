@@ -18,8 +18,9 @@ used. `recompute`: full recompute, no stored KV is used for a prompt with chunks
 
 Selection = Literal["hkvd", "spread", "random", "first"]
 """Which tokens of chunks are computed anew. `hkvd`: the paper's, those whose KV deviates most (High KV Deviation),
-fewer from layer to layer. `spread`: ones that are evenly apart, and all others are moved as these have moved, by a
-linear map in each layer and head. `random`: any, and `first`: the first ones of every chunk, to compare with."""
+fewer from layer to layer. `spread`: the first two of every chunk and others evenly apart; all the rest are moved as
+these have moved, by a linear map in each layer and head. `random`: any, and `first`: the first ones of every chunk,
+to compare with."""
 
 SELECTIONS: tuple[Selection, ...] = get_args(Selection)
 """All of them."""

@@ -41,6 +41,8 @@ _SMALL_ROW_STEP = 16  # The same up to `_SMALL_ROWS`.
 _SMALL_ROWS = 256
 _MAX_STEPS = 6  # Times that tokens become fewer, about.
 _SLOPE = 0.6  # By how much more than the mean the first filtered layer computes, and the last one less.
+_SPREAD_FIRST = 2  # Tokens of every chunk's start that are computed, where others are evenly apart.
+_UNFIT_TOKENS = 4  # Tokens of every chunk's start that say nothing of how others move.
 _NOWHERE = 1 << 30  # Places of padding begin here: behind every context.
 
 
@@ -75,7 +77,7 @@ class FusionPlan:
     chunk_starts: tuple[int, ...]
     """Places where stored chunks begin, ascending."""
     ratio: float
-    """Share of the stored tokens that is computed anew, in the mean over all layers, check layers too; in [0, 1]."""
+    """Share of the stored tokens that is computed anew, in [0, 1]: the mean of the layers behind the check layers."""
     check_layers: int = 1
     """First layers of which all tokens are computed. The KV of the first never deviates: it is of the token alone."""
     selection: Selection = "hkvd"
@@ -84,11 +86,11 @@ class FusionPlan:
     """Of `random`."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kinds", np.asarray(self.kinds, np.int32))
+        object.__setattr__(self, "kinds", np.fromiter(self.kinds, np.int32, len(self.kinds)))
         if self.num_layers <= 0 or self.start < 0:
             raise ValueError(f"wanted layers, and a start of at least 0; found {self.num_layers} and {self.start}")
         if not np.isin(self.kinds, list(TokenKind)).all():
-            raise ValueError(f"kinds wanted values of TokenKind, found {sorted(set(self.kinds.tolist()))}")
+            raise ValueError(f"kinds wanted values of TokenKind, found {sorted({int(kind) for kind in self.kinds})}")
         bounds = [self.start - 1, *self.chunk_starts, self.start + len(self.kinds)]
         if any(low >= high for low, high in itertools.pairwise(bounds)):
             raise ValueError(
@@ -138,7 +140,7 @@ class FusionPlan:
             if raised.max() >= len(levels) or levels[raised].sum() > budget:
                 break
             steps = raised
-        return (new + stored,) * self.check_layers + tuple(levels[steps].tolist())
+        return (new + stored,) * self.check_layers + tuple(int(count) for count in levels[steps])
 
     @property
     def checks(self) -> bool:
@@ -162,14 +164,22 @@ class FusionPlan:
         stored = np.flatnonzero(self.kinds == TokenKind.STORED)
         new = np.flatnonzero(self.kinds == TokenKind.NEW)
         count = self.counts[0] - len(new)
-        if self.selection == "spread" and count:
-            chosen = stored[(np.arange(count) * len(stored) + len(stored) // 2) // count]
-            return np.sort(np.concatenate([chosen, new])).astype(np.int32)
+        if self.selection == "spread":
+            in_order = stored[np.argsort(self._offsets()[stored], kind="stable")]
+            num_first = min(count, int((self._offsets()[stored] < _SPREAD_FIRST).sum()))
+            rest, num_rest = np.sort(in_order[num_first:]), count - num_first
+            between = rest[(2 * np.arange(num_rest) + 1) * len(rest) // (2 * max(num_rest, 1))]
+            return np.sort(np.concatenate([in_order[:num_first], between, new])).astype(np.int32)
         if self.selection == "random":
             order = np.random.default_rng(self.seed).permutation(len(stored))
         else:
             order = np.argsort(self._offsets()[stored], kind="stable")
         return np.sort(np.concatenate([stored[order[:count]], new])).astype(np.int32)
+
+    @property
+    def says_how_others_move(self) -> np.ndarray:
+        """Of which tokens that is, were they computed: bool `[n]`. The first ones of a chunk move as no others do."""
+        return (self.kinds == TokenKind.STORED) & (self._offsets() >= _UNFIT_TOKENS)
 
     def _offsets(self) -> np.ndarray:
         """How many tokens of its chunk are before each token, i64 `[n]`; of what is in no chunk it means nothing."""
@@ -302,7 +312,7 @@ class Fuser:
             is_stored = np.zeros(num_places, bool)
             is_stored[plan.start + np.flatnonzero(plan.kinds == TokenKind.STORED)] = True
             fitted = np.zeros(self._places.shape[0], bool)
-            fitted[: self._count] = is_stored[plan.start + plan.first_rows]
+            fitted[: self._count] = plan.says_how_others_move[plan.first_rows]
             self._carried = self._put(fitted), self._put(is_stored)
         return self._carried
 

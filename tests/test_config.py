@@ -51,7 +51,7 @@ def test_chunks_are_blended_at_what_loading_hides_unless_it_is_said_otherwise():
         ("check_layers", 0, "check_layers wanted a number of layers >= 1, found 0"),
         ("check_layers", 1.0, r"check_layers wanted a number of layers >= 1, found 1\.0"),
         ("check_layers", True, "check_layers wanted a number of layers >= 1, found True"),
-        ("selection", "last", "blend selection wanted one of hkvd, random, first.*; found 'last'"),
+        ("selection", "last", "blend selection wanted one of hkvd, spread, random, first; found 'last'"),
     ],
 )
 def test_a_value_of_blending_outside_its_range_is_refused(field, value, message):

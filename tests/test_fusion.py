@@ -187,8 +187,16 @@ def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, 
     if not plan.carries:
         np.testing.assert_array_equal(found[:, :, others], context.kv[:, :, others])
         return
+    starts = np.array(context.chunk_starts)
+    first = [place for start in starts for place in (start, start + 1) if place in stored and place < count]
+    assert np.isin(first, chosen).all() or len(chosen) < len(first)
+    offsets = chosen - starts[np.searchsorted(starts, chosen, side="right") - 1]
+    fitted = chosen[offsets >= 4]
+    if not len(fitted):
+        np.testing.assert_array_equal(found[:, :, others], context.kv[:, :, others])
+        return
     for layer in range(1, plan.num_layers):
-        moved = moved_by_least_squares(found[layer][:, chosen], chosen, context.kv[layer], 0, count, min_place=0)
+        moved = moved_by_least_squares(found[layer][:, fitted], fitted, context.kv[layer], 0, count, min_place=0)
         np.testing.assert_allclose(found[layer][:, others], moved[:, others], atol=1e-3, rtol=1e-3)
 
 
@@ -320,8 +328,8 @@ def test_counts_of_each_layer():
     assert all(count % 64 == 0 for count in plan.counts)
     assert plan.num_recomputed == pytest.approx((1 + 0.15 * 29) * 3072 / 30, abs=64 / 30)
     assert sum(plan.counts[1:]) == pytest.approx(0.15 * 29 * 3072, abs=64)
-    assert 2 < plan.counts[1] / plan.counts[-1] < 6
-    assert len(set(plan.counts)) <= 6
+    assert 2 < plan.counts[1] / plan.counts[-1] < 7
+    assert len(set(plan.counts)) <= 8
 
 
 @pytest.mark.parametrize(
@@ -337,7 +345,7 @@ def test_counts_of_each_layer():
         ({"ratio": float("nan")}, "found nan"),
         ({"check_layers": 0}, "check_layers wanted 1 to 2 layers, found 0"),
         ({"check_layers": 3}, "check_layers wanted 1 to 2 layers, found 3"),
-        ({"selection": "best"}, "selection wanted one of hkvd, random, first, found 'best'"),
+        ({"selection": "best"}, "selection wanted one of hkvd, spread, random, first, found 'best'"),
     ],
 )
 def test_a_plan_out_of_range_is_refused(values, message):

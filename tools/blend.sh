@@ -28,7 +28,7 @@ for task in $tasks; do
     quality)
         for tokens in 256 512; do
             evaluate "quality_$tokens" --task=rag --chunk_tokens="$tokens" --ratios=0.05,0.15,0.3,0.5 \
-                --selections=hkvd,random,first --other_ratios=0.15 --plot_out="$out/quality_$tokens.png"
+                --selections=hkvd,spread,random,first --other_ratios=0.15 --plot_out="$out/quality_$tokens.png"
         done
         ;;
     figures)

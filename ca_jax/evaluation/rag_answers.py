@@ -75,7 +75,7 @@ class Answerer:
         sums, counts, ended = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows), bool)
         for step in range(self._max_tokens):
             tokens = logprobs.argmax(-1)
-            for nth in np.flatnonzero(~ended).tolist():
+            for nth in map(int, np.flatnonzero(~ended)):
                 sums[nth] += logprobs[nth, tokens[nth]]
                 counts[nth] += 1
                 if int(tokens[nth]) in stop_ids:

@@ -93,7 +93,7 @@ def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> li
                 attention_deviation=float(layers.mean()),
                 interval=paired_interval([float(one.deviations.mean()) for one in each], range(len(each))),
                 share=float(layers.mean() / reused_mean),
-                layer_deviations=layers.tolist(),
+                layer_deviations=[float(each) for each in layers],
                 mean_kl=float(np.mean([one.kl for one in each])),
             )
         )
@@ -137,7 +137,7 @@ def _distribution_rows(config: RagConfig, contexts: Iterator[PromptContexts]) ->
                 layer=layer,
                 num_items=len(found),
                 num_tokens=len(values),
-                percentiles=np.percentile(values, np.arange(101)).tolist(),
+                percentiles=[float(each) for each in np.percentile(values, np.arange(101))],
                 top_10_share=_top_share(values, 0.1),
                 top_15_share=_top_share(values, 0.15),
             )
@@ -162,7 +162,7 @@ def _correlation_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> 
 
 
 def _top_share(ascending: Sequence[float] | np.ndarray, share: float) -> float:
-    values = np.asarray(ascending)
+    values = np.fromiter(ascending, np.float64)
     total = values.sum()
     return float(values[len(values) - round(share * len(values)) :].sum() / total) if total > 0 else 0.0
 

@@ -66,7 +66,7 @@ class Blends:
     """
 
     ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
-    """Shares of the chunks' tokens that are computed anew, in the mean over all layers, check layers included."""
+    """Shares of the chunks' tokens that are computed anew, in the mean of the layers behind the check layers."""
     selections: tuple[str, ...] = ("hkvd",)
     """Which tokens, of `SELECTIONS`."""
     other_ratios: tuple[float, ...] | None = None

@@ -182,7 +182,7 @@ class BlendThroughputBenchConfig:
     ssd_driver: str = StoreConfig.ssd_driver
     """See `BlendBenchConfig`."""
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    """The engines, but for mode and ratio of blending, window and store."""
+    """The engines, but for mode and ratio of blending, window, slots and store."""
     repeats: int = 3
     """Rounds a median is of."""
     seed: int = 0

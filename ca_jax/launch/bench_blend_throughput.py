@@ -140,6 +140,7 @@ def engine_config(
     return dataclasses.replace(
         config.engine,
         context_window=context_tokens + question_tokens + config.context_answer_tokens + 1,
+        max_batch_size=config.concurrent_turns,
         recompute_if_faster=False,
         blend=blend,
         store=store,

@@ -67,7 +67,8 @@ def define(default: BlendConfig | None = None, *, flag_values: flags.FlagValues 
         FLAG_OF["selection"],
         config.selection,
         list(SELECTIONS),
-        "blend: which tokens are computed anew: those whose KV deviates most (hkvd), or to compare with, any (random) "
+        "blend: which tokens are computed anew: those whose KV deviates most (hkvd), ones evenly apart, by which all "
+        "others are moved (spread), or to compare with, any (random) "
         "or the first ones of every chunk (first).",
         flag_values=flag_values,
     )

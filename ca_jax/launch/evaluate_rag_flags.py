@@ -58,7 +58,7 @@ TASK_FLAGS: dict[str, tuple[type, str]] = {
     ),
     "ratios": (
         list,
-        f"{_BOTH}: shares of the chunks' tokens that are computed anew, in the mean over all layers; by default "
+        f"{_BOTH}: shares of the chunks' tokens that are computed anew behind the check layers; by default "
         f"{_listed(Blends.ratios)}.",
     ),
     "selections": (

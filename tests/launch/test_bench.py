@@ -489,7 +489,7 @@ def test_tiers_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         (["--suite=reuse", "--trace_out=t.json"], "trace_out wanted one of the suites ttft, throughput, found reuse"),
         (
             ["--suite=throughput", "--plot_out=t.png"],
-            "plot_out wanted one of the suites ttft, overflow, found throughput",
+            "plot_out wanted one of the suites ttft, overflow, blend, blend_throughput, found throughput",
         ),
         (["--suite=ttft", "--model_preset=llama2-7b"], "wanted model or model_preset, found"),
         (["--suite=ttft", "--plot_out=."], "plot_out wanted a file, found the directory ."),
