@@ -127,7 +127,7 @@ class FusionPlan:
         budget = int(self.ratio * stored * num_rest) + num_rest * new
         mean = budget / num_rest
         step = _ROW_STEP if mean >= _SMALL_ROWS else _SMALL_ROW_STEP
-        while 2 * _SLOPE * mean > _MAX_STEPS * step:
+        while num_rest > _MAX_STEPS and 2 * _SLOPE * mean > _MAX_STEPS * step:
             step *= 2
         levels = np.array([new, *range((new // step + 1) * step, new + stored, step), new + stored])
         targets = new + (mean - new) * (1 + _SLOPE * np.linspace(1, -1, num_rest))
