@@ -1,4 +1,4 @@
-"""Conversations as bytes, so that a store can keep them beside their KV and another process can go on with them.
+"""Conversations: what is known of one but for its KV, and as bytes, so that a store can keep it beside that.
 
 Not here: sessions (session), where the bytes are kept (storage).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import hashlib
 import itertools
 import json
 import zlib
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+Message = dict[str, str]
+"""One message: `role` ("system", "user", "assistant") and `content`."""
 _FORMAT = 3
 _PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
 
@@ -25,7 +28,7 @@ class Conversation:
 
     token_ids: list[int]
     """The conversation as the model saw it."""
-    messages: list[dict[str, str]]
+    messages: list[Message]
     """The conversation as text, oldest first."""
     turn_starts: list[tuple[int, int]]
     """Tokens and messages there were before each turn."""
@@ -44,6 +47,13 @@ class Conversation:
     """First tokens some of whose KV the next prefill computes anew: those that were there when others left."""
     to_drift: list[int] = dataclasses.field(default_factory=list)
     """For each truncation since then, how many first tokens are left of those that drifted by it."""
+    chain: str = ""
+    """Names all that was said so far, messages that have left too, but for their contexts; see `chain_of`."""
+
+    @classmethod
+    def begin(cls, messages: Sequence[Message] = ()) -> Conversation:
+        """One that has no turn yet, with messages that stand in front of the first: a system message, say."""
+        return cls(token_ids=[], messages=list(messages), turn_starts=[], chain=chain_of(messages))
 
     @property
     def kv_lineage(self) -> int:
@@ -61,13 +71,26 @@ class Conversation:
     def with_turn(
         self,
         token_ids: list[int],
-        message: str,
+        messages: Sequence[Message],
         answer: str,
         positions: Sequence[int] = (),
         attention: np.ndarray | None = None,
+        context: str = "",
     ) -> Conversation:
-        """The conversation with a turn behind it; `token_ids`, `positions` and `attention` are those of all of it."""
-        said = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        """The conversation with a turn behind it.
+
+        Args:
+          token_ids: of all of it; so are `positions` and `attention`.
+          messages: of the turn alone, the user's mostly.
+          answer: the assistant's.
+          positions: at which its keys are used, where those are not their places.
+          attention: that its tokens received, where that is measured.
+          context: what stood in front of the last message, part of it from now on, but not of the `chain`.
+        """
+        replied = {"role": "assistant", "content": answer}
+        said = [*messages, replied]
+        if context:
+            said = [*messages[:-1], {**messages[-1], "content": context + messages[-1]["content"]}, replied]
         return dataclasses.replace(
             self,
             token_ids=list(token_ids),
@@ -75,21 +98,38 @@ class Conversation:
             turn_starts=[*self.turn_starts, (len(self.token_ids), len(self.messages))],
             positions=extended(positions, len(token_ids)) if len(positions) else [],
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
+            chain=chain_of([*messages, replied], self.chain),
         )
 
     def take(self, num_tokens: int) -> Conversation:
-        """Its first tokens, and the messages of the turns that begin before their end."""
+        """Its first tokens, and the messages of the turns that begin before their end.
+
+        One that ends in the middle of a turn has a chain that no messages have: those are not what its tokens say.
+        """
         turn_starts = [start for start in self.turn_starts if start[0] < num_tokens]
         num_messages = self.turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self.turn_starts) else None
+        messages = self.messages[:num_messages]
+        chain = self.chain if num_messages is None else chain_of(messages)
+        if num_tokens not in (len(self.token_ids), *(start for start, _ in self.turn_starts)):
+            chain = chain_of([{"role": "", "content": f"cut short to {num_tokens} tokens"}], chain)
         return dataclasses.replace(
             self.with_kv_of(num_tokens),
             token_ids=self.token_ids[:num_tokens],
-            messages=self.messages[:num_messages],
+            messages=messages,
+            chain=chain,
             turn_starts=turn_starts,
             positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
         )
+
+    def forked(self, num_tokens: int) -> Conversation:
+        """What another conversation begins with that goes on behind the first `num_tokens` tokens of this one.
+
+        Nothing of its KV is marked: it is to be what computing these tokens gives.
+        """
+        unmarked = dict.fromkeys(("lineage", "num_slid", "num_to_repair"), 0)
+        return dataclasses.replace(self.take(num_tokens), positions=[], attention=[], to_drift=[], **unmarked)
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -132,6 +172,7 @@ class Conversation:
         return Conversation(
             token_ids=[self.token_ids[i] for i in kept],
             messages=messages,
+            chain=self.chain,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
             lineage=self.lineage + int(everything[: left[-1]].sum() if len(left) else 0),
@@ -165,18 +206,36 @@ class Conversation:
             }
             if not np.isfinite(packed["attention"]).all():
                 raise ValueError("wanted attention as finite numbers, found others")
+            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]]
             return cls(
-                messages=[{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]],
+                messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
                 lineage=int(fields["lineage"]),
                 num_dropped=int(fields["num_dropped"]),
                 num_slid=int(fields["num_slid"]),
                 num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
+                chain=str(fields["chain"]) if "chain" in fields else chain_of(messages),
                 **packed,
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error
+
+
+def as_messages(new: str | Sequence[Message]) -> list[Message]:
+    """Messages of a turn: where it is one text, the user's."""
+    return [{"role": "user", "content": new}] if isinstance(new, str) else list(new)
+
+
+def chain_of(messages: Sequence[Message], chain: str = "") -> str:
+    """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
+
+    Equal names mean equal messages from the first on, character by character.
+    """
+    for message in messages:
+        said = json.dumps([chain, message["role"], message["content"]])
+        chain = hashlib.sha256(said.encode()).hexdigest()[:32]
+    return chain
 
 
 def extended(positions: Sequence[int], num_tokens: int) -> list[int]:

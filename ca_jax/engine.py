@@ -30,7 +30,7 @@ from ca_jax import blend_costs
 from ca_jax.batch import Batch
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
-from ca_jax.conversations import Conversation, padded
+from ca_jax.conversations import Conversation, Message, as_messages, padded
 from ca_jax.device_memory import check_buffers
 from ca_jax.drift import Drift
 from ca_jax.errors import (
@@ -46,7 +46,7 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import context_ids, prompt_ids, text_of, turn_ids, turn_parts
+from ca_jax.prompts import context_ids, messages_or_ids, prompt_ids, text_of, turn_ids, turn_parts
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
@@ -205,19 +205,48 @@ class Engine:
             self._check_open()
             if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
                 raise InvalidRequestError(f"ttl_s wanted a number of seconds >= 0, found {ttl_s}")
-            session = None if session_id is None else self._sessions.get(session_id)
-            if session is not None and session.tenant != tenant:
-                raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
-            kept = None if session is not None or session_id is None else self._kv.recall(session_id, tenant)
-            if system is not None and (session or kept):
+            session = None if session_id is None else self._find(session_id, tenant, ttl_s)
+            if system is not None and session is not None:
                 raise InvalidRequestError(f"session {session_id!r} has begun: wanted no system message")
             if session is None:
                 messages = [] if system is None else [{"role": "system", "content": system}]
-                new = Conversation(token_ids=[], messages=messages, turn_starts=[])
-                name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-                session = Session(self, name, kept or new, tenant=tenant, ttl_s=ttl_s)
-                self._sessions[session.session_id] = session
+                session = self._open(session_id, Conversation.begin(messages), tenant, ttl_s)
             return session
+
+    def find_session(self, session_id: str, *, tenant: str = "") -> Session | None:
+        """The conversation of that id that is open or that the store kept; None if there is none.
+
+        Raises:
+          SessionClosedError: the engine is closed.
+          TenantError: the conversation is another tenant's.
+        """
+        with self._lock:
+            self._check_open()
+            return self._find(session_id, tenant)
+
+    def fork(self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None) -> Session:
+        """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
+
+        What of their KV is as computing them would give is shared, in the store.
+
+        Args:
+          session: what the new one begins with; its tenant and its time to live are the new one's.
+          num_tokens: of how many tokens; None: all of those whose turns have ended.
+          session_id: names the new one; made up if not given.
+
+        Raises:
+          SessionClosedError: the engine is closed.
+          InvalidRequestError: `num_tokens` is negative or above what there is, or the name is taken.
+        """
+        with self._lock:
+            self._check_open()
+            most = len(session.token_ids)
+            if not 0 <= (most if num_tokens is None else num_tokens) <= most:
+                raise InvalidRequestError(f"wanted to fork behind 0..{most} tokens, found {num_tokens}")
+            if session_id is not None and self._find(session_id, session.tenant) is not None:
+                raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
+            begun = session.conversation.forked(most if num_tokens is None else num_tokens)
+            return self._open(session_id, begun, session.tenant, session.ttl_s)
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -227,7 +256,7 @@ class Engine:
     def submit_turn(
         self,
         session: Session,
-        message: str | Sequence[int],
+        new: str | Sequence[Message] | Sequence[int],
         params: SamplingParams,
         priority: int = 0,
         context: Sequence[str | Sequence[int]] | None = None,
@@ -236,31 +265,30 @@ class Engine:
         submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
         with self._lock:
             self._check_open()
-            text = message if isinstance(message, str) else None
+            said, given_ids = messages_or_ids(self.model, new)
             chunks = [] if context is None else context_ids(self.model, context)
             if chunks and session.conversation.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
                     "naively (overflow method nkvt)"
                 )
-            before, behind = self._turn_parts(session.token_ids, session.messages, message, bool(chunks))
+            before, behind = self._turn_parts(session.conversation, said, bool(chunks)) if said else ([], given_ids)
             num_new = len(before) + sum(map(len, chunks)) + len(behind)
             if chunks:
                 self._check_context(len(before) + len(behind), chunks)
             discarded = self._truncator.for_prompt(session, num_new)
             num_leaving = 0 if discarded is None else int(discarded.sum())
-            if text is not None and discarded is not None and discarded.all():  # It begins anew, with this message.
-                first_messages = session.conversation.take(0).messages
-                before, behind = self._turn_parts([], first_messages, message, bool(chunks))
+            if said and discarded is not None and discarded.all():  # It begins anew, with this message.
+                before, behind = self._turn_parts(session.conversation.take(0), said, bool(chunks))
                 num_new = len(before) + sum(map(len, chunks)) + len(behind)
             self._check_length(len(session.token_ids) - num_leaving + num_new)
             if discarded is not None:
                 self._truncator.cut(session, discarded)
-            said = "".join(text_of(self.model, ids) for ids in chunks)
-            said += text_of(self.model, before + behind) if text is None else text
             ids = [*session.token_ids, *before, *itertools.chain.from_iterable(chunks), *behind]
-            job = self._make_job(ids, params, session, said, priority)
+            job = self._make_job(ids, params, session, priority)
             job.submitted_s = submitted_s
+            job.messages = said or as_messages(text_of(self.model, given_ids))
+            job.context = "".join(text_of(self.model, ids) for ids in chunks)
             job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
             job.num_gone = session.conversation.num_dropped
             if self._runner.with_attention:
@@ -378,6 +406,18 @@ class Engine:
         with self._lock:
             while self._abandoned:
                 self.cancel(self._abandoned.popleft())
+
+    def release(self, session: Session) -> None:
+        """Closes a conversation and leaves what is stored of it: `session` goes on with it where the store is on SSD.
+
+        Raises:
+          SessionBusyError: a turn of it runs.
+        """
+        with self._lock:
+            if session.is_busy:
+                raise SessionBusyError(f"session {session.session_id!r} still answers; wanted it idle to let go of it")
+            session.end()
+            self._sessions.pop(session.session_id, None)
 
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
@@ -535,14 +575,36 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wake(self) -> None:
+        """Has a `step` that waits for something to move look again. Takes no lock."""
+        self._wakeup.tell()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no turn runs or waits."""
+        return self._scheduler.idle and not self._abandoned
+
     # What its parts need.
+
+    def _find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            if session.tenant != tenant:
+                raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+            return session
+        kept = self._kv.recall(session_id, tenant)
+        return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
+
+    def _open(self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None) -> Session:
+        name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
+        session = self._sessions[name] = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s)
+        return session
 
     def _make_job(
         self,
         ids: list[int],
         params: SamplingParams,
         session: Session | None = None,
-        message: str = "",
         priority: int = 0,
     ) -> Job:
         self._check_length(len(ids))
@@ -554,7 +616,6 @@ class Engine:
             output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop),
             stop_ids=frozenset(stops),
             session=session,
-            message=message,
             priority=priority,
         )
 
@@ -567,18 +628,13 @@ class Engine:
     # Chunks.
 
     def _turn_parts(
-        self,
-        token_ids: list[int],
-        messages: list[dict[str, str]],
-        message: str | Sequence[int],
-        has_context: bool,
+        self, conversation: Conversation, new: list[Message], has_context: bool
     ) -> tuple[list[int], list[int]]:
         """New ids of a turn: those before its context, and those behind it."""
-        if not isinstance(message, str):
-            return [], prompt_ids(self.model, message)
+        token_ids, messages = conversation.token_ids, conversation.messages
         if has_context:
-            return turn_parts(self.model, token_ids, messages, message)
-        return [], turn_ids(self.model, token_ids, messages, message)[len(token_ids) :]
+            return turn_parts(self.model, token_ids, messages, new)
+        return [], turn_ids(self.model, token_ids, messages, new)[len(token_ids) :]
 
     def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
         """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ca_jax.chunks import ChunkSpan
+from ca_jax.conversations import Message
 from ca_jax.errors import InvalidRequestError
 from ca_jax.text_output import TextOutput
 
@@ -156,8 +157,10 @@ class Job:
     """Tokens that end it."""
     session: Session | None = None
     """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
-    message: str = ""
-    """What the user said."""
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    """What was said since the last answer, the user's message mostly."""
+    context: str = ""
+    """What stands in front of the last message, as text."""
     context_tokens: int = 0
     """Tokens of its prompt that are chunks."""
     spans: tuple[ChunkSpan, ...] = ()

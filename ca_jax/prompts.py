@@ -7,35 +7,39 @@ from __future__ import annotations
 
 import reprlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ca_jax.chunks import chunk_text
+from ca_jax.conversations import Message, as_messages
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
 
 
-def turn_ids(model: LoadedModel, token_ids: list[int], messages: list[dict[str, str]], message: str) -> list[int]:
-    """A conversation's tokens with the user's next message behind them, ready to be answered.
+def turn_ids(
+    model: LoadedModel, token_ids: list[int], messages: list[Message], new: str | Sequence[Message]
+) -> list[int]:
+    """A conversation's tokens with the next messages behind them, ready to be answered.
 
     Args:
       model: whose tokenizer and chat template are used.
       token_ids: the conversation so far, as the model saw it; empty before its first turn.
       messages: the same as text; before the first turn a system message at most.
-      message: of the user.
+      new: the user's message, or messages.
 
     Raises:
-      InvalidRequestError: the model has no tokenizer.
+      InvalidRequestError: the model has no tokenizer, or its template refuses the messages.
     """
-    ids = _tokenizer(model).encode(_turn_text(model, token_ids, messages, message), add_bos=False)
+    ids = _tokenizer(model).encode(_turn_text(model, token_ids, messages, as_messages(new)), add_bos=False)
     return token_ids + _behind(model, token_ids, ids)
 
 
 def turn_parts(
-    model: LoadedModel, token_ids: list[int], messages: list[dict[str, str]], message: str
+    model: LoadedModel, token_ids: list[int], messages: list[Message], new: str | Sequence[Message]
 ) -> tuple[list[int], list[int]]:
-    """The new tokens of a turn in two parts, between which its context goes: right before the message's own text.
+    """The new tokens of a turn in two parts, between which its context goes: right before the last message's own text.
 
     What the chat template makes of the context's text with the message behind it, but that each part is tokenised
     alone.
@@ -44,7 +48,7 @@ def turn_parts(
       model: whose tokenizer and chat template are used.
       token_ids: the conversation so far, as the model saw it; empty before its first turn.
       messages: the same as text; before the first turn a system message at most.
-      message: of the user.
+      new: the user's message, or messages.
 
     Returns:
       New ids before the message: what the template writes, a system message too before the first turn; possibly none.
@@ -56,7 +60,9 @@ def turn_parts(
     """
     tokenizer = _tokenizer(model)
     mark = f"context{secrets.token_hex(16)}"  # Nobody can have written it.
-    parts = _turn_text(model, token_ids, messages, mark + message).split(mark)
+    *others, last = as_messages(new)
+    marked = {**last, "content": mark + last["content"]}
+    parts = _turn_text(model, token_ids, messages, [*others, marked]).split(mark)
     if len(parts) != 2:
         raise InvalidRequestError(
             "this model's chat template has no place for a context before a message: wanted the message to be written "
@@ -129,16 +135,29 @@ def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
     return ids
 
 
+def messages_or_ids(
+    model: LoadedModel, new: str | Sequence[Message] | Sequence[int]
+) -> tuple[list[Message], list[int]]:
+    """What a turn begins with: messages, or where token ids are given no messages and these.
+
+    Raises:
+      EmptyMessageError: there is nothing.
+      InvalidRequestError: an id outside the vocabulary.
+    """
+    if isinstance(new, str) or (len(new) and isinstance(new[0], Mapping)):
+        return as_messages(cast("str | Sequence[Message]", new)), []
+    return [], prompt_ids(model, cast(Sequence[int], new))
+
+
 def text_of(model: LoadedModel, token_ids: Sequence[int]) -> str:
     """The text of token ids; empty for a model without tokenizer."""
     return "" if model.tokenizer is None else model.tokenizer.decode(token_ids)
 
 
-def _turn_text(model: LoadedModel, token_ids: list[int], messages: list[dict[str, str]], message: str) -> str:
-    """What the chat template writes behind a conversation for the user's next message, from the last answer's end."""
+def _turn_text(model: LoadedModel, token_ids: list[int], messages: list[Message], new: list[Message]) -> str:
+    """What the chat template writes behind a conversation for its next messages, from the last answer's end."""
     template = _tokenizer(model).chat_template or ChatTemplate.plain()
-    new = {"role": "user", "content": message}
-    return template.next_turn(messages, [new]) if token_ids else template.first_turn([*messages, new])
+    return template.next_turn(messages, new) if token_ids else template.first_turn([*messages, *new])
 
 
 def _behind(model: LoadedModel, token_ids: list[int], ids: list[int]) -> list[int]:

@@ -8,12 +8,12 @@ Not here: jax, KV, turns (jobs), scheduling (scheduler), running (engine).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
-from ca_jax.conversations import Conversation
+from ca_jax.conversations import Conversation, Message, as_messages
 from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
@@ -88,7 +88,12 @@ class Session:
         return self._conversation
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def is_busy(self) -> bool:
+        """Whether a turn of it waits or runs."""
+        return self._job is not None and not self._job.done
+
+    @property
+    def messages(self) -> list[Message]:
         """The conversation as text, oldest first, without turns that have left the context window."""
         return self._conversation.messages
 
@@ -104,7 +109,7 @@ class Session:
 
     def send(
         self,
-        message: str,
+        message: str | Sequence[Message],
         *,
         context: Sequence[str | Sequence[int]] | None = None,
         max_tokens: int | None = None,
@@ -117,9 +122,10 @@ class Session:
         go of it ends the turn: what was generated so far stays part of the conversation.
 
         Args:
-          message: of the user.
-          context: chunks of text, or token ids, that stand in front of the message, part of it: documents that were
-            found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk comes
+          message: of the user; or messages, each a `role` and its `content`, where more was said since the last answer:
+            those of a conversation that was held elsewhere, say.
+          context: chunks of text, or token ids, that stand in front of the last message, part of it: documents that
+            were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk comes
             (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance. A text is
             tokenised alone, a blank line behind it.
           max_tokens: in place of the one in `sampling`.
@@ -129,17 +135,17 @@ class Session:
         Raises:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
-          EmptyMessageError: the message is blank, or a chunk, or there is a context without chunks.
-          InvalidRequestError: `max_tokens` below 1, or a priority that is no whole number.
+          EmptyMessageError: the message is blank or there is none, or a chunk, or there is a context without chunks.
+          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, or messages that the model's
+            chat template refuses.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 
         Source: `context` is CacheBlend (Yao et al., EuroSys 2025).
         """
-        self._check_ready()
-        if not message.strip():
-            raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        return self._submit(message, max_tokens, sampling, priority, context)
+        params = _with_max_tokens(sampling, max_tokens)
+        job = self.submit(as_messages(message), context=context, sampling=params, priority=priority)
+        return Answer(self._engine, job)
 
     def send_ids(
         self,
@@ -157,8 +163,30 @@ class Session:
           InvalidRequestError: an id outside the vocabulary, and as for `send`.
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
+        params = _with_max_tokens(sampling, max_tokens)
+        job = self.submit(token_ids, context=context, sampling=params, priority=priority)
+        return Answer(self._engine, job)
+
+    def submit(
+        self,
+        new: Sequence[Message] | Sequence[int],
+        *,
+        context: Sequence[str | Sequence[int]] | None = None,
+        sampling: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> Job:
+        """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
+
+        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does.
+        """
         self._check_ready()
-        return self._submit(token_ids, max_tokens, sampling, priority, context)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
+        last = new[-1] if len(new) else None
+        if isinstance(last, Mapping) and not last["content"].strip():
+            raise EmptyMessageError("wanted a message with text in it, found a blank one")
+        self._job = self._engine.submit_turn(self, new, sampling or SamplingParams(), priority, context)
+        return self._job
 
     def rewind(self, num_tokens: int) -> None:
         """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
@@ -205,32 +233,25 @@ class Session:
         self._engine.end_abandoned()
         if self._closed:
             raise SessionClosedError(f"session {self.session_id!r} is closed")
-        if self._job is not None and not self._job.done:
+        if self.is_busy:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
-
-    def _submit(
-        self,
-        message: str | Sequence[int],
-        max_tokens: int | None,
-        sampling: SamplingParams | None,
-        priority: int,
-        context: Sequence[str | Sequence[int]] | None,
-    ) -> Answer:
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
-        params = sampling or SamplingParams()
-        if max_tokens is not None:
-            params = dataclasses.replace(params, max_tokens=max_tokens)
-        self._job = self._engine.submit_turn(self, message, params, priority, context)
-        return Answer(self._engine, self._job)
 
     def adopt(self, job: Job) -> None:
         """Makes an ended turn part of the conversation; for the engine."""
         self._conversation = self._conversation.with_turn(
-            [*job.slid_ids, *job.token_ids], job.message, job.output.text, job.positions, job.attention
+            [*job.slid_ids, *job.token_ids],
+            job.messages,
+            job.output.text,
+            job.positions,
+            job.attention,
+            job.context,
         )
         self.usage = job.usage()
         self.finish_reason = job.finish_reason
+
+    def end(self) -> None:
+        """Takes no more turns; for the engine."""
+        self._closed = True
 
     def close(self) -> None:
         """Ends the conversation for good: the store forgets it. May be called again.
@@ -242,3 +263,8 @@ class Session:
             if self._job is not None and not self._job.done:
                 self._engine.cancel(self._job)
             self._engine.forget(self)
+
+
+def _with_max_tokens(sampling: SamplingParams | None, max_tokens: int | None) -> SamplingParams:
+    params = sampling or SamplingParams()
+    return params if max_tokens is None else dataclasses.replace(params, max_tokens=max_tokens)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.conversations import Conversation, extended, padded
+from ca_jax.conversations import Conversation, as_messages, chain_of, extended, padded
 
 
 def numbers(values: list, dtype: str) -> str:
@@ -31,6 +31,7 @@ GOOD = {
     "num_to_repair": 2,
     "to_drift": [2, 1],
     "num_slid": 1,
+    "chain": "0123abcd",
 }
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
@@ -76,7 +77,10 @@ def test_every_field_is_among_the_bytes():
         num_to_repair=2,
         num_slid=1,
         to_drift=[2, 1],
+        chain="0123abcd",
     )
+    older = Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != "chain"}))
+    assert older.chain == chain_of([{"role": "user", "content": "hi"}])
 
 
 def test_it_is_smaller_than_its_text():
@@ -125,7 +129,7 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
-@pytest.mark.parametrize("missing", [*GOOD])
+@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"chain"}))
 def test_a_field_that_is_missing_is_named(missing):
     with pytest.raises(ValueError, match=missing):
         Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
@@ -154,11 +158,11 @@ SYSTEM = {"role": "system", "content": "be kind"}
 
 def of_turns(*num_tokens: int, system: bool = True) -> Conversation:
     """A conversation of turns of so many tokens; its token ids count on."""
-    conversation = Conversation(token_ids=[], messages=[SYSTEM] if system else [], turn_starts=[])
+    conversation = Conversation.begin([SYSTEM] if system else [])
     for number, count in enumerate(num_tokens):
         ids = list(range(len(conversation.token_ids) + count))
         user, answer = (message["content"] for message in said(number))
-        conversation = conversation.with_turn(ids, user, answer)
+        conversation = conversation.with_turn(ids, as_messages(user), answer)
     return conversation
 
 
@@ -174,7 +178,7 @@ def messages_of(*numbers: int) -> list[dict[str, str]]:
 
 def test_a_turn_goes_behind_what_there_is():
     before = dataclasses.replace(of_turns(10), num_dropped=3, lineage=2, num_to_repair=4, to_drift=[3])
-    after = before.with_turn(list(range(30)), "message 1", "answer 1")
+    after = before.with_turn(list(range(30)), as_messages("message 1"), "answer 1")
     assert after == Conversation(
         token_ids=list(range(30)),
         messages=messages_of(0, 1),
@@ -183,19 +187,20 @@ def test_a_turn_goes_behind_what_there_is():
         lineage=2,
         num_to_repair=4,
         to_drift=[3],
+        chain=chain_of(messages_of(0, 1)),
     )
     assert before.messages == messages_of(0)  # As it was.
 
 
 def test_a_turn_over_keys_at_other_positions_has_its_own_places():
-    after = of_turns(3).with_turn([7, 8, 9, 1, 2], "", "", positions=[0, 8, 9])
+    after = of_turns(3).with_turn([7, 8, 9, 1, 2], [], "", positions=[0, 8, 9])
     assert after.positions == [0, 8, 9, 3, 4]
     assert extended([0, 8, 9], 3) == [0, 8, 9]
     assert extended([], 2) == [0, 1]
 
 
 def test_a_turn_brings_the_attention_that_is_known():
-    after = of_turns(3).with_turn([7, 8, 9, 1, 2], "", "", attention=np.array([0.5, 2, 1, 0.25], np.float32))
+    after = of_turns(3).with_turn([7, 8, 9, 1, 2], [], "", attention=np.array([0.5, 2, 1, 0.25], np.float32))
     assert after.attention == [0.5, 2.0, 1.0, 0.25, 0.0]
     assert padded([0.5, 0.25], 1).tolist() == [0.5]
     assert padded([], 2).tolist() == [0.0, 0.0]
@@ -216,7 +221,11 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
         num_to_repair=25,
         to_drift=[20, 25],
     )
-    assert whole.take(num_tokens) == Conversation(
+    taken = whole.take(num_tokens)
+    is_whole = num_tokens in (0, 10, 30, 60)
+    assert (taken.chain == chain_of(messages_of(*turns))) == is_whole
+    assert taken == Conversation(
+        chain=taken.chain,
         token_ids=list(range(num_tokens)),
         messages=messages_of(*turns),
         turn_starts=[((0, 10, 30)[turn], 1 + 2 * turn) for turn in turns],
@@ -227,6 +236,18 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
         num_to_repair=min(25, num_tokens),
         to_drift=[min(20, num_tokens), min(25, num_tokens)] if num_tokens else [],
     )
+
+
+def test_a_chain_names_all_that_was_said_and_no_context():
+    whole = of_turns(10, 20, 30)
+    assert whole.chain == chain_of(messages_of(0, 1, 2)) == chain_of(messages_of(0, 1, 2)[1:], chain_of([SYSTEM]))
+    assert whole.cut(mask(60, *range(35))).chain == whole.chain, "what has left was said all the same"
+    asked, told = said(3)
+    after = whole.with_turn(list(range(70)), [asked], told["content"], context="a document\n\n")
+    assert after.messages[-2:] == [{**asked, "content": f"a document\n\n{asked['content']}"}, told]
+    assert after.chain == chain_of(messages_of(0, 1, 2, 3))
+    others = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert len({chain_of(each) for each in (others, others[:1], others[::-1], [], [{**others[0], "role": "x"}])}) == 5
 
 
 @pytest.mark.parametrize(
@@ -305,7 +326,7 @@ def test_two_cuts_are_one(data):
 def test_keys_that_stay_where_they_were_keep_their_positions_through_cuts_and_turns():
     left = of_turns(10).cut(mask(10, 2, 3, 4), keeps_positions=True)
     assert left.positions == [0, 1, 5, 6, 7, 8, 9]
-    longer = left.with_turn([*left.token_ids, 70, 71], "", "", positions=left.positions)
+    longer = left.with_turn([*left.token_ids, 70, 71], [], "", positions=left.positions)
     assert longer.positions == [0, 1, 5, 6, 7, 8, 9, 7, 8]
     assert longer.cut(mask(9, 0, 5), keeps_positions=True).positions == [1, 5, 6, 7, 9, 7, 8]
     assert longer.cut(mask(9, 0, 5)).positions == []

@@ -1,0 +1,166 @@
+"""The server's routes.
+
+Serving begins when the engine is loaded and warm: until then, and from when the server is told to stop, `/health` and
+everything that needs the engine answer with status 503.
+
+Not here: what a request does (`service`, `chat_routes`, `session_routes`), flags and sockets (`launch.serve`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import fastapi
+import fastapi.exceptions
+import starlette.exceptions
+from fastapi.responses import JSONResponse, Response
+
+import ca_jax
+from ca_jax.engine import Engine
+from ca_jax.errors import CaJaxError
+from ca_jax.server import openai_routes, session_routes
+from ca_jax.server.body_limit import BodyLimit
+from ca_jax.server.config import ServerConfig
+from ca_jax.server.errors import ApiError, as_api_error
+from ca_jax.server.metrics import CONTENT_TYPE, Reading, RequestMetrics
+from ca_jax.server.service import Service
+from ca_jax.server.state import ServerState, service_of, state_of
+from ca_jax.server.tenants import Tenants
+
+_LOG = logging.getLogger(__name__)
+
+
+def make_app(
+    make_engine: Callable[[], Engine],
+    config: ServerConfig | None = None,
+    tenants: Tenants | None = None,
+    *,
+    on_failure: Callable[[], None] = lambda: None,
+) -> fastapi.FastAPI:
+    """The server as an ASGI application. It makes the engine when it starts and closes it when it ends.
+
+    Args:
+      make_engine: loads, warms up and returns the engine; called on a thread of its own.
+      config: how requests are taken.
+      tenants: whose they are; without, everybody's, and keys are not asked for.
+      on_failure: called when the engine cannot be made: nothing will ever be served.
+    """
+    config, tenants = config or ServerConfig(), tenants or Tenants()
+    state = ServerState(config=config, tenants=tenants)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
+        making = asyncio.create_task(_start(state, make_engine, on_failure))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(asyncio.CancelledError):
+                await making
+            await _stop(state)
+
+    app = fastapi.FastAPI(
+        title="ca_jax",
+        version=ca_jax.__version__,
+        description="OpenAI's API over an engine that keeps the KV of conversations between turns.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.server = state
+    app.include_router(openai_routes.ROUTES)
+    app.include_router(session_routes.ROUTES)
+    _add_plain_routes(app)
+    _add_error_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    return app
+
+
+async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
+    try:
+        engine = await asyncio.to_thread(make_engine)
+        state.engine = engine
+        state.service = Service(engine, state.config, RequestMetrics(state.config.served_model_name or engine.model.name))
+        await state.service.begin()
+    except Exception as error:
+        state.failure = error
+        _LOG.exception("the engine could not be made")
+        on_failure()
+
+
+async def _stop(state: ServerState) -> None:
+    """Ends what runs and saves what is not saved."""
+    if state.service is not None:
+        await state.service.stop()
+    if state.engine is not None:
+        await asyncio.to_thread(state.engine.close)
+
+
+def _add_plain_routes(app: fastapi.FastAPI) -> None:
+    @app.get("/health", tags=["server"], responses={503: {"description": "Not ready, or not any more."}})
+    async def health(request: fastapi.Request) -> JSONResponse:
+        """Whether requests are served: 200 once the engine is loaded and warm."""
+        state = state_of(request)
+        status = state.status
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+
+    @app.get("/metrics", tags=["server"], response_class=Response)
+    async def metrics(request: fastapi.Request) -> Response:
+        """What Prometheus reads."""
+        service = service_of(request)
+        reading = await service.loop.call(Reading.of)
+        return Response(service.metrics.text(reading), media_type=CONTENT_TYPE)
+
+
+def _add_error_handlers(app: fastapi.FastAPI) -> None:
+    def told(request: fastapi.Request, error: ApiError) -> JSONResponse:
+        state = state_of(request)
+        if state.service is not None:
+            state.service.metrics.refuse(error.status)
+        return JSONResponse(error.body(), error.status, error.headers())
+
+    Handler = Callable[[fastapi.Request, Any], Awaitable[JSONResponse]]
+
+    async def known(request: fastapi.Request, error: ApiError | CaJaxError) -> JSONResponse:
+        return told(request, as_api_error(error))
+
+    async def invalid(request: fastapi.Request, error: fastapi.exceptions.RequestValidationError) -> JSONResponse:
+        return told(request, invalid_body(error))
+
+    async def of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException) -> JSONResponse:
+        if error.status_code == 400 and "parsing the body" in str(error.detail):
+            return told(request, ApiError(400, "the body wanted JSON", code="invalid_json"))
+        response = told(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def unknown(request: fastapi.Request, error: Exception) -> JSONResponse:
+        _LOG.error("%s %s broke", request.method, request.url.path, exc_info=error)
+        return told(request, as_api_error(error))
+
+    handlers: dict[Any, Handler] = {
+        ApiError: known,
+        CaJaxError: known,
+        fastapi.exceptions.RequestValidationError: invalid,
+        starlette.exceptions.HTTPException: of_http,
+        Exception: unknown,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def invalid_body(error: fastapi.exceptions.RequestValidationError) -> ApiError:
+    """What is wrong with a request's fields: the first that is, named as a path."""
+    first = min(error.errors(), key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
+    path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]
+    param = ".".join(path) or None
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body wanted JSON, found something else", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unrecognized field: {param}", code="unknown_parameter", param=param)
+    if first["type"] == "missing":
+        return ApiError(400, f"missing field: {param or 'the body'}", code="missing_required_parameter", param=param)
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)

@@ -1,0 +1,243 @@
+"""Bodies of requests: OpenAI's fields, those of them that are served, and a few of our own.
+
+A field that is not served is named in the error, unless its value asks for nothing. Fields that say nothing about the
+answer (who asks, how it is billed) are taken and not looked at.
+
+Not here: bodies of answers (`answers`), what a request does (`chat`, `completions`).
+Source: OpenAI's API reference (createChatCompletion, createCompletion).
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from ca_jax.conversations import Message
+from ca_jax.jobs import SamplingParams
+from ca_jax.server.errors import ApiError
+
+_INT64 = 2**63
+_Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+_Tokens = Annotated[int, Field(ge=1)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Body(pydantic.BaseModel):
+    model_config = _Strict
+
+
+class TextPart(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Body):
+    """One message. What only some models and tools use may be there where it says nothing."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    name: str | None = Field(None, description="Not looked at.")
+    refusal: None = None
+    audio: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, description="Not looked at.")
+
+    def message(self) -> Message:
+        """As the chat template takes it; a developer's message is the system's."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text for part in parts) if parts else self.content or ""
+        return {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+
+
+class StreamOptions(_Body):
+    """Of a streamed answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Not looked at: chunks are not padded.")
+
+
+class ResponseFormat(_Body):
+    """Text alone."""
+
+    type: Literal["text"]
+
+
+class Sampling(_Body):
+    """What chats and completions share."""
+
+    model: str
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(None, description="Not served.")
+    user: str | None = Field(None, description="Not looked at.")
+
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="Drop tokens less likely than this share of the likeliest."
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(
+        None, description="Above 1 makes tokens seen so far less likely."
+    )
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = Field(
+        None, description="Requests of lower values go first."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] | None = Field(None, description="Most seconds that it may take.")
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to one prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the last chunk of a stream says what it took."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raises ApiError where fields do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options wanted stream to be true", param="stream_options", code="invalid_value")
+
+    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """How the answer of a number is drawn; each of several with a seed of its own."""
+        seed = secrets.randbits(32) if self.seed is None else (self.seed + choice) % 2**32
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=max(1.0 if self.top_p is None else self.top_p, 1e-6),  # OpenAI's 0 is the likeliest token alone.
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            seed=seed,
+            stop=tuple(text for text in stop if text),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+
+class ChatRequest(Sampling):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+
+    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
+    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
+    function_call: Literal["none", "auto"] | None = None
+    store: Literal[False] | None = Field(None, description="Not served.")
+    metadata: dict[str, str] | None = Field(None, description="Not looked at.")
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = Field(None, description="Not looked at.")
+    prompt_cache_key: str | None = Field(None, description="Not looked at: equal prefixes are always found.")
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = Field(None, description="Not looked at.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
+
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="The conversation to go on with; messages are then what is new, or all of it and that."
+    )
+    context: Annotated[list[str | list[int]], Field(min_length=1)] | None = Field(
+        None, description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend)."
+    )
+
+    def check(self) -> None:
+        """Raises ApiError where fields do not go together."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs wanted logprobs to be true", param="top_logprobs", code="invalid_value")
+        if self.session_id is not None and self.num_choices > 1:
+            raise ApiError(400, f"n wanted 1 with a session_id, found {self.n}", param="n", code="invalid_value")
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of an answer, if it says."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens whose probabilities are wanted beside that of the token drawn; None: none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Sampling):
+    """Body of `POST /v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
+    )
+    max_tokens: _Tokens | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: Literal[False] | None = Field(None, description="Not served.")
+    suffix: Literal[""] | None = Field(None, description="Not served.")
+    best_of: Literal[1] | None = Field(None, description="Not served.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[int(token) for token in self.prompt]]  # type: ignore[arg-type]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class NewSession(_Body):
+    """Body of `POST /v1/sessions`."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Its name; made up if not given."
+    )
+    system: str | None = Field(None, description="Its system message.")
+    ttl_s: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="How long its KV is kept after its last use, seconds."
+    )
+
+
+class SessionChange(_Body):
+    """Body of `POST /v1/sessions/{session_id}`."""
+
+    pinned: bool | None = Field(None, description="Whether it stays in the store, over restarts too.")
+    ttl_s: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="How long its KV is kept after its last use, seconds; null leaves it as it is."
+    )
+
+
+class Discard(_Body):
+    """Body of `POST /v1/sessions/{session_id}/discard`."""
+
+    start: Annotated[int, Field(ge=0, lt=2**31)]
+    stop: Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class NewChunks(_Body):
+    """Body of `POST /v1/chunks`."""
+
+    chunks: Annotated[list[str | list[int]], Field(min_length=1)]
+    tier: Literal["dram", "ssd"] | None = None

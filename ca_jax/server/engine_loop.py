@@ -1,0 +1,252 @@
+"""The engine's own thread, and the one way to it from the event loop.
+
+Whatever is asked of the engine is done between two of its steps, by its thread: no coroutine ever waits for its lock,
+and none is resumed more than once a step. What a step has drawn goes to all its listeners in one call.
+
+    coroutine   call(fn) ------> |                 future <--+
+                submit(fn) ----> | engine's thread           |  one call_soon_threadsafe a step
+                                 |   commands, step, deliver-+
+
+Not here: HTTP, which conversation a request goes on with (router).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from ca_jax.engine import Engine
+from ca_jax.errors import SessionClosedError
+from ca_jax.jobs import Job
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a step gave to one job."""
+
+    text: str
+    """New text that can be shown."""
+    num_tokens: int
+    """Tokens generated so far."""
+    done: bool
+    """Whether the job has ended; its error, if it has one, is in the job."""
+
+
+class Feed:
+    """What the jobs of one request give, in the order in which it comes. Belongs to the event loop; one listener."""
+
+    def __init__(self) -> None:
+        self._parts: collections.deque[tuple[LiveJob, Part]] = collections.deque()
+        self._came = asyncio.Event()
+
+    def add(self, live: LiveJob, part: Part) -> None:
+        """Takes in what a step gave; for the loop."""
+        self._parts.append((live, part))
+        self._came.set()
+
+    async def parts(self, num_jobs: int) -> AsyncIterator[tuple[LiveJob, Part]]:
+        """What each step gave to each job, until so many jobs have ended.
+
+        Raises:
+          Exception: whatever broke one of them.
+        """
+        while num_jobs:
+            await self._came.wait()
+            self._came.clear()
+            while self._parts:
+                live, part = self._parts.popleft()
+                if part.done and live.job.error is not None:
+                    raise live.job.error
+                num_jobs -= part.done
+                yield live, part
+
+
+@dataclasses.dataclass(eq=False)
+class LiveJob:
+    """A job as coroutines see it. Belongs to the event loop."""
+
+    job: Job
+    """Of the engine; only read, and once it has ended."""
+    index: int
+    """Which of its request's."""
+    feed: Feed
+    """Where what it gives goes."""
+    ended: bool = False
+    """Whether the event loop knows that it has ended."""
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own. Made and called in the event loop, until `stop`.
+
+    Args:
+      engine: nobody else may run it. It is not closed by this.
+      on_ended: told of each job that has ended, by the engine's thread, before its listener is.
+    """
+
+    def __init__(self, engine: Engine, on_ended: Callable[[Job], None] = lambda job: None) -> None:
+        self._engine = engine
+        self._events = asyncio.get_running_loop()
+        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._asked = threading.Event()
+        self._stopping = False
+        self._failure: Exception | None = None
+        self._on_ended = on_ended
+        self._live: dict[Job, LiveJob] = {}  # The engine's thread's.
+        self._given: dict[Job, int] = {}  # Tokens of each that were delivered; the engine's thread's.
+        self._num_live = 0
+        self._thread = threading.Thread(target=self._run, name="ca_jax-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_live(self) -> int:
+        """Jobs that were submitted and have not ended, as far as the event loop knows."""
+        return self._num_live
+
+    @property
+    def failure(self) -> Exception | None:
+        """What broke the engine, if something did: then nothing is served any more."""
+        return self._failure
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """What a function of the engine gives, run by its thread between two steps.
+
+        Raises:
+          SessionClosedError: the loop was stopped.
+          Exception: whatever the function raises.
+        """
+        future: asyncio.Future[T] = self._events.create_future()
+
+        def run() -> None:
+            try:
+                result = function(self._engine)
+            except BaseException as error:
+                self._post(_set_error, future, error)
+            else:
+                self._post(_set_result, future, result)
+
+        self._ask(run)
+        return await future
+
+    async def submit(self, function: Callable[[Engine], Job], feed: Feed, index: int = 0) -> LiveJob:
+        """A job that a function queues, run by the engine's thread; what it gives comes by the feed.
+
+        A caller that is cancelled while it waits for this leaves no job behind.
+
+        Raises:
+          SessionClosedError: the loop was stopped.
+          Exception: whatever the function raises.
+        """
+        future: asyncio.Future[LiveJob] = self._events.create_future()
+
+        def begin() -> None:
+            try:
+                job = function(self._engine)
+            except BaseException as error:
+                self._post(_set_error, future, error)
+                return
+            live = LiveJob(job, index, feed)
+            self._live[job], self._given[job] = live, 0
+            self._post(self._begun, future, live)
+
+        self._ask(begin)
+        return await future
+
+    def cancel(self, live: LiveJob) -> None:
+        """Has a job end, soon, if it has not. Does not wait."""
+        if not (self._stopping or live.ended):
+            self._ask(lambda: self._engine.cancel(live.job))
+
+    async def stop(self) -> None:
+        """Ends the thread; jobs that run are cancelled, and their listeners told so."""
+        if not self._stopping:
+            self._stopping = True
+            self._asked.set()
+            self._engine.wake()
+        await asyncio.to_thread(self._thread.join)
+
+    def _begun(self, future: asyncio.Future[LiveJob], live: LiveJob) -> None:
+        self._num_live += 1
+        if future.cancelled():
+            self.cancel(live)
+        else:
+            future.set_result(live)
+
+    def _ask(self, command: Callable[[], None]) -> None:
+        if self._stopping:
+            raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
+        self._commands.append(command)
+        self._asked.set()
+        self._engine.wake()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._asked.clear()
+                self._obey()
+                ran = self._engine.step()
+                self._deliver()
+                if not ran:
+                    self._asked.wait()
+        except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
+            _LOG.exception("the engine broke: nothing is served any more")
+            self._failure = error
+            self._stopping = True
+        self._obey()
+        for job in tuple(self._live):
+            job.error = job.error or self._failure
+            if not job.done:
+                self._engine.cancel(job)
+        self._deliver()
+
+    def _obey(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _deliver(self) -> None:
+        """Hands out what the jobs have got since the last time."""
+        parts: list[tuple[LiveJob, Part]] = []
+        for job, live in tuple(self._live.items()):
+            num_tokens = len(job.output_ids)
+            if num_tokens == self._given[job] and not job.done:
+                continue
+            self._given[job] = num_tokens
+            done = job.done  # Before its text is taken.
+            text = "".join(job.pieces.popleft() for _ in range(len(job.pieces)))
+            parts.append((live, Part(text, num_tokens, done)))
+            if done:
+                del self._live[job], self._given[job]
+                self._on_ended(job)
+        if parts:
+            self._post(self._hand_out, parts)
+
+    def _hand_out(self, parts: list[tuple[LiveJob, Part]]) -> None:
+        for live, part in parts:
+            self._num_live -= part.done
+            live.ended = part.done
+            live.feed.add(live, part)
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._events.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # The event loop is closed: nobody listens any more.
+            _LOG.debug("the event loop has ended before the engine's thread")
+
+
+def _set_result(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[T], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

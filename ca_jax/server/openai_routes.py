@@ -1,0 +1,189 @@
+"""OpenAI's routes: chat completions, completions, models.
+
+Not here: which conversation goes on, who may come in (`service`, `router`), bodies (`bodies`, `answers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+import fastapi
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
+from ca_jax.server.bodies import ChatRequest, CompletionRequest
+from ca_jax.server.errors import ApiError, as_api_error
+from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
+from ca_jax.server.router import client_name
+from ca_jax.server.service import Service, Turns
+from ca_jax.server.state import TheService, TheTenant
+from ca_jax.server.tenants import Tenant
+
+ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"])
+_LOG = logging.getLogger(__name__)
+_CREATED = int(time.time())
+_Begun = contextlib.AbstractAsyncContextManager[Turns]
+T = TypeVar("T")
+
+
+@ROUTES.get("/models")
+async def models(service: TheService, tenant: TheTenant) -> JSONResponse:
+    """The one model that is served."""
+    return JSONResponse({"object": "list", "data": [_model(service)]})
+
+
+@ROUTES.get("/models/{model:path}")
+async def model(model: str, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """The same, by its name."""
+    service.check_model(model)
+    return JSONResponse(_model(service))
+
+
+@ROUTES.post("/chat/completions", response_class=Response)
+async def chat_completions(
+    body: ChatRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
+) -> Response:
+    """Answers a conversation; the KV of what was said before is reused."""
+    body.check()
+    service.check_model(body.model)
+    writer = Writer("chat.completion", body.model)
+    return await _answer(request, service, tenant, body, writer, service.chat(tenant, body), body.num_choices)
+
+
+@ROUTES.post("/completions", response_class=Response)
+async def completions(
+    body: CompletionRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
+) -> Response:
+    """Continues plain prompts; the KV of what others began with is reused."""
+    body.check()
+    service.check_model(body.model)
+    num_answers = len(body.prompts()) * body.num_choices
+    writer = Writer("text_completion", body.model)
+    return await _answer(request, service, tenant, body, writer, service.complete(tenant, body), num_answers)
+
+
+async def _answer(
+    request: fastapi.Request,
+    service: Service,
+    tenant: Tenant,
+    body: ChatRequest | CompletionRequest,
+    writer: Writer,
+    begun: _Begun,
+    num_answers: int,
+) -> Response:
+    """Begins a request's answers, so that what is wrong with it is a status, and gives them whole or piece by piece."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(service.admitted(tenant, num_answers))
+        if not body.stream:
+            return await _while_connected(request, _whole(service, tenant, body, writer, begun))
+        async with service.deadline(body.timeout_s) as deadline:
+            turns = await stack.enter_async_context(begun)
+        ends = stack.pop_all()
+        pieces = _pieces(service, tenant, body, writer, turns, ends, deadline.when())
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+
+
+async def _whole(
+    service: Service, tenant: Tenant, body: ChatRequest | CompletionRequest, writer: Writer, begun: _Begun
+) -> JSONResponse:
+    try:
+        async with service.deadline(body.timeout_s), begun as turns:
+            texts = [""] * len(turns.lives)
+            async for live, part in turns.parts():
+                texts[live.index] += part.text
+                if part.done:
+                    service.metrics.add(live.job)
+    except TimeoutError as error:
+        raise ApiError(408, "the answer was not there in time", code="timeout") from error
+    choices = []
+    for live, text in zip(turns.lives, texts, strict=True):
+        logprobs = _logprobs(service, body, live.job, 0)
+        choices.append(writer.choice(live.index, text, finish_reason(live.job.finish_reason), logprobs))
+    usage = usage_body(turns.usages(), body.num_choices)
+    return JSONResponse(writer.whole(choices, usage, _session_id(tenant, body, turns)))
+
+
+async def _pieces(
+    service: Service,
+    tenant: Tenant,
+    body: ChatRequest | CompletionRequest,
+    writer: Writer,
+    turns: Turns,
+    ends: contextlib.AsyncExitStack,
+    until_s: float | None,
+) -> AsyncIterator[str]:
+    """The stream of events. What goes wrong in the middle is the last of them."""
+    async with ends:
+        try:
+            async with asyncio.timeout_at(until_s):
+                with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
+                if isinstance(body, ChatRequest):
+                    for live in turns.lives:
+                        yield writer.first(live.index, with_usage, session_id)
+                told = [0] * len(turns.lives)
+                async for live, part in turns.parts():
+                    reason = finish_reason(live.job.finish_reason) if part.done else None
+                    if part.done:
+                        service.metrics.add(live.job)
+                    if not (part.text or part.done):
+                        continue
+                    logprobs = None
+                    if part.num_tokens > told[live.index]:
+                        logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
+                        told[live.index] = part.num_tokens
+                    yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
+                if with_usage:
+                    yield writer.last(usage_body(turns.usages(), body.num_choices))
+            yield DONE
+        except TimeoutError:
+            yield error_event(ApiError(408, "the answer was not there in time", code="timeout").body())
+        except Exception as error:
+            api_error = as_api_error(error)
+            if api_error.status >= 500:
+                _LOG.exception("an answer broke")
+            yield error_event(api_error.body())
+
+
+async def _while_connected(request: fastapi.Request, answering: Awaitable[T]) -> T:
+    """Waits for an answer, and gives it up where its client goes away."""
+    task = asyncio.ensure_future(answering)
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client went away", code="client_disconnected")
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(request: fastapi.Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _logprobs(
+    service: Service, body: ChatRequest | CompletionRequest, job: Any, start: int, stop: int | None = None
+) -> dict[str, Any] | None:
+    if isinstance(body, ChatRequest):
+        return None if body.num_logprobs is None else chat_logprobs(service.tokenizer, job, start, stop)
+    return None if body.logprobs is None else completion_logprobs(service.tokenizer, job, start, stop)
+
+
+def _session_id(tenant: Tenant, body: ChatRequest | CompletionRequest, turns: Turns) -> str | None:
+    """Of a chat: what its next turn may say instead of its history."""
+    if not isinstance(body, ChatRequest) or len(turns.sessions) > 1:
+        return None
+    return client_name(tenant.domain, turns.sessions[0].session_id)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.model_name, "object": "model", "created": _CREATED, "owned_by": "ca_jax"}

@@ -1,0 +1,222 @@
+"""Which stored conversation a request goes on with.
+
+OpenAI's clients send the whole history with every turn. It is found again by what was said: each state of a
+conversation that a turn has ended in has a name, its message chain, which the history is looked up by from its longest
+beginning on:
+
+    history     system, user, assistant, user, assistant, user
+    names       c1      c2    c3         c4    c5                    c5 known: go on there; else c3, else begin anew
+
+A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
+is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
+is known of no conversation begins anew, and the store still finds KV of the same first tokens.
+
+Belongs to the engine's thread.
+
+Not here: KV (the store finds prefixes by itself), tenants' keys.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import uuid
+from collections.abc import Sequence
+
+from ca_jax.conversations import Conversation, Message, chain_of
+from ca_jax.engine import Engine
+from ca_jax.errors import InvalidRequestError, SessionBusyError, UnknownSessionError
+from ca_jax.jobs import Job
+from ca_jax.session import Session
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """A conversation at the end of one of its turns."""
+
+    session_id: str
+    num_tokens: int
+    """Tokens it had by then, those that had left by then counted too."""
+
+
+class Router:
+    """States of the conversations of all tenants by name. Keeps the open conversations under a cap.
+
+    Args:
+      engine: whose conversations.
+      max_open_sessions: most that are open; of those, what was used least recently is released to the store.
+    """
+
+    def __init__(self, engine: Engine, max_open_sessions: int) -> None:
+        self._engine = engine
+        self._max_open = max_open_sessions
+        self._states: dict[tuple[str, str], _State] = {}
+        self._names: dict[tuple[str, str], list[str]] = collections.defaultdict(list)  # Chains, by tenant and session.
+        self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
+
+    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message]) -> tuple[Session, list[Message]]:
+        """The conversation of a name, and those of a request's messages that are new to it.
+
+        Args:
+          tenant: whose request it is.
+          session_id: of a conversation of that tenant.
+          messages: new ones alone, or the whole conversation with new ones behind it.
+
+        Raises:
+          UnknownSessionError: there is none of that name.
+          SessionBusyError: a turn of it runs.
+          InvalidRequestError: the messages are neither.
+        """
+        session = self.find(tenant, session_id)
+        if session is None:
+            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        if session.is_busy:
+            raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
+        self._use(session)
+        num_known = _num_known(session.conversation, messages)
+        if num_known:
+            return session, list(messages[num_known:])
+        others = sorted({message["role"] for message in messages} - {"user"})
+        if others and session.token_ids:
+            raise InvalidRequestError(
+                f"messages wanted what is new to session {session_id!r}, of the user alone, or all of it and that; "
+                f"found messages of {', '.join(others)} that are not the session's"
+            )
+        return session, list(messages)
+
+    def by_history(self, tenant: str, messages: Sequence[Message]) -> tuple[Session, list[Message]]:
+        """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
+
+        Args:
+          tenant: whose request it is.
+          messages: the whole history, oldest first.
+        """
+        chains, chain = [], ""
+        for message in messages:
+            chain = chain_of([message], chain)
+            chains.append(chain)
+        for num_known in range(len(messages) - 1, 0, -1):
+            state = self._states.get((tenant, chains[num_known - 1]))
+            session = None if state is None else self._at(tenant, state, messages[:num_known], chains[num_known - 1])
+            if session is not None:
+                return session, list(messages[num_known:])
+        return self.begin(tenant), list(messages)
+
+    def begin(
+        self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None
+    ) -> Session:
+        """A new conversation; its name is made up if not given.
+
+        Raises:
+          InvalidRequestError: there is one of that name.
+        """
+        if session_id is not None and self.find(tenant, session_id) is not None:
+            raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
+        name = engine_name(tenant, session_id or uuid.uuid4().hex)
+        session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
+        self._use(session)
+        return session
+
+    def find(self, tenant: str, session_id: str) -> Session | None:
+        """The conversation of a client's name; None if there is none."""
+        return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+
+    def let_go(self, sessions: Sequence[Session]) -> None:
+        """Closes conversations that nobody will ask for by name; what is stored of them stays."""
+        for session in sessions:
+            self.forget(session.tenant, session.session_id)
+            if not session.is_busy:
+                self._engine.release(session)
+
+    def sibling(self, session: Session, num_tokens: int) -> Session:
+        """Another conversation that begins like one that is about to go on, for another answer to the same."""
+        forked = self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
+        self._use(forked)
+        return forked
+
+    def ended(self, job: Job) -> None:
+        """Notes where a turn's conversation stands now that it has ended."""
+        if job.session is not None and job.output_ids:
+            self.note(job.session.tenant, job.session.session_id, job.session.conversation)
+
+    def note(self, tenant: str, session_id: str, conversation: Conversation) -> None:
+        """Notes where a conversation stands."""
+        key = (tenant, conversation.chain)
+        self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
+        names = self._names[tenant, session_id]
+        if not names or names[-1] != conversation.chain:
+            names.append(conversation.chain)
+
+    def forget(self, tenant: str, session_id: str) -> None:
+        """Forgets the states of a conversation that there is no more."""
+        for chain in self._names.pop((tenant, session_id), ()):
+            state = self._states.get((tenant, chain))
+            if state is not None and state.session_id == session_id:
+                del self._states[tenant, chain]
+        self._used.pop((tenant, session_id), None)
+
+    @property
+    def num_states(self) -> int:
+        """States that are known."""
+        return len(self._states)
+
+    def _at(self, tenant: str, state: _State, messages: Sequence[Message], chain: str) -> Session | None:
+        """A conversation in a state, itself or a fork; None if it cannot be had any more."""
+        session = self._engine.find_session(state.session_id, tenant=tenant)
+        if session is None:
+            self.forget(tenant, state.session_id)
+            return None
+        self._use(session)
+        conversation = session.conversation
+        if conversation.chain == chain and not session.is_busy:
+            return session
+        num_tokens = state.num_tokens - conversation.num_dropped
+        if conversation.chain == chain:
+            num_tokens = len(conversation.token_ids)
+        ends = {start for start, _ in conversation.turn_starts} | {len(conversation.token_ids)}
+        if num_tokens not in ends or not _ends_alike(conversation.take(num_tokens).messages, messages):
+            return None
+        return self.sibling(session, num_tokens)
+
+    def _use(self, session: Session) -> None:
+        """Notes a use; releases what was not used for longest where too many are open."""
+        self._used[session.tenant, session.session_id] = None
+        self._used.move_to_end((session.tenant, session.session_id))
+        while len(self._used) > self._max_open:
+            tenant, session_id = next(iter(self._used))
+            oldest = self._engine.find_session(session_id, tenant=tenant)
+            if oldest is not None and oldest.is_busy:
+                self._used.move_to_end((tenant, session_id))
+                return
+            if oldest is not None:
+                self._engine.release(oldest)
+            del self._used[tenant, session_id]
+
+
+def engine_name(tenant: str, session_id: str) -> str:
+    """The engine's name of a conversation: tenants do not share names."""
+    return f"{tenant}/{session_id}" if tenant else session_id
+
+
+def client_name(tenant: str, name: str) -> str:
+    """The client's name of a conversation of the engine."""
+    return name.removeprefix(f"{tenant}/") if tenant else name
+
+
+def _num_known(conversation: Conversation, messages: Sequence[Message]) -> int:
+    """How many of the first messages are all that was said in a conversation; 0 where none are."""
+    chain = ""
+    for number, message in enumerate(messages[:-1], 1):
+        chain = chain_of([message], chain)
+        if chain == conversation.chain:
+            return number
+    return 0
+
+
+def _ends_alike(kept: Sequence[Message], said: Sequence[Message]) -> bool:
+    """Whether what a truncation has kept of messages is a beginning and an end of those that were said."""
+    num_first = 0
+    while num_first < min(len(kept), len(said)) and kept[num_first] == said[num_first]:
+        num_first += 1
+    num_last = len(kept) - num_first
+    return num_last <= len(said) - num_first and list(kept[num_first:]) == list(said[len(said) - num_last :])

@@ -1,0 +1,80 @@
+"""What the routes of one server share.
+
+Not here: the routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import fastapi
+
+from ca_jax.engine import Engine
+from ca_jax.server.config import ServerConfig
+from ca_jax.server.errors import ApiError
+from ca_jax.server.service import Service
+from ca_jax.server.tenants import Tenant, Tenants
+
+
+@dataclasses.dataclass
+class ServerState:
+    """Of one server."""
+
+    config: ServerConfig
+    tenants: Tenants
+    engine: Engine | None = None
+    """Once it is loaded and warm."""
+    service: Service | None = None
+    """Likewise."""
+    failure: Exception | None = None
+    """Why the engine could not be made."""
+
+    @property
+    def status(self) -> str:
+        """`ok` where requests are served; else why they are not."""
+        if self.failure is not None or (self.service is not None and self.service.loop.failure is not None):
+            return "failed"
+        if self.service is None or not self.service.is_ready:
+            return "starting"
+        return "shutting down" if self.service.closing else "ok"
+
+
+def state_of(request: fastapi.Request) -> ServerState:
+    """Of the server that a request came to."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+def service_of(request: fastapi.Request) -> Service:
+    """Who serves.
+
+    Raises:
+      ApiError: nobody does, yet or any more.
+    """
+    state = state_of(request)
+    if state.service is None or state.status != "ok":
+        raise ApiError(503, f"the server is not ready: {state.status}", code="not_ready", retry_after_s=1)
+    return state.service
+
+
+def tenant_of(request: fastapi.Request) -> Tenant:
+    """Whose a request is, by its key.
+
+    Raises:
+      ApiError: it has no key, or one that is not known.
+    """
+    authorization = request.headers.get("authorization")
+    tenant = state_of(request).tenants.of_header(authorization)
+    if tenant is None:
+        found = "none" if authorization is None else "another"
+        raise ApiError(
+            401, f"wanted a key that is known, as 'Authorization: Bearer KEY'; found {found}", code="invalid_api_key"
+        )
+    return tenant
+
+
+TheTenant = Annotated[Tenant, fastapi.Depends(tenant_of)]
+"""Whose a request is."""
+TheService = Annotated[Service, fastapi.Depends(service_of)]
+"""Who serves it."""

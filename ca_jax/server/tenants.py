@@ -1,0 +1,145 @@
+"""Whose a request is, by its API key.
+
+A tenant is named by the server's own file, never by a client: its name, with a salt where the file has one, is in every
+key of every tier and of the chunk store. Keys are held as SHA-256 and compared in constant time, each with all.
+
+Not here: what tenants may hold of the store (`storage.quota`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_FIELDS = {"keys", "keys_sha256", "salt", "quota_gib", "max_requests"}
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """Who shares a store without meeting others' KV."""
+
+    name: str = ""
+    """As the server's file has it."""
+    salt: str = ""
+    """Of its keys: what was stored under another salt is not found any more."""
+    quota_gib: float | None = None
+    """Most it may hold in DRAM, and on SSD, GiB; None: as the store's config says."""
+    max_requests: int | None = None
+    """Most requests of it that are served at a time; None: no limit but the server's."""
+
+    @property
+    def domain(self) -> str:
+        """The engine's name of it."""
+        return f"{self.name}.{hashlib.sha256(self.salt.encode()).hexdigest()[:16]}" if self.salt else self.name
+
+
+EVERYBODY = Tenant()
+"""Whose requests are where keys are not asked for."""
+
+
+class Tenants:
+    """Tenants by key.
+
+    Args:
+      keys: SHA-256 of each key, and whose it is; none where keys are not asked for.
+    """
+
+    def __init__(self, keys: Sequence[tuple[bytes, Tenant]] = ()) -> None:
+        self._keys = tuple(keys)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether a request without a key is refused."""
+        return bool(self._keys)
+
+    @property
+    def all(self) -> tuple[Tenant, ...]:
+        """Each tenant once."""
+        return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (EVERYBODY,)
+
+    def of_header(self, authorization: str | None) -> Tenant | None:
+        """Whose a request with that `Authorization` header is; None where that says no known key."""
+        if not self._keys:
+            return EVERYBODY
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = ""
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, tenant in self._keys:  # All of them, so that time does not tell which.
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+    @classmethod
+    def read(cls, path: str | Path) -> Tenants:
+        """Tenants of a TOML file, a table each:
+
+            [lab-a]
+            keys = ["sk-..."]            # or keys_sha256 = ["<hex>"], so that the file does not tell them
+            salt = "any text"            # optional
+            quota_gib = 2.0              # optional
+            max_requests = 16            # optional
+
+        Raises:
+          ValueError: the file is not like that; the message says where.
+          OSError: it cannot be read.
+        """
+        with open(path, "rb") as file:
+            try:
+                tables = tomllib.load(file)
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}: wanted TOML, found {error}") from error
+        keys: list[tuple[bytes, Tenant]] = []
+        for name, table in tables.items():
+            try:
+                keys += _keys_of(name, table)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        if not keys:
+            raise ValueError(f"{path}: wanted at least one tenant with a key, found none")
+        digests = [digest for digest, _ in keys]
+        if len(set(digests)) < len(digests):
+            raise ValueError(f"{path}: wanted each key once, found one twice")
+        return cls(keys)
+
+
+def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"wanted a table for each tenant, found {name} = {table!r}")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a tenant's name wanted 1 to 64 letters, digits, _, . or -, found {name!r}")
+    if unknown := sorted(table.keys() - _FIELDS):
+        raise ValueError(f"tenant {name} wanted {', '.join(sorted(_FIELDS))}; found {', '.join(unknown)}")
+    salt, quota, most = table.get("salt", ""), table.get("quota_gib"), table.get("max_requests")
+    if not isinstance(salt, str):
+        raise ValueError(f"tenant {name}: salt wanted a text, found {salt!r}")
+    if quota is not None and not (isinstance(quota, int | float) and quota > 0):
+        raise ValueError(f"tenant {name}: quota_gib wanted a number above 0, found {quota!r}")
+    if most is not None and not (isinstance(most, int) and most > 0):
+        raise ValueError(f"tenant {name}: max_requests wanted a whole number above 0, found {most!r}")
+    tenant = Tenant(name=name, salt=salt, quota_gib=quota, max_requests=most)
+    digests = []
+    for key in _texts(name, table, "keys"):
+        if len(key) < 8:
+            raise ValueError(f"tenant {name}: keys wanted at least 8 characters each, found one of {len(key)}")
+        digests.append(hashlib.sha256(key.encode()).digest())
+    for number, text in enumerate(_texts(name, table, "keys_sha256"), 1):
+        if not re.fullmatch("[0-9a-fA-F]{64}", text):
+            raise ValueError(f"tenant {name}: keys_sha256 wanted 64 hex digits each, found others in number {number}")
+        digests.append(bytes.fromhex(text))
+    return [(digest, tenant) for digest in digests]
+
+
+def _texts(name: str, table: Mapping[str, Any], field: str) -> list[str]:
+    found = table.get(field, [])
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"tenant {name}: {field} wanted a list of texts, found {found!r}")
+    return found
