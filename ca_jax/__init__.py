@@ -6,7 +6,7 @@ The names here are the public ones; everything else may change.
 from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.jobs import Completion, FinishReason, SamplingParams, Usage
+from ca_jax.jobs import Completion, FinishReason, SamplingParams, TokenLogprob, Usage
 from ca_jax.models.config import ModelConfig
 from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
@@ -25,6 +25,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "StoreConfig",
+    "TokenLogprob",
     "Usage",
     "load_model",
 ]

@@ -24,7 +24,7 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.prefilling import Prefilling
 from ca_jax.processes import Processes, all_agree, least
 from ca_jax.runner import Runner
-from ca_jax.sampler import Sampler
+from ca_jax.sampler import Drawn, Sampler
 from ca_jax.scheduler import Scheduler, StepPlan
 from ca_jax.session_kv import SessionKV
 from ca_jax.timeline import Timeline
@@ -159,7 +159,7 @@ class Batch:
             if job.chunk is not None:
                 self._keep_chunk(job, prefilling)
                 return
-            token = int(self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)[0])
+            drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
         except Exception as error:  # As above.
             self._fail(job, error)
             return
@@ -169,7 +169,7 @@ class Batch:
         self._metrics.prompt_tokens += job.num_prompt_tokens
         self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
         self._scheduler.prefilled(job)
-        self._accept(job, token)
+        self._accept(job, drawn, 0)
 
     def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
         """A chunk was computed: it is on its way to the store, and that is all."""
@@ -233,7 +233,7 @@ class Batch:
                 job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
             if job in self._savers:
                 self._savers[job].add_decoded(row.token, kv, row.slot)
-            self._accept(job, int(drawn[row.slot]))
+            self._accept(job, drawn, row.slot)
 
     def _makes_room(self, job: Job) -> bool:
         """Drops tokens of a job whose context is full; whether it can go on. One that breaks ends alone."""
@@ -244,31 +244,33 @@ class Batch:
                 self._fail(job, error)
         return not job.done
 
-    def _accept(self, job: Job, token: int) -> None:
-        """Takes a drawn token and ends the job if it is the last."""
+    def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
+        """Takes the token that was drawn for a row and ends the job if it is the last."""
+        token = int(drawn.tokens[row])
         if not job.output_ids:
             job.first_token_s = time.perf_counter()
         job.add(token)
         job.token_times_s.append(time.perf_counter())
+        if (logprob := drawn.logprob(row, job.params)) is not None:
+            job.token_logprobs.append(logprob)
         if job.slot is not None:
             self._sampler.mark(job.slot, token)
-        if token in job.stop_ids:
-            self._finish(job, FinishReason.STOP)
-            return
-        if piece := job.output.push(token):
-            job.pieces.append(piece)
-        if job.output.stopped:
-            self._finish(job, FinishReason.STOP)
+        text = "" if token in job.stop_ids else job.output.push(token)
+        reason = None
+        if token in job.stop_ids or job.output.stopped:
+            reason = FinishReason.STOP
         elif len(job.output_ids) >= job.params.max_tokens or not self._goes_on(job):
-            self._finish(job, FinishReason.LENGTH)
+            reason = FinishReason.LENGTH
+        job.show(text if reason is None else text + job.output.finish())
+        if reason is not None:
+            self._finish(job, reason)
 
     def _goes_on(self, job: Job) -> bool:
         """Whether there is room in the window for another token, or can be made."""
         return job.num_tokens < self._window or self._truncator.may_go_on(job)
 
     def _finish(self, job: Job, reason: FinishReason) -> None:
-        if piece := job.output.finish():
-            job.pieces.append(piece)
+        job.show_rest(job.output.finish())
         self._release(job)
         job.finished_s = time.perf_counter()
         job.finish_reason = reason

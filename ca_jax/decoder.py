@@ -17,7 +17,7 @@ import numpy as np
 
 from ca_jax.buckets import pad_to
 from ca_jax.runner import Runner
-from ca_jax.sampler import Sampler
+from ca_jax.sampler import Draw, Drawn, Sampler
 from ca_jax.transfer import to_host
 
 
@@ -44,7 +44,7 @@ class _Flight:
     batch: tuple[tuple[int, int, int], ...]  # job, slot, length
     lengths: np.ndarray
     dropped: np.ndarray
-    drawn: jax.Array
+    draw: Draw
     kv: jax.Array
     received: jax.Array | None
 
@@ -64,7 +64,7 @@ class Decoder:
 
     def step(
         self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
-    ) -> tuple[np.ndarray, jax.Array, np.ndarray | None]:
+    ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
         """Decodes one token for each row, and waits for them.
 
         Args:
@@ -73,7 +73,7 @@ class Decoder:
           on_dispatched: called once all is dispatched, before it is waited for.
 
         Returns:
-          Drawn tokens i32 `[n]` by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
+          Drawn tokens by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
           attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
         """
         batch = tuple((row.job_id, row.slot, row.length) for row in rows)
@@ -89,11 +89,14 @@ class Decoder:
             for row in rows:
                 lengths[row.slot] += 1
             self._ahead = self._dispatch(
-                tuple((job, slot, length + 1) for job, slot, length in batch), flight.drawn, lengths, flight.dropped
+                tuple((job, slot, length + 1) for job, slot, length in batch),
+                flight.draw.tokens,
+                lengths,
+                flight.dropped,
             )
         on_dispatched()
         received = None if flight.received is None else to_host(flight.received)
-        return to_host(flight.drawn), flight.kv, received
+        return flight.draw.wait(), flight.kv, received
 
     def _dispatch(
         self,

@@ -265,6 +265,7 @@ class Engine:
         submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
         with self._lock:
             self._check_open()
+            self._check_bias(params)
             said, given_ids = messages_or_ids(self.model, new)
             chunks = [] if context is None else context_ids(self.model, context)
             if chunks and session.conversation.positions:
@@ -349,7 +350,8 @@ class Engine:
           A completion per prompt, in order.
 
         Raises:
-          InvalidRequestError: a prompt that is no text and has a wrong id, or not one `params` for each prompt.
+          InvalidRequestError: a prompt that is no text and has a wrong id, a wrong id in a `logit_bias`, or not one
+            `params` for each prompt.
           EmptyMessageError: a prompt without tokens.
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
           SessionClosedError: the engine is closed.
@@ -363,6 +365,8 @@ class Engine:
             raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
         with self._lock:
             self._check_open()
+            for one in each:
+                self._check_bias(one)
             jobs = [self._make_job(prompt_ids(self.model, p), q) for p, q in zip(prompts, each, strict=True)]
             for job in jobs:
                 self._scheduler.submit(job)
@@ -618,6 +622,12 @@ class Engine:
             session=session,
             priority=priority,
         )
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        num_tokens = self.model.config.vocab_size
+        wrong = next((token for token, _ in params.logit_bias if not 0 <= token < num_tokens), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"logit_bias wanted token ids in [0, {num_tokens}), found {wrong}")
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self.window:

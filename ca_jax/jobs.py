@@ -11,6 +11,7 @@ import enum
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,9 @@ from ca_jax.text_output import TextOutput
 
 if TYPE_CHECKING:
     from ca_jax.session import Session
+
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens that are told with a drawn one."""
 
 _job_ids = itertools.count()
 
@@ -46,6 +50,17 @@ class SamplingParams:
     """Drop tokens less likely than this share of the likeliest, in [0, 1)."""
     repetition_penalty: float = 1.0
     """Divides (or multiplies, if negative) the logits of tokens seen so far; 1 is none."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that this answer has already, in [-2, 2]; OpenAI's, who do not count the prompt.
+    Like all that is added to logits it comes behind the repetition penalty, before temperature."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that this answer has it already, in [-2, 2]; OpenAI's."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens: pairs, or a mapping, of ids and of numbers in [-100, 100]; OpenAI's."""
+    logprobs: int | None = None
+    """Say how likely each drawn token was, and this many of the likeliest, 0 to 20; None says nothing. By the softmax
+    of the model's own logits, whatever was drawn from: before penalties, biases, temperature and filters (what vLLM
+    calls `raw_logprobs`)."""
     seed: int = 0
     """Of the draws; the same seed gives the same answer whatever else is in the batch."""
     stop: tuple[str, ...] = ()
@@ -58,6 +73,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        biases = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in biases))
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or above"),
@@ -65,6 +82,10 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
             ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "numbers in [-100, 100]"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}"),
             ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
             ("stop", all(self.stop), "no empty string"),
         )
@@ -131,6 +152,18 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """How likely a generated token was by the model's own distribution; see `SamplingParams.logprobs`."""
+
+    token_id: int
+    """The token that was drawn."""
+    logprob: float
+    """The natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and theirs, likeliest first; the drawn one need not be among them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """An answer of `Engine.generate`."""
 
@@ -142,6 +175,8 @@ class Completion:
     """Why it ended."""
     usage: Usage
     """What it took."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of each generated token; None if that was not asked for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -183,6 +218,12 @@ class Job:
     """f32, the attention that its first tokens received so far; None where that is not measured."""
     output_ids: list[int] = dataclasses.field(default_factory=list)
     """Generated so far."""
+    token_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    """Of each generated token; none if that was not asked for."""
+    token_texts: list[str] = dataclasses.field(default_factory=list)
+    """The text that became certain with each generated token: "" where it only begins a character or may begin a stop
+    string. Together they are the output's text; what was held back when the answer ended is with its last token. Each
+    is put there when all else of its token is, so that who follows a running job goes by their number."""
     pieces: collections.deque[str] = dataclasses.field(default_factory=collections.deque)
     """Text not yet taken by the caller."""
     priority: int = 0
@@ -262,6 +303,18 @@ class Job:
         self.output_ids.append(token)
         self.token_ids.append(token)
 
+    def show(self, text: str) -> None:
+        """Gives out the text that became certain with the last token, possibly none."""
+        self.token_texts.append(text)
+        if text:
+            self.pieces.append(text)
+
+    def show_rest(self, text: str) -> None:
+        """Gives out what was held back still when it was ended from outside; it counts as its last token's."""
+        if text:
+            self.token_texts[-1] += text
+            self.pieces.append(text)
+
     def usage(self) -> Usage:
         """What it took so far."""
         return Usage(
@@ -290,4 +343,5 @@ class Job:
             text=self.output.text,
             finish_reason=self.finish_reason,
             usage=self.usage(),
+            logprobs=None if self.params.logprobs is None else list(self.token_logprobs),
         )

@@ -5,15 +5,57 @@ Not here: how a token is drawn (sampling), when an answer ends (engine).
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 from functools import partial
 
 import jax
 import numpy as np
 
 from ca_jax import sampling
-from ca_jax.jobs import SamplingParams
+from ca_jax.jobs import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from ca_jax.models.sharding import ModelSharding, replicated
 from ca_jax.transfer import to_device, to_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Tokens of n rows, on the host."""
+
+    tokens: np.ndarray
+    """i32 `[n]`."""
+    logprobs: np.ndarray | None = None
+    """f32 `[n]`, of the tokens; None where no row's answer is to have it."""
+    top_ids: np.ndarray | None = None
+    """i32 `[n, m]`, the likeliest tokens of each row, likeliest first."""
+    top_logprobs: np.ndarray | None = None
+    """f32 `[n, m]`, theirs."""
+
+    def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
+        """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
+        if params.logprobs is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return None
+        top = zip(self.top_ids[row, : params.logprobs], self.top_logprobs[row, : params.logprobs], strict=True)
+        return TokenLogprob(
+            token_id=int(self.tokens[row]),
+            logprob=float(self.logprobs[row]),
+            top=tuple((int(token), float(logprob)) for token, logprob in top),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Tokens of n rows that the device is about to draw, and how likely they are."""
+
+    tokens: jax.Array
+    """i32 `[n]`."""
+    logprobs: sampling.LogProbabilities | None
+    """Of the same logits; None where no row's answer is to have it."""
+
+    def wait(self) -> Drawn:
+        """Waits for them."""
+        tokens, of = to_host(self.tokens), self.logprobs
+        return Drawn(tokens) if of is None else Drawn(tokens, to_host(of.drawn), to_host(of.top_ids), to_host(of.top))
 
 
 class Sampler:
@@ -29,13 +71,18 @@ class Sampler:
         self._to_device = partial(to_device, sharding=replicated(sharding))
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._vocab_size = vocab_size
+        self._num_top = min(MAX_LOGPROBS, vocab_size)
         self._seen: jax.Array | None = None  # bool [slots, V], made when first needed
+        self._addends: jax.Array | None = None  # f32 [slots, V], made when first needed
+        self._added: set[int] = set()  # slots whose addends are not all 0
+        self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._rows: dict[tuple[int, int], sampling.SamplerRows] = {}
 
     def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int]) -> None:
         """Gives a slot to an answer whose prompt is `token_ids`."""
         self._params[slot] = params
         self._rows.clear()
+        self._set_addends(slot, params)
         if _is_greedy(params):
             return
         if self._seen is None:
@@ -43,7 +90,7 @@ class Sampler:
         present = np.zeros(self._vocab_size, bool)
         if params.repetition_penalty != 1.0:
             present[token_ids] = True
-        self._seen = sampling.set_seen(self._seen, self._to_device(slot, np.int32), self._to_device(present))
+        self._seen = sampling.set_row(self._seen, self._to_device(slot, np.int32), self._to_device(present))
 
     def free_slot(self, slot: int) -> None:
         """Forgets a slot's parameters."""
@@ -53,13 +100,13 @@ class Sampler:
     @property
     def has_penalties(self) -> bool:
         """Whether a draw depends on tokens that must be marked first."""
-        return any(params is not None and params.repetition_penalty != 1.0 for params in self._params)
+        return any(params is not None and _penalises(params) for params in self._params)
 
-    def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> np.ndarray:
+    def draw(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Drawn:
         """Draws as `start` does, and waits for the tokens."""
-        return to_host(self.start(logits, positions, first_slot))
+        return self.start(logits, positions, first_slot).wait()
 
-    def start(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> jax.Array:
+    def start(self, logits: jax.Array, positions: np.ndarray, first_slot: int = 0) -> Draw:
         """Draws a token for each row. Does not wait.
 
         Args:
@@ -68,35 +115,65 @@ class Sampler:
           first_slot: which slot the first row is.
 
         Returns:
-          i32 `[n]`; anything for slots not in use.
+          Of n rows, anything for slots not in use; with log-probabilities where a slot's answer is to have them.
         """
         num_rows = logits.shape[0]
         slots = range(first_slot, first_slot + num_rows)
         used = [params for slot in slots if (params := self._params[slot]) is not None]
         if self._seen is None or all(_is_greedy(params) for params in used):
-            return sampling.greedy(logits)
-        rows = self._rows.get((first_slot, num_rows))
-        if rows is None:
-            rows = self._rows[first_slot, num_rows] = self._rows_of(slots)
-        first, places = self._to_device(first_slot, np.int32), self._to_device(positions, np.int32)
-        return sampling.sample(logits, rows, self._seen, first, places)
+            tokens = sampling.greedy(logits)
+        else:
+            rows = self._rows.get((first_slot, num_rows))
+            if rows is None:
+                rows = self._rows[first_slot, num_rows] = self._rows_of(slots)
+            first, places = self._to_device(first_slot, np.int32), self._to_device(positions, np.int32)
+            addends = self._addends if any(_adds(params) for params in used) else None
+            tokens = sampling.sample(logits, rows, self._seen, first, places, addends)
+        if all(params.logprobs is None for params in used):
+            return Draw(tokens, None)
+        return Draw(tokens, sampling.log_probabilities(logits, tokens, self._num_top))
 
     def warmup(self, batch_sizes: tuple[int, ...]) -> None:
-        """Compiles drawing for these numbers of rows. All slots must be free; drawing is then as if never called."""
-        self.set_slot(0, SamplingParams(temperature=1.0, repetition_penalty=1.1), [])
-        for size in batch_sizes:
-            logits = self._to_device(np.zeros((size, self._vocab_size), np.float32))
-            to_host(sampling.greedy(logits))
-            self.draw(logits, np.zeros(size, np.int32))
-        self.mark(0, 0)
+        """Compiles drawing for these numbers of rows. All slots must be free; drawing is then as if never called.
+
+        That is greedily or not, with and without what is added to logits, and how likely the tokens are.
+        """
+        sampled = SamplingParams(temperature=1.0, repetition_penalty=1.1, logprobs=0)
+        for params in (SamplingParams(logprobs=0), sampled, dataclasses.replace(sampled, presence_penalty=1.0)):
+            self.set_slot(0, params, [])
+            for size in batch_sizes:
+                self.draw(self._to_device(np.zeros((size, self._vocab_size), np.float32)), np.zeros(size, np.int32))
+            self.mark(0, 0)
         self.free_slot(0)
+        self._addends = None
+        self._added.clear()
 
     def mark(self, slot: int, token: int) -> None:
-        """Notes a drawn token for the slot's repetition penalty."""
+        """Notes a drawn token for the slot's penalties."""
         params = self._params[slot]
-        if params is not None and params.repetition_penalty != 1.0 and self._seen is not None:
-            at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
+        if params is None or not _penalises(params):
+            return
+        at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
+        if params.repetition_penalty != 1.0 and self._seen is not None:
             self._seen = sampling.mark_seen(self._seen, at, drawn)
+        if _penalises_answer(params) and self._addends is not None:
+            self._counts[slot][token] += 1
+            penalty = params.presence_penalty + params.frequency_penalty * self._counts[slot][token]
+            value = self._to_device(dict(params.logit_bias).get(token, 0.0) - penalty, np.float32)
+            self._addends = sampling.set_addend(self._addends, at, drawn, value)
+
+    def _set_addends(self, slot: int, params: SamplingParams) -> None:
+        """Begins what is added to a slot's logits: its biases, and no penalties so far."""
+        self._counts[slot].clear()
+        if not _adds(params) and slot not in self._added:
+            return
+        if self._addends is None:
+            self._addends = self._to_device(np.zeros((len(self._params), self._vocab_size), np.float32))
+        row = np.zeros(self._vocab_size, np.float32)
+        for token, bias in params.logit_bias:
+            row[token] = bias
+        self._addends = sampling.set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
+        (self._added.add if _adds(params) else self._added.discard)(slot)
 
     def _rows_of(self, slots: range) -> sampling.SamplerRows:
         filled = [self._params[slot] or SamplingParams() for slot in slots]
@@ -110,5 +187,17 @@ class Sampler:
         )
 
 
+def _penalises(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or _penalises_answer(params)
+
+
+def _penalises_answer(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _adds(params: SamplingParams) -> bool:
+    return _penalises_answer(params) or bool(params.logit_bias)
+
+
 def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature == 0 and params.repetition_penalty == 1.0
+    return params.temperature == 0 and params.repetition_penalty == 1.0 and not _adds(params)

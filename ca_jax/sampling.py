@@ -1,4 +1,6 @@
-"""Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, repetition penalty, seeds.
+"""Choosing the next token on the device: greedy, temperature, top-k, top-p, min-p, penalties, biases, seeds.
+
+How likely a drawn token was to the model itself is said here too.
 
 Randomness is counter-based: a row's draw depends on its seed and the token's position alone, so that an answer does not
 depend on what else is in the batch, nor on whether its history was reused.
@@ -9,6 +11,7 @@ Not here: stop conditions (session), which rows are running (scheduler).
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +39,19 @@ class SamplerRows:
     """u32 `[B]`."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogProbabilities:
+    """How likely B drawn tokens were to the model, and what it held likeliest. All natural logarithms."""
+
+    drawn: jax.Array
+    """f32 `[B]`, of the drawn token."""
+    top_ids: jax.Array
+    """i32 `[B, n]`, the likeliest tokens, likeliest first; of equals the lower id."""
+    top: jax.Array
+    """f32 `[B, n]`, theirs."""
+
+
 @jax.jit
 def greedy(logits: jax.Array) -> jax.Array:
     """The likeliest token of each row: f32 `[B, V]` to i32 `[B]`."""
@@ -44,9 +60,16 @@ def greedy(logits: jax.Array) -> jax.Array:
 
 @jax.jit
 def sample(
-    logits: jax.Array, rows: SamplerRows, seen: jax.Array, first_slot: jax.Array, positions: jax.Array
+    logits: jax.Array,
+    rows: SamplerRows,
+    seen: jax.Array,
+    first_slot: jax.Array,
+    positions: jax.Array,
+    addends: jax.Array | None = None,
 ) -> jax.Array:
     """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
+
+    What is added to logits comes right behind the repetition penalty.
 
     Args:
       logits: f32 `[B, V]`.
@@ -54,13 +77,17 @@ def sample(
       seen: bool `[slots, V]`, tokens the repetition penalty applies to.
       first_slot: i32 scalar, the slot that row 0 is.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
+      addends: f32 `[slots, V]`, biases less presence and frequency penalties; None where all are 0.
 
     Returns:
       i32 `[B]`.
     """
-    seen = jax.lax.dynamic_slice_in_dim(seen, first_slot, logits.shape[0], 0)
+    num_rows = logits.shape[0]
+    seen = jax.lax.dynamic_slice_in_dim(seen, first_slot, num_rows, 0)
     penalty = rows.repetition_penalty[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if addends is not None:
+        logits = logits + jax.lax.dynamic_slice_in_dim(addends, first_slot, num_rows, 0)
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -83,13 +110,35 @@ def sample(
     return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
 
 
+@partial(jax.jit, static_argnames=("num_top",))
+def log_probabilities(logits: jax.Array, drawn: jax.Array, num_top: int) -> LogProbabilities:
+    """How likely drawn tokens were by the model's own distribution, whatever they were drawn from.
+
+    That is the softmax of the logits as they are: before penalties, biases, temperature and filters.
+
+    Args:
+      logits: f32 `[B, V]`.
+      drawn: i32 `[B]`.
+      num_top: static, how many of the likeliest tokens are wanted, at most V.
+    """
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, top_ids = jax.lax.top_k(logprobs, num_top)
+    return LogProbabilities(jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0], top_ids, top)
+
+
 @jax.jit
 def mark_seen(seen: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
     """Adds one token to one row: bool `[slots, V]`, i32 scalars."""
     return seen.at[row, token].set(True)
 
 
+@partial(jax.jit, donate_argnames=("addends",))
+def set_addend(addends: jax.Array, row: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
+    """Replaces one number: f32 `[slots, V]`, which is donated, i32 scalars, f32 scalar."""
+    return addends.at[row, token].set(value)
+
+
 @jax.jit
-def set_seen(seen: jax.Array, row: jax.Array, present: jax.Array) -> jax.Array:
-    """Replaces one row: bool `[slots, V]`, i32 scalar, bool `[V]`."""
-    return seen.at[row].set(present)
+def set_row(values: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
+    """Replaces one row: `[slots, V]`, i32 scalar, `[V]` of the same dtype."""
+    return values.at[row].set(new)

@@ -44,6 +44,11 @@ class Answer(Iterator[str]):
             self.close()
             raise
 
+    @property
+    def job(self) -> Job:
+        """The turn: its tokens, their texts and log-probabilities, and how it ended. For reading alone."""
+        return self._job
+
     def close(self) -> None:
         """Ends the turn, if it has not ended. May be called again."""
         if not self._job.done:
@@ -136,8 +141,8 @@ class Session:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank or there is none, or a chunk, or there is a context without chunks.
-          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, or messages that the model's
-            chat template refuses.
+          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, an id in `logit_bias` that is
+            outside the vocabulary, or messages that the model's chat template refuses.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 

@@ -35,6 +35,7 @@ from ca_jax.testing import tiny
 from ca_jax.transfer import params_to_device
 from ca_jax.turn_saver import TurnSaver
 from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
 
 WINDOW = 256
 BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
@@ -272,9 +273,18 @@ def test_every_family_on_a_mesh(name):
 
 def test_jobs_together_on_two_parts_of_the_slots():
     """More than there are slots, some sampled with a penalty, some cut in the middle of their answers."""
-    sampling = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=3)
+    sampling = SamplingParams(
+        temperature=0.8,
+        top_k=20,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        logit_bias={9: 3.0},
+        logprobs=3,
+        seed=3,
+    )
 
-    def answers(data: int, tensor: int) -> list[list[int]]:
+    def answers(data: int, tensor: int) -> tuple[list[list[int]], np.ndarray]:
+        logprobs = []
         with engine_of(data, tensor) as engine:
             sessions = [engine.session() for _ in range(6)]
             for turn, max_tokens in enumerate((5, 70)):
@@ -283,11 +293,15 @@ def test_jobs_together_on_two_parts_of_the_slots():
                 ]
                 sends.append(engine.session().send_ids(kit.prompt(7), sampling=sampling, max_tokens=20))
                 kit.drain(*sends)
+                logprobs += [[each.logprob, *(p for _, p in each.top)] for each in sends[-1].job.token_logprobs]
             assert engine.metrics.truncations > 2
-            return [session.token_ids for session in engine.sessions]
+            return [session.token_ids for session in engine.sessions], np.array(logprobs)
 
-    expected = answers(1, 1)
-    assert answers(2, 2) == expected
+    expected, expected_logprobs = answers(1, 1)
+    found, logprobs = answers(2, 2)
+    assert found == expected
+    assert logprobs.shape == (40, 4)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=LOGITS_ATOL["float32"], rtol=0)
 
 
 REPAIRS = {
@@ -458,7 +472,12 @@ def test_nothing_is_compiled_after_warmup():
         with CompileCounter() as after:
             talk(engine, [(n, 5) for n in (1, 9, 65, 70, 30, 130)])
             sampling = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4)
+            told = [dataclasses.replace(each, logprobs=2) for each in (sampling, SamplingParams(max_tokens=9))]
+            penalised = dataclasses.replace(sampling, frequency_penalty=0.5)
             engine.generate([kit.prompt(3), kit.prompt(130)] * 3, [sampling, SamplingParams(max_tokens=9)] * 3)
+            engine.generate([kit.prompt(3), kit.prompt(130)] * 2, [*told, *told[::-1]])
+            engine.generate([kit.prompt(3)] * 3, [penalised, *told])
+            engine.generate([kit.prompt(3)], told[1])
             talk(engine, [(3, 200), (3, 5)])
             assert engine.metrics.truncations > 0
         assert after.count == 0

@@ -197,6 +197,62 @@ def test_what_only_begins_a_stop_string_is_shown_in_the_end(engine):
     assert "".join(engine.session().send("Tell me a story.", sampling=sampling)) == text
 
 
+def texts_while_streaming(answer) -> list[str]:
+    """What the tokens of an answer say they gave out, held against the pieces all the while."""
+    shown = ""
+    for piece in answer:
+        shown += piece
+        assert "".join(answer.job.token_texts) == shown
+        assert len(answer.job.token_texts) == len(answer.job.output_ids)
+    assert "".join(answer.job.token_texts) == shown == answer.job.output.text
+    assert len(answer.job.token_texts) == len(answer.job.output_ids)
+    return answer.job.token_texts
+
+
+def new_character(text: str, start: int) -> int:
+    """Where a character comes, from `start` on, that has not come before: nothing else begins what it begins."""
+    return next(at for at in range(start, len(text)) if text[at] not in text[:at])
+
+
+@pytest.mark.parametrize("end", ["max_tokens", "stop string", "stop token", "what begins a stop string"])
+def test_each_token_is_told_with_the_text_that_became_certain_with_it(engine, end):
+    """A token of this model is a character."""
+    text = "".join(engine.session().send("Tell me a story.", max_tokens=24))
+    start = new_character(text, 6)
+    assert start <= len(text) - 3
+    shown, stop = list(text[:start]), text[start : start + 3]
+    sampling, expected = {
+        "max_tokens": (SamplingParams(), list(text)),
+        "stop string": (SamplingParams(stop=(stop,)), [*shown, "", "", ""]),
+        "stop token": (SamplingParams(stop_token_ids=(ord(stop[0]),)), [*shown, ""]),
+        "what begins a stop string": (SamplingParams(stop=(stop + "\0",)), [*shown, "", "", stop]),
+    }[end]
+    max_tokens = start + 3 if end.startswith("what") else 24
+    answer = engine.session().send("Tell me a story.", max_tokens=max_tokens, sampling=sampling)
+    assert texts_while_streaming(answer) == expected
+
+
+def test_tokens_that_are_parts_of_characters_have_the_text_that_they_complete(engine):
+    """Answers of bytes that begin a character: each ends the one before it, the last is ended by the end."""
+    first_byte = SamplingParams(logit_bias={0xC3: 100}, ignore_eos=True)
+    found = texts_while_streaming(engine.session().send("Hello.", max_tokens=4, sampling=first_byte))
+    assert found == ["", "\ufffd", "\ufffd", "\ufffd\ufffd"]
+
+
+def test_what_a_cancelled_answer_held_back_is_its_last_tokens(engine):
+    text = "".join(engine.session().send("Tell me a story.", max_tokens=24))
+    start = new_character(text, 3)
+    assert start <= len(text) - 3
+    sampling = SamplingParams(stop=(text[start:] + "\0",))
+    answer = engine.session().send("Tell me a story.", max_tokens=24, sampling=sampling)
+    while len(answer.job.output_ids) < start + 3:
+        engine.step()
+    assert answer.job.token_texts == [*text[:start], "", "", ""]
+    answer.close()
+    assert answer.job.token_texts == [*text[:start], "", "", text[start : start + 3]]
+    assert "".join(answer.job.token_texts) == answer.job.output.text == "".join(answer.job.pieces)
+
+
 # Breaking.
 
 

@@ -101,6 +101,16 @@ BAD_REQUESTS = {
         r"wanted token ids in \[0, 256\), found 256",
     ),
     "negative id": (lambda engine: engine.generate([[-1]]), InvalidRequestError, "found -1"),
+    "bias of a token above the vocabulary": (
+        lambda engine: engine.session().send("Hi.", sampling=SamplingParams(logit_bias={256: 1.0})),
+        InvalidRequestError,
+        r"logit_bias wanted token ids in \[0, 256\), found 256",
+    ),
+    "negative token in a bias": (
+        lambda engine: engine.generate(["Hi."], SamplingParams(logit_bias={-1: 1.0})),
+        InvalidRequestError,
+        r"logit_bias wanted token ids in \[0, 256\), found -1",
+    ),
     "params for other prompts": (
         lambda engine: engine.generate(["a", "b"], [SamplingParams()]),
         InvalidRequestError,
@@ -156,6 +166,13 @@ def test_a_refused_turn_leaves_its_own_session_as_it_was(engine):
         ("min_p", -0.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", 2.1),
+        ("logit_bias", ((5, 100.5),)),
+        ("logit_bias", ((4, 1.0), (5, -101))),
+        ("logprobs", -1),
+        ("logprobs", 21),
         ("seed", -1),
         ("seed", 2**32),
         ("stop", ("fine", "")),
@@ -164,6 +181,12 @@ def test_a_refused_turn_leaves_its_own_session_as_it_was(engine):
 def test_a_sampling_parameter_outside_its_range_is_named_with_what_was_found(field, value):
     with pytest.raises(InvalidRequestError, match=f"{field} wanted .*, found "):
         SamplingParams(**{field: value})
+
+
+def test_a_bias_may_come_as_a_mapping_and_is_hashable():
+    params = SamplingParams(logit_bias={5: -100, 7: 0.5})
+    assert params.logit_bias == ((5, -100), (7, 0.5))
+    assert hash(params) == hash(SamplingParams(logit_bias=((5, -100), (7, 0.5))))
 
 
 def test_one_stop_string_may_come_without_a_tuple():

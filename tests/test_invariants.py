@@ -148,7 +148,15 @@ def test_only_transfer_crosses_host_and_device():
         session = engine.session()
         kit.converse(session, MESSAGES)
         assert session.usage.num_cached_tokens > 0
-        sampling = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2, seed=3)
+        sampling = SamplingParams(
+            temperature=0.8,
+            top_k=20,
+            repetition_penalty=1.2,
+            presence_penalty=1.0,
+            logit_bias={9: 1.0},
+            logprobs=3,
+            seed=3,
+        )
         kit.drain(session.send("More."), engine.session().send("Hello.", sampling=sampling))
         engine.generate([kit.prompt(100), kit.prompt(5)], SamplingParams(max_tokens=3))
 
@@ -421,6 +429,12 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(tmp_pat
         pairs, lengths = num_new * num_history, num_new + num_history
         assert during.count <= pairs + 4 * lengths + 8 * len(runner.batch_buckets)
         sampling = SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1, max_tokens=4)
+        others = [
+            SamplingParams(max_tokens=4, logprobs=3),
+            dataclasses.replace(sampling, logprobs=20),
+            SamplingParams(max_tokens=4, presence_penalty=0.5, logprobs=0),
+            SamplingParams(max_tokens=4, logit_bias={65: 5.0}),
+        ]
         with CompileCounter() as after:
             for length in (1, 7, 8, 9, 63, 64, 65, 129, 200, 256, 257, 300, 449, 500):
                 engine.generate([kit.prompt(length)], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -429,6 +443,9 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(tmp_pat
                 kit.say(session, kit.prompt(length), 6)
             kit.drain(*(engine.session().send("Hello.", sampling=sampling) for _ in range(11)))
             engine.generate([kit.prompt(3), kit.prompt(400)] * 4, [sampling, SamplingParams(max_tokens=9)] * 4)
+            engine.generate([kit.prompt(3)] * 4, others)
+            for other in others:
+                engine.generate([kit.prompt(3)], other)
         assert after.count == 0
 
 

@@ -1,9 +1,13 @@
-"""Sampling: the distribution that each parameter leaves, against numpy; seeds; and what the engine makes of them."""
+"""Sampling: the distribution that each parameter leaves, against numpy; seeds; and what the engine makes of them.
+
+Not here: log-probabilities (test_logprobs).
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +31,20 @@ def engine() -> Iterator[ca_jax.Engine]:
         yield engine
 
 
-def reference(logits: np.ndarray, params: SamplingParams, seen: tuple[int, ...] = ()) -> np.ndarray:
-    """The probability of each token, step by step and in float64."""
+def reference(
+    logits: np.ndarray, params: SamplingParams, seen: tuple[int, ...] = (), said: Sequence[int] = ()
+) -> np.ndarray:
+    """The probability of each token, step by step and in float64; `said` are those of `seen` that were generated.
+
+    Presence and frequency penalty are OpenAI's formula: `mu[j] -= c[j] * frequency + (c[j] > 0) * presence`.
+    """
     logits = logits.astype(np.float64)
     for token in seen:
         logits[token] *= params.repetition_penalty if logits[token] < 0 else 1 / params.repetition_penalty
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    for token, count in collections.Counter(said).items():
+        logits[token] -= count * params.frequency_penalty + (count > 0) * params.presence_penalty
     if params.temperature == 0:
         return np.eye(len(logits))[logits.argmax()]
     p = np.exp(logits / params.temperature)
@@ -113,6 +126,116 @@ def test_the_reference_leaves_what_transformers_leaves(params, seen):
     np.testing.assert_allclose(reference(LOGITS, params, seen), expected, atol=1e-6)
 
 
+LIKELIEST = [int(token) for token in np.argsort(-LOGITS)]
+ADDING = {
+    "presence": (SamplingParams(temperature=1.0, presence_penalty=1.5), (), (LIKELIEST[0], LIKELIEST[0], LIKELIEST[5])),
+    "frequency": (
+        SamplingParams(temperature=1.0, frequency_penalty=0.7),
+        (LIKELIEST[1],),
+        (LIKELIEST[0],) * 3 + (LIKELIEST[4],),
+    ),
+    "negative": (
+        SamplingParams(temperature=1.0, presence_penalty=-1.0, frequency_penalty=-0.5),
+        (),
+        (LIKELIEST[6],) * 2,
+    ),
+    "bias": (SamplingParams(temperature=1.0, logit_bias={LIKELIEST[0]: -100, LIKELIEST[7]: 2.5}), (), ()),
+    "all": (
+        SamplingParams(
+            temperature=0.8,
+            top_k=8,
+            top_p=0.95,
+            repetition_penalty=1.3,
+            presence_penalty=0.6,
+            frequency_penalty=0.4,
+            logit_bias={LIKELIEST[0]: 1.5, LIKELIEST[2]: -1.0},
+        ),
+        (LIKELIEST[1], LIKELIEST[-1]),
+        (LIKELIEST[0], LIKELIEST[0], LIKELIEST[2]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "prompt", "said"), ADDING.values(), ids=ADDING)
+def test_what_was_said_and_biases_change_the_distribution_by_their_formula(params, prompt, said):
+    sampler = Sampler(num_slots=ROWS, vocab_size=VOCAB)
+    for slot in range(ROWS):
+        sampler.set_slot(slot, dataclasses.replace(params, seed=slot), list(prompt))
+        for token in said:
+            sampler.mark(slot, token)
+    logits, counts = jnp.asarray(np.tile(LOGITS, (ROWS, 1))), np.zeros(VOCAB)
+    for position in range(STEPS):
+        np.add.at(counts, sampler.draw(logits, np.full(ROWS, position)).tokens, 1)
+    expected = reference(LOGITS, params, tuple({*prompt, *said}), said)
+    drawn = ROWS * STEPS
+    assert not counts[expected == 0].any(), "a token was drawn that the parameters rule out"
+    # As above.
+    assert np.all(np.abs(counts - drawn * expected) <= 5 * np.sqrt(drawn * expected * (1 - expected)) + 1e-9)
+    plain = reference(LOGITS, dataclasses.replace(params, presence_penalty=0, frequency_penalty=0, logit_bias=()))
+    assert np.abs(counts / drawn - plain).max() > 0.05, "wanted parameters that matter"
+
+
+def test_a_bias_is_what_transformers_adds():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    params = ADDING["bias"][0]
+    added = transformers.SequenceBiasLogitsProcessor({(token,): float(bias) for token, bias in params.logit_bias})
+    scores = added(torch.tensor([[0]]), torch.tensor(LOGITS[None]))
+    np.testing.assert_allclose(reference(LOGITS, params), scores.softmax(-1)[0].numpy(), atol=1e-6)
+
+
+def test_what_is_added_is_of_one_slot_and_of_one_answer():
+    sampler = Sampler(num_slots=4, vocab_size=VOCAB)
+    logits = jnp.asarray(np.tile(LOGITS, (4, 1)))
+    best, second, third = LIKELIEST[:3]
+    gap = float(LOGITS[best] - LOGITS[second])
+
+    def drawn() -> list[int]:
+        return sampler.draw(logits, np.zeros(4)).tokens.tolist()
+
+    sampler.set_slot(0, SamplingParams(temperature=1.0, top_k=1), [])
+    sampler.set_slot(1, SamplingParams(frequency_penalty=gap * 0.6), [best, best, best])
+    sampler.set_slot(2, SamplingParams(logit_bias={third: 50.0}, presence_penalty=2.0), [])
+    assert drawn()[:3] == [best, best, third], "a prompt is not penalised"
+    for slot in range(3):
+        sampler.mark(slot, best)
+    assert drawn() == [best, best, third, best], "once is not enough for this frequency penalty"
+    sampler.mark(1, best)
+    sampler.mark(1, third)
+    assert drawn() == [best, second, third, best]
+    assert sampler.draw(logits[:1], np.zeros(1), first_slot=1).tokens.tolist() == [second]
+
+    sampler.free_slot(1)
+    sampler.free_slot(2)
+    sampler.set_slot(1, SamplingParams(frequency_penalty=gap * 0.6), [])
+    sampler.set_slot(2, SamplingParams(), [])
+    sampler.mark(1, best)
+    assert drawn()[:3] == [best, best, best], "what was said and added before is forgotten"
+
+
+def test_what_must_be_marked_first_is_known_to_be():
+    sampler = Sampler(num_slots=2, vocab_size=VOCAB)
+    for params, expected in (
+        (SamplingParams(temperature=1.0, logit_bias={3: 1.0}, logprobs=2), False),
+        (SamplingParams(repetition_penalty=1.1), True),
+        (SamplingParams(presence_penalty=0.1), True),
+        (SamplingParams(frequency_penalty=-0.1), True),
+    ):
+        sampler.set_slot(1, params, [])
+        assert sampler.has_penalties == expected
+        sampler.free_slot(1)
+        assert not sampler.has_penalties
+
+
+def test_warming_up_changes_no_draw():
+    sampler = Sampler(num_slots=2, vocab_size=VOCAB)
+    sampler.warmup((1, 2))
+    logits = jnp.zeros((2, VOCAB))
+    sampler.set_slot(0, SamplingParams(), [])
+    sampler.set_slot(1, SamplingParams(logit_bias={4: 1.0}), [])
+    assert sampler.draw(logits, np.zeros(2)).tokens.tolist() == [0, 4], "of equals the first, which warming up marks"
+
+
 def test_a_draw_depends_on_seed_and_position_and_on_nothing_beside_it():
     params = SamplingParams(temperature=1.0, seed=5)
     alone = [int(draw([params], [position])[0]) for position in range(40)]
@@ -137,14 +260,14 @@ def test_rows_of_a_slot_are_those_of_its_job_and_a_freed_slot_forgets_them():
     logits = jax.device_put(np.tile(LOGITS, (3, 1)))
     best, second = np.argsort(-LOGITS)[:2]
     sampler.set_slot(1, SamplingParams(repetition_penalty=50.0), [int(best)])
-    assert sampler.draw(logits, np.zeros(3)).tolist() == [best, second, best]
-    assert sampler.draw(logits[:1], np.zeros(1), first_slot=1).tolist() == [second]
+    assert sampler.draw(logits, np.zeros(3)).tokens.tolist() == [best, second, best]
+    assert sampler.draw(logits[:1], np.zeros(1), first_slot=1).tokens.tolist() == [second]
     sampler.mark(1, int(second))
-    assert sampler.draw(logits, np.zeros(3))[1] not in (best, second)
+    assert sampler.draw(logits, np.zeros(3)).tokens[1] not in (best, second)
     sampler.free_slot(1)
-    assert sampler.draw(logits, np.zeros(3)).tolist() == [best] * 3
+    assert sampler.draw(logits, np.zeros(3)).tokens.tolist() == [best] * 3
     sampler.set_slot(1, SamplingParams(repetition_penalty=50.0), [])
-    assert sampler.draw(logits, np.zeros(3)).tolist() == [best] * 3, "what another answer has said is forgotten"
+    assert sampler.draw(logits, np.zeros(3)).tokens.tolist() == [best] * 3, "what another answer has said is forgotten"
 
 
 # Through the engine.
@@ -159,6 +282,39 @@ def test_the_engine_penalises_the_prompt_and_what_was_answered(engine):
         assert token == reference(kit.full_pass(ids)[0][-1], params, tuple(set(ids))).argmax()
         ids.append(token)
     assert done.token_ids != kit.greedy_answer(prompt, 15)
+
+
+def test_the_engine_penalises_what_was_answered_and_not_the_prompt(engine):
+    params = SamplingParams(
+        max_tokens=20,
+        repetition_penalty=1.2,
+        presence_penalty=0.8,
+        frequency_penalty=0.5,
+        logit_bias={0x41: 2.0, 0x20: -100},
+        ignore_eos=True,
+    )
+    prompt = kit.prompt(25)
+
+    def answer(of_prompt: bool, late: bool) -> list[int]:
+        """By a full pass a token: penalties of the prompt too, or of all but the last token, which are wrong."""
+        ids = list(prompt)
+        for step in range(params.max_tokens):
+            known = ids[:-1] if late and step else ids
+            said = known if of_prompt else known[len(prompt) :]
+            ids.append(int(reference(kit.full_pass(ids)[0][-1], params, tuple(set(known)), said).argmax()))
+        return ids[len(prompt) :]
+
+    expected = answer(of_prompt=False, late=False)
+    assert expected not in (answer(of_prompt=True, late=False), answer(of_prompt=False, late=True)), "says too little"
+    beside = SamplingParams(max_tokens=20, ignore_eos=True)
+    done, plain, again = engine.generate([prompt] * 3, [params, beside, params])
+    assert done.token_ids == again.token_ids == expected
+    assert plain.token_ids == kit.greedy_answer(prompt, 20)
+
+
+def test_a_bias_holds_for_every_token_of_an_answer_that_is_decoded_ahead(engine):
+    (done,) = engine.generate([kit.prompt(9)], SamplingParams(max_tokens=8, logit_bias={7: 100}, ignore_eos=True))
+    assert done.token_ids == [7] * 8
 
 
 def test_every_token_the_engine_draws_is_one_that_the_parameters_leave(engine):

@@ -93,8 +93,8 @@ class Pair:
 
 
 @functools.cache
-def expected() -> list[list[int]]:
-    """The answers of one process with one device."""
+def expected() -> list[list[list[int]]]:
+    """The answers of one process with one device, each token with the likeliest."""
     with script.engine_of(StoreConfig(dram_gib=0.05, block_tokens=kit.BLOCK_TOKENS)) as engine:
         session = engine.session()
         return [script.turn(session, number)["answer"] for number in range(len(script.TURNS))]

@@ -41,9 +41,12 @@ def store_in(directory: str) -> StoreConfig:
 
 
 def turn(session: ca_jax.Session, number: int) -> dict[str, object]:
-    """Has a turn answered: what came of it."""
+    """Has a turn answered: what came of it, each token with the two that were likeliest; every other one penalised."""
     num_new, max_tokens = TURNS[number]
-    answer = kit.say(session, kit.prompt(num_new, number), max_tokens)
+    sampling = ca_jax.SamplingParams(frequency_penalty=number % 2, logprobs=2)
+    sent = session.send_ids(kit.prompt(num_new, number), max_tokens=max_tokens, sampling=sampling)
+    kit.drain(sent)
+    answer = [[each.token_id, *(token for token, _ in each.top)] for each in sent.job.token_logprobs]
     return {"turn": number, "answer": answer, "cached": session.usage.cached_tokens}
 
 

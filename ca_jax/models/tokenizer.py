@@ -88,6 +88,34 @@ class Tokenizer:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token adds to a text, a special token those of its name; no whole characters, maybe.
+
+        They are those of a token that does not begin the text: with the space that SentencePiece's words begin with.
+
+        Returns:
+          None for an id outside the vocabulary, and where the decoder does not tell.
+        """
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return None
+        if isinstance(self.backend.decoder, decoders.ByteLevel):
+            return _byte_level_bytes(token)
+        text = self._token_behind_itself(token_id)
+        if _BYTE_TOKEN.fullmatch(token) and text != token:
+            return bytes.fromhex(token[3:5])
+        return None if _REPLACEMENT in text and _REPLACEMENT not in token else text.encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token alone, a special token's name; U+FFFD for bytes that are no characters by themselves."""
+        known = self.token_bytes(token_id)
+        return self._token_behind_itself(token_id) if known is None else known.decode(errors="replace")
+
+    def _token_behind_itself(self, token_id: int) -> str:
+        """What a token adds to a text that it does not begin: decoders treat the first token of a text differently."""
+        alone, twice = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(alone) :]
+
     def stream(self) -> TokenStream:
         """A detokeniser for one reply."""
         return TokenStream(self)

@@ -91,6 +91,50 @@ def test_text_comes_back(text):
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
 
 
+# Tokens
+
+
+@hypothesis.given(st.text(max_size=12))
+@hypothesis.settings(max_examples=200, deadline=None)
+def test_the_bytes_of_tokens_together_are_those_of_the_text(text):
+    assert b"".join(BYTE_LEVEL.token_bytes(i) for i in BYTE_LEVEL.encode(text)) == text.encode()
+    ids = [3 + byte for byte in text.encode()]
+    assert b"".join(BYTE_FALLBACK.token_bytes(i) for i in ids) == text.encode()
+
+
+def test_a_token_has_its_bytes_though_they_are_no_character():
+    assert [BYTE_LEVEL.token_bytes(i) for i in range(0xFD)] == [bytes([i]) for i in range(0xFD)]
+    assert [BYTE_FALLBACK.token_bytes(3 + i) for i in range(256)] == [bytes([i]) for i in range(256)]
+    assert (BYTE_LEVEL.token_text(0xE4), BYTE_FALLBACK.token_text(3 + 0xE4)) == ("\ufffd", "\ufffd")
+    assert (BYTE_LEVEL.token_text(0x41), BYTE_FALLBACK.token_text(3 + 0x41)) == ("A", "A")
+
+
+def test_a_token_has_the_text_that_it_adds_behind_others():
+    words = {"▁": " ", "▁a": " a", "a": "a", "é": "é", "▁中": " 中", ".": "."}
+    for token, text in words.items():
+        token_id = BYTE_FALLBACK.token_id(token)
+        assert BYTE_FALLBACK.token_text(token_id) == text
+        assert BYTE_FALLBACK.token_bytes(token_id) == text.encode()
+        behind = BYTE_FALLBACK.decode([BYTE_FALLBACK.token_id("."), token_id])
+        assert behind == "." + text
+    assert (BYTE_LEVEL.token_text(256), BYTE_LEVEL.token_bytes(256)) == ("un deux ½", "un deux ½".encode())
+
+
+def test_a_special_token_has_its_name_and_an_unknown_id_nothing(tokenizer):
+    for token_id in tokenizer.special_ids:
+        name = tokenizer.backend.id_to_token(token_id)
+        assert (tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)) == (name, name.encode())
+    assert (tokenizer.token_text(100_000), tokenizer.token_bytes(100_000)) == ("", None)
+
+
+def test_bytes_that_a_decoder_does_not_tell_are_not_made_up():
+    backend = tiny.byte_tokenizer()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel()])
+    hidden = Tokenizer(backend)
+    assert (hidden.token_bytes(0xC3), hidden.token_text(0xC3)) == (None, "\ufffd")
+    assert (hidden.token_bytes(0x41), hidden.token_text(0x41)) == (b"A", "A")
+
+
 # Streams
 
 

@@ -163,6 +163,13 @@ def test_no_space_is_put_before_text_where_the_file_says_so():
     assert tokenizer.decode(tokenizer.encode(" ab")) == " ab"
 
 
+def test_the_bytes_of_sentencepiece_tokens_are_those_of_the_text_behind_its_first_space():
+    tokenizer = tokenizer_from_gguf(sentencepiece())
+    for text in ("abc", " a  b ", "é世👩", "a\nb"):
+        ids = tokenizer.encode(text, add_bos=False)
+        assert b"".join(tokenizer.token_bytes(i) for i in ids) == b" " + text.encode()
+
+
 # Refusals
 
 
