@@ -128,8 +128,9 @@ class Conversation:
 
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
-        unmarked = dict.fromkeys(("lineage", "num_slid", "num_to_repair"), 0)
-        return dataclasses.replace(self.take(num_tokens), positions=[], attention=[], to_drift=[], **unmarked)
+        taken = self.take(num_tokens)
+        taken = dataclasses.replace(taken, positions=[], attention=[], to_drift=[])
+        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0)
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""

@@ -324,6 +324,16 @@ class Engine:
           ContextWindowError: a chunk that is longer than the context window.
           SessionClosedError: the engine is closed.
         """
+        jobs = self.submit_chunks(chunks, tenant=tenant, tier=tier)
+        for job in jobs:
+            for _ in self.stream(job):
+                pass
+        return len(jobs)
+
+    def submit_chunks(
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+    ) -> list[Job]:
+        """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
         with self._lock:
             self._check_open()
             each = context_ids(self.model, chunks)
@@ -332,10 +342,7 @@ class Engine:
             for job in jobs:
                 if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                     self._kv.chunks.keep_on_ssd(job.chunk.key)
-        for job in jobs:
-            for _ in self.stream(job):
-                pass
-        return len(jobs)
+            return jobs
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -584,9 +591,9 @@ class Engine:
         self._wakeup.tell()
 
     @property
-    def idle(self) -> bool:
-        """Whether no turn runs or waits."""
-        return self._scheduler.idle and not self._abandoned
+    def num_jobs(self) -> tuple[int, int]:
+        """How many jobs are in slots, and how many wait for one."""
+        return len(self._scheduler.running), self._scheduler.num_waiting
 
     # What its parts need.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 
+from ca_jax.conversations import Conversation
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.records import EntryInfo
@@ -28,6 +29,15 @@ class StoredSessions:
         """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
         with self._lock:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
+
+    def conversation(self, session_id: str, *, tenant: str = "") -> Conversation | None:
+        """What is kept of a session beside its KV; None if there is nothing. Does not open it.
+
+        Raises:
+          TenantError: it is another tenant's.
+        """
+        with self._lock:
+            return self._kv.recall(session_id, tenant)
 
     def pin(self, session_id: str, *, tenant: str = "") -> None:
         """Keeps a session in the store, over restarts too: no eviction and no expiry, until `unpin` or `drop`.

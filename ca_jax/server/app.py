@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -19,7 +20,6 @@ import fastapi.exceptions
 import starlette.exceptions
 from fastapi.responses import JSONResponse, Response
 
-import ca_jax
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.server import openai_routes, session_routes
@@ -64,7 +64,7 @@ def make_app(
 
     app = fastapi.FastAPI(
         title="ca_jax",
-        version=ca_jax.__version__,
+        version=importlib.metadata.version("ca-jax"),
         description="OpenAI's API over an engine that keeps the KV of conversations between turns.",
         lifespan=lifespan,
         docs_url=None,
@@ -83,7 +83,8 @@ async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failu
     try:
         engine = await asyncio.to_thread(make_engine)
         state.engine = engine
-        state.service = Service(engine, state.config, RequestMetrics(state.config.served_model_name or engine.model.name))
+        metrics = RequestMetrics(state.config.served_model_name or engine.model.name)
+        state.service = Service(engine, state.config, metrics)
         await state.service.begin()
     except Exception as error:
         state.failure = error

@@ -204,8 +204,8 @@ class CompletionRequest(Sampling):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt]]  # type: ignore[arg-type]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [[int(token) for token in self.prompt]]
+        return list(self.prompt)
 
 
 class NewSession(_Body):

@@ -25,6 +25,7 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; as ASGI says."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from ca_jax.engine import Engine
@@ -94,7 +94,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, on_ended: Callable[[Job], None] = lambda job: None) -> None:
         self._engine = engine
         self._events = asyncio.get_running_loop()
-        self._commands: collections.deque[Callable[[], None]] = collections.deque()
+        self._commands: collections.deque[Callable[[], object]] = collections.deque()
         self._asked = threading.Event()
         self._stopping = False
         self._failure: Exception | None = None
@@ -135,8 +135,8 @@ class EngineLoop:
         self._ask(run)
         return await future
 
-    async def submit(self, function: Callable[[Engine], Job], feed: Feed, index: int = 0) -> LiveJob:
-        """A job that a function queues, run by the engine's thread; what it gives comes by the feed.
+    async def submit(self, function: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
+        """The jobs that a function queues, run by the engine's thread; what they give comes by the feed.
 
         A caller that is cancelled while it waits for this leaves no job behind.
 
@@ -144,17 +144,18 @@ class EngineLoop:
           SessionClosedError: the loop was stopped.
           Exception: whatever the function raises.
         """
-        future: asyncio.Future[LiveJob] = self._events.create_future()
+        future: asyncio.Future[list[LiveJob]] = self._events.create_future()
 
         def begin() -> None:
             try:
-                job = function(self._engine)
+                jobs = function(self._engine)
             except BaseException as error:
                 self._post(_set_error, future, error)
                 return
-            live = LiveJob(job, index, feed)
-            self._live[job], self._given[job] = live, 0
-            self._post(self._begun, future, live)
+            lives = [LiveJob(job, index, feed) for index, job in enumerate(jobs)]
+            for live in lives:
+                self._live[live.job], self._given[live.job] = live, 0
+            self._post(self._begun, future, lives)
 
         self._ask(begin)
         return await future
@@ -164,6 +165,11 @@ class EngineLoop:
         if not (self._stopping or live.ended):
             self._ask(lambda: self._engine.cancel(live.job))
 
+    def tell(self, function: Callable[[Engine], object]) -> None:
+        """Has a function run by the engine's thread between two steps; nobody waits for it. It must not raise."""
+        if not self._stopping:
+            self._ask(lambda: function(self._engine))
+
     async def stop(self) -> None:
         """Ends the thread; jobs that run are cancelled, and their listeners told so."""
         if not self._stopping:
@@ -172,14 +178,15 @@ class EngineLoop:
             self._engine.wake()
         await asyncio.to_thread(self._thread.join)
 
-    def _begun(self, future: asyncio.Future[LiveJob], live: LiveJob) -> None:
-        self._num_live += 1
+    def _begun(self, future: asyncio.Future[list[LiveJob]], lives: list[LiveJob]) -> None:
+        self._num_live += len(lives)
         if future.cancelled():
-            self.cancel(live)
+            for live in lives:
+                self.cancel(live)
         else:
-            future.set_result(live)
+            future.set_result(lives)
 
-    def _ask(self, command: Callable[[], None]) -> None:
+    def _ask(self, command: Callable[[], object]) -> None:
         if self._stopping:
             raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
         self._commands.append(command)

@@ -8,7 +8,9 @@ Not here: counting itself (`ca_jax.metrics`, `storage.records`), the route (`app
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -98,7 +100,7 @@ class RequestMetrics:
         self._prompt.observe(usage.prompt_tokens)
         self._generated.observe(usage.completion_tokens)
         times = usage.token_times_s
-        for before, after in zip(times, times[1:], strict=False):
+        for before, after in itertools.pairwise(times):
             self._tpot.observe(after - before)
         if len(times) > 1:
             self._mean_tpot.observe((times[-1] - times[0]) / (len(times) - 1))
@@ -195,7 +197,7 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
     hits.add_metric(["dram"], stats.num_hits - stats.num_hits_from_ssd)
     hits.add_metric(["ssd"], stats.num_hits_from_ssd)
     yield hits
-    by_reason = [
+    by_reason: list[tuple[str, str, Mapping[Any, int]]] = [
         ("store_misses", "Loads that served nothing, by reason.", stats.misses),
         ("skipped_saves", "Saves that did not begin, by reason.", stats.skipped_saves),
         *([] if ssd is None else [("failed_flushes", "Flushes that failed, by reason.", ssd.failed_flushes)]),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import fastapi
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
@@ -67,6 +68,25 @@ async def completions(
     return await _answer(request, service, tenant, body, writer, service.complete(tenant, body), num_answers)
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events. What they are of ends when it does, however that is.
+
+    Args:
+      events: as they are sent.
+      ends: what is to end then.
+    """
+
+    def __init__(self, events: AsyncIterator[str], ends: contextlib.AsyncExitStack) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._ends = ends
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; as ASGI says."""
+        async with self._ends:
+            await super().__call__(scope, receive, send)
+
+
 async def _answer(
     request: fastapi.Request,
     service: Service,
@@ -83,10 +103,8 @@ async def _answer(
             return await _while_connected(request, _whole(service, tenant, body, writer, begun))
         async with service.deadline(body.timeout_s) as deadline:
             turns = await stack.enter_async_context(begun)
-        ends = stack.pop_all()
-        pieces = _pieces(service, tenant, body, writer, turns, ends, deadline.when())
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
+        pieces = _pieces(service, tenant, body, writer, turns, deadline.when())
+        return EventStream(pieces, stack.pop_all())
 
 
 async def _whole(
@@ -115,39 +133,37 @@ async def _pieces(
     body: ChatRequest | CompletionRequest,
     writer: Writer,
     turns: Turns,
-    ends: contextlib.AsyncExitStack,
     until_s: float | None,
 ) -> AsyncIterator[str]:
     """The stream of events. What goes wrong in the middle is the last of them."""
-    async with ends:
-        try:
-            async with asyncio.timeout_at(until_s):
-                with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
-                if isinstance(body, ChatRequest):
-                    for live in turns.lives:
-                        yield writer.first(live.index, with_usage, session_id)
-                told = [0] * len(turns.lives)
-                async for live, part in turns.parts():
-                    reason = finish_reason(live.job.finish_reason) if part.done else None
-                    if part.done:
-                        service.metrics.add(live.job)
-                    if not (part.text or part.done):
-                        continue
-                    logprobs = None
-                    if part.num_tokens > told[live.index]:
-                        logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
-                        told[live.index] = part.num_tokens
-                    yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
-                if with_usage:
-                    yield writer.last(usage_body(turns.usages(), body.num_choices))
-            yield DONE
-        except TimeoutError:
-            yield error_event(ApiError(408, "the answer was not there in time", code="timeout").body())
-        except Exception as error:
-            api_error = as_api_error(error)
-            if api_error.status >= 500:
-                _LOG.exception("an answer broke")
-            yield error_event(api_error.body())
+    try:
+        async with asyncio.timeout_at(until_s):
+            with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
+            if isinstance(body, ChatRequest):
+                for live in turns.lives:
+                    yield writer.first(live.index, with_usage, session_id)
+            told = [0] * len(turns.lives)
+            async for live, part in turns.parts():
+                reason = finish_reason(live.job.finish_reason) if part.done else None
+                if part.done:
+                    service.metrics.add(live.job)
+                if not (part.text or part.done):
+                    continue
+                logprobs = None
+                if part.num_tokens > told[live.index]:
+                    logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
+                    told[live.index] = part.num_tokens
+                yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
+            if with_usage:
+                yield writer.last(usage_body(turns.usages(), body.num_choices))
+        yield DONE
+    except TimeoutError:
+        yield error_event(ApiError(408, "the answer was not there in time", code="timeout").body())
+    except Exception as error:
+        api_error = as_api_error(error)
+        if api_error.status >= 500:
+            _LOG.exception("an answer broke")
+        yield error_event(api_error.body())
 
 
 async def _while_connected(request: fastapi.Request, answering: Awaitable[T]) -> T:

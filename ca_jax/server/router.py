@@ -147,6 +147,12 @@ class Router:
         if not names or names[-1] != conversation.chain:
             names.append(conversation.chain)
 
+    def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
+        """Notes where a stored conversation stands that is not open."""
+        conversation = engine.stored.conversation(session_id, tenant=tenant)
+        if conversation is not None:
+            self.note(tenant, session_id, conversation)
+
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
         for chain in self._names.pop((tenant, session_id), ()):

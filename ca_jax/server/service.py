@@ -9,16 +9,17 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Literal
 
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError, UnknownSessionError
 from ca_jax.jobs import Job, Usage
+from ca_jax.prompts import prompt_ids
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
-from ca_jax.prompts import prompt_ids
 from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
 from ca_jax.server.errors import ApiError
 from ca_jax.server.metrics import RequestMetrics
@@ -73,12 +74,22 @@ class Service:
         """The way to the engine."""
         self.closing = False
         """Whether nothing more is taken in."""
+        self.is_ready = False
+        """Whether all is known that was stored before."""
         self._slots = engine.config.max_batch_size
+        self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
+
+    async def begin(self) -> None:
+        """Learns where the conversations stand that were stored before; then requests may come."""
+        names = await self.loop.call(lambda engine: [(info.tenant, info.session_id) for info in engine.stored.list()])
+        for tenant, session_id in names:
+            await self.loop.call(functools.partial(self.router.learn, tenant, session_id))
+        self.is_ready = True
 
     @property
     def num_requests(self) -> int:
@@ -129,55 +140,65 @@ class Service:
           CaJaxError: the conversation cannot go on like that.
         """
         messages = [message.message() for message in request.messages]
-        begun: list[Session] = []
+        sessions: list[Session] = []
 
-        def sessions_of() -> tuple[Session, list[dict[str, str]]]:
-            """On the engine's thread, right before the first turn is queued."""
+        def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
-                return self.router.by_id(tenant.domain, request.session_id, messages)
-            return self.router.by_history(tenant.domain, messages)
+                session, new = self.router.by_id(tenant.domain, request.session_id, messages)
+            else:
+                session, new = self.router.by_history(tenant.domain, messages)
+            held = len(session.token_ids)
+            sessions.append(session)
+            sessions.extend(self.router.sibling(session, held) for _ in range(1, request.num_choices))
+            jobs: list[Job] = []
+            with _all_or_none(engine, jobs):
+                for choice, each in enumerate(sessions):
+                    params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
+                    jobs.append(
+                        each.submit(new, context=request.context, sampling=params, priority=request.priority or 0)
+                    )
+            return jobs
 
-        def submit(choice: int) -> Callable[[Engine], Job]:
-            def run(engine: Engine) -> Job:
-                nonlocal messages
-                if not begun:
-                    session, messages = sessions_of()
-                    begun.append(session)
-                    held = len(session.token_ids)
-                    begun.extend(self.router.sibling(session, held) for _ in range(1, request.num_choices))
-                params = request.sampling(choice, request.token_limit or self._most_tokens(), request.num_logprobs)
-                priority = request.priority or 0
-                return begun[choice].submit(messages, context=request.context, sampling=params, priority=priority)
-
-            return run
-
-        submits = [submit(choice) for choice in range(request.num_choices)]
-        async with self._running(submits) as (lives, feed):
-            yield Turns(lives, begun, feed)
+        async with self._running(submit) as (lives, feed):
+            yield Turns(lives, sessions, feed)
 
     @contextlib.asynccontextmanager
     async def complete(self, tenant: Tenant, request: CompletionRequest) -> AsyncIterator[Turns]:
         """The answers to plain prompts, otherwise as `chat`. What is stored of each is found by others' prefixes."""
         prompts = [prompt for prompt in request.prompts() for _ in range(request.num_choices)]
-        begun: list[Session] = []
+        sessions: list[Session] = []
 
-        def submit(index: int) -> Callable[[Engine], Job]:
-            def run(engine: Engine) -> Job:
-                params = request.sampling(index, request.max_tokens or 16, request.logprobs)
-                session = self.router.begin(tenant.domain)
-                begun.append(session)
-                ids = prompt_ids(engine.model, prompts[index])
-                return session.submit(ids, sampling=params, priority=request.priority or 0)
-
-            return run
+        def submit(engine: Engine) -> list[Job]:
+            jobs: list[Job] = []
+            with _all_or_none(engine, jobs):
+                for index, prompt in enumerate(prompts):
+                    params = request.sampling(index, request.max_tokens or 16, request.logprobs)
+                    sessions.append(self.router.begin(tenant.domain))
+                    ids = prompt_ids(engine.model, prompt)
+                    jobs.append(sessions[-1].submit(ids, sampling=params, priority=request.priority or 0))
+            return jobs
 
         try:
-            async with self._running([submit(index) for index in range(len(prompts))]) as (lives, feed):
-                yield Turns(lives, begun, feed)
+            async with self._running(submit) as (lives, feed):
+                yield Turns(lives, sessions, feed)
         finally:
-            if begun and not self.closing:
-                with contextlib.suppress(CaJaxError):
-                    await asyncio.shield(self.loop.call(lambda engine: self.router.let_go(begun)))
+            self.loop.tell(lambda engine: self.router.let_go(sessions))
+
+    async def precompute(
+        self, tenant: Tenant, chunks: Sequence[str | Sequence[int]], tier: Literal["dram", "ssd"] | None
+    ) -> int:
+        """Computes and stores chunks; how many were not stored yet.
+
+        Raises:
+          CaJaxError: a chunk that is blank, too long, or has a wrong id.
+        """
+        async with self._running(lambda engine: engine.submit_chunks(chunks, tenant=tenant.domain, tier=tier)) as (
+            lives,
+            feed,
+        ):
+            async for _ in feed.parts(len(lives)):
+                pass
+            return len(lives)
 
     def deadline(self, timeout_s: float | None) -> asyncio.Timeout:
         """A block that may last as long as a request asks for, and no longer than the server lets it."""
@@ -195,26 +216,11 @@ class Service:
         self.closing = True
         await self.loop.stop()
 
-    async def find_session(self, tenant: Tenant, session_id: str) -> Session:
-        """A conversation of a tenant.
-
-        Raises:
-          UnknownSessionError: there is none of that name.
-        """
-        session = await self.loop.call(lambda engine: self.router.find(tenant.domain, session_id))
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
-        return session
-
-    def _most_tokens(self) -> int:
-        return max(self.window // 2, 1)
-
     @contextlib.asynccontextmanager
-    async def _running(self, submits: Sequence[Callable[[Engine], Job]]) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
-        feed, lives = Feed(), []
+    async def _running(self, submit: Callable[[Engine], Sequence[Job]]) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
+        feed = Feed()
+        lives = await self.loop.submit(submit, feed)
         try:
-            for index, submit in enumerate(submits):
-                lives.append(await self.loop.submit(submit, feed, index))
             yield lives, feed
         finally:
             for live in lives:
@@ -226,3 +232,14 @@ class Service:
         batches = max(self.loop.num_live / self._slots, 1.0)
         seconds = max(1, min(math.ceil(typical_s * batches), 60))
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)
+
+
+@contextlib.contextmanager
+def _all_or_none(engine: Engine, jobs: list[Job]) -> Iterator[None]:
+    """Cancels jobs that were queued where a later one of the same request could not be."""
+    try:
+        yield
+    except BaseException:
+        for job in jobs:
+            engine.cancel(job)
+        raise

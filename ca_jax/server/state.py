@@ -29,15 +29,23 @@ class ServerState:
     """Likewise."""
     failure: Exception | None = None
     """Why the engine could not be made."""
+    stopping: bool = False
+    """Whether nothing more is taken in."""
+
+    def begin_shutdown(self) -> None:
+        """Takes in nothing more. Any thread may call it, a signal's handler too."""
+        self.stopping = True
+        if self.service is not None:
+            self.service.closing = True
 
     @property
     def status(self) -> str:
         """`ok` where requests are served; else why they are not."""
         if self.failure is not None or (self.service is not None and self.service.loop.failure is not None):
             return "failed"
-        if self.service is None or not self.service.is_ready:
-            return "starting"
-        return "shutting down" if self.service.closing else "ok"
+        if self.stopping:
+            return "shutting down"
+        return "ok" if self.service is not None and self.service.is_ready else "starting"
 
 
 def state_of(request: fastapi.Request) -> ServerState:

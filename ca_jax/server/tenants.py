@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ca_jax.storage.config import GIB
+
 _FIELDS = {"keys", "keys_sha256", "salt", "quota_gib", "max_requests"}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -63,6 +65,12 @@ class Tenants:
     def all(self) -> tuple[Tenant, ...]:
         """Each tenant once."""
         return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (EVERYBODY,)
+
+    @property
+    def quotas(self) -> tuple[tuple[str, int], ...]:
+        """Most bytes of a tier that each may hold who has a quota of its own."""
+        given = ((tenant.domain, tenant.quota_gib) for tenant in self.all)
+        return tuple((domain, int(quota * GIB)) for domain, quota in given if quota is not None)
 
     def of_header(self, authorization: str | None) -> Tenant | None:
         """Whose a request with that `Authorization` header is; None where that says no known key."""

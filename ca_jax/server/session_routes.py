@@ -1,0 +1,144 @@
+"""Our own routes: conversations by name, and chunks of text that are computed in advance.
+
+Not here: answering (`openai_routes`), what goes when the store is full (`ca_jax.storage`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fastapi
+from fastapi.responses import JSONResponse
+
+from ca_jax.engine import Engine
+from ca_jax.errors import UnknownSessionError
+from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
+from ca_jax.server.router import client_name, engine_name
+from ca_jax.server.service import Service
+from ca_jax.server.state import TheService, TheTenant
+from ca_jax.server.tenants import Tenant
+from ca_jax.session import Session
+from ca_jax.storage.records import EntryInfo
+
+ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"])
+
+
+@ROUTES.get("/sessions")
+async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 1000) -> JSONResponse:
+    """Conversations of the caller's tenant, open ones and stored ones."""
+
+    def read(engine: Engine) -> list[dict[str, Any]]:
+        stored = {info.session_id: info for info in engine.stored.list(tenant=tenant.domain)}
+        opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
+        names = [*opened, *(name for name in stored if name not in opened and not name.startswith("chunk "))]
+        return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
+
+    return JSONResponse({"object": "list", "data": await service.loop.call(read)})
+
+
+@ROUTES.post("/sessions", status_code=201)
+async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Begins a conversation of a name, with a system message."""
+    session = await service.loop.call(
+        lambda engine: service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
+    )
+    return JSONResponse(_described(tenant, session.session_id, session, None), 201)
+
+
+@ROUTES.get("/sessions/{session_id}")
+async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """One conversation: its messages, and where its KV is."""
+    return JSONResponse(await _shown(service, tenant, session_id))
+
+
+@ROUTES.post("/sessions/{session_id}")
+async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Pins a conversation in the store, lets it go like others again, or says how long it is kept."""
+    name = engine_name(tenant.domain, session_id)
+
+    def change(engine: Engine) -> None:
+        if service.router.find(tenant.domain, session_id) is None:
+            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        if body.pinned is not None:
+            (engine.stored.pin if body.pinned else engine.stored.unpin)(name, tenant=tenant.domain)
+        if body.ttl_s is not None:
+            engine.stored.set_ttl(name, body.ttl_s, tenant=tenant.domain)
+
+    await service.loop.call(change)
+    return JSONResponse(await _shown(service, tenant, session_id))
+
+
+@ROUTES.post("/sessions/{session_id}/discard")
+async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
+
+    def discard(engine: Engine) -> None:
+        session = service.router.find(tenant.domain, session_id)
+        if session is None:
+            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
+
+    await service.loop.call(discard)
+    return JSONResponse(await _shown(service, tenant, session_id))
+
+
+@ROUTES.delete("/sessions/{session_id}")
+async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
+
+    def delete(engine: Engine) -> None:
+        session = service.router.find(tenant.domain, session_id)
+        if session is None:
+            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        session.close()
+        service.router.forget(tenant.domain, session.session_id)
+
+    await service.loop.call(delete)
+    return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
+
+
+@ROUTES.post("/chunks")
+async def precompute_chunks(body: NewChunks, service: TheService, tenant: TheTenant) -> JSONResponse:
+    """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
+    num_computed = await service.precompute(tenant, body.chunks, body.tier)
+    return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
+
+
+async def _shown(service: Service, tenant: Tenant, session_id: str) -> dict[str, Any]:
+    def read(engine: Engine) -> dict[str, Any]:
+        session = service.router.find(tenant.domain, session_id)
+        if session is None:
+            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        infos = engine.stored.list(tenant=tenant.domain)
+        stored = next((info for info in infos if info.session_id == session.session_id), None)
+        shown = _described(tenant, session.session_id, session, stored)
+        return {**shown, "messages": session.messages}
+
+    return await service.loop.call(read)
+
+
+def _described(tenant: Tenant, name: str, session: Session | None, stored: EntryInfo | None) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "id": client_name(tenant.domain, name),
+        "object": "session",
+        "num_tokens": stored.num_tokens if session is None and stored is not None else 0,
+        "busy": False,
+        "stored": None,
+    }
+    if session is not None:
+        dropped = session.num_dropped
+        described |= {"num_tokens": len(session.token_ids), "num_dropped": dropped, "busy": session.is_busy}
+    if stored is not None:
+        described["stored"] = {
+            "tier": stored.residency.value,
+            "num_tokens": stored.num_tokens,
+            "dram_bytes": stored.num_bytes,
+            "dram_blocks": stored.num_blocks,
+            "ssd_tokens": stored.ssd_tokens,
+            "ssd_bytes": stored.ssd_bytes,
+            "pinned": stored.pinned,
+            "created_s": stored.created_s,
+            "last_used_s": stored.last_used_s,
+            "ttl_s": stored.ttl_s,
+        }
+    return described
