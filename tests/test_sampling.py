@@ -232,7 +232,9 @@ def test_warming_up_changes_no_draw():
     logits = jnp.zeros((4, VOCAB))
     sampler.set_slot(0, SamplingParams(), [])
     sampler.set_slot(1, SamplingParams(logit_bias={4: 1.0}), [])
-    assert sampler.draw(logits, np.zeros(4)).tokens[:2].tolist() == [0, 4], "of equals the first, which warming up marks"
+    assert sampler.draw(logits, np.zeros(4)).tokens[:2].tolist() == [0, 4], (
+        "of equals the first, which warming up marks"
+    )
 
 
 def test_a_draw_depends_on_seed_and_position_and_on_nothing_beside_it():
@@ -286,7 +288,6 @@ def test_the_engine_penalises_the_prompt_and_what_was_answered(engine):
 def test_the_engine_penalises_what_was_answered_and_not_the_prompt(engine):
     params = SamplingParams(
         max_tokens=14,
-        repetition_penalty=1.2,
         presence_penalty=0.8,
         frequency_penalty=0.5,
         logit_bias={0x41: 2.0, 0x20: -100},
