@@ -185,13 +185,13 @@ def test_a_bias_is_what_transformers_adds():
 
 
 def test_what_is_added_is_of_one_slot_and_of_one_answer():
-    sampler = Sampler(num_slots=4, vocab_size=VOCAB)
-    logits = jnp.asarray(np.tile(LOGITS, (4, 1)))
+    sampler = Sampler(num_slots=ROWS, vocab_size=VOCAB)
+    logits = jnp.asarray(np.tile(LOGITS, (ROWS, 1)))
     best, second, third = LIKELIEST[:3]
     gap = float(LOGITS[best] - LOGITS[second])
 
     def drawn() -> list[int]:
-        return sampler.draw(logits, np.zeros(4)).tokens.tolist()
+        return sampler.draw(logits, np.zeros(ROWS)).tokens[:4].tolist()
 
     sampler.set_slot(0, SamplingParams(temperature=1.0, top_k=1), [])
     sampler.set_slot(1, SamplingParams(frequency_penalty=gap * 0.6), [best, best, best])
@@ -227,14 +227,12 @@ def test_what_must_be_marked_first_is_known_to_be():
 
 
 def test_warming_up_changes_no_draw():
-    sampler = Sampler(num_slots=4, vocab_size=VOCAB)
-    sampler.warmup((4,))
-    logits = jnp.zeros((4, VOCAB))
+    sampler = Sampler(num_slots=ROWS, vocab_size=VOCAB)
+    sampler.warmup((ROWS,))
     sampler.set_slot(0, SamplingParams(), [])
     sampler.set_slot(1, SamplingParams(logit_bias={4: 1.0}), [])
-    assert sampler.draw(logits, np.zeros(4)).tokens[:2].tolist() == [0, 4], (
-        "of equals the first, which warming up marks"
-    )
+    drawn = sampler.draw(jnp.zeros((ROWS, VOCAB)), np.zeros(ROWS)).tokens
+    assert drawn[:2].tolist() == [0, 4], "of equals the first, which warming up marks"
 
 
 def test_a_draw_depends_on_seed_and_position_and_on_nothing_beside_it():
