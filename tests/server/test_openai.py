@@ -103,8 +103,8 @@ def test_several_clients_of_asyncio(server):
 
 def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(client):
     asked = [user("tell me")]
-    answers = chat(client, asked, n=3, temperature=1.5, seed=7)
-    again = chat(client, asked, n=3, temperature=1.5, seed=7)
+    answers = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
+    again = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
     texts = [choice.message.content for choice in answers.choices]
     assert texts == [choice.message.content for choice in again.choices], "a seed draws the same again"
     assert len(set(texts)) == 3
@@ -115,7 +115,7 @@ def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(client):
         answer = chat(client, followed)
         assert text_of(answer) == said_by_engine(followed)
         assert sk.cached(answer) > 20, "its KV was there"
-    pieces = chat(client, asked, n=3, temperature=1.5, seed=7, stream=True)
+    pieces = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8}, stream=True)
     streamed = ["", "", ""]
     for piece in pieces:
         streamed[piece.choices[0].index] += piece.choices[0].delta.content or ""
