@@ -263,8 +263,10 @@ class AttentionStore:
         size, far = self._layout.block_tokens, None
         if self._ssd is not None and not in_dram and num_near < len(wanted) // size * size:
             far = self._ssd.find_prefix(tenant, wanted)
-        if far is not None and far.num_tokens > num_near and self._entries.get(far.key) is not None:
-            return far.key
+        if far is not None and far.num_tokens > num_near:
+            entry = self._entries.get(far.key)
+            if entry is not None and entry.ssd is not None and not entry.num_reserved_tokens:  # It would be fetched.
+                return far.key
         return None if near is None else near.key
 
     # The job queue, and what goes on in the background.
