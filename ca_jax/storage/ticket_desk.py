@@ -260,24 +260,25 @@ class TicketDesk:
             list of int32.
         """
         token_ids = as_token_ids(token_ids)
-        if self._entries.get(key) is not None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.residency is not Residency.ABSENT:
             raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
         from_entry = self._entries.get(source)
         if from_entry is None:
             return 0
-        entry = self._new_entry(key, owner)
+        entry = entry or self._new_entry(key, owner)
         if entry.owner.tenant != from_entry.owner.tenant:
             raise ValueError(f"wanted a session of tenant {entry.owner.tenant!r} to begin with, found another's")
         num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]
+        self._blocks.share(entry.block_ids)
         with self._entries.kept(from_entry):
             if num_rows and self._placement.make_room(entry, 1) is not None:
                 num_tokens -= num_rows
                 num_rows = 0
         if not num_tokens:
             return 0
-        self._blocks.share(entry.block_ids)
         if num_rows:
             (own,) = self._take_blocks(entry, 1)
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
@@ -285,6 +286,9 @@ class TicketDesk:
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
         entry.places = from_entry.places.take(num_tokens)
         entry.fetched, from_entry.fetched = from_entry.fetched, False
+        if entry.miss is not None:  # What SSD had of it was lost.
+            self._counters.misses[entry.miss] += 1
+            entry.miss = None
         from_entry.share_with(entry)
         self._placement.used(from_entry)
         self._keep(entry)
