@@ -125,9 +125,7 @@ def test_a_session_that_was_truncated_is_found_by_its_whole_history(client):
         assert answer.session_id == (history and answer.session_id)
         history.append(assistant(text_of(answer)))
     assert answer.usage.prompt_tokens < kit.WINDOW < len(kit_ids(history)), "tokens have left"
-    [shown] = [
-        each for each in client.get("/sessions", cast_to=object)["data"] if each["id"] == answer.session_id
-    ]
+    [shown] = [each for each in client.get("/sessions", cast_to=object)["data"] if each["id"] == answer.session_id]
     assert shown["num_dropped"] > 0
     assert sk.cached(answer) > 100, "what is left of it was not computed anew"
     with pytest.raises(openai.BadRequestError) as told:
