@@ -22,16 +22,7 @@ ROOTS = (
     "Model",
     "ErrorResponse",
 )
-_PROSE = {
-    "description",
-    "example",
-    "examples",
-    "title",
-    "x-oaiMeta",
-    "x-oaiTypeLabel",
-    "x-stainless-const",
-    "deprecated",
-}
+_PROSE = {"description", "example", "examples", "title", "deprecated"}
 _PREFIX = "#/components/schemas/"
 
 
@@ -44,7 +35,7 @@ def reduced(schema: Any, is_properties: bool = False) -> Any:
     kept = {
         name: reduced(value, is_properties=name == "properties" and not is_properties)
         for name, value in schema.items()
-        if is_properties or name not in _PROSE | {"nullable", "discriminator"}
+        if is_properties or not (name in _PROSE | {"nullable", "discriminator"} or name.startswith("x-"))
     }
     if "$ref" in kept and not is_properties:
         kept["$ref"] = "#/$defs/" + kept["$ref"].removeprefix(_PREFIX)

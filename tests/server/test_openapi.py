@@ -63,9 +63,7 @@ def test_completions_are_as_described(server, check, changes):
         *events, done = http.post("/v1/completions", json=body | options).text.strip().split("\n\n")
     assert done == "data: [DONE]"
     for event in (json.loads(each.removeprefix("data: ")) for each in events):
-        if (
-            event["usage"] is None
-        ):  # The description has no stream; one of OpenAI's has a null here and reasons at ends.
+        if event["usage"] is None:  # The description has no stream: there it is null, and reasons come last.
             event.pop("usage")
         for choice in event["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from ca_jax.storage.config import StoreConfig
@@ -28,8 +26,5 @@ def test_answers_are_those_of_each_client_alone(num_clients, num_turns, tmp_path
         assert report.num_ties <= report.num_turns // 100
         assert report.num_left
         assert report.num_refused
-        figures = report.figures()
-        assert figures["cached_share"] > 0.3, "conversations were found again"
-        stats = server.engine.store_stats()
+        assert report.figures()["cached_share"] > 0.3, "conversations were found again"
         assert server.service.router.num_states < 40 * num_clients + num_turns
-        print(figures, dataclasses.asdict(stats.ssd) if stats.ssd else "")

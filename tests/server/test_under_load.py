@@ -139,17 +139,16 @@ def test_what_runs_when_it_is_told_to_stop_ends_and_is_saved(tmp_path):
     store = StoreConfig(
         dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
     )
-    with sk.running(store=store) as server, server.client() as client:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            asked = [user("a last word")]
-            answering = pool.submit(chat, client, asked, 300)
-            server.wait_until(lambda: server.engine.num_jobs[0] == 1)
-            server.state.begin_shutdown()
-            with pytest.raises(openai.InternalServerError, match="not ready: shutting down"):
-                chat(client, [user("too late")])
-            server.server.should_exit = True
-            answer = answering.result()
-            assert answer.usage.completion_tokens == 300
+    asked, pool = [user("a last word")], concurrent.futures.ThreadPoolExecutor(1)
+    with pool, sk.running(store=store) as server, server.client() as client:
+        answering = pool.submit(chat, client, asked, 300)
+        server.wait_until(lambda: server.engine.num_jobs[0] == 1)
+        server.state.begin_shutdown()
+        with pytest.raises(openai.InternalServerError, match="not ready: shutting down"):
+            chat(client, [user("too late")])
+        server.server.should_exit = True
+        answer = answering.result()
+        assert answer.usage.completion_tokens == 300
     with sk.running(store=store) as server, server.client() as client:
         followed = chat(client, [*asked, assistant(text_of(answer)), user("more")])
         assert followed.usage.ca_jax["cached_tokens"] == {"ssd": answer.usage.total_tokens - 1}
