@@ -205,7 +205,8 @@ class _Client(threading.Thread):
             (404, b'{"model": "gpt-4", "messages": [{"role": "user", "content": "x"}]}'),
             (413, b" " * (self._server.state.config.max_body_bytes + 1)),
         ][int(kind * 40)]
-        response = self._http.post("/v1/chat/completions", content=content)
+        headers = {"Content-Type": "application/json"}
+        response = self._http.post("/v1/chat/completions", content=content, headers=headers)
         with self._lock:
             self._report.num_refused += 1
             if response.status_code != wanted or "Traceback" in response.text:
