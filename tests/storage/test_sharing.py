@@ -202,6 +202,21 @@ def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     assert store.stats().ssd.flushed_bytes == (3 + 1) * LAYOUT.block_bytes
 
 
+def test_a_branch_does_not_share_what_its_source_has_otherwise_on_ssd(open_store):
+    """The source was cut within a block and went on, and SSD has that block as it was."""
+    store = open_store(8)
+    kv, more = put(store, "a", 8), make_kv(LAYOUT, 2, seed=1)
+    store.pin("a")
+    store.truncate("a", 6)
+    save(store, "a", ids(2, 700), more, start_token=6)
+    store.copy_prefix("a", "b", ids(6) + ids(2, 700))
+    store.settle()
+    assert ssd_block_ids(store, "b")[0] == ssd_block_ids(store, "a")[0]
+    assert ssd_block_ids(store, "b")[1] != ssd_block_ids(store, "a")[1]
+    store.leave_dram("b")
+    assert_loads(store, "b", ids(6) + ids(2, 700), np.concatenate([kv[:, :, :6], more], axis=2))
+
+
 def test_a_branch_is_written_whole_if_its_source_could_not_be(open_store, gates):
     store = open_store(8)
     gates[0].writes.close()
