@@ -419,7 +419,7 @@ class SessionKV:
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 
     def _take_prefix(self, job: Job, session: Session) -> None:
-        """Has a session of which nothing is stored begin with KV of the one in DRAM that begins like it for longest.
+        """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
         """

@@ -226,6 +226,7 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
         session = engine.session()
         kit.say(session, prompt_ids, 30)
         expected = kit.stored_kv(engine, session)
+        engine.drop_stored(session)  # Nothing of it is shared.
 
         monkeypatch.setattr(AsyncSaver, "_write", held_back)
         late = engine.session(tenant="other")  # Whose KV is not what others saved of the same tokens.

@@ -84,15 +84,17 @@ def garbage_facts(garbage: NamespaceGarbage, now_s: float) -> Facts:
 
 
 def usage_facts(info: NamespaceInfo, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
-    """What a namespace holds, by tenant, and takes on disk."""
+    """What a namespace holds, by tenant, and takes on disk. A block that sessions of a tenant share counts once."""
     tenants: dict[str, Facts] = {}
+    held: dict[str, set[int]] = {}
     for session in listing.sound:
-        sums = tenants.setdefault(
-            session.record.tenant, {"tenant": session.record.tenant, **dict.fromkeys(SUMS, 0), "num_expired": 0}
-        )
         record = session.record
-        for name, value in zip(SUMS, (1, record.num_tokens, record.num_blocks, session.num_bytes), strict=True):
-            sums[name] += value
+        sums = tenants.setdefault(record.tenant, {"tenant": record.tenant, **dict.fromkeys(SUMS, 0), "num_expired": 0})
+        held.setdefault(record.tenant, set()).update(record.block_ids.tolist())
+        num_blocks = len(held[record.tenant])
+        sums["num_sessions"] += 1
+        sums["num_tokens"] += record.num_tokens
+        sums |= {"num_blocks": num_blocks, "num_bytes": num_blocks * info.namespace.layout.block_bytes}
         sums["num_expired"] += session.expired(now_s)
     return {
         "namespace": namespace_facts(info.namespace),

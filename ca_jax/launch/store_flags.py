@@ -51,6 +51,12 @@ def define(default: StoreConfig | None = None, *, flag_values: flags.FlagValues 
         flags.DEFINE_float(name, getattr(default, name), text, flag_values=flag_values)
     for name, text in _TEXTS.items():
         flags.DEFINE_string(name, getattr(default, name), text, flag_values=flag_values)
+    flags.DEFINE_multi_string(
+        "tenant_quotas",
+        [f"{tenant}={num_bytes}" for tenant, num_bytes in dict(default.tenant_quotas).items()],
+        "TENANT=BYTES: most that this one may hold, in place of --tenant_quota_gib.",
+        flag_values=flag_values,
+    )
 
 
 def store_config(default: StoreConfig | None = None, *, flag_values: flags.FlagValues = flags.FLAGS) -> StoreConfig:
@@ -66,4 +72,12 @@ def store_config(default: StoreConfig | None = None, *, flag_values: flags.FlagV
     values: dict[str, Any] = {name: flag_values[name].value for name in (*_NUMBERS, *_TEXTS)}
     if values["ssd_dir"] is not None:
         values["ssd_dir"] = os.path.expanduser(values["ssd_dir"])
+    values["tenant_quotas"] = tuple(map(_quota, flag_values["tenant_quotas"].value))
     return dataclasses.replace(default or StoreConfig(), **values)
+
+
+def _quota(text: str) -> tuple[str, int]:
+    tenant, _, num_bytes = text.rpartition("=")
+    if not num_bytes.isdecimal():
+        raise ValueError(f"tenant_quotas wanted TENANT=BYTES, found {text!r}")
+    return tenant, int(num_bytes)

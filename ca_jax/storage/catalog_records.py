@@ -202,6 +202,6 @@ class NamespaceInfo:
     num_tokens: int = 0
     """Tokens whose KV is stored."""
     num_blocks: int = 0
-    """Blocks held by sessions."""
+    """Blocks held by sessions; one that several share counts for each."""
     num_bytes: int = 0
     """Bytes of these blocks."""

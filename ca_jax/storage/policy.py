@@ -25,7 +25,7 @@ class StoredEntry:
     key: str
     """Session id."""
     num_blocks: int
-    """Blocks of the tier that it holds: that its eviction would free, or that fetching it takes."""
+    """Blocks of the tier that it holds: that its eviction frees where no other does, or that fetching it takes."""
     pinned: bool
     """Whether it must stay: pinned, being loaded or saved, or the one that room is sought for."""
     last_used_s: float
@@ -76,7 +76,8 @@ class EvictionPolicy(Protocol):
 
         Returns:
           Keys of entries that are not pinned and together hold at least `num_blocks` blocks, in the order in which they
-          should go, and none of which follows one that is enough; empty if there are none.
+          should go, and none of which follows one that is enough; empty if there are none. Blocks that several share
+          count for each: `room` asks for more where less is freed.
         """
         ...
 

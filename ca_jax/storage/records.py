@@ -123,13 +123,13 @@ class EntryInfo:
     num_dropped: int
     """Tokens of the session that were dropped so far, others behind them left."""
     num_blocks: int
-    """Blocks of DRAM held, those of unfinished saves included."""
+    """Blocks of DRAM held, those of unfinished saves included, and those that other sessions hold too."""
     num_bytes: int
-    """Bytes of these blocks."""
+    """Bytes of these blocks. What several sessions share counts for each here, and once in `StoreStats`."""
     ssd_tokens: int
     """Tokens that are on SSD, durably."""
     ssd_bytes: int
-    """Bytes of its blocks on SSD."""
+    """Bytes of its blocks on SSD, likewise."""
     pinned: bool
     """Whether it is pinned, by its owner or by a running turn."""
     in_use: bool
@@ -163,13 +163,13 @@ class SsdStats:
     num_flushes: int
     """Sessions written, or written on, and published."""
     flushed_bytes: int
-    """Bytes of the blocks that took."""
+    """Bytes of the blocks that took: what is there already, as another session's that shares it, is not written."""
     failed_flushes: Mapping[FlushFailure, int]
     """Flushes that were not published, by reason."""
     num_evictions: int
     """Sessions evicted from SSD."""
     evicted_bytes: int
-    """Bytes of their blocks."""
+    """Bytes of the blocks that this freed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class StoreStats:
     num_evictions: int
     """Sessions evicted from DRAM."""
     evicted_bytes: int
-    """Bytes of their blocks."""
+    """Bytes of the blocks that this freed."""
     num_expired: int
     """Sessions whose time to live was over."""
     loaded_bytes: int

@@ -49,8 +49,10 @@ def test_flags_are_fields(monkeypatch, tmp_path):
         "ttl_s": 90.0,
         "tenant_quota_gib": 0.125,
     }
-    found = parse("--ssd_dir=~/kv", *(f"--{name}={value}" for name, value in changed.items()))
-    assert found == StoreConfig(ssd_dir=str(tmp_path / "kv"), **changed)
+    quotas = ["--tenant_quotas=bob=5000", "--tenant_quotas=a=b=1"]
+    found = parse("--ssd_dir=~/kv", *quotas, *(f"--{name}={value}" for name, value in changed.items()))
+    assert found == StoreConfig(ssd_dir=str(tmp_path / "kv"), tenant_quotas={"bob": 5000, "a=b": 1}, **changed)
+    assert parse(default=found) == found
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,7 @@ def test_flags_are_fields(monkeypatch, tmp_path):
         (["--dram_gib=-1"], "dram_gib wanted a number of GiB >= 0, found -1"),
         (["--ssd_url=memory://kv"], "ssd_url wanted an ssd_dir"),
         (["--ttl_s=-1"], "ttl"),
+        (["--tenant_quotas=bob"], "tenant_quotas wanted TENANT=BYTES, found 'bob'"),
     ],
 )
 def test_what_the_config_refuses_is_said_with_the_name_of_the_flag(arguments, message):

@@ -63,6 +63,8 @@ class Report:
     """Chunks on SSD, after restarts."""
     wrong_tokens: int = 0
     answers: int = 0
+    shared_blocks: int = 0
+    """Blocks on SSD that several sessions hold, after restarts."""
     rounds_with_unheld_blocks: int = 0
     """Rounds after which blocks lay on disk that no session held, before the restart."""
     unheld_blocks: int = 0
@@ -277,6 +279,7 @@ def _check_restart(
     config = workload.ssd_store(directory, driver, dram_blocks=400, ssd_blocks=400)
     with kit.small_engine(store=config) as engine:
         workload.check_books(engine, directory, fresh=True)
+        report.shared_blocks += len(workload.ssd_of(engine)._blocks._others)
         infos = {info.key: info for info in engine.stored.list()}
         assert {key: info.ssd_tokens for key, info in infos.items()} == {
             key: state.num_tokens for key, state in stored.items()

@@ -26,6 +26,7 @@ def test_what_was_published_outlives_kill_9_a_hundred_times(tmp_path, compile_ca
     assert report.rounds == 100
     assert report.changes["cut"] > 0
     assert report.cut_sessions > 0
+    assert report.shared_blocks > 0
     assert report.wrong_tokens == 0
     assert report.killed_at["serving"] > 20
     assert report.rounds_with_unheld_blocks > 0, "no round was cut short between a write and its publication"

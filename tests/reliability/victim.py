@@ -114,7 +114,8 @@ def serve(directory: Path, driver: str, seed: int) -> None:
         sessions = [change(engine, engine.session(session_id=name), random) for name in names]
         answers = [
             session.send_ids(
-                kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))),
+                beginning(engine, session, random)
+                + kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))),
                 context=context(random),
                 max_tokens=n,
             )
@@ -128,6 +129,14 @@ def serve(directory: Path, driver: str, seed: int) -> None:
         if random.random() < 0.2:
             engine.wait_for_saves()
         tell(f"turns {num_turns}")
+
+
+def beginning(engine: Engine, session: Session, random: np.random.Generator) -> list[int]:
+    """What another conversation begins with, for one that begins as a branch of it."""
+    if session.token_ids or random.random() < 0.3:
+        return []
+    other = engine.session(session_id=f"conversation {random.integers(NUM_CONVERSATIONS)}").token_ids
+    return other[: int(random.integers(len(other) + 1))]
 
 
 def context(random: np.random.Generator) -> list[tuple[int, ...]] | None:

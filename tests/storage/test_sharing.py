@@ -1,0 +1,300 @@
+"""Sessions that share blocks: what it takes, who may write, who goes when room is needed, and the same on SSD.
+
+Blocks of four tokens. What holds whatever happens is in test_store_properties.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import EntryInUseError, Residency
+from ca_jax.storage.records import FlushFailure, Owner, SkipReason
+
+from .store_helpers import (
+    LAYOUT,
+    PATIENCE_S,
+    SLOT_BYTES,
+    as_bits,
+    assert_loads,
+    fetch,
+    ids,
+    info,
+    load,
+    make_kv,
+    make_store,
+    put,
+    save,
+    ssd_tokens,
+    used_blocks,
+    wait_until,
+)
+
+
+def assert_serves(store, key, token_ids, kv) -> None:
+    np.testing.assert_array_equal(as_bits(load(store, key, token_ids)), as_bits(kv))
+
+
+def block_ids(store, key) -> list[int]:
+    return store._entries.get(key).block_ids
+
+
+def ssd_block_ids(store, key) -> list[int]:
+    return store._entries.get(key).ssd.block_ids.tolist()
+
+
+# In DRAM.
+
+
+def test_full_blocks_are_shared_and_the_rest_is_copied():
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 14)
+    save(store, "a", ids(14), kv)
+    assert store.find_prefix("", [*ids(10), 7]) == "a"
+    assert store.copy_prefix("a", "b", [*ids(10), 7]) == 10
+    assert used_blocks(store) == 5, "four, and one for two tokens"
+    assert block_ids(store, "a")[:2] == block_ids(store, "b")[:2]
+    assert store.find_prefix("", ids(3)) is None, "less than a block"
+    more = make_kv(LAYOUT, 4, seed=1)
+    save(store, "b", ids(4, 700), more, start_token=10)
+    assert_serves(store, "b", ids(10) + ids(4, 700), np.concatenate([kv[:, :, :10], more], axis=2))
+    assert_serves(store, "a", ids(14), kv)
+    assert store.find_prefix("", [*ids(10), 700, 701, 9]) == "b"
+    store.drop("a")
+    assert used_blocks(store) == 4
+    assert_serves(store, "b", ids(10), kv[:, :, :10])
+
+
+def test_where_there_is_no_room_for_a_copy_full_blocks_are_shared_alone():
+    store = make_store(3)
+    kv = make_kv(LAYOUT, 10)
+    save(store, "a", ids(10), kv)
+    assert store.copy_prefix("a", "b", ids(10)) == 8
+    assert_serves(store, "b", ids(10), kv[:, :, :8])
+    assert store.copy_prefix("a", "c", ids(3)) == 0
+    assert info(store, "c") is None
+
+
+def test_a_session_in_use_gives_what_it_has_published():
+    store = make_store(8)
+    kv = make_kv(LAYOUT, 12)
+    save(store, "a", ids(6), kv[:, :, :6])
+    loading = store.prepare_load("a", ids(6))
+    first, second = (store.prepare_save("a", start, ids(3, 100 + start)) for start in (6, 9))
+    first.write_all(kv[:, :, 6:9])
+    assert store.copy_prefix("a", "b", ids(12)) == 6
+    store.complete_save(first)
+    assert store.copy_prefix("a", "c", ids(12)) == 9
+    second.write_all(kv[:, :, 9:])
+    store.complete_save(second)
+    store.complete_load(loading)
+    for key, num_tokens in (("a", 12), ("b", 6), ("c", 9)):
+        assert_serves(store, key, ids(12), kv[:, :, :num_tokens])
+    assert used_blocks(store) == 3 + 1 + 1
+
+
+def test_nothing_is_written_to_a_block_that_another_holds():
+    """b is cut within a block that it shares, and goes on while it is still being loaded."""
+    store = make_store(8)
+    kv, more = make_kv(LAYOUT, 8), make_kv(LAYOUT, 5, seed=1)
+    save(store, "a", ids(8), kv)
+    store.copy_prefix("a", "b", ids(8))
+    loading = store.prepare_load("b", [*ids(6), 7], truncate=True)
+    assert save(store, "b", ids(5, 700), more, start_token=6)
+    assert block_ids(store, "a")[1] != block_ids(store, "b")[1]
+    store.drop("a")
+    assert save(store, "c", ids(8, 500), make_kv(LAYOUT, 8, seed=2)), "in what a alone held, if anything"
+    staging = np.zeros((2, 6, 2, 5), np.float32)
+    for layer in range(3):
+        loading.read(layer, staging).result()
+        np.testing.assert_array_equal(as_bits(staging), as_bits(kv[layer, :, :6]))
+    assert used_blocks(store) == 3 + 2 + 1, "what the load reads is held"
+    store.complete_load(loading)
+    assert used_blocks(store) == 3 + 2
+    assert_serves(store, "b", ids(6) + ids(5, 700), np.concatenate([kv[:, :, :6], more], axis=2))
+
+
+def test_the_copy_that_writing_takes_needs_room():
+    store = make_store(2)
+    kv = make_kv(LAYOUT, 8)
+    save(store, "a", ids(8), kv)
+    store.copy_prefix("a", "b", ids(8))
+    store.truncate("b", 6)
+    with store.pinned("a"):
+        assert store.prepare_save("b", 6, [7]) is None
+    assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
+    assert_serves(store, "a", ids(8), kv)
+    store.drop("a")
+    assert save(store, "b", [7], make_kv(LAYOUT, 1), start_token=6), "nobody holds it any more"
+
+
+def test_who_frees_nothing_is_not_evicted():
+    store = make_store(5)
+    save(store, "a", ids(12), make_kv(LAYOUT, 12))  # Used first.
+    store.copy_prefix("a", "b", ids(12))
+    save(store, "c", ids(4, 500), make_kv(LAYOUT, 4))
+    with store.pinned("b"):
+        assert save(store, "d", ids(8, 600), make_kv(LAYOUT, 8))
+        assert [info(store, key) is not None for key in "abcd"] == [True, True, False, True]
+        assert store.stats().evicted_bytes == LAYOUT.block_bytes
+        assert store.prepare_save("e", 0, ids(9)) is None
+    assert save(store, "e", ids(9), make_kv(LAYOUT, 9))
+    assert [info(store, key) is not None for key in "abde"] == [False, False, False, True], "b was used last"
+    assert store.stats().evicted_bytes == 6 * LAYOUT.block_bytes
+
+
+def test_a_tenant_pays_for_a_block_once():
+    store = make_store(8, quota_bytes=4 * LAYOUT.block_bytes, tenant_quotas={"bob": LAYOUT.block_bytes})
+    alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
+    save(store, "a", ids(12), make_kv(LAYOUT, 12), owner=alice)
+    for key in "bcd":
+        assert store.copy_prefix("a", key, ids(12), alice) == 12
+    assert save(store, "b", ids(4, 700), make_kv(LAYOUT, 4), start_token=12)
+    assert [info(store, key) is not None for key in "abcd"] == [True] * 4, "four blocks in all"
+    assert save(store, "c", ids(4, 700), make_kv(LAYOUT, 4), start_token=12)
+    assert info(store, "b") is None, "one more than it may hold, and b's eviction frees one"
+    assert store.prepare_save("x", 0, ids(5), bob) is None
+    assert store.stats().skipped_saves[SkipReason.TOO_LARGE] == 1
+    assert save(store, "x", ids(4), make_kv(LAYOUT, 4), owner=bob)
+
+
+# On SSD.
+
+
+def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
+    store = open_store(8, ssd_driver=driver)
+    kv = put(store, "a", 14)
+    store.copy_prefix("a", "b", [*ids(10), 7])
+    more = make_kv(LAYOUT, 5, seed=1)
+    save(store, "b", ids(5, 700), more, start_token=10)
+    of_b = np.concatenate([kv[:, :, :10], more], axis=2)
+    store.settle()
+    assert ssd_block_ids(store, "a")[:2] == ssd_block_ids(store, "b")[:2]
+    assert store.stats().ssd.flushed_bytes == (4 + 2) * LAYOUT.block_bytes
+    assert store.stats().ssd.used_bytes == 6 * SLOT_BYTES[driver]
+    store.close()
+    store = open_store(8, ssd_driver=driver)
+    assert (store.stats().ssd.used_bytes, store.stats().ssd.num_lost_sessions) == (6 * SLOT_BYTES[driver], 0)
+    assert_loads(store, "a", ids(14), kv)
+    store.drop("a")
+    put(store, "c", 12, first=500, seed=2)  # Into what a alone held.
+    assert store.stats().ssd.used_bytes == (4 + 3) * SLOT_BYTES[driver]
+    assert_loads(store, "b", ids(10) + ids(5, 700), of_b)
+    store.truncate("b", 6)
+    store.close()
+    store = open_store(8, ssd_driver=driver)
+    assert_loads(store, "b", ids(10), of_b[:, :, :6])
+
+
+def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
+    store = open_store(8)
+    gates[0].writes.close()
+    save(store, "a", ids(9), make_kv(LAYOUT, 9))
+    store.poll()
+    gates[0].writes.wait_held()
+    store.copy_prefix("a", "b", ids(8))
+    save(store, "c", ids(3, 500), make_kv(LAYOUT, 3))
+    store.poll()
+    assert [store._entries.get(key).flush is not None for key in "abc"] == [True, False, True]
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    assert ssd_block_ids(store, "b") == ssd_block_ids(store, "a")[:2]
+    assert store.stats().ssd.flushed_bytes == (3 + 1) * LAYOUT.block_bytes
+
+
+def test_a_branch_does_not_share_what_its_source_has_otherwise_on_ssd(open_store):
+    """The source was cut within a block and went on, and SSD has that block as it was."""
+    store = open_store(8)
+    kv, more = put(store, "a", 8), make_kv(LAYOUT, 2, seed=1)
+    store.pin("a")
+    store.truncate("a", 6)
+    save(store, "a", ids(2, 700), more, start_token=6)
+    store.copy_prefix("a", "b", ids(6) + ids(2, 700))
+    store.settle()
+    assert ssd_block_ids(store, "b")[0] == ssd_block_ids(store, "a")[0]
+    assert ssd_block_ids(store, "b")[1] != ssd_block_ids(store, "a")[1]
+    store.leave_dram("b")
+    assert_loads(store, "b", ids(6) + ids(2, 700), np.concatenate([kv[:, :, :6], more], axis=2))
+
+
+def test_a_branch_is_written_whole_if_its_source_could_not_be(open_store, gates):
+    store = open_store(8)
+    gates[0].writes.close()
+    kv = make_kv(LAYOUT, 9)
+    save(store, "a", ids(9), kv)
+    store.poll()
+    gates[0].writes.wait_held()
+    store.copy_prefix("a", "b", ids(8))
+    store.poll()
+    store.drop("a")
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
+    assert ssd_tokens(store, "b") == 8
+    store.leave_dram("b")
+    assert_loads(store, "b", ids(8), kv[:, :, :8])
+
+
+def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
+    """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
+    store = open_store(12)
+    put(store, "a", 12)
+    store.copy_prefix("a", "b", ids(12))
+    kv, more = np.array(store._dram.slab[block_ids(store, "a")[1:]]), make_kv(LAYOUT, 4, seed=1)
+    store.pin("b")
+    save(store, "a", ids(4, 700), more, start_token=12)
+    gates[0].writes.close()
+    store.poll()
+    gates[0].writes.wait_held()
+    first_block = np.arange(12) < 4
+    store.discard("a", first_block)
+    store.discard("b", first_block)
+    store.unpin("b")
+    store.poll()
+    gates[0].writes.open()
+    assert store.settle(PATIENCE_S)
+    assert ssd_tokens(store, "b") == 8
+    store.leave_dram("b")
+    expected = np.concatenate(list(kv), axis=2)
+    wait_until(store, lambda: not store.request("b"))
+    np.testing.assert_array_equal(as_bits(load(store, "b", ids(8, 104), 4)), as_bits(expected))
+
+
+def test_the_source_may_be_evicted_for_its_branch(open_store):
+    """SSD has three blocks: what the branch shares of them stays, the rest of the source gives way."""
+    store = open_store(8, ssd_blocks=3)
+    kv = put(store, "a", 12)
+    store.copy_prefix("a", "b", ids(8))
+    more = make_kv(LAYOUT, 4, seed=1)
+    save(store, "b", ids(4, 700), more, start_token=8)
+    store.settle()
+    assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (0, 12)
+    assert store.stats().ssd.flushed_bytes == 4 * LAYOUT.block_bytes
+    assert store.stats().ssd.evicted_bytes == SLOT_BYTES["zarr3"]
+    store.leave_dram("b")
+    assert_loads(store, "b", ids(8) + ids(4, 700), np.concatenate([kv[:, :, :8], more], axis=2))
+
+
+def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_store):
+    store = open_store(12)
+    put(store, "near", 9)
+    put(store, "far", 14)
+    store.leave_dram("far")
+    assert store.residency("far") is Residency.SSD
+    assert store.find_prefix("", ids(14)) == "far"
+    assert store.find_prefix("", ids(14), in_dram=True) == "near"
+    assert store.find_prefix("", ids(11)) == "near", "a part of a block is not worth a fetch"
+    fetch(store, "far")
+    assert store.find_prefix("", ids(11)) == "far"
+
+
+def test_a_branch_may_be_dropped_while_its_source_is_loaded(open_store):
+    store = open_store(8)
+    kv = put(store, "a", 8)
+    store.copy_prefix("a", "b", ids(8))
+    loading = store.prepare_load("a", ids(8))
+    with pytest.raises(EntryInUseError):
+        store.drop("a")
+    assert store.drop("b")
+    store.complete_load(loading)
+    assert_serves(store, "a", ids(8), kv)
