@@ -1,8 +1,8 @@
 """Which session in DRAM begins with the same tokens for longest, token by token.
 
-    tokens as big-endian bytes, sorted      a b c d
-                                            a b c e f     <- of a b c e x: four tokens in common
-                                            a x           <- one
+    tokens as bytes, sorted      a b c d
+                                 a b c e f     <- of a b c e x: four tokens in common
+                                 a x           <- one
     a b c e x would stand between the two
 
 The longest prefix that a sequence shares with any of a sorted list, it shares with one of the two that it would stand
@@ -110,8 +110,8 @@ class PrefixIndex:
 
 
 def _as_bytes(token_ids: np.ndarray) -> bytes:
-    """Most significant bytes first, so that bytes sort as tokens do."""
-    return np.ascontiguousarray(token_ids, ">u4").tobytes()
+    """In whatever order tokens sort so, sequences of them that begin alike stand side by side."""
+    return np.ascontiguousarray(token_ids, "<i4").tobytes()
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
