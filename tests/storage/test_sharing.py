@@ -290,6 +290,17 @@ def test_the_source_may_be_evicted_for_its_branch(open_store):
     assert_loads(store, "b", ids(8) + ids(4, 700), np.concatenate([kv[:, :, :8], more], axis=2))
 
 
+def test_who_frees_nothing_is_not_evicted_ahead_of_need(open_store):
+    store = open_store(10, dram_free_fraction=0.3)
+    put(store, "a", 12)
+    store.pin("b")
+    store.copy_prefix("a", "b", ids(12))
+    put(store, "c", 12, first=500)
+    put(store, "d", 8, first=600)
+    store.poll()
+    assert [store.residency(key) for key in "abcd"] == [Residency.DRAM, Residency.DRAM, Residency.SSD, Residency.DRAM]
+
+
 def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_store):
     store = open_store(12)
     put(store, "near", 9)
