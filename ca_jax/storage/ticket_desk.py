@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.cutting import Cutting
 from ca_jax.storage.dram import DramTier
-from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import MissReason, Owner, Residency
@@ -284,7 +284,7 @@ class TicketDesk:
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
             entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
-        entry.places = from_entry.places.take(num_tokens)
+        entry.places, entry.lineage = from_entry.places.take(num_tokens), PLAIN
         entry.fetched, from_entry.fetched = from_entry.fetched, False
         if entry.miss is not None:  # What SSD had of it was lost.
             self._counters.misses[entry.miss] += 1

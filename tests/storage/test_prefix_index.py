@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ca_jax.storage.prefix_index import PrefixIndex, Published
 
-TOKEN_IDS = st.lists(st.sampled_from([0, 1, 255, 256, 1 << 20, -1]), max_size=7)
+TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = 2
 
 

@@ -143,6 +143,21 @@ def test_who_frees_nothing_is_not_evicted():
     assert store.stats().evicted_bytes == 6 * LAYOUT.block_bytes
 
 
+def test_blocks_that_others_hold_are_no_waste_to_be_copied_together():
+    store = make_store(12)
+    kv = make_kv(LAYOUT, 24)
+    save(store, "a", ids(24), kv)
+    store.copy_prefix("a", "b", ids(24))
+    every_fourth = np.arange(24) % 4 == 0
+    store.discard("b", ~every_fourth)
+    assert used_blocks(store) == 6
+    np.testing.assert_array_equal(as_bits(load(store, "b", ids(24)[::4], 15)), as_bits(kv[:, :, ::4]))
+    store.drop("a")
+    store.discard("b", [True])
+    assert used_blocks(store) == 2
+    np.testing.assert_array_equal(as_bits(load(store, "b", ids(24)[4::4], 16)), as_bits(kv[:, :, 4::4]))
+
+
 def test_a_tenant_pays_for_a_block_once():
     store = make_store(8, quota_bytes=4 * LAYOUT.block_bytes, tenant_quotas={"bob": LAYOUT.block_bytes})
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
@@ -275,6 +290,17 @@ def test_the_source_may_be_evicted_for_its_branch(open_store):
     assert_loads(store, "b", ids(8) + ids(4, 700), np.concatenate([kv[:, :, :8], more], axis=2))
 
 
+def test_who_frees_nothing_is_not_evicted_ahead_of_need(open_store):
+    store = open_store(10, dram_free_fraction=0.3)
+    put(store, "a", 12)
+    store.pin("b")
+    store.copy_prefix("a", "b", ids(12))
+    put(store, "c", 12, first=500)
+    put(store, "d", 8, first=600)
+    store.poll()
+    assert [store.residency(key) for key in "abcd"] == [Residency.DRAM, Residency.DRAM, Residency.SSD, Residency.DRAM]
+
+
 def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_store):
     store = open_store(12)
     put(store, "near", 9)
@@ -286,6 +312,11 @@ def test_of_two_tiers_the_longer_prefix_counts_and_of_equals_that_in_dram(open_s
     assert store.find_prefix("", ids(11)) == "near", "a part of a block is not worth a fetch"
     fetch(store, "far")
     assert store.find_prefix("", ids(11)) == "far"
+    store.drop("far")
+    save(store, "far", ids(8) + ids(4, 700), make_kv(LAYOUT, 12))
+    store.settle()
+    store.leave_dram("far")
+    assert store.find_prefix("", ids(14)) == "near", "two blocks each"
 
 
 def test_a_branch_may_be_dropped_while_its_source_is_loaded(open_store):
