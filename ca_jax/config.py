@@ -62,6 +62,8 @@ class EngineConfig:
     """Save while computing; False saves at the end of a turn, which waits for it."""
     recompute_if_faster: bool = True
     """Recompute a stored history, or its end, where measured rates say that this is faster than to load it."""
+    share_prefixes: bool = True
+    """Begin new sessions with the stored KV of their tenant's that begin with the same tokens, its blocks shared."""
     save_group_tokens: int = 64
     """Decoded tokens are saved in groups of this many, and at the end of a turn."""
     compile_cache_dir: str | None = "~/.cache/ca_jax/xla"

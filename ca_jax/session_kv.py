@@ -119,6 +119,7 @@ class SessionKV:
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
         self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
+        self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
@@ -414,7 +415,9 @@ class SessionKV:
 
     def _may_share(self, job: Job, key: str, session: Session) -> bool:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
-        if self._store.residency(key) is not Residency.ABSENT or session.conversation.num_slid:
+        if not self._shares_prefixes or session.conversation.num_slid:
+            return False
+        if self._store.residency(key) is not Residency.ABSENT:
             return False
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 

@@ -136,7 +136,7 @@ def store_in(engine: Engine) -> AttentionStore:
 def stored_kv(engine: Engine, session: Session) -> np.ndarray:
     """What the store holds of a session: `[L, 2, T, K, H]`."""
     store = store_in(engine)
-    key, lineage = engine._kv.key(session.session_id), session.conversation.lineage
+    key, lineage = engine._kv.key(session.session_id, session.tenant), session.conversation.lineage
     ticket = store.prepare_load(key, session.token_ids, num_dropped=lineage)
     layout = store.layout
     out = np.full((layout.num_layers, 2, ticket.num_tokens, layout.num_kv_heads, layout.head_dim), np.nan, np.float32)

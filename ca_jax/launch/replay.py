@@ -41,6 +41,8 @@ from ca_jax.replay.workload import THINK_TIMES, WorkloadConfig
 from ca_jax.traces.formats import TRACE_FORMATS
 
 FLAGS = flags.FLAGS
+
+_DEFAULT_CONFIG = EngineConfig(share_prefixes=False)  # Lengths are a trace's; what texts have in common is made up.
 _TRACE, _WORKLOAD = TraceConfig(), WorkloadConfig()
 _PIPE_COLUMNS = 180  # Where there is no terminal to ask.
 
@@ -93,7 +95,7 @@ def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     )
     flags.DEFINE_string("json_out", None, "File to write everything to, each turn included.", **here)
     flags.DEFINE_string("plot_out", None, "File for a figure of TTFT, hits and tiers, PNG.", **here)
-    engine_flags.define(flag_values=flag_values)
+    engine_flags.define(_DEFAULT_CONFIG, flag_values=flag_values)
     store_flags.define(flag_values=flag_values)
 
 
@@ -114,7 +116,7 @@ def replay_config(flag_values: flags.FlagValues = flags.FLAGS) -> ReplayConfig:
         trace=TraceConfig(**values(TraceConfig)),
         workload=WorkloadConfig(**values(WorkloadConfig)),
         engine=dataclasses.replace(
-            engine_flags.engine_config(flag_values=flag_values),
+            engine_flags.engine_config(_DEFAULT_CONFIG, flag_values=flag_values),
             dtype=flag_values["dtype"].value,
             context_window=flag_values["context_window"].value,
             store=store_flags.store_config(flag_values=flag_values),

@@ -78,8 +78,11 @@ def check_simulable(config: EngineConfig, workload: Workload) -> None:
     """Refuses what the simulator does not do as the engine does.
 
     Raises:
-      ReplayError: a turn but a first one comes at a time of its own, or a full context is cut otherwise.
+      ReplayError: a turn but a first one comes at a time of its own, a full context is cut otherwise, or sessions share
+        what they begin with.
     """
+    if config.share_prefixes:
+        raise ReplayError("simulate wanted share_prefixes off: simulated sessions have no tokens to be alike by")
     overflow = config.overflow
     if overflow is not None:
         discarder = overflow.token_discarder.name

@@ -61,7 +61,7 @@ def test_flags_stand_for_fields():
 
 def test_a_replay_leaves_tables_json_and_a_figure(sharegpt, tmp_path):
     config = parse(f"--trace={sharegpt}", "--num_sessions=4", "--max_answer_tokens=6", "--recompute", "--simulate")
-    config = dataclasses.replace(config, engine=kit.SMALL)
+    config = dataclasses.replace(config, engine=dataclasses.replace(kit.SMALL, share_prefixes=False))
     output = io.StringIO()
     json_out, plot_out = tmp_path / "made" / "replay.json", tmp_path / "made" / "replay.png"
     result = script.run(

@@ -107,7 +107,8 @@ class Arena:
         """Starts an engine."""
         self._model = model or self._model
         blend = BlendConfig(recompute_ratio=self.ratio)
-        self.engine = Engine(self._model, dataclasses.replace(kit.SMALL, store=self._config, blend=blend))
+        config = dataclasses.replace(kit.SMALL, store=self._config, blend=blend, share_prefixes=self.ratio is None)
+        self.engine = Engine(self._model, config)
         self._counted.clear()
 
     def restart(self, model: LoadedModel | None = None) -> None:

@@ -33,7 +33,7 @@ def made(trace):
 @pytest.mark.parametrize("num_blocks", [100, 2000])
 def test_a_simulation_does_what_the_engine_does(made, policy, num_blocks):
     store = dataclasses.replace(kit.store_of(num_blocks), eviction_policy=policy)
-    with kit.small_engine(store=store) as engine:
+    with kit.small_engine(store=store, share_prefixes=False) as engine:
         served = serve(engine, made)
         counts = simulate(engine, made, served)
     summary = summarize(served)
@@ -48,7 +48,7 @@ def test_a_simulation_does_what_the_engine_does(made, policy, num_blocks):
 
 
 def test_costs_are_fitted_to_what_was_measured(made):
-    with kit.small_engine() as engine:
+    with kit.small_engine(share_prefixes=False) as engine:
         served = serve(engine, made)
     rate = PrefillRate(token_s=0.002, fixed_s=0.1)
     turns = tuple(
@@ -68,7 +68,7 @@ def test_costs_are_fitted_to_what_was_measured(made):
 
 
 def test_costs_come_to_what_all_took_though_some_took_far_longer_than_others_like_them(made):
-    with kit.small_engine() as engine:
+    with kit.small_engine(share_prefixes=False) as engine:
         served = serve(engine, made)
     slow = [
         dataclasses.replace(each, load_stall_s=0.0, prefill_s=5.0 if i % 9 == 0 else 0.3)
@@ -99,22 +99,24 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, made):
     path = str(lines_file(tmp_path / "mooncake.jsonl", *rows))
     timed = workload(TraceConfig(trace_format="mooncake", trace=path, length_scale=0.1), num_sessions=1)
     with pytest.raises(ReplayError, match="found times of the trace's own; give an arrival_rate"):
-        check_simulable(EngineConfig(), timed)
+        check_simulable(EngineConfig(share_prefixes=False), timed)
     for overflow, found in (
         (OverflowConfig(method="tt"), "tt that drops oldest"),
         (OverflowConfig(whole_turns=True), "ca that drops whole turns"),
         (OverflowConfig(discarder="heavy_hitters"), "ca that drops heavy_hitters"),
     ):
         with pytest.raises(ReplayError, match=found):
-            check_simulable(EngineConfig(overflow=overflow), made)
-    check_simulable(EngineConfig(overflow=None), made)
+            check_simulable(EngineConfig(overflow=overflow, share_prefixes=False), made)
+    check_simulable(EngineConfig(overflow=None, share_prefixes=False), made)
+    with pytest.raises(ReplayError, match="wanted share_prefixes off"):
+        check_simulable(EngineConfig(), made)
 
 
 def test_a_replay_is_served_recomputed_and_simulated(trace):
     config = ReplayConfig(
         trace=trace,
         workload=WorkloadConfig(num_sessions=20, max_turns=2, max_answer_tokens=6, warmup_turns=3),
-        engine=kit.SMALL,
+        engine=dataclasses.replace(kit.SMALL, share_prefixes=False),
         recompute=True,
         simulate=True,
     )
@@ -145,7 +147,7 @@ def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, changes, wor
     config = ReplayConfig(
         trace=trace,
         workload=WorkloadConfig(num_sessions=20, **workload_changes),
-        engine=dataclasses.replace(kit.SMALL, **changes),
+        engine=dataclasses.replace(kit.SMALL, share_prefixes=False, **changes),
     )
     with pytest.raises(ReplayError, match=wanted):
         replay(kit.tiny_model(), config, lambda *what: None)
@@ -156,7 +158,7 @@ def test_a_small_ssd_is_refused_too(trace, tmp_path):
     config = ReplayConfig(
         trace=trace,
         workload=WorkloadConfig(num_sessions=20),
-        engine=dataclasses.replace(kit.SMALL, store=store),
+        engine=dataclasses.replace(kit.SMALL, store=store, share_prefixes=False),
     )
     with pytest.raises(ReplayError, match="ssd_gib wanted at least"):
         replay(kit.tiny_model(), config, lambda *what: None)
