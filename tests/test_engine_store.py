@@ -50,9 +50,9 @@ def test_the_least_recently_used_conversation_goes_when_room_is_needed():
     with kit.small_engine(store=kit.store_of(8)) as engine:
         old, used, new = engine.session(), engine.session(), engine.session()
         expect_right_answers(old, PROMPTS[:1])  # 51 tokens, 4 blocks
-        expect_right_answers(used, [PROMPTS[0][:20]])  # 31 tokens, 2 blocks
+        expect_right_answers(used, [kit.prompt(20)])  # 31 tokens, 2 blocks
         expect_right_answers(old, [[65]])  # 64 tokens, still 4
-        expect_right_answers(new, PROMPTS[:1])  # 4 blocks more than the 2 that are free
+        expect_right_answers(new, [kit.prompt(41)])  # 4 blocks more than the 2 that are free
         assert engine.store_stats().num_evictions == 1
         assert expect_right_answers(old, [[66]]) == [64]
         assert expect_right_answers(used, [[66]]) == [0]

@@ -24,7 +24,7 @@ LEVELS = (
     {"batch"},
     {"engine"},
     {""},
-    {"evaluation", "replay", "simulate"},
+    {"evaluation", "replay", "server", "simulate"},
     {"launch"},
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

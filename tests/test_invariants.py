@@ -228,7 +228,7 @@ def test_no_donated_buffer_is_read_by_a_save(monkeypatch):
         expected = kit.stored_kv(engine, session)
 
         monkeypatch.setattr(AsyncSaver, "_write", held_back)
-        late = engine.session()
+        late = engine.session(tenant="other")  # Whose KV is not what others saved of the same tokens.
         num_saves = engine.store_stats().num_saves
         slots = engine._runner.slots.buffers
         kit.say(late, prompt_ids, 30)

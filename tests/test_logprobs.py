@@ -6,6 +6,7 @@ Not here: what was drawn from (test_sampling).
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -128,7 +129,8 @@ def test_they_are_those_of_transformers(recorded_data):
     transformers = pytest.importorskip("transformers")
     directory = recorded_data / "llama_gqa_llama3_rope"
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    prompt = np.load(directory / "expected.npz")["prompt_40"].tolist()
+    recorded = json.loads((directory / "expected_greedy.json").read_text(encoding="utf-8"))
+    prompt = recorded["cases"][2]["prompt"]
     config = EngineConfig(
         dtype="float32",
         max_batch_size=1,

@@ -124,7 +124,7 @@ class _Books:
         self._mean_blocks = float(sizes.mean())
         self._window_jobs = look_ahead_window(dram_blocks, self._mean_blocks)
         returns = ReturnTimes(time.monotonic) if isinstance(policy, ReturnAwarePolicy) else None
-        self._table = EntryTable(self._look_ahead, dram_blocks, returns)
+        self._table = EntryTable(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, returns)
         for i, (size, stays) in enumerate(zip(sizes.tolist(), in_dram.tolist(), strict=True)):
             self._table.add(_make_entry(i, size, stays))
         self._keys: Iterator[str] = (f"s{i}" for i in iter(lambda: int(rng.integers(config.num_sessions)), -1))

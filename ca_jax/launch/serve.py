@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
             engine_flags.engine_config(_DEFAULT_CONFIG),
             dtype=FLAGS.dtype,
             context_window=FLAGS.context_window,
-            store=store,
+            store=dataclasses.replace(store, tenant_quotas=tenants.quotas),
         )
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.server import live_routes, openai_routes, page_routes, session_routes
+from ca_jax.server.bodies import UNSERVED
 from ca_jax.server.body_limit import BodyLimit
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.errors import ApiError, as_api_error
@@ -163,7 +164,9 @@ def invalid_body(error: fastapi.exceptions.RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, "the body wanted JSON, found something else", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unrecognized field: {param}", code="unknown_parameter", param=param)
+        return ApiError(400, f"not a field that is served: {param}", code="unknown_parameter", param=param)
     if first["type"] == "missing":
         return ApiError(400, f"missing field: {param or 'the body'}", code="missing_required_parameter", param=param)
+    if path and path[0] in UNSERVED:
+        return ApiError(400, f"not served: {param}", code="unsupported_parameter", param=param)
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)

@@ -25,6 +25,15 @@ _Tokens = Annotated[int, Field(ge=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
+UNSERVED = frozenset(
+    {
+        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
+        *("modalities", "echo", "suffix", "best_of"),
+    }
+)
+"""OpenAI's fields that are taken where they ask for nothing, and are an error otherwise."""
+
+
 class _Body(pydantic.BaseModel):
     model_config = _Strict
 
@@ -81,7 +90,7 @@ class Sampling(_Body):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = Field(None, description="Not served.")
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
     user: str | None = Field(None, description="Not looked at.")
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
@@ -116,6 +125,7 @@ class Sampling(_Body):
     def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How the answer of a number is drawn; each of several with a seed of its own."""
         seed = secrets.randbits(32) if self.seed is None else (self.seed + choice) % 2**32
+        bias = tuple((_token_id(token), value) for token, value in (self.logit_bias or {}).items())
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
@@ -126,6 +136,7 @@ class Sampling(_Body):
             repetition_penalty=self.repetition_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=bias,
             seed=seed,
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -206,6 +217,12 @@ class CompletionRequest(Sampling):
         if isinstance(self.prompt[0], int):
             return [[int(token) for token in self.prompt]]
         return list(self.prompt)
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ApiError(400, f"logit_bias wanted token ids, found {text!r}", param="logit_bias", code="invalid_value")
+    return int(text)
 
 
 class NewSession(_Body):

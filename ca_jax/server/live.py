@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job
-from ca_jax.rates import Rates
+from ca_jax.rates import Rates, TransferRate
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.session import Session
 from ca_jax.storage.records import StoreStats
@@ -58,7 +58,7 @@ class LiveMove:
     num_moves: int
     """How often so far."""
     bytes_per_s: float | None
-    """How fast, as measured and fitted; None while that is not known, or not measured."""
+    """How fast, by measured times; None while that is not known, or not measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,9 +263,19 @@ def _moves(stats: StoreStats, rates: Rates | None) -> Iterator[LiveMove]:
     if ssd is not None:
         told += [("fetch", ssd.fetched_bytes, ssd.num_fetches), ("flush", ssd.flushed_bytes, ssd.num_flushes)]
     for name, num_bytes, num_moves in told:
-        rate = getattr(rates, name, None)
-        bytes_per_s = None if rate is None or rate.bytes_per_s == float("inf") else rate.bytes_per_s
-        yield LiveMove(name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=bytes_per_s)
+        yield LiveMove(
+            name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=_speed(rates, name, num_bytes, num_moves)
+        )
+
+
+def _speed(rates: Rates | None, name: str, num_bytes: int, num_moves: int) -> float | None:
+    """How fast as much as was moved on average moves; of loads and saves, which go layer by layer, a layer of that."""
+    rate: TransferRate | None = getattr(rates, name, None)
+    if rates is None or rate is None or not num_bytes:
+        return None
+    each = num_bytes / num_moves / (1 if name == "fetch" else rates.num_layers)
+    seconds = rate.seconds(each)
+    return each / seconds if seconds else None
 
 
 def _running(job: Job, tenant: str) -> LiveRunning:

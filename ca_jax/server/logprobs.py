@@ -46,4 +46,11 @@ def _token(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[s
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+    """A token's text; its bytes where they are no text by themselves, as OpenAI writes them."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return tokenizer.token_text(token_id) if raw is None else raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or b"")

@@ -29,6 +29,8 @@ from ca_jax.errors import InvalidRequestError, SessionBusyError, UnknownSessionE
 from ca_jax.jobs import Job
 from ca_jax.session import Session
 
+_KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
+
 
 @dataclasses.dataclass(frozen=True)
 class _State:
@@ -39,8 +41,19 @@ class _State:
     """Tokens it had by then, those that had left by then counted too."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The conversation that a request goes on with."""
+
+    session: Session
+    messages: list[Message]
+    """Of the request, what is new to it."""
+    is_new: bool
+    """Whether it was begun or forked for this request: nobody misses it if the request fails."""
+
+
 class Router:
-    """States of the conversations of all tenants by name. Keeps the open conversations under a cap.
+    """States of the conversations of all tenants by name. Keeps open conversations, and those known, under a cap.
 
     Args:
       engine: whose conversations.
@@ -51,10 +64,10 @@ class Router:
         self._engine = engine
         self._max_open = max_open_sessions
         self._states: dict[tuple[str, str], _State] = {}
-        self._names: dict[tuple[str, str], list[str]] = collections.defaultdict(list)  # Chains, by tenant and session.
+        self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
         self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
 
-    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message]) -> tuple[Session, list[Message]]:
+    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message]) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
         Args:
@@ -75,16 +88,16 @@ class Router:
         self._use(session)
         num_known = _num_known(session.conversation, messages)
         if num_known:
-            return session, list(messages[num_known:])
+            return Found(session, list(messages[num_known:]), is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
         if others and session.token_ids:
             raise InvalidRequestError(
                 f"messages wanted what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"found messages of {', '.join(others)} that are not the session's"
             )
-        return session, list(messages)
+        return Found(session, list(messages), is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message]) -> tuple[Session, list[Message]]:
+    def by_history(self, tenant: str, messages: Sequence[Message]) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
@@ -97,10 +110,12 @@ class Router:
             chains.append(chain)
         for num_known in range(len(messages) - 1, 0, -1):
             state = self._states.get((tenant, chains[num_known - 1]))
-            session = None if state is None else self._at(tenant, state, messages[:num_known], chains[num_known - 1])
+            if state is None:
+                continue
+            session = self._at(tenant, state, messages[:num_known], chains[num_known - 1])
             if session is not None:
-                return session, list(messages[num_known:])
-        return self.begin(tenant), list(messages)
+                return Found(session, list(messages[num_known:]), is_new=session.session_id != state.session_id)
+        return Found(self.begin(tenant), list(messages), is_new=True)
 
     def begin(
         self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None
@@ -143,9 +158,12 @@ class Router:
         """Notes where a conversation stands."""
         key = (tenant, conversation.chain)
         self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
-        names = self._names[tenant, session_id]
-        if not names or names[-1] != conversation.chain:
-            names.append(conversation.chain)
+        chains = self._chains.setdefault((tenant, session_id), [])
+        self._chains.move_to_end((tenant, session_id))
+        if not chains or chains[-1] != conversation.chain:
+            chains.append(conversation.chain)
+        while len(self._chains) > _KNOWN_PER_OPEN * self._max_open:
+            self.forget(*next(iter(self._chains)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
         """Notes where a stored conversation stands that is not open."""
@@ -155,7 +173,7 @@ class Router:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
-        for chain in self._names.pop((tenant, session_id), ()):
+        for chain in self._chains.pop((tenant, session_id), ()):
             state = self._states.get((tenant, chain))
             if state is not None and state.session_id == session_id:
                 del self._states[tenant, chain]

@@ -144,18 +144,20 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
-                session, new = self.router.by_id(tenant.domain, request.session_id, messages)
+                found = self.router.by_id(tenant.domain, request.session_id, messages)
             else:
-                session, new = self.router.by_history(tenant.domain, messages)
-            held = len(session.token_ids)
-            sessions.append(session)
-            sessions.extend(self.router.sibling(session, held) for _ in range(1, request.num_choices))
+                found = self.router.by_history(tenant.domain, messages)
+            held = len(found.session.token_ids)
+            siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
+            sessions.extend([found.session, *siblings])
             jobs: list[Job] = []
-            with _all_or_none(engine, jobs):
+            with self._all_or_none(engine, jobs, sessions if found.is_new else siblings):
                 for choice, each in enumerate(sessions):
                     params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
                     jobs.append(
-                        each.submit(new, context=request.context, sampling=params, priority=request.priority or 0)
+                        each.submit(
+                            found.messages, context=request.context, sampling=params, priority=request.priority or 0
+                        )
                     )
             return jobs
 
@@ -170,7 +172,7 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
-            with _all_or_none(engine, jobs):
+            with self._all_or_none(engine, jobs, sessions):
                 for index, prompt in enumerate(prompts):
                     params = request.sampling(index, request.max_tokens or 16, request.logprobs)
                     sessions.append(self.router.begin(tenant.domain))
@@ -226,20 +228,20 @@ class Service:
             for live in lives:
                 self.loop.cancel(live)
 
+    @contextlib.contextmanager
+    def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:
+        """Cancels jobs that were queued, and lets go of what was begun for them, where one of them could not be."""
+        try:
+            yield
+        except BaseException:
+            for job in jobs:
+                engine.cancel(job)
+            self.router.let_go(begun)
+            raise
+
     def _busy(self, why: str) -> ApiError:
         """How long to wait: as long as the latest requests took, for each batch of those that wait."""
         typical_s = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 1.0
         batches = max(self.loop.num_live / self._slots, 1.0)
         seconds = max(1, min(math.ceil(typical_s * batches), 60))
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)
-
-
-@contextlib.contextmanager
-def _all_or_none(engine: Engine, jobs: list[Job]) -> Iterator[None]:
-    """Cancels jobs that were queued where a later one of the same request could not be."""
-    try:
-        yield
-    except BaseException:
-        for job in jobs:
-            engine.cancel(job)
-        raise

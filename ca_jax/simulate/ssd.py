@@ -18,6 +18,7 @@ from ca_jax.storage.catalog_records import PrefixMatch
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.quota import TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tier import BlockAllocator
@@ -51,7 +52,7 @@ class SimulatedSsd:
     def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdBooks:
         """The books of this SSD, for `AttentionStore(open_ssd=...)`."""
         self._on_progress = on_progress
-        return SsdBooks(self, self, self, quota_blocks=None, **parts)
+        return SsdBooks(self, self, self, quota=TenantQuota(None), **parts)
 
     @property
     def layout(self) -> KVLayout:
@@ -89,7 +90,7 @@ class SimulatedSsd:
 
     def submit(self, task: FetchTask | FlushTask) -> None:
         """See `SsdMover`."""
-        num_blocks = len(task.into) if isinstance(task, FetchTask) else len(task.sources)
+        num_blocks = len(task.into) if isinstance(task, FetchTask) else task.num_written_blocks
         self._links[type(task)].move(num_blocks * self._block_bytes, functools.partial(self._end, task))
 
     def forget(self, keys: Sequence[str]) -> None:

@@ -36,7 +36,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
-from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -113,12 +113,12 @@ class AttentionStore:
         self._on_progress = on_progress
         self._on_fetch = on_fetch
         policy = make_policy(config.eviction_policy) if policy is None else policy
-        quota = config.tenant_quota_bytes
+        quota = TenantQuota.in_bytes(config.tenant_quota_bytes, dict(config.tenant_quotas), layout.block_bytes)
         self._dram = DramTier(layout, config.dram_bytes)
-        self._blocks = ChargedBlocks(self._dram.allocator, None if quota is None else quota // layout.block_bytes)
+        self._blocks = ChargedBlocks(self._dram.allocator, quota)
         look_ahead = LookAhead()
         returns = ReturnTimes(clock) if isinstance(policy, ReturnAwarePolicy) else None
-        self._entries = EntryTable(look_ahead, self._dram.num_blocks, returns)
+        self._entries = EntryTable(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
         self._counters = Counters()
         self._ssd: SsdBooks | None = None
         if open_ssd is None and config.ssd_dir is not None:
@@ -266,17 +266,36 @@ class AttentionStore:
         else:
             self._ssd.set_note(entry)
 
-    def find_prefix(self, tenant: str, token_ids: npt.ArrayLike) -> str | None:
-        """The tenant's session on SSD that begins with the same tokens for longest, at least a block of them.
+    def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
+        """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
 
-        Reads a file: under a millisecond where the system has it in memory.
+        In DRAM each token counts, on SSD each full block: what one there has of the next block is less than a fetch is
+        worth. Of equals the one in DRAM. Less than a block is not found: nothing of it could be shared, and computing
+        it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
+        before the first of them count.
+
+        Reads a file, unless DRAM has all full blocks: under a millisecond where the system has it in memory.
+
+        Args:
+          tenant: whose sessions; others' are never found.
+          token_ids: `[T]`, T > 0.
+          in_dram: look there alone.
 
         Returns:
           Its key; None where there is none.
         """
         self._check_open()
-        match = None if self._ssd is None else self._ssd.find_prefix(tenant, as_token_ids(token_ids))
-        return None if match is None or self._entries.get(match.key) is None else match.key
+        wanted = as_token_ids(token_ids)
+        near = self._entries.find_prefix(tenant, wanted)
+        num_near = 0 if near is None else near.num_tokens
+        size, far = self._layout.block_tokens, None
+        if self._ssd is not None and not in_dram and num_near < len(wanted) // size * size:
+            far = self._ssd.find_prefix(tenant, wanted)
+        if far is not None and far.num_tokens > num_near:
+            entry = self._entries.get(far.key)
+            if entry is not None and entry.ssd is not None and not entry.num_reserved_tokens:  # It would be fetched.
+                return far.key
+        return None if near is None else near.key
 
     # The job queue, and what goes on in the background.
 
@@ -464,7 +483,7 @@ class AttentionStore:
         self._desk.abort_load(ticket, reason)
 
     def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
-        """Copies what session `source` has in DRAM of `token_ids` to a new session; how many tokens that are."""
+        """Has a new session begin with what `source` has in DRAM of `token_ids`, blocks shared; how many tokens."""
         self._check_open()
         return self._desk.copy_prefix(source, key, token_ids, owner)
 

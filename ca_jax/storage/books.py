@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ca_jax.storage.catalog_records import PrefixMatch
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import StoredEntry, StoreView
+from ca_jax.storage.prefix_index import PrefixIndex, Published
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
 from ca_jax.storage.returns import ReturnTimes
 from ca_jax.storage.ssd_copy import SsdCopy
@@ -49,6 +51,11 @@ class Entry:
     open_saves: list[SaveTicket] = dataclasses.field(default_factory=list)
     """In token order; each begins where the one before ends."""
     num_open_loads: int = 0
+    replaced_blocks: list[int] = dataclasses.field(default_factory=list)
+    """Blocks of DRAM that it shared and has copies of now: its open loads read them yet."""
+    relatives: dict[str, None] | None = None
+    """Keys of the sessions in DRAM that may share blocks with it, its own among them: the same dict for all of them.
+    None where there never was another."""
     fetched: bool = False
     """Whether its KV in DRAM was fetched from SSD and not loaded since."""
 
@@ -95,6 +102,19 @@ class Entry:
         """What was dropped from what can be read now, or after a fetch."""
         return self.lineage if self.ssd is None or self.num_reserved_tokens else self.ssd.lineage
 
+    def share_with(self, other: Entry) -> None:
+        """Another session, which has nothing in DRAM yet, begins with blocks of this one."""
+        if self.relatives is None:
+            self.relatives = {self.key: None}
+        self.relatives[other.key] = None
+        other.relatives = self.relatives
+
+    def left_dram(self) -> None:
+        """It shares no block any more."""
+        if self.relatives is not None:
+            del self.relatives[self.key]
+            self.relatives = None
+
     @property
     def in_use(self) -> bool:
         """Whether a load or a save is open."""
@@ -118,10 +138,13 @@ class EntryTable:
     Args:
       look_ahead: the job queue.
       max_fetched_blocks: no larger session can be fetched.
+      block_tokens: tokens in a block: no shorter prefix is worth finding.
       returns: learns when sessions come back, and is asked; None where the policy does not ask.
     """
 
-    def __init__(self, look_ahead: LookAhead, max_fetched_blocks: int, returns: ReturnTimes | None = None) -> None:
+    def __init__(
+        self, look_ahead: LookAhead, max_fetched_blocks: int, block_tokens: int, returns: ReturnTimes | None = None
+    ) -> None:
         self._look_ahead = look_ahead
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
@@ -133,6 +156,7 @@ class EntryTable:
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
+        self._prefixes = PrefixIndex(self._published, block_tokens)
 
         look_ahead.watch(self._requeue)
 
@@ -161,6 +185,13 @@ class EntryTable:
         """The entries of that session id, of whatever tenant."""
         return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+        """The tenant's session in DRAM that begins with the same tokens for longest, at least a block of them.
+
+        Of a session from which tokens were dropped only those before the first of them count.
+        """
+        return self._prefixes.find(tenant, token_ids)
+
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used, with the note that waits for it."""
         self._entries[entry.key] = entry
@@ -171,6 +202,7 @@ class EntryTable:
     def remove(self, entry: Entry) -> None:
         """Takes an entry out of everything."""
         del self._entries[entry.key]
+        self._prefixes.changed(entry.key)
         names = self._by_name[entry.owner.session_id]
         names.discard(entry.key)
         if not names:
@@ -222,6 +254,7 @@ class EntryTable:
         """
         if self._entries.get(entry.key) is not entry:  # Gone, and there may be another one of its name.
             return
+        self._prefixes.changed(entry.key)
         if not entry.requested and self._look_ahead.next_ticket(entry.key) is None:
             entry.miss = None  # No job is left to be told.
         in_dram = bool(entry.block_ids)
@@ -281,6 +314,13 @@ class EntryTable:
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
+
+    def _published(self, key: str) -> Published | None:
+        entry = self._entries.get(key)
+        if entry is None or not entry.num_tokens:
+            return None
+        num_plain = entry.lineage.plain_tokens(entry.num_tokens)
+        return Published(tenant=entry.owner.tenant, token_ids=entry.token_ids, num_plain=num_plain)
 
     def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
         if belongs != (entry.key in orders):

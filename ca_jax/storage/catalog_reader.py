@@ -197,14 +197,26 @@ class CatalogReader:
                 report(
                     None, f"wanted {table} of stored sessions, found {num_orphans} of others; `compact` removes them"
                 )
-        holders: dict[int, str] = {}
+        holders: dict[int, SessionRecord] = {}
+        seals: dict[str, dict[int, list[int]]] = {}  # By session and block, of those that share any.
         for record in self.load_all(report):
             for reason in self._reasons(record):
                 report(record.key, reason)
             for block in record.block_ids.tolist():
-                holder = holders.setdefault(block, record.key)
-                if holder != record.key:
-                    report(record.key, f"wanted block {block} for itself, found it held by session {holder!r} too")
+                holder = holders.setdefault(block, record)
+                if holder is record:
+                    continue
+                if holder.tenant != record.tenant:
+                    report(
+                        record.key,
+                        f"wanted block {block} for its own tenant, found it held by session {holder.key!r} of another",
+                    )
+                    continue
+                for each in (holder, record):
+                    if each.key not in seals:
+                        seals[each.key] = self._seals(each)
+                if seals[holder.key].get(block) != seals[record.key].get(block):
+                    report(record.key, f"wanted block {block} sealed as for session {holder.key!r}, found another seal")
         return tuple(found)
 
     def is_in_place(self) -> bool:
@@ -240,6 +252,16 @@ class CatalogReader:
         )
         if len(listed) != len(contents.prefixes):
             yield f"wanted to be found by {len(contents.prefixes)} prefixes, found {len(listed)}"
+
+    def _seals(self, record: SessionRecord) -> dict[int, list[int]]:
+        """By block, what seals a session; nothing where that is damaged, or gone."""
+        try:
+            contents = self.contents(record.key)
+        except DamagedRecordError:
+            contents = None
+        if contents is None or len(contents.seals) != record.num_blocks:
+            return {}
+        return dict(zip(record.block_ids.tolist(), contents.seals.tolist(), strict=True))
 
     def _prefixes(self, record: SessionRecord, token_ids: np.ndarray) -> tuple[bytes, ...]:
         """The hashes that a session is to be found by: of the tokens that have seen none which was dropped."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ca_jax.storage.expiry import check_ttl
@@ -48,7 +49,11 @@ class StoreConfig:
     """How long a session is kept after its last use, seconds, unless it has a time of its own; None: while there is
     room."""
     tenant_quota_gib: float | None = None
-    """Most that one tenant may hold in each tier, GiB; None: no limit. Over it, its own sessions are evicted."""
+    """Most that one tenant may hold in each tier, GiB; None: no limit. Over it, its own sessions are evicted. Blocks
+    that sessions share count once."""
+    tenant_quotas: Mapping[str, int] | Iterable[tuple[str, int]] = ()
+    """The same for tenants that are named, bytes by tenant, in place of `tenant_quota_gib`: a mapping or pairs, kept as
+    sorted pairs."""
     block_tokens: int = 128
     """Tokens in a block. Measured on 2 CPU cores, 2,048 tokens of 30 layers x 3 KV heads x 64, fp32: loads ran at
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session
@@ -75,6 +80,7 @@ class StoreConfig:
         if self.ssd_driver not in SSD_DRIVERS:
             raise ValueError(f"ssd_driver wanted one of {', '.join(SSD_DRIVERS)}; found {self.ssd_driver!r}")
         check_ttl(self.ttl_s)
+        object.__setattr__(self, "tenant_quotas", _sorted_quotas(self.tenant_quotas))
         if self.ssd_dir is None:
             if self.ssd_url is not None:
                 raise ValueError(f"ssd_url wanted an ssd_dir for its catalog, found none beside {self.ssd_url!r}")
@@ -114,3 +120,22 @@ class StoreConfig:
     def tenant_quota_bytes(self) -> int | None:
         """Most that one tenant may hold in each tier, bytes."""
         return None if self.tenant_quota_gib is None else int(self.tenant_quota_gib * GIB)
+
+
+def _sorted_quotas(quotas: Mapping[str, int] | Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Quotas by tenant as pairs.
+
+    Raises:
+      ValueError: a tenant named twice, or a quota that is no number of bytes >= 0.
+    """
+    named = quotas.items() if isinstance(quotas, Mapping) else quotas
+    try:
+        pairs = [(tenant, num_bytes) for tenant, num_bytes in named]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tenant_quotas wanted pairs of a tenant and bytes, found {quotas!r}") from error
+    for tenant, num_bytes in pairs:
+        if not isinstance(tenant, str) or not isinstance(num_bytes, int) or num_bytes < 0:
+            raise ValueError(f"tenant_quotas wanted bytes >= 0 by tenant, found {tenant!r}: {num_bytes!r}")
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"tenant_quotas wanted each tenant once, found {pairs}")
+    return tuple(sorted(pairs))

@@ -115,10 +115,13 @@ class Cutting:
         self._placement.free_dram(entry, gone)
 
     def _compact(self, entry: Entry) -> None:
-        """Copies a session that wastes blocks to fresh ones, if there are any: what is published is never written."""
+        """Copies a session that wastes blocks to fresh ones, if there are any: what is published is never written.
+
+        Blocks that it shares are not its to free, and no waste.
+        """
         num_blocks = self._layout.num_blocks(entry.num_tokens)
         tenant = entry.owner.tenant
-        if len(entry.block_ids) <= num_blocks + _MAX_SPARE_BLOCKS:
+        if self._blocks.frees([entry.block_ids])[0] <= num_blocks + _MAX_SPARE_BLOCKS:
             return
         if self._blocks.lacking(num_blocks) > 0 or self._blocks.excess(tenant, num_blocks) > 0:
             return

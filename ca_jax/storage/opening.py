@@ -80,7 +80,7 @@ class OpenedSsd:
         except (OSError, ValueError) as error:  # ValueError: TensorStore's.
             _LOG.warning("what no session refers to stays on disk, since it cannot be listed: %s", error)
             return 0
-        orphans = np.setdiff1d(stored, _all_block_ids(self.records), assume_unique=True)
+        orphans = np.setdiff1d(stored, _all_block_ids(self.records))
         num_reclaimed = 0
         for first in range(0, len(orphans), _DELETED_AT_ONCE):
             block_ids = orphans[first : first + _DELETED_AT_ONCE].tolist()
@@ -107,8 +107,9 @@ def open_ssd(
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
-    were marked damaged, that cannot be, whose blocks lie beyond the cap, or belong to a session that was published
-    before. A catalog that cannot be read is moved aside, and the store starts empty. Both are logged.
+    were marked damaged, that cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
+    published before; sessions of one tenant may share blocks. A catalog that cannot be read is moved aside, and the
+    store starts empty. Both are logged.
 
     Args:
       directory: the store's; made (mode 0700) if it is not there.
@@ -185,7 +186,7 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
-    tier.allocator.take(_all_block_ids(sound))
+    tier.allocator.take(np.unique(_all_block_ids(sound)))
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
 
@@ -193,8 +194,12 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
 def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int) -> dict[int, str]:
     """Finds the sessions that cannot be served.
 
+    Sessions of one tenant may have blocks in common. That they should is not looked into: seals tell when they are
+    read, and what one session holds is never written for another.
+
     Args:
-      records: sessions in the order of their first publication: of two with the same block the first one has it.
+      records: sessions in the order of their first publication: of two tenants with the same block the first one has
+        it.
       layout: of a block.
       num_blocks: how many blocks the cap holds.
 
@@ -219,17 +224,30 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
     refused |= dict.fromkeys(owners[block_ids >= num_blocks].tolist(), _BEYOND_CAP)
     refused |= dict.fromkeys(owners[block_ids < 0].tolist(), _IMPOSSIBLE)
 
-    is_left = np.ones(len(records), bool)
-    is_left[list(refused)] = False
-    block_ids, owners = block_ids[is_left[owners]], owners[is_left[owners]]
-    is_contested = np.bincount(block_ids, minlength=num_blocks)[block_ids] > 1
-    held: set[int] = set()
+    def without_refused() -> tuple[np.ndarray, np.ndarray]:
+        is_left = np.ones(len(records), bool)
+        is_left[list(refused)] = False
+        return block_ids[is_left[owners]], owners[is_left[owners]]
+
+    block_ids, owners = without_refused()
+    is_common = np.bincount(block_ids, minlength=num_blocks)[block_ids] > 1
+    block_ids, owners = block_ids[is_common], owners[is_common]
+    named, counts = np.unique(owners * num_blocks + block_ids, return_counts=True)
+    refused |= dict.fromkeys((named[counts > 1] // num_blocks).tolist(), _IMPOSSIBLE)
+
+    block_ids, owners = without_refused()
+    codes = {tenant: code for code, tenant in enumerate(dict.fromkeys(record.tenant for record in records))}
+    tenants = np.array([codes[record.tenant] for record in records], np.int64)[owners]
+    first_tenants = np.zeros(num_blocks, np.int64)
+    first_tenants[block_ids[::-1]] = tenants[::-1]
+    is_others = first_tenants[block_ids] != tenants
+    is_contested = np.isin(block_ids, block_ids[is_others])
+    holders: dict[int, str] = {}
     for index in np.unique(owners[is_contested]).tolist():
-        table = records[index].block_ids.tolist()
-        if len(set(table)) < len(table):
-            refused[index] = _IMPOSSIBLE
-        elif held.isdisjoint(table):
-            held.update(table)
+        record = records[index]
+        table = record.block_ids.tolist()
+        if all(holders.get(block, record.tenant) == record.tenant for block in table):
+            holders.update(dict.fromkeys(table, record.tenant))
         else:
             refused[index] = _OVERLAP
     return refused

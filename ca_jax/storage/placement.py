@@ -27,7 +27,7 @@ from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, PrefetchPolicy, look_ahead_window
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import LookAheadWindows, MissReason, Residency, SkipReason
-from ca_jax.storage.room import choose_room
+from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_books import SsdBooks
 
 _MAX_FETCHES = 8  # Sessions on their way to DRAM at once.
@@ -66,7 +66,8 @@ class Placement:
         self._table = table
         self._blocks = dram_blocks
         self._ssd = ssd
-        self._policy = policy
+        self._looks_at_queue = not isinstance(policy, LruPolicy | FifoPolicy)
+        self._policy = FreeingPolicy(policy, dram_blocks, self._evictable_blocks)
         self._counters = counters
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
         self._clock = clock
@@ -158,10 +159,8 @@ class Placement:
     @property
     def windows(self) -> LookAheadWindows:
         """How far over the job queue it looks now."""
-        looks = not isinstance(self._policy, LruPolicy | FifoPolicy)
-        return LookAheadWindows(
-            prefetch_jobs=self._prefetch_window(), eviction_jobs=len(self._look_ahead) if looks else 0
-        )
+        num_looked_at = len(self._look_ahead) if self._looks_at_queue else 0
+        return LookAheadWindows(prefetch_jobs=self._prefetch_window(), eviction_jobs=num_looked_at)
 
     def queue_position(self, key: str) -> int | None:
         """Where a session's next job stands among those that the windows count, 0 at the head; None: none waits."""
@@ -174,11 +173,17 @@ class Placement:
 
     # Room in DRAM.
 
-    def make_room(self, entry: Entry, num_blocks: int) -> SkipReason | None:
-        """Evicts from DRAM until `entry` can take `num_blocks` more; all the room, or none and the reason."""
+    def make_room(self, entry: Entry, num_blocks: int, num_replaced: int = 0) -> SkipReason | None:
+        """Evicts from DRAM until `entry` can take `num_blocks` more; all the room, or none and the reason.
+
+        Args:
+          entry: of the session.
+          num_blocks: blocks it is to take.
+          num_replaced: how many of them take the place of blocks that it has.
+        """
         if not self._blocks.num_blocks:
             return SkipReason.STORE_OFF
-        if not self._blocks.admits(len(entry.block_ids) + num_blocks):
+        if not self._blocks.admits(entry.owner.tenant, len(entry.block_ids) + num_blocks - num_replaced):
             return SkipReason.TOO_LARGE
         victims = self._victims(entry, num_blocks)
         if victims is None:
@@ -186,12 +191,12 @@ class Placement:
         self._evict_all(victims)
         return None
 
-    def room_is_coming(self, entry: Entry, num_blocks: int) -> bool:
-        """Whether `entry` cannot take `num_blocks` more now, but soon: when others have got to SSD."""
+    def room_is_coming(self, entry: Entry, num_blocks: int, num_replaced: int) -> bool:
+        """Whether `entry` cannot take so many more now, and so many in place of own ones, but soon."""
         return (
-            self._blocks.admits(len(entry.block_ids) + num_blocks)
+            self._blocks.admits(entry.owner.tenant, len(entry.block_ids) + num_blocks)
             and self._room_will_come()
-            and self._victims(entry, num_blocks) is None
+            and self._victims(entry, num_blocks + num_replaced) is None
         )
 
     def give_up_fetch(self, entry: Entry) -> None:
@@ -214,6 +219,7 @@ class Placement:
         del entry.block_ids[num_blocks:]
         self.free_dram(entry, block_ids)
         if not num_blocks:
+            entry.left_dram()
             entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
@@ -251,7 +257,6 @@ class Placement:
                 tenant=tenant,
                 lacking=lacking,
                 excess=excess,
-                size_of=self._size_of_evictable,
             )
 
     def _room_will_come(self) -> bool:
@@ -272,18 +277,19 @@ class Placement:
 
     def _evict_all(self, keys: tuple[str, ...]) -> None:
         for entry in filter(None, map(self._table.get, keys)):
-            self._counters.num_evictions += 1
-            self._counters.evicted_bytes += len(entry.block_ids) * self._layout.block_bytes
+            num_free = self._blocks.num_free
             self._leave_dram(entry)
+            self._counters.num_evictions += 1
+            self._counters.evicted_bytes += (self._blocks.num_free - num_free) * self._layout.block_bytes
 
     def _leave_dram(self, entry: Entry) -> None:
         """Forgets what of a session is in DRAM."""
         entry.token_ids, entry.places = np.zeros(0, np.int32), TokenPlaces()
         self.free_unused(entry)
 
-    def _size_of_evictable(self, key: str) -> int:
+    def _evictable_blocks(self, key: str) -> Sequence[int]:
         entry = self._table.get(key)
-        return 0 if entry is None or self._table.must_stay(entry) else len(entry.block_ids)
+        return () if entry is None or self._table.must_stay(entry) else entry.block_ids
 
     def _flush(self) -> None:
         if self._ssd is None or not self._ssd.can_flush:

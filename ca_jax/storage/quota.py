@@ -3,32 +3,48 @@
 Whose sessions go when a tenant is over is the eviction policy's choice among that tenant's own: `TierOrders.view` with
 its `tenant`, for the blocks that `excess` says.
 
-Not here: that choice, or who a tenant is.
+Not here: that choice, who a tenant is, or which sessions share blocks.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
 
 from ca_jax.storage.tier import BlockAllocator
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 class TenantQuota:
     """Blocks held by tenant, against one quota for each. Belongs to the thread that keeps the books.
 
     Args:
-      quota_blocks: most blocks a tenant may hold; None for no limit.
+      quota_blocks: most blocks a tenant may hold that is not named; None for no limit.
+      of_tenants: most blocks of those that are named, in its place.
 
     Raises:
-      ValueError: the quota is negative.
+      ValueError: a quota is negative.
     """
 
-    def __init__(self, quota_blocks: int | None):
-        if quota_blocks is not None and quota_blocks < 0:
-            raise ValueError(f"quota wanted a number of blocks >= 0, or None, found {quota_blocks}")
+    def __init__(self, quota_blocks: int | None, of_tenants: Mapping[str, int] = _NOBODY):
+        for quota in (quota_blocks, *of_tenants.values()):
+            if quota is not None and quota < 0:
+                raise ValueError(f"quota wanted a number of blocks >= 0, or None, found {quota}")
         self._quota_blocks = quota_blocks
+        self._of_tenants = dict(of_tenants)
         self._used: collections.Counter[str] = collections.Counter()
+
+    @classmethod
+    def in_bytes(cls, quota_bytes: int | None, of_tenants: Mapping[str, int], block_bytes: int) -> TenantQuota:
+        """Quotas that are given in bytes: as many whole blocks of `block_bytes` as they hold."""
+        return cls(
+            None if quota_bytes is None else quota_bytes // block_bytes,
+            {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants.items()},
+        )
 
     @property
     def used(self) -> Mapping[str, int]:
@@ -49,28 +65,34 @@ class TenantQuota:
         else:
             del self._used[tenant]
 
-    def admits(self, num_blocks: int) -> bool:
+    def admits(self, tenant: str, num_blocks: int) -> bool:
         """Whether one sequence of `num_blocks` blocks fits a tenant's quota at all."""
-        return self._quota_blocks is None or num_blocks <= self._quota_blocks
+        quota = self._of_tenants.get(tenant, self._quota_blocks)
+        return quota is None or num_blocks <= quota
 
     def excess(self, tenant: str, wanted_blocks: int = 0) -> int:
         """Blocks of its own that a tenant has to give up before it may take `wanted_blocks` more; 0 for none."""
-        if self._quota_blocks is None:
-            return 0
-        return max(0, self._used[tenant] + wanted_blocks - self._quota_blocks)
+        quota = self._of_tenants.get(tenant, self._quota_blocks)
+        return 0 if quota is None else max(0, self._used[tenant] + wanted_blocks - quota)
 
 
 class ChargedBlocks:
-    """A tier's free list, with every block charged to the tenant that holds it.
+    """A tier's free list, with every block charged to the tenant that holds it, and counted how often it is held.
+
+    Sequences of one tenant may share a block: each holds it, and it is free when all have given it back. However many
+    of them hold it, the tenant is charged for it once: sharing takes no room and no quota, and what one sequence gives
+    back counts against a quota just where it counts against the tier, with its last holder. A block never has holders
+    of two tenants, so that no tenant's use depends on what another does.
 
     Args:
       allocator: the free list.
-      quota_blocks: most blocks a tenant may hold; None for no limit.
+      quota: what tenants may hold, of which nothing is charged yet.
     """
 
-    def __init__(self, allocator: BlockAllocator, quota_blocks: int | None):
+    def __init__(self, allocator: BlockAllocator, quota: TenantQuota):
         self._allocator = allocator
-        self._quota = TenantQuota(quota_blocks)
+        self._quota = quota
+        self._others: dict[int, int] = {}  # Of shared blocks: holders beside the first.
 
     @property
     def num_blocks(self) -> int:
@@ -82,9 +104,9 @@ class ChargedBlocks:
         """Free blocks."""
         return self._allocator.num_free
 
-    def admits(self, num_blocks: int) -> bool:
+    def admits(self, tenant: str, num_blocks: int) -> bool:
         """Whether one sequence of `num_blocks` blocks fits tier and quota at all."""
-        return num_blocks <= self.num_blocks and self._quota.admits(num_blocks)
+        return num_blocks <= self.num_blocks and self._quota.admits(tenant, num_blocks)
 
     def lacking(self, num_blocks: int) -> int:
         """Blocks to be freed before so many more can be taken; none, if not positive."""
@@ -101,12 +123,77 @@ class ChargedBlocks:
             self._quota.charge(tenant, len(ids))
         return ids
 
-    def adopt(self, tenant: str, num_blocks: int) -> None:
-        """Charges blocks that were taken from the free list before."""
-        self._quota.charge(tenant, num_blocks)
+    def adopt(self, tables: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Charges blocks that were taken from the free list before, to those that hold them.
+
+        Args:
+          tables: tenant and int64 `[n]` of each sequence. A block that is in several has so many holders.
+        """
+        tables = list(tables)
+        ids = np.concatenate([np.zeros(0, np.int64), *(table for _, table in tables)])
+        found, first, counts = np.unique(ids, return_index=True, return_counts=True)
+        is_shared = counts > 1
+        others = zip(found[is_shared].tolist(), (counts[is_shared] - 1).tolist(), strict=True)
+        self._others.update(others)
+        of_table = np.repeat(np.arange(len(tables)), [len(table) for _, table in tables])
+        charges = np.bincount(of_table[first], minlength=len(tables)).tolist()
+        for (tenant, _), num_blocks in zip(tables, charges, strict=True):
+            if num_blocks:
+                self._quota.charge(tenant, num_blocks)
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Adds a holder, of the same tenant, to blocks that are taken."""
+        for block in block_ids:
+            self._others[block] = self._others.get(block, 0) + 1
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a block has more than one holder."""
+        return block in self._others
 
     def free(self, tenant: str, block_ids: Sequence[int]) -> None:
-        """Gives blocks back."""
-        self._allocator.free(block_ids)
-        if block_ids:
-            self._quota.charge(tenant, -len(block_ids))
+        """Takes a holder from each block. Those that have none left are free, and charged no more.
+
+        Raises:
+          ValueError: a block is given back more often than it is held. Nothing is free then that was not.
+        """
+        left: dict[int, int] = {}
+        unheld = list(block_ids)
+        if self._others:
+            unheld = []
+            for block in block_ids:
+                others = left.get(block, self._others.get(block, 0))
+                if others:
+                    left[block] = others - 1
+                else:
+                    unheld.append(block)
+        self._allocator.free(unheld)
+        if unheld:
+            self._quota.charge(tenant, -len(unheld))
+        for block, others in left.items():
+            if others:
+                self._others[block] = others
+            else:
+                del self._others[block]
+
+    def frees(self, tables: Iterable[Sequence[int]]) -> list[int]:
+        """How many blocks would be free once sequences gave all of theirs back: after each of them, those before too.
+
+        Args:
+          tables: the blocks of each, in the order in which they go.
+        """
+        left: dict[int, int] = {}
+        freed, found = 0, []
+        for table in tables:
+            if self._others:
+                for block in table:
+                    others = left[block] = left.get(block, self._others.get(block, 0) + 1) - 1
+                    freed += not others
+            else:
+                freed += len(table)
+            found.append(freed)
+        return found
+
+    def held_by_none_but(self, tables: Iterable[Sequence[int]]) -> set[int]:
+        """The blocks that would be free then."""
+        holders = collections.Counter(block for table in tables for block in table)
+        return {block for block, number in holders.items() if number > self._others.get(block, 0)}

@@ -3,6 +3,9 @@
 A session is flushed after each turn: its full blocks that are on SSD already stay, all others are written to blocks
 that nobody refers to, and then it is published. Leaving DRAM costs nothing by then.
 
+What a session shares in DRAM with one that is on SSD, it shares on SSD too: both refer to the same blocks, which are
+free once neither does.
+
 Nothing here waits for a disk. Memory and blocks of a move that failed are free only once it has settled.
 
 Not here: when something is flushed, fetched or evicted from DRAM (attention_store), threads and catalog (ssd_worker).
@@ -10,6 +13,7 @@ Not here: when something is flushed, fetched or evicted from DRAM (attention_sto
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,9 +27,9 @@ from ca_jax.storage.disk_tier import SsdBlocks
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
-from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
-from ca_jax.storage.room import choose_room
+from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
 from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
@@ -47,7 +51,7 @@ class SsdBooks:
       dram: where fetches go to and flushes come from.
       dram_blocks: its free list.
       policy: who is evicted from SSD.
-      quota_blocks: most blocks a tenant may hold; None for no limit.
+      quota: most blocks that tenants may hold there.
       clock: seconds since the epoch.
     """
 
@@ -63,7 +67,7 @@ class SsdBooks:
         dram: DramTier,
         dram_blocks: ChargedBlocks,
         policy: EvictionPolicy,
-        quota_blocks: int | None,
+        quota: TenantQuota,
         clock: Callable[[], float],
     ) -> None:
         self._space = space
@@ -71,15 +75,16 @@ class SsdBooks:
         self._contents = contents
         self._table = table
         self._dram = dram
-        self._policy = policy
         self._dram_blocks = dram_blocks
-        self._blocks = ChargedBlocks(space.allocator, quota_blocks)
+        self._blocks = ChargedBlocks(space.allocator, quota)
+        self._policy = FreeingPolicy(policy, self._blocks, self._blocks_on_ssd)
         self._clock = clock
         self._counters = SsdCounters(num_lost_sessions=num_lost)
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._late_until_s = -np.inf
+        self._blocks.adopt((record.tenant, record.block_ids) for record in records)
         for record in sorted(records, key=lambda record: record.created_s):
-            table.add(self._adopted(record))
+            table.add(_adopted(record))
         for record in records:  # The least recently used first.
             entry = table.get(record.key)
             if entry is not None:
@@ -163,19 +168,27 @@ class SsdBooks:
         """
         num_places = entry.places.num_places
         num_blocks = self._layout.num_blocks(num_places)
-        if not self._blocks.admits(num_blocks):
+        if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
         num_kept = self._num_kept_blocks(entry)
-        failure = self._make_room(entry, num_blocks - num_kept)
+        shared_ids = self._blocks_of_others(entry)
+        if shared_ids is None:
+            return False
+        self._blocks.share(shared_ids)  # First: whoever has them may be evicted for the others' room.
+        failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
         if failure is not None and self._moves:
+            self._blocks.free(entry.owner.tenant, shared_ids)
             return False
         if failure is not None and entry.ssd is not None:  # Rather its new state alone than its old one.
-            failure = self._make_room(entry, num_blocks - len(entry.ssd.block_ids))
+            failure = self._make_room(entry, num_blocks - self._policy.frees([entry.key]))
             if failure is None:
                 self._forget_copy(entry)
                 num_kept = 0
-        new_ids = None if failure else self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept)
+        new_ids = None
+        if failure is None:
+            new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
         if new_ids is None:
+            self._blocks.free(entry.owner.tenant, shared_ids)
             return self._skip_flush(entry, FlushFailure.NO_ROOM)
         old_ids, num_rows = [], num_places
         if entry.ssd is not None:
@@ -186,7 +199,7 @@ class SsdBooks:
             key=entry.key,
             tenant=entry.owner.tenant,
             session_id=entry.owner.session_id,
-            block_ids=np.array([*old_ids, *new_ids], np.int64),
+            block_ids=np.array([*old_ids, *shared_ids, *new_ids], np.int64),
             num_tokens=entry.num_tokens,
             cuts=Cuts.of(entry.places, num_rows, entry.lineage),
             created_s=entry.created_s,
@@ -199,11 +212,12 @@ class SsdBooks:
             record=record,
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
+            num_shared_blocks=len(shared_ids),
             sources=[self._dram.slab[block] for block in dram_ids],
             note=entry.note,
         )
         entry.waits_for_flush = False
-        self._begin(entry, entry.flush, ssd_blocks=list(new_ids), read_blocks=frozenset(dram_ids))
+        self._begin(entry, entry.flush, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids))
         return True
 
     def poll(self) -> list[Entry]:
@@ -380,20 +394,6 @@ class SsdBooks:
 
     # How.
 
-    def _adopted(self, record: SessionRecord) -> Entry:
-        """Takes in a session that an earlier process published."""
-        entry = Entry(
-            key=record.key,
-            owner=Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s),
-            created_s=record.created_s,
-            last_used_s=record.last_used_s,
-            ttl_s=record.ttl_s,
-            pinned=record.pinned,
-            ssd=record.copy,
-        )
-        self._blocks.adopt(record.tenant, record.num_blocks)
-        return entry
-
     def _begin(
         self,
         entry: Entry,
@@ -458,7 +458,7 @@ class SsdBooks:
         if entry.ttl_s != task.record.ttl_s:
             self.set_ttl(entry)
         self._counters.num_flushes += 1
-        self._counters.flushed_bytes += len(move.ssd_blocks) * self._layout.block_bytes
+        self._counters.flushed_bytes += task.num_written_blocks * self._layout.block_bytes
         move.ssd_blocks = []
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
@@ -471,15 +471,16 @@ class SsdBooks:
                 tenant=tenant,
                 lacking=self._blocks.lacking(num_blocks),
                 excess=self._blocks.excess(tenant, num_blocks),
-                size_of=self._num_ssd_blocks,
             )
         if victims is None:
             return FlushFailure.NO_ROOM
         for victim in filter(None, map(self._table.get, victims)):
-            self._counters.num_evictions += 1
-            self._counters.evicted_bytes += self._num_ssd_blocks(victim.key) * self._space.stored_block_bytes
+            num_free = self._space.allocator.num_free
             self._take_note_back(victim)
             self._let_go(victim)
+            self._counters.num_evictions += 1
+            num_freed = self._space.allocator.num_free - num_free
+            self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
             self._table.place(victim)
         if victims:
             self._worker.forget(victims)
@@ -493,6 +494,30 @@ class SsdBooks:
         if is_same and entry.num_same_rows == entry.places.num_places:
             return entry.ssd.num_blocks
         return entry.num_same_rows // self._layout.block_tokens
+
+    def _blocks_of_others(self, entry: Entry) -> list[int] | None:
+        """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
+
+        Returns:
+          Their ids on SSD; None where more of them are on their way there.
+        """
+        size, found = self._layout.block_tokens, list[int]()
+        if entry.ssd is not None or entry.relatives is None:
+            return found
+        full = entry.block_ids[: entry.places.num_places // size]
+        shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
+        num_coming = 0
+        for other in filter(None, map(self._table.get, entry.relatives)):
+            if len(found) == len(shared):
+                break
+            if other is entry:
+                continue
+            num_alike = _num_alike(shared, other.block_ids)
+            if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
+                num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // size))
+            elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // size)) > len(found):
+                found = other.ssd.block_ids[:num_alike].tolist()
+        return found if num_coming <= len(found) else None
 
     def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
         self._counters.failed_flushes[failure] += 1
@@ -535,12 +560,31 @@ class SsdBooks:
         if entry.note is None and entry.ssd is not None and entry.num_tokens:
             entry.note = self.note(entry.key)
 
-    def _num_ssd_blocks(self, key: str) -> int:
+    def _blocks_on_ssd(self, key: str) -> Sequence[int]:
         entry = self._table.get(key)
-        return 0 if entry is None or entry.ssd is None else len(entry.ssd.block_ids)
+        return () if entry is None or entry.ssd is None else entry.ssd.block_ids.tolist()
 
     def _let_go(self, entry: Entry) -> None:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
         entry.ssd = None
         entry.num_same_tokens = entry.num_same_rows = 0
+
+
+def _adopted(record: SessionRecord) -> Entry:
+    """A session that an earlier process published."""
+    return Entry(
+        key=record.key,
+        owner=Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s),
+        created_s=record.created_s,
+        last_used_s=record.last_used_s,
+        ttl_s=record.ttl_s,
+        pinned=record.pinned,
+        ssd=record.copy,
+    )
+
+
+def _num_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading blocks two tables have in common."""
+    differs = (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other)
+    return next(differs, min(len(a), len(b)))

@@ -16,7 +16,7 @@ from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.policy import EvictionPolicy
-from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_worker import SsdWorker
 from ca_jax.timeline import Timeline
@@ -66,7 +66,9 @@ def open_ssd_books(
             blocks_url=config.ssd_url,
             deadline_s=config.ssd_deadline_s,
         )
-        quota_bytes = config.tenant_quota_bytes
+        quota = TenantQuota.in_bytes(
+            config.tenant_quota_bytes, dict(config.tenant_quotas), opened.tier.stored_block_bytes
+        )
         mover = SsdWorker(
             opened.tier,
             opened.catalog,
@@ -86,7 +88,7 @@ def open_ssd_books(
             dram=dram,
             dram_blocks=dram_blocks,
             policy=policy,
-            quota_blocks=None if quota_bytes is None else quota_bytes // opened.tier.stored_block_bytes,
+            quota=quota,
             clock=clock,
         )
 

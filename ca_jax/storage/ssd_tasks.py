@@ -41,13 +41,20 @@ class FlushTask:
     """int32 `[num_tokens]`."""
     num_kept_blocks: int
     """Leading full blocks that are published already, and stay."""
+    num_shared_blocks: int = 0
+    """Full blocks behind them that are published already as another session's: they are sealed, and not written."""
     sources: Sequence[np.ndarray]
-    """Memory of the other blocks, in order: not to be rewritten until the task has settled, but for the last one, of
-    which only tokens behind the session's may change."""
+    """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled, but for the
+    last one, of which only tokens behind the session's may change."""
     note: bytes | None
     """What to keep with the session; None keeps what is kept."""
     cancelled: bool = False
     """Set by the submitter: it must not be published, if it is not yet. What is forgotten then comes after it."""
+
+    @property
+    def num_written_blocks(self) -> int:
+        """Blocks that are written."""
+        return len(self.sources) - self.num_shared_blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -236,12 +236,14 @@ class SsdWorker:
             seal_block(block, self._layout.tokens_in_block(index, task.record.num_rows))
             for index, block in enumerate(sources, task.num_kept_blocks)
         ]
+        num_published = task.num_kept_blocks + task.num_shared_blocks
+        del sources[: task.num_shared_blocks]
         bounce = None
         if sources:  # The last one may get more tokens meanwhile, and a checksum is of bytes that stand still.
             bounce = self._bounces.pop() if self._bounces else host_array(sources[0].shape, sources[0].dtype)
             np.copyto(bounce, sources[-1])
             sources[-1] = bounce
-        handle = self._tier.write_blocks(task.record.block_ids[task.num_kept_blocks :].tolist(), sources)
+        handle = self._tier.write_blocks(task.record.block_ids[num_published:].tolist(), sources)
         if bounce is not None:
             handle.add_settled_callback(lambda _: self._bounces.append(bounce))
         self._move(handle, task, self._writes, lambda: self._publish(task, seals))
@@ -304,7 +306,7 @@ class SsdWorker:
         if isinstance(end.task, FetchTask):
             track, key, num_blocks = "fetch", end.task.key, end.task.copy.num_blocks
         else:
-            track, key, num_blocks = "flush", end.task.record.key, len(end.task.sources)
+            track, key, num_blocks = "flush", end.task.record.key, end.task.num_written_blocks
         args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self._layout.block_bytes}
         if end.error is not None:
             args["error"] = end.error.reason.value

@@ -99,14 +99,14 @@ class TicketDesk:
         self._placement.give_up_fetch(entry)  # What comes would be older than what is saved now.
         start_place = entry.num_reserved_places
         num_blocks = self._layout.num_blocks(start_place + len(token_ids)) - len(entry.block_ids)
-        skipped = self._placement.make_room(entry, num_blocks)
+        num_copied = int(self._would_write_to_others(entry))
+        skipped = self._placement.make_room(entry, num_blocks + num_copied, num_copied)
         if skipped is not None:
             self._counters.skipped_saves[skipped] += 1
             return None
-        grown = self._blocks.alloc(entry.owner.tenant, num_blocks, entry.block_ids[-1] if entry.block_ids else None)
-        if grown is None:
-            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
-        entry.block_ids.extend(grown)
+        if self._would_write_to_others(entry):  # Whoever shared it may have made the room.
+            self._own_last_block(entry)
+        entry.block_ids.extend(self._take_blocks(entry, num_blocks))
         if not start_token:
             entry.lineage = Lineage(num_dropped, num_plain)
         ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
@@ -119,7 +119,7 @@ class TicketDesk:
         """Whether a save of so many more tokens would not begin now, but soon: when others have got to SSD."""
         entry = self._entries.get(key) or self._new_entry(key, owner)
         num_blocks = self._layout.num_blocks(entry.num_reserved_places + num_tokens) - len(entry.block_ids)
-        return self._placement.room_is_coming(entry, num_blocks)
+        return self._placement.room_is_coming(entry, num_blocks, int(self._would_write_to_others(entry)))
 
     def complete_save(self, ticket: SaveTicket) -> bool:
         """Publishes a save: from here on its tokens can be loaded. Waits for writes under way.
@@ -238,46 +238,59 @@ class TicketDesk:
         self._counters.misses[reason] += 1
 
     def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
-        """Copies what a session in DRAM has of the beginning of `token_ids` to a new session. Waits for the copy.
+        """Has a new session begin with what a session in DRAM has of the beginning of `token_ids`.
 
-        Only KV that has seen no dropped token is copied.
+        Full blocks are shared: both hold them from here on, each may forget them, and neither writes to them. The
+        tokens in the last one, where it is not full, are copied; where there is no room for that they are left out.
+        Both sessions go on as if all had been copied. The source may be in use: what it has published counts.
+
+        Only KV that has seen no dropped token is given away.
 
         Args:
           source: session id of the one that has it.
           key: session id of the new one, of which nothing is stored.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
-          owner: whose the new session is.
+          owner: whose the new session is: the source's tenant, since prefixes never cross tenants.
 
         Returns:
-          How many tokens it has now; 0 where none agree or no room can be made.
+          How many tokens it has now; 0 where none agree, or where they are less than a block and no room can be made.
 
         Raises:
-          ValueError: something is stored under `key`, or `token_ids` is empty or not a list of int32.
+          ValueError: something is stored under `key`, the source is another tenant's, or `token_ids` is empty or not a
+            list of int32.
         """
         token_ids = as_token_ids(token_ids)
-        if self._entries.get(key) is not None:
+        entry = self._entries.get(key)
+        if entry is not None and entry.residency is not Residency.ABSENT:
             raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
         from_entry = self._entries.get(source)
-        num_tokens = 0 if from_entry is None else _common_prefix(from_entry.token_ids, token_ids)
-        if from_entry is not None:
-            num_tokens = from_entry.lineage.plain_tokens(num_tokens)
-        if from_entry is None or not num_tokens:
+        if from_entry is None:
             return 0
-        entry = self._new_entry(key, owner)
-        places = from_entry.places.take(num_tokens)
-        num_blocks = self._layout.num_blocks(places.num_places)
+        entry = entry or self._new_entry(key, owner)
+        if entry.owner.tenant != from_entry.owner.tenant:
+            raise ValueError(f"wanted a session of tenant {entry.owner.tenant!r} to begin with, found another's")
+        num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
+        num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
+        entry.block_ids = from_entry.block_ids[:num_shared]
+        self._blocks.share(entry.block_ids)
         with self._entries.kept(from_entry):
-            if self._placement.make_room(entry, num_blocks) is not None:
-                return 0
-        block_ids = self._blocks.alloc(entry.owner.tenant, num_blocks)
-        if block_ids is None:
-            raise RuntimeError(f"room for {num_blocks} blocks of {key!r} was made and is not there: books are wrong")
-        for source_block, block in zip(from_entry.block_ids, block_ids, strict=False):
-            np.copyto(self._dram.slab[block], self._dram.slab[source_block])
-        entry.block_ids = list(block_ids)
+            if num_rows and self._placement.make_room(entry, 1) is not None:
+                num_tokens -= num_rows
+                num_rows = 0
+        if not num_tokens:
+            return 0
+        if num_rows:
+            (own,) = self._take_blocks(entry, 1)
+            self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
+            entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
-        entry.places = places
+        entry.places = from_entry.places.take(num_tokens)
         entry.fetched, from_entry.fetched = from_entry.fetched, False
+        if entry.miss is not None:  # What SSD had of it was lost.
+            self._counters.misses[entry.miss] += 1
+            entry.miss = None
+        from_entry.share_with(entry)
+        self._placement.used(from_entry)
         self._keep(entry)
         self._placement.changed(entry)
         return num_tokens
@@ -291,6 +304,36 @@ class TicketDesk:
             self.abort_load(ticket)
 
     # The books.
+
+    def _would_write_to_others(self, entry: Entry) -> bool:
+        """Whether the next token goes to a block that other sessions hold too: one that was full, and was cut."""
+        has_part = entry.num_reserved_places % self._layout.block_tokens
+        return bool(has_part) and self._blocks.is_shared(entry.block_ids[-1])
+
+    def _own_last_block(self, entry: Entry) -> None:
+        """Has a session copy its last block: no block that others hold is ever written to. There is room."""
+        shared = entry.block_ids.pop()
+        (own,) = self._take_blocks(entry, 1)
+        self._copy_rows(shared, own, entry.num_reserved_places % self._layout.block_tokens)
+        entry.block_ids.append(own)
+        if entry.num_open_loads:
+            entry.replaced_blocks.append(shared)
+        else:
+            self._placement.free_dram(entry, [shared])
+
+    def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
+        """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
+        np.copyto(self._dram.slab[block, :, :, :num_rows], self._dram.slab[source, :, :, :num_rows])
+
+    def _take_blocks(self, entry: Entry, num_blocks: int) -> tuple[int, ...]:
+        """Blocks for a session to go on in, for which room was made."""
+        last = entry.block_ids[-1] if entry.block_ids else None
+        taken = self._blocks.alloc(entry.owner.tenant, num_blocks, last)
+        if taken is None:
+            raise RuntimeError(
+                f"room for {num_blocks} blocks of {entry.key!r} was made and is not there: books are wrong"
+            )
+        return taken
 
     def _new_entry(self, key: str, owner: Owner | None) -> Entry:
         owner = owner or Owner()
@@ -340,6 +383,9 @@ class TicketDesk:
             )
         ticket.close(state)
         entry.num_open_loads -= 1
+        if not entry.num_open_loads and entry.replaced_blocks:
+            replaced, entry.replaced_blocks = entry.replaced_blocks, []
+            self._placement.free_dram(entry, replaced)
         self._entries.place(entry)
         self._placement.used(entry)
 

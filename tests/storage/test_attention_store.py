@@ -228,7 +228,7 @@ def test_a_pin_may_come_before_what_it_keeps(store):
 class EvictsWhatItMayNot:
     """A policy with a fault: it does not ask what may go."""
 
-    def choose_victims(self, view, num_blocks):
+    def choose_victims(self, view, num_blocks, *, needed_at=None):
         return ("a",)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,20 +96,22 @@ def test_a_tenant_gives_up_what_it_is_over():
     assert quota.excess("new", 10) == 0
     quota.charge("y", -10)
     assert dict(quota.used) == {"x": 8}
-    assert quota.admits(10)
-    assert not quota.admits(11)
+    assert quota.admits("x", 10)
+    assert not quota.admits("x", 11)
 
 
 def test_without_a_quota_nobody_is_over():
     quota = TenantQuota(None)
     quota.charge("x", 1 << 60)
     assert quota.excess("x", 1 << 60) == 0
-    assert quota.admits(1 << 60)
+    assert quota.admits("x", 1 << 60)
 
 
 def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():
     with pytest.raises(ValueError, match="quota wanted a number of blocks >= 0, or None, found -1"):
         TenantQuota(-1)
+    with pytest.raises(ValueError, match="found -2"):
+        TenantQuota(None, {"x": -2})
     quota = TenantQuota(10)
     quota.charge("x", 3)
     with pytest.raises(ValueError, match="'x' gives 4 blocks back, but holds 3"):
@@ -131,7 +134,7 @@ def test_a_tenant_over_quota_loses_its_own_sessions_only():
 
 
 def charged(num_blocks: int = 6, quota_blocks: int | None = 4) -> ChargedBlocks:
-    return ChargedBlocks(BlockAllocator(num_blocks), quota_blocks)
+    return ChargedBlocks(BlockAllocator(num_blocks), TenantQuota(quota_blocks))
 
 
 def test_blocks_are_charged_to_who_takes_them():
@@ -149,21 +152,54 @@ def test_blocks_are_charged_to_who_takes_them():
 
 
 def test_a_sequence_must_fit_tier_and_quota():
-    assert charged().admits(4)
-    assert not charged().admits(5)
-    assert charged(quota_blocks=None).admits(6)
-    assert not charged(quota_blocks=None).admits(7)
+    assert charged().admits("x", 4)
+    assert not charged().admits("x", 5)
+    assert charged(quota_blocks=None).admits("x", 6)
+    assert not charged(quota_blocks=None).admits("x", 7)
     assert charged(quota_blocks=None).excess("x", 100) == 0
 
 
 def test_what_was_taken_before_is_charged_afterwards():
     allocator = BlockAllocator(6)
     allocator.take([1, 3])
-    blocks = ChargedBlocks(allocator, 4)
-    blocks.adopt("x", 2)
-    assert (blocks.num_free, blocks.excess("x", 3)) == (4, 1)
+    blocks = ChargedBlocks(allocator, TenantQuota(4))
+    blocks.adopt([("x", np.array([3])), ("y", np.array([], np.int64)), ("x", np.array([1, 3]))])
+    assert (blocks.num_free, blocks.excess("x", 3), blocks.excess("y", 4)) == (4, 1, 0)
     blocks.free("x", [1, 3])
+    assert (blocks.num_free, blocks.excess("x", 4)) == (5, 1), "the other one has block 3"
+    blocks.free("x", [3])
     assert (blocks.num_free, blocks.excess("x", 4)) == (6, 0)
+
+
+def test_a_tenant_that_is_named_has_a_quota_of_its_own():
+    quota = TenantQuota.in_bytes(29, {"x": 50, "y": 0}, block_bytes=10)
+    quota.charge("x", 4)
+    assert [quota.excess(tenant, 3) for tenant in "xyz"] == [2, 3, 1]
+    assert [quota.admits(tenant, 3) for tenant in "xyz"] == [True, False, False]
+    assert TenantQuota.in_bytes(None, {"x": 50}, block_bytes=10).excess("z", 1 << 60) == 0
+
+
+def test_a_shared_block_is_charged_once_and_free_when_all_have_given_it_back():
+    blocks = charged()
+    assert blocks.alloc("x", 4) == (0, 1, 2, 3)
+    blocks.share([0, 1])
+    blocks.share([1])
+    assert [blocks.is_shared(block) for block in range(4)] == [True, True, False, False]
+    assert (blocks.num_free, blocks.excess("x", 1)) == (2, 1), "sharing takes neither room nor quota"
+    # Held as 0 1 2, 0 1 3 and 1.
+    assert blocks.frees([[0, 1, 2], [0, 1, 3], [1]]) == [1, 3, 4]
+    assert blocks.frees([[1], [0, 1, 2]]) == [0, 1]
+    assert blocks.held_by_none_but([[1], [0, 1, 2]]) == {2}
+    assert blocks.held_by_none_but([[0, 1, 3], [0, 1, 2]]) == {0, 2, 3}
+    with pytest.raises(ValueError, match="block 3 is freed twice"):
+        blocks.free("x", [1, 0, 3, 3])
+    assert [blocks.is_shared(block) for block in range(4)] == [True, True, False, False]
+    blocks.free("x", [1, 0, 2])
+    assert (blocks.num_free, blocks.excess("x", 2)) == (3, 1)
+    blocks.free("x", [1, 0, 3])
+    assert (blocks.num_free, blocks.is_shared(1), blocks.excess("x", 3)) == (5, False, 0)
+    blocks.free("x", [1])
+    assert blocks.num_free == 6
 
 
 def test_nobody_gives_back_what_is_not_taken():

@@ -272,15 +272,17 @@ def test_a_damaged_catalog_is_found(tmp_path, filled):
         assert {problem.key for problem in catalog_problems(inspector)} == {KEYS["first"], KEYS["second"]}
 
 
-def test_a_block_that_two_sessions_hold_is_a_problem_of_the_catalog(tmp_path):
+@pytest.mark.parametrize(("tenant", "found"), [("alice", "found another seal"), ("bob", "of another")])
+def test_a_block_that_two_sessions_hold_and_do_not_share_is_a_problem_of_the_catalog(tmp_path, tenant, found):
     tier = open_tier(tmp_path, "zarr3")
     with Catalog(tmp_path, NAMESPACE) as catalog:
         save(catalog, tier, KEYS["first"], [0, 1], 8)
-        save(catalog, tier, KEYS["second"], [1], 4, seed=1)
+        save(catalog, tier, KEYS["second"], [1], 4, seed=1, tenant=tenant)
     tier.close()
     with StoreInspector(tmp_path) as inspector:
         (problem,) = catalog_problems(inspector)
-    assert "held by session" in problem.found
+    assert f"session {KEYS['first']!r}" in problem.found
+    assert found in problem.found
     assert problem.key == KEYS["second"]
     assert damages(tmp_path) == {KEYS["first"]: [(DamageReason.SEAL, 1, 1)]}
 

@@ -87,7 +87,7 @@ def keys(ssd: OpenedSsd) -> list[str]:
 
 
 def held(ssd: OpenedSsd) -> list[int]:
-    return sorted(block for record in ssd.records for block in record.block_ids.tolist())
+    return sorted({block for record in ssd.records for block in record.block_ids.tolist()})
 
 
 def in_catalog(ssd: OpenedSsd) -> set[str]:
@@ -180,10 +180,10 @@ def test_sessions_that_cannot_be_served_are_forgotten_and_their_blocks_free(open
     assert not warnings(caplog)
 
 
-def test_of_sessions_with_the_same_block_the_first_published_has_it(opened, caplog):
+def test_of_two_tenants_sessions_with_the_same_block_the_first_published_has_it(opened, caplog):
     with opened() as ssd:
         publish(ssd, "a", [0, 1], used_s=9.0)
-        publish(ssd, "b", [1, 2], used_s=8.0)  # Overlaps a.
+        publish(ssd, "b", [2, 1], used_s=8.0, tenant="other")  # Overlaps a.
         publish(ssd, "c", [2, 3], used_s=7.0)  # Overlaps b, which is not there any more.
         publish(ssd, "d", [4], used_s=6.0)
         publish(ssd, "e", [5, 6], used_s=5.0)
@@ -194,6 +194,19 @@ def test_of_sessions_with_the_same_block_the_first_published_has_it(opened, capl
         assert_books_agree(ssd)
     assert "1 since their blocks belong to others" in warnings(caplog)
     assert "1 since what the catalog says of them cannot be" in warnings(caplog)
+
+
+def test_sessions_of_one_tenant_may_share_blocks(opened, caplog):
+    with opened() as ssd:
+        publish(ssd, "a", [0, 1, 2])
+        publish(ssd, "b", [0, 1, 3])
+        publish(ssd, "c", [1, 4])
+        publish(ssd, "other", [5], tenant="other")
+        ssd.tier.write_blocks([9], make_blocks(LAYOUT, 1)).result()
+    with opened() as ssd:
+        assert (set(keys(ssd)), ssd.num_lost) == ({"a", "b", "c", "other"}, 0)
+        assert_books_agree(ssd)
+    assert not warnings(caplog)
 
 
 def test_under_a_smaller_cap_what_lies_beyond_it_goes(opened, caplog):

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
+import itertools
 import shutil
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.places import TokenPlaces
+from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, Owner
 from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.storage.ssd_tasks import FlushTask
@@ -39,7 +42,7 @@ KEYS = st.sampled_from("abcd")
 LENGTHS = st.integers(1, 11)
 WHICH = st.integers(0, 1 << 20)  # One of those there are, which depends on threads: what is drawn must not.
 NOWHERE = TokenPlaces()
-TENANTS = {"a": "x", "b": "x", "c": "y", "d": "y"}
+TENANTS = {"a": "x", "b": "x", "c": "x", "d": "y"}
 
 
 class Token(NamedTuple):
@@ -65,13 +68,15 @@ def ids_of(tokens: list[Token]) -> list[int]:
 
 def kv_of(layout: KVLayout, tokens: list[Token]) -> np.ndarray:
     """Their KV, `[L, 2, T, K, H]`: any bits."""
+    return np.stack([row_of(layout, token.seen) for token in tokens], axis=2)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def row_of(layout: KVLayout, seen: bytes) -> np.ndarray:
+    """KV of one token, `[L, 2, K, H]`."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
     num_bytes = int(np.prod(shape)) * layout.numpy_dtype.itemsize
-    rows = [
-        np.frombuffer(hashlib.shake_128(token.seen).digest(num_bytes), layout.numpy_dtype).reshape(shape)
-        for token in tokens
-    ]
-    return np.stack(rows, axis=2)
+    return np.frombuffer(hashlib.shake_128(seen).digest(num_bytes), layout.numpy_dtype).reshape(shape)
 
 
 def lineage_after(lineage: Lineage, mask: list[bool], num_stored: int) -> Lineage:
@@ -82,6 +87,11 @@ def lineage_after(lineage: Lineage, mask: list[bool], num_stored: int) -> Lineag
         return lineage
     num_plain = dropped[0] if lineage.num_plain is None else min(dropped[0], lineage.num_plain)
     return Lineage(lineage.num_dropped + len(dropped), num_plain)
+
+
+def num_common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def num_blocks_of(num_tokens: int) -> int:
@@ -185,16 +195,22 @@ class StoreMachine(RuleBasedStateMachine):
         return self.store._entries.get(key)
 
     def evictable_blocks(self, *but: str) -> int:
-        """Blocks of DRAM that others may have to give."""
-        found = 0
+        """Blocks of DRAM that others may have to give: those that nobody else holds."""
+        held = self.holders()
         for key, reference in self.reference.items():
             entry = self.entry(key)
             if key in but or self.pins[key] or reference.in_use or (reference.pinned and reference.ssd is None):
                 continue
             if entry.requested or entry.flush is not None or entry.waits_for_flush:
                 continue
-            found += len(entry.block_ids)
-        return found
+            held.subtract(entry.block_ids)
+        return sum(not number for number in held.values())
+
+    def holders(self) -> collections.Counter[int]:
+        """How often each block of DRAM is held."""
+        moves = [] if self.store._ssd is None else self.store._ssd._moves.values()
+        tables = [[*entry.block_ids, *entry.replaced_blocks] for entry in self.store._entries]
+        return collections.Counter(itertools.chain(*tables, *(move.dram_blocks for move in moves)))
 
     def free_blocks(self) -> int:
         return self.store.stats().free_bytes // self.layout.block_bytes
@@ -255,7 +271,9 @@ class StoreMachine(RuleBasedStateMachine):
         if not start and goes_on and reference.ssd:  # Recomputed, as after a miss.
             token_ids = [*ids_of(reference.ssd), *token_ids][:num_tokens]
         free, evictable = self.free_blocks(), self.evictable_blocks(key)
-        held = len(self.entry(key).block_ids) if self.entry(key) else 0
+        table = self.entry(key).block_ids if self.entry(key) else []
+        would_write_to_others = reference.stop_place % BLOCK_TOKENS and self.holders()[table[-1]] > 1
+        held = len(table) - bool(would_write_to_others)
         in_dram = {name for name, other in self.reference.items() if other.tokens}
         ticket = self.store.prepare_save(key, start, token_ids, Owner(tenant=TENANTS[key]), num_dropped=num_dropped)
 
@@ -354,25 +372,68 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self.store.complete_save(ticket)
                 self.published(reference)
 
-    @rule(source=KEYS, key=KEYS, num_tokens=LENGTHS)
+    @rule(source=KEYS, key=KEYS, num_tokens=st.integers(1, 20))
     def copy_prefix(self, source, key, num_tokens):
         tokens = self.reference[source].tokens if source in self.reference else []
         wanted = [*ids_of(tokens[:num_tokens]), -1]
         owner = Owner(tenant=TENANTS[key])
-        if key in self.reference:
-            with pytest.raises(ValueError, match="of which something is"):
+        if key in self.reference or (source in self.reference and TENANTS[source] != TENANTS[key]):
+            with pytest.raises(ValueError, match=r"of which something is|found another's"):
                 self.store.copy_prefix(source, key, wanted, owner)
             return
-        room = self.free_blocks() + self.evictable_blocks(key, source)
+        has_room = self.free_blocks() + self.evictable_blocks(key, source) > 0
         num_copied = self.store.copy_prefix(source, key, wanted, owner)
         expected = min(num_tokens, len(tokens))
         if tokens:
             expected = self.reference[source].lineage.plain_tokens(expected)
-        assert num_copied == (expected if num_blocks_of(expected) <= room else 0)
+        assert num_copied == (expected if has_room else expected // BLOCK_TOKENS * BLOCK_TOKENS)
+        num_shared = num_copied // BLOCK_TOKENS
+        if num_copied:
+            assert self.entry(key).block_ids[:num_shared] == self.entry(source).block_ids[:num_shared]
         self.may_evict = True
         if num_copied:
             assert tokens[:num_copied] == tokens_of(wanted[:num_copied], []), "it has seen tokens that were dropped"
             self.came(key, Reference(tokens=tokens[:num_copied], places=TokenPlaces.dense(num_copied)))
+
+    @rule(which=WHICH, key=st.sampled_from("abc"), num_tokens=st.integers(4, 20), num_more=st.integers(0, 6))
+    def fork(self, which, key, num_tokens, num_more):
+        """What an engine does for a history that was sent again: in place of another session, whose end is edited."""
+        if key in self.reference and self.reference[key].in_use:
+            return
+        sources = [name for name in "abc" if name != key and name in self.reference and self.reference[name].tokens]
+        if not sources:
+            return
+        self.drop(key)
+        self.copy_prefix(sources[which % len(sources)], key, num_tokens)
+        self.store_is_as_the_reference()
+        if which % 2:
+            self.take_over(key, num_tokens // 2, None, True)
+            self.store_is_as_the_reference()
+        if num_more:
+            self.save_at_once(key, num_more, False)
+
+    @rule(which=WHICH, key=st.sampled_from("abc"), num_tokens=st.integers(4, 20), num_more=st.integers(1, 6))
+    def fork_what_is_on_ssd(self, which, key, num_tokens, num_more):
+        """Two turns, the second of which begins with what is left of the first."""
+        self.settle()
+        self.fork(which, key, num_tokens, num_more)
+        self.store_is_as_the_reference()
+        self.poll()
+
+    @rule(key=KEYS, num_tokens=LENGTHS, goes_on=st.booleans())
+    def find_prefix(self, key, num_tokens, goes_on):
+        """Of those in DRAM, whatever is on SSD."""
+        known = self.reference[key].readable()[0] if key in self.reference else []
+        wanted = [*ids_of(known[:num_tokens]), *(self.random_ids(3) if goes_on else [-1])]
+        found = self.store.find_prefix(TENANTS[key], wanted, in_dram=True)
+        common = {
+            name: num_common(ids_of(other.tokens[: other.lineage.plain_tokens(len(other.tokens))]), wanted)
+            for name, other in self.reference.items()
+            if TENANTS[name] == TENANTS[key]
+        }
+        longest = max(common.values(), default=0)
+        assert (found is not None) == (longest >= BLOCK_TOKENS)
+        assert found is None or common[found] == longest
 
     # Loads.
 
@@ -393,8 +454,8 @@ class StoreMachine(RuleBasedStateMachine):
         if num_dropped != own:
             assert expected == tokens_of(ids_of(expected), []), "it has seen tokens that were dropped"
 
-    @rule(key=KEYS, which=WHICH, num_dropped=st.none() | st.integers(0, 4))
-    def take_over(self, key, which, num_dropped):
+    @rule(key=KEYS, which=WHICH, num_dropped=st.none() | st.integers(0, 4), goes_on=st.booleans())
+    def take_over(self, key, which, num_dropped, goes_on):
         """Goes on behind what is served, as an engine does whose session has other tokens from there on."""
         reference = self.reference.get(key)
         if reference is None or not reference.tokens or reference.in_use:
@@ -415,7 +476,10 @@ class StoreMachine(RuleBasedStateMachine):
             self.shortened(key, num_tokens, was_flushed)
         if is_other:
             reference.lineage = Lineage(num_dropped)
-        self.store.complete_load(ticket)
+        if goes_on:  # It is saved behind what is being loaded.
+            reference.loads.append(ticket)
+        else:
+            self.store.complete_load(ticket)
 
     @rule(key=KEYS)
     def fetch_and_load(self, key):
@@ -635,9 +699,19 @@ class StoreMachine(RuleBasedStateMachine):
                 assert reference.ssd == reference.tokens, "settled, and not on SSD"
         if self.driver:
             self.store.poll()  # What has settled is free.
-            in_dram = sum(len(entry.block_ids) for entry in self.store._entries)
-            assert in_dram * self.layout.block_bytes == self.store.stats().used_bytes
-            assert sum(info.ssd_bytes for info in self.store.list()) == self.store.stats().ssd.used_bytes
+            assert len(self.holders()) * self.layout.block_bytes == self.store.stats().used_bytes
+            tables = [entry.ssd.block_ids.tolist() for entry in self.store._entries if entry.ssd is not None]
+            ssd_bytes = len({block for table in tables for block in table}) * self.store._ssd.stored_block_bytes
+            assert ssd_bytes == self.store.stats().ssd.used_bytes
+            is_one_state = all(
+                not other.saves and (not other.tokens or other.ssd == other.tokens) for other in self.reference.values()
+            )
+            for key, reference in self.reference.items():
+                on_ssd = ids_of((reference.ssd or [])[: reference.ssd_lineage.num_plain])
+                num_full = len(on_ssd) // BLOCK_TOKENS * BLOCK_TOKENS
+                if num_full and is_one_state:
+                    found = self.store.find_prefix(TENANTS[key], [*on_ssd, -1])
+                    assert ids_of(self.reference[found].readable()[0])[:num_full] == on_ssd[:num_full]
 
     @rule(key=KEYS, priority=st.integers(-1, 1))
     def enqueue(self, key, priority):
@@ -792,26 +866,20 @@ class StoreMachine(RuleBasedStateMachine):
     def books_are_exact(self):
         stats = self.store.stats()
         moves = [] if self.store._ssd is None else list(self.store._ssd._moves.values())
-        held = [block for entry in self.store._entries for block in entry.block_ids]
-        held += [block for move in moves for block in move.dram_blocks]
-        check_books(self.store._dram.allocator, held)
-        assert stats.used_bytes == len(held) * self.layout.block_bytes
+        tables = [(entry.owner.tenant, [*entry.block_ids, *entry.replaced_blocks]) for entry in self.store._entries]
+        tables += [(move.entry.owner.tenant, move.dram_blocks) for move in moves]
+        num_held = check_books(self.store._blocks, tables)
+        assert stats.used_bytes == num_held * self.layout.block_bytes
         assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes == NUM_BLOCKS * self.layout.block_bytes
         if self.store._ssd is None:
             return
         entries = [entry for entry in self.store._entries if entry.ssd is not None]
-        held = [block for entry in entries for block in entry.ssd.block_ids.tolist()]
-        held += [block for move in moves for block in move.ssd_blocks]
-        check_books(self.store._ssd._space.allocator, held)
-        assert stats.ssd.used_bytes == len(held) * self.store._ssd.stored_block_bytes
+        tables = [(entry.owner.tenant, entry.ssd.block_ids.tolist()) for entry in entries]
+        tables += [(move.entry.owner.tenant, move.ssd_blocks) for move in moves]
+        num_held = check_books(self.store._ssd._blocks, tables)
+        assert stats.ssd.used_bytes == num_held * self.store._ssd.stored_block_bytes
         assert stats.ssd.used_bytes + stats.ssd.free_bytes == stats.ssd.capacity_bytes
         assert stats.ssd.num_sessions == len(entries)
-        charged = collections.Counter({TENANTS[entry.key]: 0 for entry in entries})
-        for entry in entries:
-            charged[TENANTS[entry.key]] += len(entry.ssd.block_ids)
-        for move in moves:
-            charged[move.entry.owner.tenant] += len(move.ssd_blocks)
-        assert +charged == +collections.Counter(self.store._ssd._blocks._quota.used)
         failures = {reason for reason, number in stats.ssd.failed_flushes.items() if number}
         assert failures <= {FlushFailure.CANCELLED, *(() if self.ample else (FlushFailure.NO_ROOM, "too_large"))}
         assert not {reason for reason, number in stats.misses.items() if number} & {
@@ -820,6 +888,16 @@ class StoreMachine(RuleBasedStateMachine):
             MissReason.DEVICE,
             MissReason.CATALOG,
         }
+
+    @invariant()
+    def what_is_published_in_dram_is_what_was_saved(self):
+        """Whoever shares blocks with whom."""
+        for key, reference in self.reference.items():
+            if reference.tokens:
+                blocks, rows = np.divmod(reference.places.to_array(), BLOCK_TOKENS)
+                found = self.store._dram.slab[np.array(self.entry(key).block_ids)[blocks], :, :, rows]
+                expected = kv_of(self.layout, reference.tokens)
+                np.testing.assert_array_equal(as_bits(np.moveaxis(found, 0, 2)), as_bits(expected))
 
     def teardown(self):
         if hasattr(self, "store"):
@@ -834,11 +912,17 @@ class StoreMachine(RuleBasedStateMachine):
                     shutil.rmtree(self.directory)
 
 
-def check_books(allocator, held: list[int]) -> None:
-    """No block is held twice, and the allocator knows just these."""
-    assert len(set(held)) == len(held)
-    assert allocator.num_free == allocator.num_blocks - len(held)
-    assert {block for block, is_taken in enumerate(allocator._taken) if is_taken} == set(held)
+def check_books(blocks: ChargedBlocks, tables: list[tuple[str, list[int]]]) -> int:
+    """Blocks are taken, counted and charged as tenants' tables hold them; how many."""
+    held = collections.Counter(block for _, table in tables for block in table)
+    taken = {block for block, is_taken in enumerate(blocks._allocator._taken) if is_taken}
+    assert taken == held.keys()
+    assert blocks.num_free + len(held) == blocks.num_blocks
+    assert blocks._others == {block: number - 1 for block, number in held.items() if number > 1}
+    holders = {(tenant, block) for tenant, table in tables for block in table}
+    assert len(holders) == len(held), "no two tenants hold a block"
+    assert collections.Counter(tenant for tenant, _ in holders) == collections.Counter(blocks._quota.used)
+    return len(held)
 
 
 class Zarr3Machine(StoreMachine):

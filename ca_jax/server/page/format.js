@@ -3,13 +3,12 @@
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {
-  const power = count < 1 ? 0 : Math.min(Math.floor(Math.log2(count) / 10), BYTES.length - 1);
+  const power = count < 1 ? 0 : Math.min(Math.floor(Math.log2(count * 1.0005) / 10), BYTES.length - 1); // 1023.9 MiB is 1.0 GiB.
   const value = count / 1024 ** power;
   return `${power && value < 100 ? value.toFixed(1) : Math.round(value)} ${BYTES[power]}`;
 }
 
 export function rate(bytesPerSecond) {
-  if (bytesPerSecond === null) return "not measured";
   const giga = bytesPerSecond / 1e9;
   return giga >= 0.1 ? `${giga.toFixed(giga < 10 ? 2 : 1)} GB/s` : `${(giga * 1e3).toFixed(1)} MB/s`;
 }

@@ -38,9 +38,10 @@ export class Panels {
     const own = snapshot.session?.session_id ?? null;
     const moving = snapshot.moves.filter((move, i) => this.#before && move.num_bytes > (this.#before.moves[i]?.num_bytes ?? 0));
     const sparks = snapshot.tiers.map((tier) => spark(this.#filled[tier.name], tier.capacity_bytes, snapshot.at_s));
-    this.#tiers(snapshot.tiers, sparks, snapshot.moves, moving.map((move) => move.name), snapshot.running, snapshot.num_slots, snapshot.misses, own);
+    this.#tiers(snapshot.tiers, sparks, snapshot.moves, moving.map((move) => move.name), snapshot.running, snapshot.num_slots, own);
     this.#queue(snapshot.queue, own);
     byId("queue-count").textContent = snapshot.queue.num_waiting ? `${snapshot.queue.num_waiting} waiting` : "";
+    byId("hits").textContent = aboutHits(snapshot.tiers, snapshot.misses);
     this.#blocks(snapshot.session && { ...snapshot.session, turn: null });
     byId("session-name").textContent = own ? shortName(own) : "";
     byId("session-name").title = own ?? "";
@@ -56,18 +57,20 @@ export class Panels {
 
 // Tiers
 
-function paintTiers(tiers, sparks, moves, moving, running, numSlots, misses, own) {
+function paintTiers(tiers, sparks, moves, moving, running, numSlots, own) {
   const ways = (...names) => {
     const shown = moves.filter((move) => names.includes(move.name));
     return shown.length > 0 && make("div", { className: "ways" }, ...shown.map((move) => shownWay(move, moving.includes(move.name))));
   };
   const parts = [shownDevice(running, numSlots, own), ways("load", "save")];
   tiers.forEach((tier, i) => parts.push(shownTier(tier, sparks[i]), i === 0 && ways("fetch", "flush")));
+  return parts;
+}
+
+function aboutHits(tiers, misses) {
   const hits = tiers.reduce((sum, tier) => sum + tier.num_hits, 0);
   const missed = Object.entries(misses).map(([reason, count]) => `${count} ${reason.replaceAll("_", " ")}`);
-  parts.push(make("p", { className: "note", id: "hits" }, `${many(hits, "hit")}; misses: ${missed.join(", ") || "none"}`));
-  parts.at(-1).style.marginTop = "8px";
-  return parts;
+  return `${many(hits, "hit")}, misses: ${missed.join(", ") || "none"}`;
 }
 
 function shownDevice(running, numSlots, own) {
@@ -78,10 +81,10 @@ function shownDevice(running, numSlots, own) {
     const tokens = job.is_own ? job.num_tokens.toLocaleString("en") : "other";
     const name = `slot ${slot}: ${job.phase}, ${who}${job.is_own ? `, ${many(job.num_tokens, "token")}` : ""}`;
     const mine = own !== null && job.session_id === own;
-    return make("span", { className: `slot ${job.phase}${mine ? " own" : ""}`, title: name }, `${job.phase === "prefill" ? "▸" : "●"} ${tokens}`);
+    return make("span", { className: `slot ${job.phase}${mine ? " own" : ""}`, title: name }, `${job.phase} `, make("b", {}, tokens));
   });
-  return make("div", { className: "tier device" }, make("span", { className: "name" }, "Device"), make("div", { className: "slots" }, ...slots),
-    make("p", { className: "about", style: { gridColumn: "2 / 4" } }, make("b", {}, `${running.length} of ${numSlots}`), " decode slots: ▸ prefill, ● decode, tokens of context"));
+  return make("div", { className: "tier device" }, make("span", { className: "name" }, "Device"),
+    make("div", { className: "slots", role: "group", "aria-label": `${running.length} of ${numSlots} decode slots, with tokens of context` }, ...slots));
 }
 
 function shownTier(tier, path) {
@@ -101,8 +104,8 @@ function shownTier(tier, path) {
 function shownWay(move, moves) {
   const { arrow, from } = WAYS[move.name];
   return make("span", { className: `way${moves ? " moves" : ""}`, title: `${move.name}: ${from}`, "data-way": move.name },
-    make("span", { className: "arrow", "aria-hidden": true }, arrow), make("b", {}, move.name), `${bytes(move.num_bytes)} in ${move.num_moves}`,
-    move.bytes_per_s !== null && `· ${rate(move.bytes_per_s)}`);
+    make("span", { className: "arrow", "aria-hidden": true }, arrow), make("b", {}, move.name), 
+    `${bytes(move.num_bytes)} in ${move.num_moves}${move.bytes_per_s === null ? "" : ` · ${rate(move.bytes_per_s)}`}`);
 }
 
 // How full a tier was, as a line from its own least to its most: what it does is to be seen, however little that is.
@@ -118,10 +121,9 @@ function spark(filled, capacity, nowS) {
 // Queue
 
 function paintQueue(queue, own) {
-  const windows = make("div", { className: "windows" },
-    "prefetch window", make("span", {}, make("b", {}, queue.prefetch_window_jobs ? many(queue.prefetch_window_jobs, "job") : "nothing on SSD"),
-      queue.prefetch_window_jobs ? ": fetched from SSD before they run" : ""),
-    "eviction window", make("span", {}, make("b", {}, queue.eviction_window_jobs ? many(queue.eviction_window_jobs, "job") : "no job"), ": evicted from DRAM last"));
+  const span = (jobs) => make("b", {}, jobs ? many(jobs, "job") : "none");
+  const windows = make("p", { className: "note" }, "look-ahead windows: ⎴ prefetch ", span(queue.prefetch_window_jobs), " · ⎵ eviction ", span(queue.eviction_window_jobs));
+  windows.title = "Jobs of the prefetch window have their KV fetched from SSD before they run; what those of the eviction window need leaves DRAM last.";
   if (!queue.waiting.length) return [make("p", { className: "none" }, "No job waits for a slot."), windows];
   const cells = queue.waiting.map((job, i) => {
     const [letter, where] = RESIDENCES[job.residency];
@@ -131,7 +133,7 @@ function paintQueue(queue, own) {
   });
   const bracket = (name, field, text) => {
     const last = queue.waiting.findLastIndex((job) => job[field]);
-    return last >= 0 && make("span", { className: `bracket ${name}`, style: { gridColumn: `1 / span ${last + 1}` }, title: `${text} window` }, last > 1 ? ` ${text}` : "");
+    return last >= 0 && make("span", { className: `bracket ${name}`, style: { gridColumn: `1 / span ${last + 1}` }, title: `${text} window` });
   };
   const residences = ["dram", "ssd", "pending", "absent"].map((name) => `${queue.waiting.filter((job) => job.residency === name).length} ${RESIDENCES[name][1]}`);
   const line = make("div", { className: "cells", role: "img", "aria-label": `${many(queue.num_waiting, "job")} waiting: ${residences.join(", ")}` },
@@ -151,16 +153,16 @@ function paintBlocks(session) {
   const row = (name, tokens, about, rest) => [make("span", { className: "name" }, name), make("span", { "data-tokens": name }, many(tokens, "token")), make("span", {}, about), make("span", {}, rest)];
   const onSsd = session.blocks.filter((block) => block.ssd_tokens).length;
   const table = make("div", { className: "places" },
-    ...row("DRAM", session.dram_tokens, bytes(session.dram_bytes), `${many(session.dram_blocks, "block")} of ${session.block_tokens}${numSaving ? `, ${numSaving} tokens being saved` : ""}`),
+    ...row("DRAM", session.dram_tokens, bytes(session.dram_bytes), `${many(session.dram_blocks, "block")}${numSaving ? `, ${numSaving} tokens being saved` : ""}`),
     ...row("SSD", session.ssd_tokens, bytes(session.ssd_bytes), many(onSsd, "block")));
   const perCell = Math.ceil(session.blocks.length / MOST_CELLS);
   const cells = [];
   for (let i = 0; i < session.blocks.length; i += perCell) cells.push(shownBlock(session.blocks.slice(i, i + perCell), session.block_tokens));
   const summary = `${many(session.blocks.length, "block")}: ${many(session.dram_tokens, "token")} in DRAM, ${session.ssd_tokens} on SSD`;
   const map = cells.length > 0 && make("div", { className: "map", role: "img", "aria-label": summary }, ...cells);
-  const legend = [["upper half: in DRAM", [1, 0, 0]], ["lower half: on SSD", [0, 1, 0]], ["slim: being saved", [0, 0, 1]]].map(([text, shares]) => make("li", {}, glyph(shares, ""), text));
+  const legend = [["above: DRAM", [1, 0, 0]], ["below: SSD", [0, 1, 0]], ["slim: being saved", [0, 0, 1]]].map(([text, shares]) => make("li", {}, glyph(shares, ""), text));
   return [table, map || make("p", { className: "none" }, "Nothing of it is stored yet."),
-    make("ul", { className: "legend" }, ...legend, perCell > 1 && make("li", {}, `a cell is ${perCell} blocks`))];
+    make("ul", { className: "legend" }, ...legend, make("li", {}, `a cell: ${perCell > 1 ? `${perCell} blocks of ` : ""}${session.block_tokens} tokens`))];
 }
 
 function shownBlock(blocks, blockTokens) {
@@ -193,7 +195,7 @@ function paintTurn(turn, scale) {
   const facts = make("p", { className: "facts" },
     make("b", { id: "turn-cached" }, `${turn.cached_tokens} of ${turn.prompt_tokens}`), ` prompt tokens from ${turn.cached_tokens ? TIERS[turn.cached_tier] : "the cache"} · `,
     make("b", {}, String(turn.prompt_tokens - turn.cached_tokens)), " prefilled · ", make("b", {}, String(turn.completion_tokens)), " generated · ",
-    make("b", {}, String(turn.saved_tokens)), " saved");
+    make("b", {}, String(turn.saved_tokens)), " saved", turn.ttft_s === null ? "" : " · first token (dashed) ", turn.ttft_s === null ? "" : make("b", {}, milliseconds(turn.ttft_s)));
   const rows = turn.spans.flatMap((span) => {
     const end = endOf(span);
     const within = span.start_s < upTo;
@@ -204,7 +206,7 @@ function paintTurn(turn, scale) {
   const label = turn.spans.map((span) => `${span.name} from ${milliseconds(span.start_s)} for ${milliseconds(endOf(span) - span.start_s)}`).join("; ");
   const axis = make("div", { className: "axis", "aria-hidden": true }, ...ticks(start, upTo).map((tick) => make("span", { style: { left: at(tick) } }, tickLabel(tick, upTo))));
   const chart = make("div", { className: "turn", role: "group", "aria-label": label }, ...rows, axis, marks || "");
-  return [facts, chart, turn.ttft_s !== null && make("p", { className: "note" }, "dashed: first token, ", milliseconds(turn.ttft_s))];
+  return [facts, chart];
 }
 
 function aboutSpan(span, turn) {
@@ -212,9 +214,9 @@ function aboutSpan(span, turn) {
   let text = "";
   if (span.end_s === null) text = "so far";
   else if (span.name === "load") text = span.stall_s > 0 ? `${milliseconds(span.stall_s)} waited for` : "none waited for";
-  else if (span.name === "prefill" && span.busy_s < length * 0.98) text = `${milliseconds(span.busy_s)} of it computing`;
+  else if (span.name === "prefill" && span.busy_s < length * 0.98) text = `${milliseconds(span.busy_s)} computing`;
   else if (span.name === "decode" && turn.completion_tokens > 1 && length > 0) text = `${((turn.completion_tokens - 1) / length).toFixed(1)} tokens/s`;
-  else if (span.name === "save") text = `${milliseconds(Math.max(span.end_s - turn.age_s, 0))} after the answer`;
+  else if (span.name === "save") text = `${milliseconds(Math.max(span.end_s - turn.age_s, 0))} after answer`;
   return text && make("small", {}, text);
 }
 

@@ -1,0 +1,195 @@
+"""Which conversation a request goes on with: by name, by its whole history, edited, branched, truncated, restarted."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+
+import openai
+import pytest
+
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
+from tests import server_kit as sk
+from tests.server_kit import assistant, chat, system, text_of, user
+
+
+@pytest.fixture(scope="module")
+def server():
+    with sk.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def talk(client, texts, max_tokens=12, **options):
+    """A conversation as OpenAI's clients hold it: the history of it, and the answers."""
+    history, answers = [], []
+    for text in texts:
+        history.append(user(text))
+        answers.append(chat(client, history, max_tokens, **options))
+        history.append(assistant(text_of(answers[-1])))
+    return history, answers
+
+
+def said_by_engine(messages, max_tokens=12):
+    """Of a whole history, tokenised at once, without anything stored."""
+    with kit.small_engine(store=kit.STORE_OFF) as engine:
+        return "".join(engine.session().send(messages, max_tokens=max_tokens))
+
+
+def num_sessions(client):
+    return len(client.get("/sessions", cast_to=object)["data"])
+
+
+def test_a_whole_history_goes_on_in_its_session_and_prefills_what_is_new(client):
+    before = num_sessions(client)
+    history, answers = talk(client, ["who are you", "and who am i", "are we alone"])
+    assert num_sessions(client) == before + 1
+    for number, answer in enumerate(answers):
+        assert text_of(answer) == said_by_engine(history[: 2 * number + 1])
+        held = answers[number - 1].usage.total_tokens if number else 0
+        assert sk.cached(answer) == max(held - 1, 0), "all but the last token, whose KV nobody has computed"
+        assert answer.usage.ca_jax["cached_tokens"] == {"dram": max(held - 1, 0)}
+    assert len({answer.session_id for answer in answers}) == 1
+
+
+def test_a_name_goes_on_with_what_is_new_alone_or_with_all_of_it(client):
+    history, [first] = talk(client, ["count with me"])
+    named = {"session_id": first.session_id}
+    second = chat(client, [user("further")], 12, extra_body=named)
+    assert text_of(second) == said_by_engine([*history, user("further")])
+    history += [user("further"), assistant(text_of(second)), user("stop")]
+    third = chat(client, history, 12, extra_body=named)
+    assert text_of(third) == said_by_engine(history)
+    assert third.session_id == first.session_id
+    with pytest.raises(openai.BadRequestError, match="wanted what is new to session"):
+        chat(client, [user("count with me"), assistant("no"), user("further")], extra_body=named)
+    with pytest.raises(openai.NotFoundError, match="'nobody'"):
+        chat(client, [user("further")], extra_body={"session_id": "nobody"})
+
+
+def test_edited_and_branched_histories_fork_and_both_live_on(client):
+    history, answers = talk(client, ["a story of the sea", "of a whale", "of an island"])
+    regenerated = chat(client, history[:5], 12, temperature=1.0, seed=3, extra_body={"top_k": 4})
+    edited = [*history[:2], user("of a ship"), *history[3:4], user("of an island")]
+    branch = chat(client, edited, 12)
+    assert text_of(branch) == said_by_engine(edited)
+    for other in (regenerated, branch):
+        assert other.session_id != answers[0].session_id
+    more = [*history, user("the end")]
+    assert text_of(chat(client, more, 12)) == said_by_engine(more), "the first branch lives on"
+    other = [*history[:5], assistant(text_of(regenerated)), user("the end")]
+    answer = chat(client, other, 12)
+    assert text_of(answer) == said_by_engine(other), "so does the other"
+    assert answer.session_id == regenerated.session_id
+    assert sk.cached(answer) > 100
+
+
+def test_an_answer_that_was_changed_loses_only_what_differs(client):
+    history, _ = talk(client, ["tell me of the moon " * 3, "and of the sun"], 40)
+    changed = [*history[:3], assistant(f"{history[3]['content'][:20]}?"), user("go on")]
+    answer = chat(client, changed, 12)
+    assert text_of(answer) == said_by_engine(changed)
+    kept = len(kit_ids(changed[:3]))
+    assert sk.cached(answer) >= kept // kit.BLOCK_TOKENS * kit.BLOCK_TOKENS
+
+
+def kit_ids(messages):
+    template = kit.tiny_model().tokenizer.chat_template
+    return kit.tiny_model().tokenizer.encode(template.first_turn(messages), add_bos=False)
+
+
+def test_two_at_once_behind_the_same_history_are_apart(client):
+    history, _ = talk(client, ["two roads"])
+
+    def follow(text):
+        return text_of(chat(client, [*history, user(text)], 60))
+
+    texts = [f"road {number}" for number in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(follow, texts))
+    for text, answer in zip(texts, answers, strict=True):
+        assert answer == said_by_engine([*history, user(text)], 60)
+
+
+def test_a_session_that_was_truncated_is_found_by_its_whole_history(client):
+    history = []
+    for number in range(12):
+        history.append(user(f"turn {number} " + "tell me more of it " * 3))
+        answer = chat(client, history, 12)
+        assert answer.session_id == (history and answer.session_id)
+        history.append(assistant(text_of(answer)))
+    assert answer.usage.prompt_tokens < kit.WINDOW < len(kit_ids(history)), "tokens have left"
+    [shown] = [each for each in client.get("/sessions", cast_to=object)["data"] if each["id"] == answer.session_id]
+    assert shown["num_dropped"] > 0
+    assert sk.cached(answer) > 100, "what is left of it was not computed anew"
+    with pytest.raises(openai.BadRequestError) as told:
+        chat(client, [user("something else"), *history[1:], user("so?")])
+    assert told.value.code == "context_length_exceeded"
+    again = chat(client, history[:-1], 12)
+    assert again.session_id != answer.session_id, "to regenerate the last answer is a fork"
+    assert again.usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def test_sessions_are_begun_shown_pinned_cut_and_deleted(server, client):
+    begun = client.post("/sessions", body={"session_id": "mine", "system": "be kind"}, cast_to=object)
+    assert begun["id"] == "mine"
+    with pytest.raises(openai.BadRequestError, match="wanted a name that is not taken, found 'mine'"):
+        client.post("/sessions", body={"session_id": "mine"}, cast_to=object)
+    answer = chat(client, [user("a word " * 10)], extra_body={"session_id": "mine"})
+    assert text_of(answer) == said_by_engine([system("be kind"), user("a word " * 10)], 8)
+    server.engine.wait_for_saves()
+    shown = client.get("/sessions/mine", cast_to=object)
+    assert [message["role"] for message in shown["messages"]] == ["system", "user", "assistant"]
+    assert (shown["stored"]["tier"], shown["stored"]["pinned"]) == ("dram", False)
+    assert client.post("/sessions/mine", body={"pinned": True}, cast_to=object)["stored"]["pinned"]
+    assert client.post("/sessions/mine", body={"ttl_s": 60, "pinned": False}, cast_to=object)["stored"]["ttl_s"] == 60
+    cut = client.post("/sessions/mine/discard", body={"start": 4, "stop": 24}, cast_to=object)
+    assert cut["num_tokens"] == shown["num_tokens"] - 20
+    with pytest.raises(openai.BadRequestError):
+        client.post("/sessions/mine/discard", body={"start": 4, "stop": 4000}, cast_to=object)
+    assert chat(client, [user("more")], extra_body={"session_id": "mine"}).session_id == "mine"
+    assert client.delete("/sessions/mine", cast_to=object)["deleted"]
+    for path in ("/sessions/mine", "/sessions/other"):
+        with pytest.raises(openai.NotFoundError):
+            client.get(path, cast_to=object)
+    with pytest.raises(openai.NotFoundError):
+        chat(client, [user("more")], extra_body={"session_id": "mine"})
+
+
+def test_chunks_are_computed_once_and_blended(client):
+    chunks = ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2]
+    assert client.post("/chunks", body={"chunks": chunks}, cast_to=object)["num_computed"] == 2
+    assert client.post("/chunks", body={"chunks": chunks[:1]}, cast_to=object)["num_computed"] == 0
+    answer = chat(client, [user("where is it?")], 12, extra_body={"context": chunks[::-1]})
+    assert sk.cached(answer) > 50
+    history = [user("where is it?"), assistant(text_of(answer)), user("and when?")]
+    followed = chat(client, history, 12)
+    assert followed.session_id == answer.session_id, "the context is no part of what a client has said"
+    assert followed.usage.prompt_tokens > answer.usage.total_tokens
+
+
+def test_conversations_outlive_the_server_on_ssd(tmp_path):
+    store = StoreConfig(dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, block_tokens=kit.BLOCK_TOKENS)
+    store = dataclasses.replace(store, ssd_free_floor_gib=0.0)
+    with sk.running(store=store) as server, server.client() as client:
+        history, answers = talk(client, ["remember the number nine", "and the colour blue"])
+        long = [user("x" * 200)]
+        for number in range(5):
+            answer = chat(client, long, 12)
+            long += [assistant(text_of(answer)), user(f"{number} " + "y" * 60)]
+    with sk.running(store=store) as server, server.client() as client:
+        followed = [*history, user("what was it")]
+        answer = chat(client, followed, 12)
+        assert answer.session_id == answers[0].session_id
+        assert answer.usage.ca_jax["cached_tokens"] == {"ssd": answers[1].usage.total_tokens - 1}
+        assert text_of(answer) == said_by_engine(followed)
+        more = chat(client, [user("say it again")], 12, extra_body={"session_id": answer.session_id})
+        assert text_of(more) == said_by_engine([*followed, assistant(text_of(answer)), user("say it again")])
+        truncated = chat(client, long, 12)
+        assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"

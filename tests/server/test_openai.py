@@ -1,0 +1,263 @@
+"""OpenAI's own client against the server: what its chat guide does, whole and streamed, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests import engine_kit as kit
+from tests import server_kit as sk
+from tests.server_kit import assistant, chat, system, text_of, user
+
+
+@pytest.fixture(scope="module")
+def server():
+    with sk.running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+def said_by_engine(messages: list, max_tokens: int = 8) -> str:
+    """What a session that was never served over HTTP answers, greedily."""
+    with kit.small_engine(store=kit.STORE_OFF) as engine:
+        return "".join(engine.session().send(messages, max_tokens=max_tokens))
+
+
+def test_the_one_model_is_listed(client):
+    [model] = client.models.list().data
+    assert model.id == client.models.retrieve(sk.MODEL).id == sk.MODEL
+    with pytest.raises(openai.NotFoundError, match="'gpt-4o' does not exist here; wanted 'tiny'") as told:
+        client.models.retrieve("gpt-4o")
+    assert told.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("hello")],
+        [system("be kind"), user("hello")],
+        [{"role": "developer", "content": "be kind"}, user("hello")],
+        [user("one"), assistant("two"), user([{"type": "text", "text": "thr"}, {"type": "text", "text": "ee"}])],
+        [user("no answer between"), user("these two")],
+        [{**user("hello"), "name": "eve"}, {**assistant("x"), "tool_calls": [], "refusal": None}, user("so?")],
+    ],
+    ids=["user", "system", "developer", "parts", "two users", "fields that say nothing"],
+)
+def test_a_chat_is_answered_as_the_engine_does(client, messages):
+    def plain(message):
+        text = message["content"]
+        role = "system" if message["role"] == "developer" else message["role"]
+        return {"role": role, "content": text if isinstance(text, str) else "".join(part["text"] for part in text)}
+
+    answer = chat(client, messages)
+    assert text_of(answer) == said_by_engine([plain(message) for message in messages])
+    choice = answer.choices[0]
+    assert (answer.object, answer.model, choice.finish_reason) == ("chat.completion", sk.MODEL, "length")
+    assert (choice.message.role, choice.logprobs) == ("assistant", None)
+    usage = answer.usage
+    assert usage.completion_tokens == 8
+    assert usage.total_tokens == usage.prompt_tokens + 8
+    pieces = list(chat(client, messages, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == text_of(answer)
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 2) + ["length"]
+    assert all(piece.usage is None for piece in pieces[:-1])
+    assert not pieces[-1].choices
+    assert pieces[-1].usage.total_tokens == usage.total_tokens
+    assert len({piece.id for piece in pieces}) == len({piece.created for piece in pieces}) == 1
+
+
+def test_text_comes_as_it_is_generated(client):
+    """And not all at once, when it has ended."""
+    with chat(client, [user("a long story")], max_tokens=200, stream=True) as stream:
+        pieces = [piece.choices[0].delta.content for piece in stream]
+    assert len(pieces) > 20
+
+
+def test_several_clients_of_asyncio(server):
+    async def ask(client, number):
+        answer = await client.chat.completions.create(
+            model=sk.MODEL, messages=[user(f"hello {number}")], max_tokens=8, temperature=0
+        )
+        stream = await client.chat.completions.create(
+            model=sk.MODEL, messages=[user(f"hello {number}")], max_tokens=8, temperature=0, stream=True
+        )
+        streamed = [piece.choices[0].delta.content or "" async for piece in stream]
+        return text_of(answer), "".join(streamed)
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(8)))
+
+    for number, (whole, streamed) in enumerate(asyncio.run(ask_all())):
+        assert whole == streamed == said_by_engine([user(f"hello {number}")])
+
+
+def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(client):
+    asked = [user("tell me")]
+    answers = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
+    again = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
+    texts = [choice.message.content for choice in answers.choices]
+    assert texts == [choice.message.content for choice in again.choices], "a seed draws the same again"
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in answers.choices] == [0, 1, 2]
+    assert answers.usage.completion_tokens == 24
+    for text in texts:
+        followed = [*asked, assistant(text), user("and then?")]
+        answer = chat(client, followed)
+        assert text_of(answer) == said_by_engine(followed)
+        assert sk.cached(answer) > 20, "its KV was there"
+    pieces = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8}, stream=True)
+    streamed = ["", "", ""]
+    for piece in pieces:
+        streamed[piece.choices[0].index] += piece.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+def test_stop_ends_an_answer_and_is_not_part_of_it(client):
+    whole = text_of(chat(client, [user("hello")], max_tokens=12))
+    stop = whole[5:7]
+    answer = chat(client, [user("hello")], max_tokens=12, stop=[stop])
+    assert text_of(answer) == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_of_the_tokens_that_were_drawn(client):
+    answer = chat(client, [user("hello")], logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == text_of(answer)
+    for token in content:
+        assert bytes(token.bytes).decode() == token.token
+        likeliest = token.top_logprobs[0]
+        assert (likeliest.token, likeliest.logprob) == (token.token, token.logprob), "it was drawn greedily"
+        assert [each.logprob for each in token.top_logprobs] == sorted(
+            (each.logprob for each in token.top_logprobs), reverse=True
+        )
+    pieces = list(chat(client, [user("hello")], logprobs=True, top_logprobs=3, stream=True))
+    streamed = [token for piece in pieces if piece.choices[0].logprobs for token in piece.choices[0].logprobs.content]
+    assert streamed == content
+
+
+def test_penalties_and_biases_reach_the_draw(client):
+    banned = ord(text_of(chat(client, [user("hello")]))[0])
+    assert text_of(chat(client, [user("hello")], logit_bias={str(banned): -100}))[0] != chr(banned)
+    assert set(text_of(chat(client, [user("hello")], logit_bias={"65": 100}))) == {"A"}
+    penalised = text_of(chat(client, [user("hello")], max_tokens=30, frequency_penalty=2, presence_penalty=2))
+    assert len(set(penalised)) > len(set(text_of(chat(client, [user("hello")], max_tokens=30))))
+
+
+def test_plain_completions(client):
+    def complete(prompt, **options):
+        return client.completions.create(**{"model": sk.MODEL, "prompt": prompt, "temperature": 0} | options)
+
+    with kit.small_engine(store=kit.STORE_OFF) as engine:
+        [one, two] = (each.text for each in engine.generate(["once upon", "a time"], kit_params(16)))
+    assert complete("once upon").choices[0].text == one
+    both = complete(["once upon", "a time"])
+    assert [choice.text for choice in both.choices] == [one, two]
+    assert both.usage.completion_tokens == 32
+    ids = [ord(letter) for letter in "once upon"]
+    assert complete(ids).choices[0].text == complete([ids, ids]).choices[1].text == one
+    assert "".join(piece.choices[0].text for piece in complete("once upon", stream=True)) == one
+    told = complete("once upon", logprobs=2, max_tokens=3).choices[0].logprobs
+    assert "".join(told.tokens) == one[:3]
+    assert told.text_offset == [0, 1, 2]
+    assert [max(top, key=top.get) for top in told.top_logprobs] == told.tokens
+    assert len(complete("once upon", n=2).choices) == 2
+    longer = complete("once upon a time there was a conversation " * 4)
+    again = complete("once upon a time there was a conversation " * 4 + "that went on")
+    assert longer.usage.prompt_tokens_details.cached_tokens < 16
+    assert again.usage.prompt_tokens_details.cached_tokens > 100, "what others began with is found"
+
+
+def kit_params(max_tokens):
+    from ca_jax.jobs import SamplingParams
+
+    return SamplingParams(max_tokens=max_tokens)
+
+
+BAD = {
+    "no messages": ({"messages": []}, "messages", "invalid_value"),
+    "an unknown role": ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role", "invalid_value"),
+    "a tool's message": (
+        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        "messages.0.tool_call_id",
+        "unknown_parameter",
+    ),
+    "a blank message": ({"messages": [user("  \n")]}, None, "empty_message"),
+    "an image": (
+        {"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
+        "messages.0.content.0.image_url",
+        "unknown_parameter",
+    ),
+    "over the window": ({"messages": [user("x" * 600)]}, None, "context_length_exceeded"),
+    "a tool": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+    "JSON": ({"response_format": {"type": "json_object"}}, "response_format.type", "unsupported_parameter"),
+    "a field of nobody's": ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+    "a field that is not served": ({"reasoning_effort": "low"}, "reasoning_effort", "unknown_parameter"),
+    "a temperature": ({"temperature": 3}, "temperature", "invalid_value"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    "too many choices": ({"n": 17}, "n", "invalid_value"),
+    "logprobs not asked for": ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    "usage of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    "a bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    "a bias outside": ({"logit_bias": {"99999": 1}}, None, "invalid_value"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_says_what_is_bad(client, name):
+    changes, param, code = BAD[name]
+    for stream in (False, True):
+        if stream and "stream_options" in changes:
+            continue
+        with pytest.raises(openai.BadRequestError) as told:
+            chat(client, **({"messages": [user("hello")]} | changes), stream=stream)
+        assert (told.value.param, told.value.code, told.value.type) == (param, code, "invalid_request_error")
+        assert "Traceback" not in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "/v1/chat/completions", b"{not json", 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", b"\xff\xfe", 400, "invalid_json"),
+        ("POST", "/v1/chat/completions", b"[1]", 400, "invalid_value"),
+        ("POST", "/v1/chat/completions", b"", 400, "missing_required_parameter"),
+        ("POST", "/v1/chat/completions", b'{"model": "tiny"}', 400, "missing_required_parameter"),
+        ("GET", "/v1/chat/completions", b"", 405, None),
+        ("GET", "/v1/nothing", b"", 404, None),
+        ("GET", "/v1/sessions/nobody", b"", 404, "session_not_found"),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": ""}', 400, "empty_message"),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": [99999]}', 400, "invalid_value"),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "x", "echo": true}', 400, "unsupported_parameter"),
+    ],
+)
+def test_what_is_no_request_is_told_in_openais_shape(server, method, path, body, status, code):
+    with server.http() as http:
+        answer = http.request(method, path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == code
+
+
+def test_a_body_over_the_limit_is_refused_by_its_length_and_by_what_came(server):
+    limit = server.state.config.max_body_bytes
+    body = json.dumps({"model": sk.MODEL, "messages": [user("x" * limit)]}).encode()
+
+    def pieces():
+        yield from (body[start : start + 65536] for start in range(0, len(body), 65536))
+
+    for content in (body, pieces()):
+        with server.http() as http:
+            answer = http.post("/v1/chat/completions", content=content)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")

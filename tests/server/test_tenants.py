@@ -1,0 +1,121 @@
+"""Tenants by key: whose a request is, what others see of it, and files that are wrong."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+
+import openai
+import pytest
+
+from ca_jax.server.tenants import Tenant, Tenants
+from tests import server_kit as sk
+from tests.server_kit import assistant, chat, text_of, user
+
+A, B, C = "sk-of-lab-a-1", "sk-of-lab-a-2", "sk-of-lab-b"
+FILE = f"""
+[lab-a]
+keys = ["{A}", "{B}"]
+max_requests = 2
+
+[lab-b]
+keys_sha256 = ["{hashlib.sha256(C.encode()).hexdigest()}"]
+salt = "pepper"
+"""
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tenants") / "keys.toml"
+    path.write_text(FILE)
+    return Tenants.read(path)
+
+
+@pytest.fixture(scope="module")
+def server(tenants):
+    with sk.running(tenants) as running:
+        yield running
+
+
+def test_a_key_says_whose_a_request_is(tenants):
+    lab_a, lab_b = tenants.all
+    assert (lab_a.name, lab_a.max_requests, lab_a.domain) == ("lab-a", 2, "lab-a")
+    assert tenants.of_header(f"Bearer {A}") == tenants.of_header(f"bearer  {B}") == lab_a
+    assert tenants.of_header(f"Bearer {C}") == lab_b
+    assert lab_b.domain.startswith("lab-b.")
+    assert lab_b.domain != Tenant(name="lab-b", salt="salt").domain
+    for header in (None, "", "Bearer", "Bearer ", f"Basic {A}", A, f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer \udcff"):
+        assert tenants.of_header(header) is None
+    assert Tenants().of_header(None) == Tenant()
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("keys = 3", "wanted a table for each tenant"),
+        ("[a", "wanted TOML"),
+        ("", "at least one tenant with a key"),
+        ("[a]\n", "at least one tenant with a key"),
+        ('["a/b"]\nkeys = ["12345678"]', "a tenant's name wanted"),
+        ('[a]\nkey = ["12345678"]', "tenant a wanted keys, keys_sha256, max_requests, quota_gib, salt; found key"),
+        ('[a]\nkeys = "12345678"', "keys wanted a list of texts"),
+        ('[a]\nkeys = ["short"]', "at least 8 characters each, found one of 5"),
+        ('[a]\nkeys_sha256 = ["12345678"]', "64 hex digits each, found others in number 1"),
+        ('[a]\nkeys = ["12345678"]\nquota_gib = 0', "quota_gib wanted a number above 0"),
+        ('[a]\nkeys = ["12345678"]\nmax_requests = 1.5', "max_requests wanted a whole number"),
+        ('[a]\nkeys = ["12345678"]\nsalt = 1', "salt wanted a text"),
+        ('[a]\nkeys = ["12345678"]\n[b]\nkeys = ["12345678"]', "each key once"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(text, match, tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=match):
+        Tenants.read(path)
+
+
+def test_no_key_and_wrong_keys_are_refused_everywhere_but_where_nothing_is_told(server):
+    paths = [("GET", "/v1/models"), ("GET", "/v1/sessions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/chunks")]
+    for method, path in paths:
+        for key in (None, "sk-nobody", "\u00e9"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+            with server.http() as http:
+                answer = http.request(method, path, json={}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert sk.health(server.url) == {"status": "ok"}
+
+
+def test_tenants_do_not_meet(server):
+    with server.client(A) as one, server.client(B) as colleague, server.client(C) as other:
+        asked = [user("the formula of the new alloy is nickel and tin " * 3)]
+        first = chat(one, asked)
+        named = {"session_id": first.session_id}
+        followed = [*asked, assistant(text_of(first)), user("why?")]
+        assert sk.cached(chat(other, followed)) == 0
+        assert other.get("/sessions", cast_to=object)["data"][0]["id"] != first.session_id
+        for call in (
+            lambda: chat(other, [user("why?")], extra_body=named),
+            lambda: other.get(f"/sessions/{first.session_id}", cast_to=object),
+            lambda: other.post(f"/sessions/{first.session_id}", body={"pinned": True}, cast_to=object),
+            lambda: other.post(f"/sessions/{first.session_id}/discard", body={"start": 0, "stop": 1}, cast_to=object),
+            lambda: other.delete(f"/sessions/{first.session_id}", cast_to=object),
+        ):
+            with pytest.raises(openai.NotFoundError) as told:
+                call()
+            assert told.value.code == "session_not_found"
+        assert other.post("/sessions", body={"session_id": first.session_id}, cast_to=object), "a name of its own"
+        assert sk.cached(chat(colleague, followed)) > 100, "keys of one tenant share"
+        assert colleague.get(f"/sessions/{first.session_id}", cast_to=object)["num_tokens"] > 0
+
+
+def test_a_tenant_has_so_many_requests_at_a_time(server):
+    with server.client(A) as client, server.client(C) as other, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        long = [pool.submit(chat, client, [user(f"long {i}")], 300) for i in range(2)]
+        server.wait_until(lambda: server.service.num_requests == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests of this key's tenant") as told:
+            chat(client, [user("short")])
+        assert int(told.value.response.headers["Retry-After"]) >= 1
+        assert told.value.code == "rate_limit_exceeded"
+        assert text_of(chat(other, [user("short")]))
+        assert all(each.result().usage.completion_tokens == 300 for each in long)

@@ -1,0 +1,116 @@
+"""What the server's tests share: the real server over the tiny model, on a port of this machine, and clients of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import uvicorn
+
+from ca_jax.engine import Engine
+from ca_jax.server.app import make_app
+from ca_jax.server.config import ServerConfig
+from ca_jax.server.service import Service
+from ca_jax.server.state import ServerState
+from ca_jax.server.tenants import Tenants
+from tests import engine_kit as kit
+
+MODEL = "tiny"
+DEADLINE_S = 60.0
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs."""
+
+    url: str
+    state: ServerState
+    server: uvicorn.Server
+
+    @property
+    def engine(self) -> Engine:
+        assert self.state.engine is not None
+        return self.state.engine
+
+    @property
+    def service(self) -> Service:
+        assert self.state.service is not None
+        return self.state.service
+
+    def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S, **options)
+
+    def http(self, key: str | None = None) -> httpx2.Client:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S)
+
+    def wait_until(self, holds: Any) -> None:
+        """Waits for what other threads bring about."""
+        give_up_s = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert time.monotonic() < give_up_s, "what was waited for did not come"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[Running]:
+    """A server over an engine of the tiny model; `changes` are of the engine's config."""
+    config = ServerConfig(**{"served_model_name": MODEL, "shutdown_grace_s": 5.0, **(server or {})})
+    app = make_app(lambda: kit.small_engine(**changes), config, tenants)
+    uvicorn_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
+    served = uvicorn.Server(uvicorn_config)
+    thread = threading.Thread(target=served.run, daemon=True)
+    thread.start()
+    try:
+        give_up_s = time.monotonic() + DEADLINE_S
+        state: ServerState = app.state.server
+        while not (served.started and state.status == "ok"):
+            assert thread.is_alive(), state.failure
+            assert time.monotonic() < give_up_s, state.failure
+            time.sleep(0.005)
+        port = served.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", state, served)
+    finally:
+        state.begin_shutdown()
+        served.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def system(content: str) -> dict[str, str]:
+    return {"role": "system", "content": content}
+
+
+def chat(client: openai.OpenAI, messages: list[dict[str, str]], max_tokens: int = 8, **options: Any) -> Any:
+    """A greedy answer, unless `options` say otherwise."""
+    asked = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, **options}
+    return client.chat.completions.create(messages=messages, **asked)
+
+
+def text_of(answer: Any) -> str:
+    return answer.choices[0].message.content
+
+
+def cached(answer: Any) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def health(url: str) -> dict[str, str]:
+    with urllib.request.urlopen(f"{url}/health") as response:
+        return json.load(response)

@@ -1,0 +1,158 @@
+"""What the HTTP layer adds to a request, and to a token of eight streams: the same turns with and without it, in turns.
+
+    .venv/bin/python -m tools.server_overhead --json_out=results/server_overhead.json
+
+Without HTTP the engine is stepped in this process and nobody listens; with it the clients are another process, which
+reads sockets and no more. Let nothing else run meanwhile.
+
+Not here: how long turns take (`bench`), what happens under load (`tests.server.soak`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ca_jax.jobs import SamplingParams
+from ca_jax.launch.machine import describe_machine, describe_versions
+from tests import engine_kit as kit
+from tests import server_kit as sk
+
+_NUM_STREAMS = 8
+_STREAM_TOKENS = 256
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=200, help="of one token each, in each round")
+    parser.add_argument("--rounds", type=int, default=5, help="with and without HTTP")
+    parser.add_argument("--json_out", type=Path)
+    args = parser.parse_args()
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    client = multiprocessing.get_context("spawn").Process(target=_serve_client, args=(there,), daemon=True)
+    client.start()
+    requests: dict[str, list[float]] = {"http": [], "engine": []}
+    tokens: dict[str, list[float]] = {"http": [], "engine": []}
+    with sk.running(max_batch_size=_NUM_STREAMS) as server, kit.small_engine(max_batch_size=_NUM_STREAMS) as engine:
+        for number in range(args.rounds + 1):  # The first one compiles.
+            for way in ("engine", "http") if number % 2 else ("http", "engine"):
+                if way == "http":
+                    here.send((server.url, args.requests))
+                    one, many = here.recv()
+                else:
+                    one, many = _without(engine, args.requests)
+                if number:
+                    requests[way] += one
+                    tokens[way].append(many)
+    here.send(None)
+    medians = {way: statistics.median(seconds) * 1e3 for way, seconds in requests.items()}
+    per_token = {way: statistics.median(seconds) * 1e3 for way, seconds in tokens.items()}
+    row = {
+        "request_ms": medians,
+        "request_overhead_ms": medians["http"] - medians["engine"],
+        "stream_token_ms": per_token,
+        "stream_token_overhead_ms": per_token["http"] - per_token["engine"],
+        "num_streams": _NUM_STREAMS,
+        "rounds": args.rounds,
+    }
+    print(json.dumps(row, indent=1))
+    if args.json_out is not None:
+        found = {"machine": describe_machine(), "versions": describe_versions(), **row}
+        args.json_out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _messages(number: int) -> list[dict[str, str]]:
+    return [sk.user(f"request {number:06d}")]
+
+
+def _without(engine: Any, num_requests: int) -> tuple[list[float], float]:
+    """Seconds of each request of one token, and of each token of the streams."""
+    params = SamplingParams(max_tokens=1)
+    seconds = []
+    for number in range(num_requests):
+        started_s = time.perf_counter()
+        session = engine.session()
+        "".join(session.send(_messages(number), sampling=params))
+        seconds.append(time.perf_counter() - started_s)
+        session.close()
+    params = SamplingParams(max_tokens=_STREAM_TOKENS, ignore_eos=True)
+    sessions = [engine.session() for _ in range(_NUM_STREAMS)]
+    started_s = time.perf_counter()
+    jobs = [session.submit(_messages(number), sampling=params) for number, session in enumerate(sessions)]
+    while not all(job.done for job in jobs):
+        engine.step()
+    per_token = (time.perf_counter() - started_s) / (_NUM_STREAMS * _STREAM_TOKENS)
+    for session in sessions:
+        session.close()
+    return seconds, per_token
+
+
+def _serve_client(pipe: Connection) -> None:
+    """The other process: does what it is asked until it is told to end."""
+    while (asked := pipe.recv()) is not None:
+        pipe.send(_with(*asked))
+
+
+def _with(url: str, num_requests: int) -> tuple[list[float], float]:
+    host = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host)
+    seconds = []
+    for number in range(num_requests):
+        body = {"model": sk.MODEL, "messages": _messages(number), "max_tokens": 1, "temperature": 0}
+        content = json.dumps(body)
+        started_s = time.perf_counter()
+        connection.request("POST", "/v1/chat/completions", content, {"Content-Type": "application/json"})
+        answer = connection.getresponse().read()
+        seconds.append(time.perf_counter() - started_s)
+        _delete(connection, json.loads(answer)["session_id"])
+    ended = [0] * _NUM_STREAMS
+    names: list[str] = [""] * _NUM_STREAMS
+
+    def stream(number: int) -> None:
+        body = {
+            "model": sk.MODEL,
+            "messages": _messages(number),
+            "max_tokens": _STREAM_TOKENS,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        each = http.client.HTTPConnection(host)
+        each.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = each.getresponse()
+        first = response.readline()
+        names[number] = json.loads(first.removeprefix(b"data: "))["session_id"]
+        while piece := response.read1(1 << 16):
+            ended[number] += piece.count(b"data: ")
+        each.close()
+
+    threads = [threading.Thread(target=stream, args=(number,)) for number in range(_NUM_STREAMS)]
+    started_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    per_token = (time.perf_counter() - started_s) / (_NUM_STREAMS * _STREAM_TOKENS)
+    if min(ended) < _STREAM_TOKENS // 2:
+        raise RuntimeError(f"wanted {_STREAM_TOKENS} pieces of each stream, about, found {ended}")
+    for name in names:
+        _delete(connection, name)
+    return seconds, per_token
+
+
+def _delete(connection: http.client.HTTPConnection, session_id: str) -> None:
+    connection.request("DELETE", f"/v1/sessions/{session_id}")
+    connection.getresponse().read()
+
+
+if __name__ == "__main__":
+    main()
