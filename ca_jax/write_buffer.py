@@ -142,7 +142,8 @@ class WriteBuffer:
             saver.submit_held()
             if not saver.is_held:
                 self._close(saver)
-        for result in self._saver.poll(wait, key):
+        results = self._saver.poll(wait, key)
+        for result in results:
             saved = result.ticket.key
             if result.error is None:
                 if self._store.complete_save(result.ticket):
@@ -152,7 +153,8 @@ class WriteBuffer:
                 self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
                 if saved in self._turns:
                     self._turns[saved].give_up()
-            if saved in self._ending and not self._saver.is_open(saved):
+        for saved in {result.ticket.key for result in results} & self._ending.keys():
+            if not self._saver.is_open(saved):
                 self._ending.pop(saved).times.ended = True
 
     def settle(self, key: str | None = None) -> None:

@@ -103,9 +103,9 @@ function shownTier(tier, path) {
 
 function shownWay(move, moves) {
   const { arrow, from } = WAYS[move.name];
-  return make("span", { className: `way${moves ? " moves" : ""}`, title: `${move.name}: ${from}`, "data-way": move.name },
+  return make("span", { className: `way${moves ? " moves" : ""}`, title: `${move.name}: ${from}, ${many(move.num_moves, "time")}`, "data-way": move.name },
     make("span", { className: "arrow", "aria-hidden": true }, arrow), make("b", {}, move.name), 
-    `${bytes(move.num_bytes)} in ${move.num_moves}${move.bytes_per_s === null ? "" : ` · ${rate(move.bytes_per_s)}`}`);
+    `${bytes(move.num_bytes)}${move.bytes_per_s === null ? "" : ` · ${rate(move.bytes_per_s)}`}`);
 }
 
 // How full a tier was, as a line from its own least to its most: what it does is to be seen, however little that is.
@@ -122,7 +122,7 @@ function spark(filled, capacity, nowS) {
 
 function paintQueue(queue, own) {
   const span = (jobs) => make("b", {}, jobs ? many(jobs, "job") : "none");
-  const windows = make("p", { className: "note" }, "look-ahead windows: ⎴ prefetch ", span(queue.prefetch_window_jobs), " · ⎵ eviction ", span(queue.eviction_window_jobs));
+  const windows = make("p", { className: "note" }, "look-ahead windows: above, prefetch: ", span(queue.prefetch_window_jobs), "; below, eviction: ", span(queue.eviction_window_jobs));
   windows.title = "Jobs of the prefetch window have their KV fetched from SSD before they run; what those of the eviction window need leaves DRAM last.";
   if (!queue.waiting.length) return [make("p", { className: "none" }, "No job waits for a slot."), windows];
   const cells = queue.waiting.map((job, i) => {
@@ -221,7 +221,7 @@ function aboutSpan(span, turn) {
 }
 
 function ticks(start, stop) {
-  const rough = (stop - start) / 4;
+  const rough = (stop - start) / 3;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough);
   const found = [];

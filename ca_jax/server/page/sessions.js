@@ -1,7 +1,7 @@
 // The list of the tenant's conversations. Not here: the one that is shown.
 
 import { askJson } from "./api.js";
-import { byId, make } from "./dom.js";
+import { byId, make, painter } from "./dom.js";
 import { many, shortName } from "./format.js";
 
 const MOST = 200;
@@ -12,6 +12,7 @@ export class Sessions {
   #listed = [];
   #onOpen;
   #titles = JSON.parse(sessionStorage.getItem(TITLES) ?? "{}");
+  #list = painter(byId("sessions"), (...shown) => this.#items(...shown));
 
   constructor(onOpen) {
     this.#onOpen = onOpen;
@@ -37,17 +38,21 @@ export class Sessions {
   }
 
   #paint() {
-    const items = this.#listed.toReversed().map((session) => {
+    const focused = document.activeElement?.dataset?.session;
+    const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
+    this.#list(named.reverse(), this.#current);
+    if (focused) byId("sessions").querySelector(`[data-session="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  #items(listed, current) {
+    return listed.map((session) => {
       const stored = session.stored;
       const where = stored ? [stored.tier === "dram" && "DRAM", stored.ssd_tokens && "SSD"].filter(Boolean).join(" + ") : "not stored";
-      const title = this.#titles[session.id] ?? session.title ?? shortName(session.id);
-      const button = make("button", { type: "button", title: session.id, "aria-current": session.id === this.#current && "true", "data-session": session.id },
+      const title = session.title || shortName(session.id);
+      const button = make("button", { type: "button", title: session.id, "aria-current": session.id === current && "true", "data-session": session.id },
         make("span", {}, title), make("span", { className: "about" }, `${many(session.num_tokens, "token")} · ${where || stored.tier}`));
       button.addEventListener("click", () => this.#onOpen(session.id));
       return make("li", {}, button);
     });
-    const focused = document.activeElement?.dataset?.session;
-    byId("sessions").replaceChildren(...items);
-    if (focused) byId("sessions").querySelector(`[data-session="${CSS.escape(focused)}"]`)?.focus();
   }
 }
