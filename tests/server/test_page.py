@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ ARGS = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 WAIT_MS = 30_000
-MARKUP = "<img src=x onerror=\"document.title='run'\"><b>bold</b> &amp; <script>document.title='run'</script>"
+MARKUP = "<img src=x onerror=\"document.title=1\"><b>bold</b>&amp;<script>document.title=1</script>"
 CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -220,7 +221,7 @@ def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page):
     with held_after(server.engine, 12):
         page.locator("#message").fill("A long story")
         page.locator("#message").press("Enter")
-        page.wait_for_function("document.querySelector('.typing .text')?.textContent.length > 0")
+        page.locator(".typing .text").filter(has_text=re.compile(".")).wait_for()
         page.keyboard.press("Escape")
         page.locator(".assistant .about", has_text="stopped").wait_for()
         server.wait_until(lambda: not server.service.num_requests)
@@ -231,11 +232,11 @@ def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page):
 
 
 def test_what_is_said_is_shown_as_text_never_read_as_html(server, page):
-    said = [user(MARKUP), {"role": "assistant", "content": MARKUP}, user(MARKUP)]
+    said = [user(MARKUP), {"role": "assistant", "content": MARKUP}, user("more")]
     session_id = chat(server.client(), said, max_tokens=4).session_id
     page.locator(f"[data-session='{session_id}']").click()
     page.locator("#messages > li").nth(3).wait_for()
-    assert page.locator("#messages .text").all_text_contents()[:3] == [MARKUP] * 3
+    assert page.locator("#messages .text").all_text_contents()[:2] == [MARKUP] * 2
     delta = {"choices": [{"index": 0, "delta": {"content": MARKUP}}], "session_id": MARKUP}
     stream = f"data: {json.dumps(delta)}\n\ndata: [DONE]\n\n"
     page.locator("#new").click()
