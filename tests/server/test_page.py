@@ -25,7 +25,7 @@ ARGS = [
     *("--disable-background-networking", "--disable-component-update"),
 ]
 WAIT_MS = 30_000
-MARKUP = "<img src=x onerror=\"document.title=1\"><b>bold</b>&amp;<script>document.title=1</script>"
+MARKUP = '<img src=x onerror="document.title=1"><b>bold</b>&amp;<script>document.title=1</script>'
 CONTRASTS = """() => {
   const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)

@@ -31,13 +31,21 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure(0, "the server cannot be reached");
   }
   if (response.ok) return response;
-  const told = await response.json().then((answer) => answer.error, () => null);
+  const told = await response.json().then(
+    (answer) => answer.error,
+    () => null,
+  );
   const message = told?.message ?? `status ${response.status}`;
   throw new Failure(response.status, message, told?.code, response.headers.get("Retry-After"));
 }

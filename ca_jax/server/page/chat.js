@@ -140,7 +140,8 @@ export class Chat {
     for await (const data of events(response)) {
       if (data === "[DONE]") break;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Failure(chunk.error.type === "server_error" ? 500 : 400, chunk.error.message, chunk.error.code);
+      if (chunk.error)
+        throw new Failure(chunk.error.type === "server_error" ? 500 : 400, chunk.error.message, chunk.error.code);
       if (chunk.session_id && chunk.session_id !== this.sessionId) {
         this.sessionId = chunk.session_id;
         byId("system").disabled = true;
@@ -198,7 +199,11 @@ function aboutUsage(usage) {
   const speed = took.decode_s > 0 ? ` · ${((usage.completion_tokens - 1) / took.decode_s).toFixed(1)} tokens/s` : "";
   const where = tier ? ` from ${tier.toUpperCase()}` : "";
   return [
-    "first token ", make("b", {}, milliseconds(took.ttft_s)), speed, " · ",
-    make("b", {}, `${cached} of ${usage.prompt_tokens}`), ` prompt tokens${where} · ${many(usage.completion_tokens, "token")}`,
+    "first token ",
+    make("b", {}, milliseconds(took.ttft_s)),
+    speed,
+    " · ",
+    make("b", {}, `${cached} of ${usage.prompt_tokens}`),
+    ` prompt tokens${where} · ${many(usage.completion_tokens, "token")}`,
   ];
 }

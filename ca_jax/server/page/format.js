@@ -1,9 +1,11 @@
-// Numbers as people read them. Not here: what they are of.
+// Numbers and names as people read them. Not here: what they are of.
 
+export const TIERS = { dram: "DRAM", ssd: "SSD" };
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 export function bytes(count) {
-  const power = count < 1 ? 0 : Math.min(Math.floor(Math.log2(count * 1.0005) / 10), BYTES.length - 1); // 1023.9 MiB is 1.0 GiB.
+  const rounded = count * 1.0005; // 1023.9 MiB is 1.0 GiB.
+  const power = count < 1 ? 0 : Math.min(Math.floor(Math.log2(rounded) / 10), BYTES.length - 1);
   const value = count / 1024 ** power;
   return `${power && value < 100 ? value.toFixed(1) : Math.round(value)} ${BYTES[power]}`;
 }

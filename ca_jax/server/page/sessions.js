@@ -41,16 +41,30 @@ export class Sessions {
     const focused = document.activeElement?.dataset?.session;
     const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
     this.#list(named.reverse(), this.#current);
-    if (focused) byId("sessions").querySelector(`[data-session="${CSS.escape(focused)}"]`)?.focus();
+    if (focused)
+      byId("sessions")
+        .querySelector(`[data-session="${CSS.escape(focused)}"]`)
+        ?.focus();
   }
 
   #items(listed, current) {
     return listed.map((session) => {
       const stored = session.stored;
-      const where = stored ? [stored.tier === "dram" && "DRAM", stored.ssd_tokens && "SSD"].filter(Boolean).join(" + ") : "not stored";
+      const where = stored
+        ? [stored.tier === "dram" && "DRAM", stored.ssd_tokens && "SSD"].filter(Boolean).join(" + ")
+        : "not stored";
       const title = session.title || shortName(session.id);
-      const button = make("button", { type: "button", title: session.id, "aria-current": session.id === current && "true", "data-session": session.id },
-        make("span", {}, title), make("span", { className: "about" }, `${many(session.num_tokens, "token")} · ${where || stored.tier}`));
+      const button = make(
+        "button",
+        {
+          type: "button",
+          title: session.id,
+          "aria-current": session.id === current && "true",
+          "data-session": session.id,
+        },
+        make("span", {}, title),
+        make("span", { className: "about" }, `${many(session.num_tokens, "token")} · ${where || stored.tier}`),
+      );
       button.addEventListener("click", () => this.#onOpen(session.id));
       return make("li", {}, button);
     });
