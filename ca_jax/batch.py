@@ -166,6 +166,7 @@ class Batch:
         prefilling.finish()
         if prefilling.saver is not None:
             self._savers[job] = prefilling.saver
+            job.save_times = prefilling.saver.times
         self._metrics.prompt_tokens += job.num_prompt_tokens
         self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
         self._scheduler.prefilled(job)

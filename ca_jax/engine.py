@@ -595,6 +595,17 @@ class Engine:
         """How many jobs are in slots, and how many wait for one."""
         return len(self._scheduler.running), self._scheduler.num_waiting
 
+    @property
+    def jobs(self) -> tuple[tuple[Job, ...], tuple[Job, ...]]:
+        """Those in slots, by slot, and those that wait for one, in the order in which they would get it."""
+        with self._lock:
+            return self._scheduler.running, self._scheduler.waiting
+
+    def opened(self, session_id: str, *, tenant: str = "") -> Session | None:
+        """The conversation of that id where it is open; None otherwise, or where it is another tenant's."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and session.tenant == tenant else None
+
     # What its parts need.
 
     def _find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:

@@ -175,7 +175,7 @@ class Histories:
             return
         for ticket in history.tickets:
             self._store.complete_load(ticket)
-        job.load_s, job.load_stall_s = load.load_s, load.stall_s
+        job.load_s, job.load_stall_s, job.load_span_s = load.load_s, load.stall_s, load.span_s
         self._metrics.load_stall_s += load.stall_s
         if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
             for seconds in load.layer_times_s:

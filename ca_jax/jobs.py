@@ -179,6 +179,20 @@ class Completion:
     """Of each generated token; None if that was not asked for."""
 
 
+@dataclasses.dataclass
+class SaveTimes:
+    """When a turn's KV was saved, on the clock of its other times. Goes on behind the turn's end."""
+
+    begun_s: float = 0.0
+    """When the first of it was handed in; 0 before."""
+    published_s: float = 0.0
+    """When the last of it so far was in the store, readable; 0 before."""
+    num_published: int = 0
+    """Its tokens that are."""
+    ended: bool = False
+    """Whether no more comes: all is published, or was given up."""
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """One turn, from submission to its last token. Only the engine writes to it."""
@@ -252,6 +266,10 @@ class Job:
     """See `Usage`."""
     load_stall_s: float = 0.0
     """See `Usage`."""
+    load_span_s: tuple[float, float] | None = None
+    """When the first copy of its history began and the last one ended; None where nothing was loaded."""
+    save_times: SaveTimes | None = None
+    """When its KV was saved; None where none is, or it was not prefilled yet."""
     prefill_s: float = 0.0
     """See `Usage`."""
     dropped_tokens: int = 0

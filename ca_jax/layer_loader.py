@@ -131,6 +131,12 @@ class LayerLoad:
         """Seconds in which layers were being copied."""
         return sum(self.layer_times_s)
 
+    @property
+    def span_s(self) -> tuple[float, float] | None:
+        """When the first copy began and when the last that ended did, of `time.perf_counter`; None before one did."""
+        ends = [stage.done_s for stage in self._stages if stage.done_s is not None]
+        return (self._stages[0].issued_s, max(ends)) if ends else None
+
     def begin(self, reclaim: Callable[[int], jax.Array]) -> None:
         """Says that the device is free for the job.
 

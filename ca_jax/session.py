@@ -98,6 +98,11 @@ class Session:
         return self._job is not None and not self._job.done
 
     @property
+    def job(self) -> Job | None:
+        """Its last turn, ended or not; None before its first since it was opened. For reading alone."""
+        return self._job
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation as text, oldest first, without turns that have left the context window."""
         return self._conversation.messages

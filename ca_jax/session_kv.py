@@ -8,6 +8,7 @@ Not here: loads (histories), saves (write_buffer), blocks and books (storage), c
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import threading
@@ -34,7 +35,15 @@ from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import EntryInfo, MissReason, Owner, Residency, StoreStats
+from ca_jax.storage.records import (
+    BlockTiers,
+    EntryInfo,
+    LookAheadWindows,
+    MissReason,
+    Owner,
+    Residency,
+    StoreStats,
+)
 from ca_jax.storage.shards import shard_config
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import held_heads, own_part, to_device
@@ -43,6 +52,16 @@ from ca_jax.write_buffer import WriteBuffer
 
 _LOG = logging.getLogger(__name__)
 _MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedKV:
+    """What a turn that waits will load."""
+
+    residency: Residency
+    """Where that is."""
+    position: int | None
+    """Where its job stands in the queue that the look-ahead windows count."""
 
 
 class SessionKV:
@@ -162,6 +181,13 @@ class SessionKV:
         is_ready = not self._is_being_saved(key, source) and self._store.ready(source, is_next)
         is_ready = self.chunks.ready(job, is_next) and is_ready
         return all_agree(self._processes, "ready", is_ready)
+
+    def queued(self, job: Job) -> QueuedKV | None:
+        """Of a queued turn, where the KV is that it will load; None of a job that loads none."""
+        if job not in self._queued:
+            return None
+        _, source = self._queued[job]
+        return QueuedKV(self._store.residency(source), self._store.queue_position(source))
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""
@@ -361,6 +387,15 @@ class SessionKV:
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """The same, of one session id, whatever its tenant."""
         return self._store.of_name(session_id)
+
+    def blocks(self, key: str) -> tuple[BlockTiers, ...]:
+        """Where each block of a session is."""
+        return self._store.blocks(key)
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the queue of turns the store looks."""
+        return self._store.windows
 
     def set_pinned(self, key: str, pinned: bool) -> None:
         """Keeps a session in the store, or lets it go like others."""

@@ -1,4 +1,4 @@
-"""What the store keeps of which session, for whoever looks after it: `engine.stored`.
+"""What the store keeps of which session, for whoever looks at it or after it: `engine.stored`.
 
 Not here: conversations that are open (engine), the tool for a directory that no engine uses (launch.store).
 """
@@ -9,12 +9,13 @@ import threading
 
 from ca_jax.conversations import Conversation
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
-from ca_jax.session_kv import SessionKV
-from ca_jax.storage.records import EntryInfo
+from ca_jax.jobs import Job
+from ca_jax.session_kv import QueuedKV, SessionKV
+from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows
 
 
 class StoredSessions:
-    """Lists, pins and drops stored sessions. Any thread may call.
+    """Shows, pins and drops stored sessions. Any thread may call.
 
     Args:
       kv: the engine's.
@@ -29,6 +30,28 @@ class StoredSessions:
         """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
         with self._lock:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
+
+    def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
+        """What is stored of one session; None if nothing is, or it is another tenant's."""
+        with self._lock:
+            return next((info for info in self._kv.of_name(session_id) if info.tenant == tenant), None)
+
+    def blocks(self, session_id: str, *, tenant: str = "") -> tuple[BlockTiers, ...]:
+        """Where each block of a session is, in token order; none where nothing is stored."""
+        with self._lock:
+            info = self.find(session_id, tenant=tenant)
+            return () if info is None else self._kv.blocks(info.key)
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the queue of turns the store looks: what it fetches early, and evicts late."""
+        with self._lock:
+            return self._kv.windows
+
+    def queued(self, job: Job) -> QueuedKV | None:
+        """Of a turn that waits, where the KV is that it will load; None of a job that waits for none."""
+        with self._lock:
+            return self._kv.queued(job)
 
     def conversation(self, session_id: str, *, tenant: str = "") -> Conversation | None:
         """What is kept of a session beside its KV; None if there is nothing. Does not open it.

@@ -9,12 +9,14 @@ Not here: copies (async_saver), room (storage), when a turn ends (engine).
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
+from ca_jax.jobs import SaveTimes
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import Owner
 from ca_jax.storage.tickets import SaveTicket
@@ -61,6 +63,8 @@ class TurnSaver:
     ) -> None:
         self.key = key
         """Of the session, in the store."""
+        self.times = SaveTimes()
+        """When it was saved; for whoever shows that."""
         self._owner = owner
         self._store = store
         self._saver = saver
@@ -221,6 +225,7 @@ class TurnSaver:
 
     def _add(self, group: _Group, ticket: SaveTicket, part: Part) -> None:
         """Hands a part on. Where that breaks (no memory for it on the host) the saving of the turn is given up."""
+        self.times.begun_s = self.times.begun_s or time.perf_counter()
         try:
             self._saver.add(ticket, part)
         except Exception as error:

@@ -50,6 +50,7 @@ class WriteBuffer:
         self._group_tokens = group_tokens
         self._is_async = is_async
         self._turns: dict[str, TurnSaver] = {}
+        self._ending: dict[str, TurnSaver] = {}  # Of turns that ended, while what they submitted is being copied.
         self._held: dict[str, TurnSaver] = {}  # Of turns that ended before the store had room for all of their KV.
 
     @property
@@ -141,14 +142,20 @@ class WriteBuffer:
             saver.submit_held()
             if not saver.is_held:
                 self._close(saver)
-        for result in self._saver.poll(wait, key):
+        results = self._saver.poll(wait, key)
+        for result in results:
+            saved = result.ticket.key
             if result.error is None:
-                self._store.complete_save(result.ticket)
-                continue
-            self._store.abort_save(result.ticket)
-            self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
-            if result.ticket.key in self._turns:
-                self._turns[result.ticket.key].give_up()
+                if self._store.complete_save(result.ticket):
+                    self._note_published(saved, len(result.ticket.token_ids))
+            else:
+                self._store.abort_save(result.ticket)
+                self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
+                if saved in self._turns:
+                    self._turns[saved].give_up()
+        for saved in {result.ticket.key for result in results} & self._ending.keys():
+            if not self._saver.is_open(saved):
+                self._ending.pop(saved).times.ended = True
 
     def settle(self, key: str | None = None) -> None:
         """Has all saves of a session, or of all, published or given up, those included that wait for room."""
@@ -164,7 +171,17 @@ class WriteBuffer:
     def _held_bytes(self) -> int:
         return sum(saver.held_bytes for saver in self._turns.values())
 
+    def _note_published(self, key: str, num_tokens: int) -> None:
+        saver = self._turns.get(key) or self._ending.get(key)  # A session's next turn waits for its last one's saves.
+        if saver is not None:
+            saver.times.published_s = time.perf_counter()
+            saver.times.num_published += num_tokens
+
     def _close(self, saver: TurnSaver) -> None:
         self._held.pop(saver.key, None)
         self._store.unpin(saver.key)
         del self._turns[saver.key]
+        if self._saver.is_open(saver.key):
+            self._ending[saver.key] = saver
+        else:
+            saver.times.ended = True

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
-from ca_jax.server import openai_routes, session_routes
+from ca_jax.server import live_routes, openai_routes, page_routes, session_routes
 from ca_jax.server.bodies import UNSERVED
 from ca_jax.server.body_limit import BodyLimit
 from ca_jax.server.config import ServerConfig
@@ -74,6 +74,8 @@ def make_app(
     app.state.server = state
     app.include_router(openai_routes.ROUTES)
     app.include_router(session_routes.ROUTES)
+    app.include_router(live_routes.ROUTES)
+    app.include_router(page_routes.ROUTES)
     _add_plain_routes(app)
     _add_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)

@@ -21,6 +21,7 @@ from ca_jax.session import Session
 from ca_jax.storage.records import EntryInfo
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"])
+_TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
 @ROUTES.get("/sessions")
@@ -127,7 +128,9 @@ def _described(tenant: Tenant, name: str, session: Session | None, stored: Entry
     }
     if session is not None:
         dropped = session.num_dropped
+        said = next((message["content"] for message in session.messages if message["role"] == "user"), "")
         described |= {"num_tokens": len(session.token_ids), "num_dropped": dropped, "busy": session.is_busy}
+        described["title"] = said[:_TITLE_CHARS]
     if stored is not None:
         described["stored"] = {
             "tier": stored.residency.value,

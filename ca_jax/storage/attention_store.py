@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import numpy.typing as npt
 
+from ca_jax.storage.block_map import block_map
 from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.config import StoreConfig
@@ -36,7 +37,16 @@ from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
-from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Owner, Residency, StoreStats
+from ca_jax.storage.records import (
+    BlockTiers,
+    EntryInfo,
+    LookAheadWindows,
+    Lookup,
+    MissReason,
+    Owner,
+    Residency,
+    StoreStats,
+)
 from ca_jax.storage.returns import ReturnTimes
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_setup import open_ssd_books
@@ -195,6 +205,23 @@ class AttentionStore:
         self._check_open()
         return tuple(self._describe(entry) for entry in self._entries.of_name(session_id))
 
+    def blocks(self, key: str) -> tuple[BlockTiers, ...]:
+        """Where each block of a session is, in token order; none of a session that is not stored. Not a use."""
+        self._check_open()
+        entry = self._entries.get(key)
+        return () if entry is None else block_map(entry, self._layout.block_tokens)
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the job queue placement looks now."""
+        self._check_open()
+        return self._placement.windows
+
+    def queue_position(self, key: str) -> int | None:
+        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
+        self._check_open()
+        return self._placement.queue_position(key)
+
     def stats(self) -> StoreStats:
         """Sizes now, and counts since the store was made."""
         self._check_open()
@@ -205,6 +232,7 @@ class AttentionStore:
             used_bytes=capacity_bytes - free_bytes,
             free_bytes=free_bytes,
             num_sessions=len(self._entries),
+            num_dram_sessions=self._entries.num_in_dram,
             ssd=None if self._ssd is None else self._ssd.stats(),
             **dataclasses.asdict(self._counters),
         )

@@ -168,6 +168,11 @@ class EntryTable:
         return iter(self._entries.values())
 
     @property
+    def num_in_dram(self) -> int:
+        """Sessions that hold blocks of DRAM."""
+        return len(self._in_dram)
+
+    @property
     def num_on_ssd(self) -> int:
         """Sessions that are on SSD."""
         return len(self._on_ssd)

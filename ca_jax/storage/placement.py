@@ -24,9 +24,9 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import PLAIN
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, PrefetchPolicy, look_ahead_window
 from ca_jax.storage.quota import ChargedBlocks
-from ca_jax.storage.records import MissReason, Residency, SkipReason
+from ca_jax.storage.records import LookAheadWindows, MissReason, Residency, SkipReason
 from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_books import SsdBooks
 
@@ -66,6 +66,7 @@ class Placement:
         self._table = table
         self._blocks = dram_blocks
         self._ssd = ssd
+        self._looks_at_queue = not isinstance(policy, LruPolicy | FifoPolicy)
         self._policy = FreeingPolicy(policy, dram_blocks, self._evictable_blocks)
         self._counters = counters
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
@@ -154,6 +155,16 @@ class Placement:
         if self._ssd is None:
             return False
         return self._ssd.busy or any(map(_can_flush, filter(None, map(self._table.get, self._dirty))))
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the job queue it looks now."""
+        num_looked_at = len(self._look_ahead) if self._looks_at_queue else 0
+        return LookAheadWindows(prefetch_jobs=self._prefetch_window(), eviction_jobs=num_looked_at)
+
+    def queue_position(self, key: str) -> int | None:
+        """Where a session's next job stands among those that the windows count, 0 at the head; None: none waits."""
+        return self._look_ahead.position(key)
 
     @property
     def is_late(self) -> bool:
@@ -313,12 +324,10 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches <= 0 or not self._table.num_on_ssd:
             return
-        block_bytes = self._layout.block_bytes
-        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
         plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
             self._table.to_fetch(),
             self._table.in_dram(),
-            window_jobs=look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes),
+            window_jobs=self._prefetch_window(),
             free_blocks=self._blocks.num_free,
             reserve_blocks=self._reserve_blocks,
         )
@@ -329,6 +338,14 @@ class Placement:
         for entry in admitted:
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 self._fetch(entry)
+
+    def _prefetch_window(self) -> int:
+        """How many jobs from the queue's head on are fetched for."""
+        if self._ssd is None or not self._table.num_on_ssd:
+            return 0
+        block_bytes = self._layout.block_bytes
+        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
+        return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
 
     def _may_prefetch(self, entry: Entry) -> bool:
         """Whether nothing but room is against fetching a session early; its tenant's quota may be."""

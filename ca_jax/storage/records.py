@@ -142,6 +142,32 @@ class EntryInfo:
     """How long it lives after its last use, seconds; None: while room lasts."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockTiers:
+    """Where one block of a session is, and how many of its tokens."""
+
+    first_token: int
+    """The first of its tokens, counted from the first of the session that is stored."""
+    dram_tokens: int
+    """Its tokens in DRAM."""
+    ssd_tokens: int
+    """Of its tokens, those on SSD, durably."""
+    saving_tokens: int = 0
+    """Tokens behind those in DRAM whose save is not complete."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LookAheadWindows:
+    """How far placement looks over the job queue, in jobs from its head. A window may be longer than the queue."""
+
+    prefetch_jobs: int
+    """The look-ahead prefetch window: what these jobs need is fetched from SSD before they run. 0 while SSD is empty,
+    or there is none."""
+    eviction_jobs: int
+    """The look-ahead eviction window: what these jobs need leaves DRAM behind all else. All that wait, with a policy
+    that looks at the queue (`SchedulerAwarePolicy` says why); 0 with one that does not."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SsdStats:
     """The SSD tier: sizes now, and counts since the store was made."""
@@ -184,6 +210,8 @@ class StoreStats:
     """Bytes of free blocks."""
     num_sessions: int
     """Sessions stored or being stored, in any tier."""
+    num_dram_sessions: int
+    """Those of them with blocks of DRAM."""
     num_hits: int
     """Loads that were completed."""
     num_hits_from_ssd: int

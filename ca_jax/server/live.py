@@ -1,0 +1,411 @@
+"""What engine and store are doing at one moment, as one tenant may see it.
+
+    LiveSnapshot
+      tiers     DRAM and SSD: how full, sessions, evictions
+      moves     load, save, fetch, flush: how much so far, how fast as measured
+      running   jobs in decode slots       waiting   the job queue, and its two look-ahead windows
+      session   of one conversation: where each of its blocks is, and the timeline of its last turn
+
+Jobs of other tenants are counted and shown without a name. Everything is read by the engine's thread, between two
+steps; it costs what is shown, not what is stored.
+
+Not here: the routes (`live_routes`), the page (`page`), totals for Prometheus (`metrics`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+from ca_jax.engine import Engine
+from ca_jax.jobs import Job
+from ca_jax.rates import Rates, TransferRate
+from ca_jax.server.router import client_name, engine_name
+from ca_jax.session import Session
+from ca_jax.storage.records import StoreStats
+
+_MAX_WAITING = 64
+"""Most waiting jobs that are shown one by one: more cells than a row of them has room for say nothing more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveTier:
+    """One tier of the store."""
+
+    name: str
+    """`dram` or `ssd`."""
+    used_bytes: int
+    """Bytes of blocks held by sessions."""
+    capacity_bytes: int
+    """Bytes of all blocks."""
+    num_sessions: int
+    """Sessions in it."""
+    num_evictions: int
+    """Sessions evicted from it so far."""
+    num_hits: int
+    """Loads that were completed so far, of KV that had been here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveMove:
+    """One way on which KV moves."""
+
+    name: str
+    """`load`, `save`, `fetch` or `flush`."""
+    num_bytes: int
+    """Moved so far."""
+    num_moves: int
+    """How often so far."""
+    bytes_per_s: float | None
+    """How fast, by measured times; None while that is not known, or not measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveRunning:
+    """A job in a decode slot."""
+
+    slot: int
+    """Which."""
+    session_id: str | None
+    """Whose turn; None for another tenant's, or a chunk."""
+    is_own: bool
+    """Whether it is the viewer's tenant's."""
+    phase: str
+    """`prefill` or `decode`."""
+    num_tokens: int
+    """Of its context so far; 0 for another tenant's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveWaiting:
+    """A job that waits for a slot."""
+
+    session_id: str | None
+    """Whose turn; None for another tenant's, or a chunk."""
+    is_own: bool
+    """Whether it is the viewer's tenant's."""
+    num_tokens: int
+    """Of its prompt; 0 for another tenant's."""
+    residency: str
+    """Where the KV is that it will load: `dram`, `ssd`, `pending` or `absent`."""
+    in_prefetch_window: bool
+    """Whether its KV is fetched from SSD before it runs."""
+    in_eviction_window: bool
+    """Whether its KV leaves DRAM behind all that no job waits for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveQueue:
+    """The job queue."""
+
+    num_waiting: int
+    """Jobs in it."""
+    waiting: list[LiveWaiting]
+    """The first of them, in the order in which they would run."""
+    prefetch_window_jobs: int
+    """Length of the look-ahead prefetch window; it may be longer than the queue."""
+    eviction_window_jobs: int
+    """Length of the look-ahead eviction window."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveBlock:
+    """Where one block of the session's KV is."""
+
+    first_token: int
+    """The first of its tokens, counted from the session's first."""
+    dram_tokens: int
+    """Its tokens in DRAM."""
+    ssd_tokens: int
+    """Of its tokens, those on SSD."""
+    saving_tokens: int
+    """Tokens behind those in DRAM that are being saved."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveSpan:
+    """A phase of a turn, in seconds since it was submitted."""
+
+    name: str
+    """`queued`, `load`, `prefill`, `decode` or `save`."""
+    start_s: float
+    """When it began."""
+    end_s: float | None
+    """When it ended; None while it goes on. Of a save: when what was saved last could be read."""
+    busy_s: float
+    """Seconds of it that were spent on it, where others ran in between; else its length."""
+    stall_s: float = 0.0
+    """Of a load, seconds in which compute waited for it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveTurn:
+    """The session's last turn."""
+
+    phase: str
+    """`queued`, `prefill`, `decode`, `saving` or `done`; `failed` if it broke."""
+    prompt_tokens: int
+    """Tokens the answer is conditioned on."""
+    cached_tokens: int
+    """Of those, tokens whose KV was loaded."""
+    cached_tier: str
+    """Where that was when the turn was queued."""
+    completion_tokens: int
+    """Tokens generated so far."""
+    saved_tokens: int
+    """Tokens whose KV this turn has brought to the store so far."""
+    ttft_s: float | None
+    """Seconds from submission to the first token; None before it."""
+    age_s: float
+    """Seconds since submission, until it ended; its save may take longer."""
+    spans: list[LiveSpan]
+    """What it did when."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveSession:
+    """The conversation that was asked for."""
+
+    session_id: str
+    """Its name."""
+    num_tokens: int
+    """Of the conversation; 0 where it is not open."""
+    residency: str
+    """Where its KV is: `dram`, `ssd`, `pending` or `absent`."""
+    is_running: bool
+    """Whether a turn of it waits or runs."""
+    dram_tokens: int
+    """Tokens whose KV is in DRAM, readable."""
+    dram_blocks: int
+    """Blocks of DRAM held, those of unfinished saves included."""
+    dram_bytes: int
+    """Bytes of these."""
+    ssd_tokens: int
+    """Tokens whose KV is on SSD."""
+    ssd_bytes: int
+    """Bytes of its blocks there."""
+    block_tokens: int
+    """Tokens in a block."""
+    blocks: list[LiveBlock]
+    """Each block, in token order."""
+    turn: LiveTurn | None
+    """Its last turn, since it was opened."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveSnapshot:
+    """One moment."""
+
+    at_s: float
+    """When, on a clock of the server's own."""
+    num_slots: int
+    """Decode slots."""
+    running: list[LiveRunning]
+    """Jobs in them, by slot."""
+    queue: LiveQueue
+    """Jobs that wait."""
+    tiers: list[LiveTier]
+    """DRAM, and SSD where there is one."""
+    moves: list[LiveMove]
+    """Ways between device, DRAM and SSD."""
+    misses: dict[str, int]
+    """Loads that served nothing so far, by reason, but for reasons that there were none of."""
+    session: LiveSession | None
+    """The conversation asked for; None if none was, or it is not known."""
+
+
+def read_live(engine: Engine, tenant: str, session_id: str | None = None) -> LiveSnapshot:
+    """What a tenant may see now. For the engine's thread; does not wait.
+
+    Args:
+      engine: whose.
+      tenant: the engine's name of who looks.
+      session_id: the client's name of the conversation that is looked at more closely.
+    """
+    stats = engine.store_stats()
+    running, waiting = engine.jobs
+    return LiveSnapshot(
+        at_s=time.perf_counter(),
+        num_slots=engine.config.max_batch_size,
+        running=[_running(job, tenant) for job in running],
+        queue=_queue(engine, waiting, tenant),
+        tiers=list(_tiers(stats)),
+        moves=list(_moves(stats, engine.rates)),
+        misses={str(reason): count for reason, count in stats.misses.items() if count},
+        session=None if session_id is None else _session(engine, tenant, session_id),
+    )
+
+
+def _tiers(stats: StoreStats) -> Iterator[LiveTier]:
+    yield LiveTier(
+        name="dram",
+        used_bytes=stats.used_bytes,
+        capacity_bytes=stats.capacity_bytes,
+        num_sessions=stats.num_dram_sessions,
+        num_evictions=stats.num_evictions,
+        num_hits=stats.num_hits - stats.num_hits_from_ssd,
+    )
+    if stats.ssd is not None:
+        yield LiveTier(
+            name="ssd",
+            used_bytes=stats.ssd.used_bytes,
+            capacity_bytes=stats.ssd.capacity_bytes,
+            num_sessions=stats.ssd.num_sessions,
+            num_evictions=stats.ssd.num_evictions,
+            num_hits=stats.num_hits_from_ssd,
+        )
+
+
+def _moves(stats: StoreStats, rates: Rates | None) -> Iterator[LiveMove]:
+    ssd = stats.ssd
+    told = [("load", stats.loaded_bytes, stats.num_hits), ("save", stats.saved_bytes, stats.num_saves)]
+    if ssd is not None:
+        told += [("fetch", ssd.fetched_bytes, ssd.num_fetches), ("flush", ssd.flushed_bytes, ssd.num_flushes)]
+    for name, num_bytes, num_moves in told:
+        yield LiveMove(
+            name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=_speed(rates, name, num_bytes, num_moves)
+        )
+
+
+def _speed(rates: Rates | None, name: str, num_bytes: int, num_moves: int) -> float | None:
+    """How fast as much as was moved on average moves; of loads and saves, which go layer by layer, a layer of that."""
+    rate: TransferRate | None = getattr(rates, name, None)
+    if rates is None or rate is None or not num_bytes:
+        return None
+    each = num_bytes / num_moves / (1 if name == "fetch" else rates.num_layers)
+    seconds = rate.seconds(each)
+    return each / seconds if seconds else None
+
+
+def _running(job: Job, tenant: str) -> LiveRunning:
+    is_own = _tenant_of(job) == tenant
+    return LiveRunning(
+        slot=job.slot or 0,
+        session_id=_name_of(job, tenant),
+        is_own=is_own,
+        phase="decode" if job.output_ids else "prefill",
+        num_tokens=job.num_tokens if is_own else 0,
+    )
+
+
+def _queue(engine: Engine, jobs: tuple[Job, ...], tenant: str) -> LiveQueue:
+    windows = engine.stored.windows
+    waiting = []
+    for job in jobs[:_MAX_WAITING]:
+        is_own, kv = _tenant_of(job) == tenant, engine.stored.queued(job)
+        position = None if kv is None else kv.position
+        waiting.append(
+            LiveWaiting(
+                session_id=_name_of(job, tenant),
+                is_own=is_own,
+                num_tokens=job.num_tokens if is_own else 0,
+                residency="absent" if kv is None else kv.residency.value,
+                in_prefetch_window=position is not None and position < windows.prefetch_jobs,
+                in_eviction_window=position is not None and position < windows.eviction_jobs,
+            )
+        )
+    return LiveQueue(
+        num_waiting=len(jobs),
+        waiting=waiting,
+        prefetch_window_jobs=windows.prefetch_jobs,
+        eviction_window_jobs=windows.eviction_jobs,
+    )
+
+
+def _session(engine: Engine, tenant: str, session_id: str) -> LiveSession | None:
+    name = engine_name(tenant, session_id)
+    opened = engine.opened(name, tenant=tenant)
+    stored = engine.stored.find(name, tenant=tenant)
+    if opened is None and stored is None:
+        return None
+    blocks = engine.stored.blocks(name, tenant=tenant)
+    num_slid = 0 if opened is None else opened.conversation.num_slid
+    return LiveSession(
+        session_id=session_id,
+        num_tokens=0 if opened is None else len(opened.token_ids),
+        residency="absent" if stored is None else stored.residency.value,
+        is_running=opened is not None and opened.is_busy,
+        dram_tokens=sum(block.dram_tokens for block in blocks),
+        dram_blocks=0 if stored is None else stored.num_blocks,
+        dram_bytes=0 if stored is None else stored.num_bytes,
+        ssd_tokens=0 if stored is None else stored.ssd_tokens,
+        ssd_bytes=0 if stored is None else stored.ssd_bytes,
+        block_tokens=engine.config.store.block_tokens,
+        blocks=[
+            LiveBlock(
+                first_token=num_slid + block.first_token,
+                dram_tokens=block.dram_tokens,
+                ssd_tokens=block.ssd_tokens,
+                saving_tokens=block.saving_tokens,
+            )
+            for block in blocks
+        ],
+        turn=None if opened is None else _turn(opened),
+    )
+
+
+def _turn(session: Session) -> LiveTurn | None:
+    job = session.job
+    if job is None:
+        return None
+    saves = job.save_times
+    is_saving = saves is not None and not saves.ended
+    phase = "done" if not is_saving else "saving"
+    if job.error is not None:
+        phase = "failed"
+    elif not job.done:
+        phase = "decode" if job.output_ids else "prefill" if job.started_s else "queued"
+    ended_s = job.finished_s if job.done else time.perf_counter()
+    return LiveTurn(
+        phase=phase,
+        prompt_tokens=job.num_prompt_tokens,
+        cached_tokens=len(job.slid_ids) + job.cached_tokens,
+        cached_tier=job.cached_tier,
+        completion_tokens=len(job.output_ids),
+        saved_tokens=0 if saves is None else saves.num_published,
+        ttft_s=_rounded(job.first_token_s - job.submitted_s) if job.first_token_s else None,
+        age_s=_rounded(max(ended_s - job.submitted_s, 0.0)),
+        spans=list(_spans(job)),
+    )
+
+
+def _spans(job: Job) -> Iterator[LiveSpan]:
+    """What happened so far, in the order in which it began, but that a save goes last."""
+    ended_s = job.finished_s or None  # Of a job that was given up before a phase ended, that phase's end too.
+
+    def span(name: str, start_s: float, end_s: float | None, busy_s: float | None = None, stall_s: float = 0.0):
+        length_s = (time.perf_counter() if end_s is None else end_s) - start_s
+        return LiveSpan(
+            name=name,
+            start_s=_rounded(start_s - job.submitted_s),
+            end_s=None if end_s is None else _rounded(end_s - job.submitted_s),
+            busy_s=_rounded(length_s if busy_s is None else busy_s),
+            stall_s=_rounded(stall_s),
+        )
+
+    yield span("queued", job.submitted_s, job.started_s or ended_s)
+    if job.load_span_s is not None:
+        yield span("load", *job.load_span_s, job.load_s, job.load_stall_s)
+    if job.started_s:
+        yield span("prefill", job.started_s, job.first_token_s or ended_s, job.prefill_s or None)
+    if job.first_token_s:
+        yield span("decode", job.first_token_s, ended_s)
+    saves = job.save_times
+    if saves is not None and saves.begun_s:
+        yield span("save", saves.begun_s, (saves.published_s or saves.begun_s) if saves.ended else None)
+
+
+def _tenant_of(job: Job) -> str:
+    return job.tenant if job.session is None else job.session.tenant
+
+
+def _name_of(job: Job, tenant: str) -> str | None:
+    if job.session is None or job.session.tenant != tenant:
+        return None
+    return client_name(tenant, job.session.session_id)
+
+
+def _rounded(seconds: float) -> float:
+    """To the microsecond: beyond that there is nothing to tell, and much to send."""
+    return round(seconds, 6)

@@ -1,0 +1,209 @@
+// One conversation at a time: what is shown of it, what is sent, the answer as it comes. Not here: the store's panels.
+
+import { Failure, ask, askJson, events } from "./api.js";
+import { byId, make } from "./dom.js";
+import { many, milliseconds } from "./format.js";
+
+const NAMES = { user: "You", assistant: "Model", system: "System" };
+const BUSY_TRIES = 10; // While a turn that was stopped still ends.
+const BUSY_PAUSE_MS = 150;
+const SPOKEN = /[.!?:\n]\s*$/; // Readers of the screen are told whole sentences.
+
+export class Chat {
+  sessionId = null;
+  #model = null;
+  #messages = []; // What was said, in full: what a session that is gone is begun anew with.
+  #asking = null; // The AbortController of the answer that comes.
+  #on;
+
+  // on: { session(id), ended(), unauthorized() }
+  constructor(on) {
+    this.#on = on;
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    byId("message").addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      event.preventDefault();
+      this.send();
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !byId("key-dialog").open) this.stop();
+    });
+    byId("stop").addEventListener("click", () => this.stop());
+  }
+
+  set model(name) {
+    this.#model = name;
+  }
+
+  get title() {
+    return this.#messages.find((message) => message.role === "user")?.content ?? "";
+  }
+
+  // Shows a conversation of the server, or none: a new one.
+  async open(sessionId) {
+    this.stop();
+    this.#fail(null);
+    const shown = sessionId ? await askJson(`/v1/sessions/${encodeURIComponent(sessionId)}`) : null;
+    this.sessionId = sessionId;
+    this.#messages = shown?.messages ?? [];
+    byId("messages").replaceChildren(...this.#messages.map((message) => shownMessage(message).item));
+    byId("empty").hidden = this.#messages.length > 0;
+    byId("system").disabled = sessionId !== null;
+    this.#scroll(true);
+    this.#on.session(sessionId);
+  }
+
+  stop() {
+    this.#asking?.abort();
+  }
+
+  async send() {
+    const box = byId("message");
+    const text = box.value;
+    if (!text.trim() || this.#asking) return;
+    this.#fail(null);
+    const asking = (this.#asking = new AbortController());
+    this.#setBusy(true);
+    const added = [];
+    const system = byId("system").value.trim();
+    if (!this.#messages.length && system) added.push({ role: "system", content: system });
+    added.push({ role: "user", content: text });
+    const shown = added.map(shownMessage);
+    const answer = shownMessage({ role: "assistant", content: "" });
+    answer.item.classList.add("typing");
+    byId("messages").append(...shown.map((each) => each.item), answer.item);
+    byId("empty").hidden = true;
+    box.value = "";
+    this.#scroll(true);
+    let failure = null;
+    try {
+      const response = await this.#ask([...added], asking.signal);
+      await this.#read(response, answer);
+    } catch (error) {
+      failure = error;
+    }
+    if (this.#asking === asking) this.#asking = null;
+    this.#setBusy(false);
+    answer.item.classList.remove("typing");
+    const stopped = failure?.name === "AbortError";
+    if (answer.said || !failure) {
+      this.#messages.push(...added, { role: "assistant", content: answer.said });
+      if (stopped) answer.about.textContent = "stopped";
+    } else {
+      for (const each of [...shown, answer]) each.item.remove(); // Nothing came of it: it is to be sent again.
+      byId("empty").hidden = this.#messages.length > 0;
+      if (!box.value) box.value = text;
+    }
+    if (failure && !stopped) this.#fail(failure);
+    this.#scroll(false);
+    box.focus();
+    this.#on.ended();
+  }
+
+  // The answer's stream; where the session is gone, of a new one that begins with all that was said.
+  async #ask(added, signal) {
+    const body = {
+      model: this.#model,
+      messages: this.sessionId ? added : [...this.#messages, ...added],
+      stream: true,
+      stream_options: { include_usage: true },
+      temperature: byId("temperature").valueAsNumber || 0,
+      max_tokens: byId("max-tokens").valueAsNumber || 256,
+    };
+    for (let attempt = 1; ; attempt++) {
+      if (this.sessionId) body.session_id = this.sessionId;
+      try {
+        return await ask("/v1/chat/completions", { method: "POST", body, signal });
+      } catch (error) {
+        if (!(error instanceof Failure)) throw error;
+        if (error.code === "session_not_found" && body.session_id) {
+          this.sessionId = null;
+          delete body.session_id;
+          body.messages = [...this.#messages, ...added];
+        } else if (error.code === "session_busy" && attempt < BUSY_TRIES) {
+          await new Promise((done) => setTimeout(done, BUSY_PAUSE_MS));
+        } else throw error;
+      }
+    }
+  }
+
+  async #read(response, answer) {
+    let unspoken = "";
+    const speak = () => {
+      if (unspoken.trim()) byId("said").append(make("p", {}, unspoken));
+      unspoken = "";
+    };
+    byId("said").replaceChildren();
+    for await (const data of events(response)) {
+      if (data === "[DONE]") break;
+      const chunk = JSON.parse(data);
+      if (chunk.error)
+        throw new Failure(chunk.error.type === "server_error" ? 500 : 400, chunk.error.message, chunk.error.code);
+      if (chunk.session_id && chunk.session_id !== this.sessionId) {
+        this.sessionId = chunk.session_id;
+        byId("system").disabled = true;
+        this.#on.session(chunk.session_id);
+      }
+      const piece = chunk.choices[0]?.delta.content;
+      if (piece) {
+        const follows = this.#isAtEnd();
+        answer.said += piece;
+        answer.text.append(piece);
+        unspoken += piece;
+        if (unspoken.length > 60 && SPOKEN.test(unspoken)) speak();
+        if (follows) this.#scroll(true);
+      }
+      if (chunk.usage) answer.about.replaceChildren(...aboutUsage(chunk.usage));
+    }
+    speak();
+  }
+
+  #fail(error) {
+    const shown = byId("error");
+    shown.hidden = !error;
+    shown.textContent = error ? (error.told ?? `The page met an error: ${error.message}`) : "";
+    if (error?.status === 401) this.#on.unauthorized();
+  }
+
+  #setBusy(isBusy) {
+    byId("stop").hidden = !isBusy;
+    byId("send").disabled = isBusy;
+    byId("log").setAttribute("aria-busy", String(isBusy));
+  }
+
+  #isAtEnd() {
+    const log = byId("log");
+    return log.scrollHeight - log.scrollTop - log.clientHeight < 60;
+  }
+
+  #scroll(always) {
+    const log = byId("log");
+    if (always || this.#isAtEnd()) log.scrollTop = log.scrollHeight;
+  }
+}
+
+function shownMessage({ role, content }) {
+  const text = make("div", { className: "text" }, content);
+  const about = make("p", { className: "about" });
+  const item = make("li", { className: role }, make("p", { className: "who" }, NAMES[role] ?? role), text, about);
+  return { item, text, about, said: content };
+}
+
+function aboutUsage(usage) {
+  const took = usage.ca_jax;
+  const cached = usage.prompt_tokens_details.cached_tokens;
+  const tier = Object.keys(took.cached_tokens).find((name) => took.cached_tokens[name]) ?? "";
+  const speed = took.decode_s > 0 ? ` · ${((usage.completion_tokens - 1) / took.decode_s).toFixed(1)} tokens/s` : "";
+  const where = tier ? ` from ${tier.toUpperCase()}` : "";
+  return [
+    "first token ",
+    make("b", {}, milliseconds(took.ttft_s)),
+    speed,
+    " · ",
+    make("b", {}, `${cached} of ${usage.prompt_tokens}`),
+    ` prompt tokens${where} · ${many(usage.completion_tokens, "token")}`,
+  ];
+}

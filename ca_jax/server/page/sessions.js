@@ -1,0 +1,72 @@
+// The list of the tenant's conversations. Not here: the one that is shown.
+
+import { askJson } from "./api.js";
+import { byId, make, painter } from "./dom.js";
+import { many, shortName } from "./format.js";
+
+const MOST = 200;
+const TITLES = "ca_jax.titles";
+
+export class Sessions {
+  #current = null;
+  #listed = [];
+  #onOpen;
+  #titles = JSON.parse(sessionStorage.getItem(TITLES) ?? "{}");
+  #list = painter(byId("sessions"), (...shown) => this.#items(...shown));
+
+  constructor(onOpen) {
+    this.#onOpen = onOpen;
+  }
+
+  set current(sessionId) {
+    this.#current = sessionId;
+    this.#paint();
+  }
+
+  // Remembers what a conversation is about, by what was said first in it.
+  name(sessionId, title) {
+    if (!sessionId || !title || this.#titles[sessionId] === title) return;
+    this.#titles[sessionId] = title.slice(0, 80);
+    sessionStorage.setItem(TITLES, JSON.stringify(this.#titles));
+    this.#paint();
+  }
+
+  async refresh() {
+    const { data } = await askJson(`/v1/sessions?limit=${MOST}`);
+    this.#listed = data.filter((session) => session.num_tokens || session.id === this.#current);
+    this.#paint();
+  }
+
+  #paint() {
+    const focused = document.activeElement?.dataset?.session;
+    const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
+    this.#list(named.reverse(), this.#current);
+    if (focused)
+      byId("sessions")
+        .querySelector(`[data-session="${CSS.escape(focused)}"]`)
+        ?.focus();
+  }
+
+  #items(listed, current) {
+    return listed.map((session) => {
+      const stored = session.stored;
+      const where = stored
+        ? [stored.tier === "dram" && "DRAM", stored.ssd_tokens && "SSD"].filter(Boolean).join(" + ")
+        : "not stored";
+      const title = session.title || shortName(session.id);
+      const button = make(
+        "button",
+        {
+          type: "button",
+          title: session.id,
+          "aria-current": session.id === current && "true",
+          "data-session": session.id,
+        },
+        make("span", {}, title),
+        make("span", { className: "about" }, `${many(session.num_tokens, "token")} · ${where || stored.tier}`),
+      );
+      button.addEventListener("click", () => this.#onOpen(session.id));
+      return make("li", {}, button);
+    });
+  }
+}

@@ -1,0 +1,339 @@
+"""The page, in a browser: it chats with the real server and shows what that says of itself."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+from urllib.parse import urlsplit
+
+import pytest
+
+from ca_jax.server.tenants import Tenants
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit, server_kit
+from tests.server_kit import MODEL, chat, text_of, user
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="wants playwright to drive a browser, which is not there")
+
+CHROMIUM = os.environ.get("CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+)
+ARGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+]
+WAIT_MS = 30_000
+MARKUP = '<img src=x onerror="document.title=1"><b>bold</b>&amp;<script>document.title=1</script>'
+CONTRASTS = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility()) continue;
+    if (element.closest("svg, :disabled, .unseen")) continue;
+    let ground = element, colour = [];
+    while (ground && !(colour = parse(getComputedStyle(ground).backgroundColor), colour.length === 3)) {
+      if (getComputedStyle(ground).backgroundImage !== "none" || colour[3] > 0) break;
+      ground = ground.parentElement;
+    }
+    if (!ground || colour.length !== 3) continue; // Patterns and mixed colours: looked at by eye.
+    const [a, b] = [light(parse(getComputedStyle(element).color)), light(colour)].sort((x, y) => y - x);
+    found.push([(a + 0.05) / (b + 0.05), walker.currentNode.data]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    store = StoreConfig(
+        dram_gib=0.02,
+        block_tokens=engine_kit.BLOCK_TOKENS,
+        ssd_dir=str(tmp_path_factory.mktemp("ssd")),
+        ssd_gib=0.1,
+    )
+    with server_kit.running(store=store) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("wants chromium, found none on the path (CHROMIUM names one)")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages; says afterwards that none of them asked elsewhere or complained of anything but `expected`."""
+    asked, complaints, expected = [], [], []
+    with contextlib.ExitStack() as stack:
+
+        def opened(url, *, may_complain=(), **options):
+            expected.extend(may_complain)
+            context = browser.new_context(**options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(WAIT_MS)
+            page.on("request", lambda request: asked.append((urlsplit(url).netloc, request.url)))
+            page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(url)
+            return page
+
+        yield opened
+    assert [wanted for host, wanted in asked if urlsplit(wanted).netloc != host] == []
+    assert [text for text in complaints if not any(part in text for part in expected)] == []
+
+
+@pytest.fixture
+def page(server, open_page):
+    page = open_page(server.url)
+    is_live(page)
+    return page
+
+
+def is_live(page):
+    page.locator("#status[data-state=live]").wait_for()
+    page.locator("#model", has_text=MODEL).wait_for()
+
+
+def say(page, text, max_tokens=None):
+    """Sends a message by the keyboard alone and waits for the answer to end."""
+    if max_tokens is not None:
+        page.evaluate("(count) => (document.getElementById('max-tokens').value = count)", max_tokens)
+    page.locator("#message").focus()
+    page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    page.locator("#messages > .assistant:last-child:not(.typing)").wait_for()
+    return page.locator("#messages > .assistant:last-child .text").text_content()
+
+
+def settled(server, page):
+    """The server's own account of the page's session, once the page has shown it."""
+    server.engine.wait_for_saves()
+    session_id = page.evaluate("decodeURIComponent(location.hash.slice(1))")
+    with server.http() as http:
+        told = http.get("/live", params={"once": "true", "session_id": session_id}).json()
+    page.locator("#turn-phase", has_text="done").wait_for()
+    return told
+
+
+def test_a_conversation_by_keyboard_is_the_apis_and_its_second_turn_comes_from_the_cache(server, page):
+    first = say(page, "Tell me about tides.", 12)
+    second = say(page, "And in harbours?")
+    alone = server.client()
+    begun = chat(alone, [user("Tell me about tides.")], max_tokens=12)
+    more = chat(alone, [user("And in harbours?")], max_tokens=12, extra_body={"session_id": begun.session_id})
+    assert [first, second] == [text_of(begun), text_of(more)]
+    cached = more.usage.prompt_tokens_details.cached_tokens
+    shown = f"{cached} of {more.usage.prompt_tokens}"
+    assert cached > 0
+    assert shown in page.locator("#messages > .assistant:last-child .about").text_content()
+    page.locator("#turn-cached", has_text=shown).wait_for()
+
+
+def test_the_panels_show_what_the_server_tells(server, page):
+    say(page, "What is in the tiers now?", 12)
+    say(page, "And now?")
+    told = settled(server, page)
+    shown_bytes = {
+        tier["name"]: page.evaluate("async (n) => (await import('/page/format.js')).bytes(n)", tier["used_bytes"])
+        for tier in told["tiers"]
+    }
+    for tier in told["tiers"]:
+        row = page.locator(f"[data-tier={tier['name']}]")
+        row.locator(".used", has_text=shown_bytes[tier["name"]]).wait_for()
+        assert row.locator(".sessions").text_content().startswith(f"{tier['num_sessions']} session")
+        meter = row.get_by_role("meter")
+        share = 100 * tier["used_bytes"] / tier["capacity_bytes"]
+        assert float(meter.get_attribute("aria-valuenow")) == pytest.approx(share, abs=0.06)
+    session = told["session"]
+    page.locator("[data-tokens=SSD]", has_text=f"{session['ssd_tokens']} tokens").wait_for()
+    assert page.locator("[data-tokens=DRAM]").text_content() == f"{session['dram_tokens']} tokens"
+    titles = page.locator("#blocks .map title").all_text_contents()
+    assert len(titles) == len(session["blocks"])
+    assert titles[0] == f"tokens 0 to 15: {engine_kit.BLOCK_TOKENS} in DRAM, {engine_kit.BLOCK_TOKENS} on SSD"
+    for span in session["turn"]["spans"]:
+        length = page.evaluate(
+            "async (s) => (await import('/page/format.js')).milliseconds(s)", span["end_s"] - span["start_s"]
+        )
+        assert page.locator(f"[data-span={span['name']}]").text_content().startswith(length)
+
+
+def test_a_queue_is_drawn_with_its_windows(server, page):
+    """The engine holds still while the page is drawn: it is shown a snapshot as the server would send it."""
+    waiting = {"session_id": "s", "is_own": True, "num_tokens": 9, "residency": "ssd"}
+    windows = {"in_prefetch_window": True, "in_eviction_window": True}
+    jobs = [waiting | windows, waiting | windows | {"is_own": False, "session_id": None, "residency": "dram"}]
+    jobs += [waiting | windows | {"in_prefetch_window": False, "residency": each} for each in ("pending", "absent")]
+    with server.http() as http:
+        told = http.get("/live", params={"once": "true"}).json()
+    told["queue"] = {"num_waiting": 4, "waiting": jobs, "prefetch_window_jobs": 2, "eviction_window_jobs": 4}
+    told["running"] = [
+        {"slot": 1, "session_id": None, "is_own": False, "phase": "decode", "num_tokens": 0},
+        {"slot": 2, "session_id": "s", "is_own": True, "phase": "prefill", "num_tokens": 77},
+    ]
+    events = f"data: {json.dumps(told)}\n\n"
+    page.route("**/live?*", lambda route: route.fulfill(body=events, content_type="text/event-stream"))
+    page.reload()
+    page.locator("#queue .job").nth(3).wait_for()
+    assert page.locator("#queue .cells > .job").all_text_contents() == ["S", "D", "…", "\N{EN DASH}"]
+    widths = [page.locator(f"#queue .bracket.{name}").bounding_box()["width"] for name in ("prefetch", "eviction")]
+    cells = [page.locator("#queue .cells > .job").nth(i).bounding_box() for i in range(4)]
+    ends = [cells[last]["x"] + cells[last]["width"] - cells[0]["x"] for last in (1, 3)]
+    assert widths == pytest.approx(ends)
+    assert "another tenant" in page.locator("#queue .job.foreign").first.get_attribute("title")
+    assert page.locator("#tiers .slot").nth(1).text_content() == "decode other"
+    assert page.locator("#tiers .slot").nth(2).text_content() == "prefill 77"
+
+
+@contextlib.contextmanager
+def held_after(engine, num_steps):
+    """Has the engine stand still after so many steps, until the block ends."""
+    step, steps, released = engine.step, threading.Semaphore(num_steps), threading.Event()
+
+    def held():
+        if not steps.acquire(blocking=False):
+            released.wait(server_kit.DEADLINE_S)
+        return step()
+
+    engine.step = held
+    try:
+        yield
+    finally:
+        released.set()
+        del engine.step
+
+
+def test_escape_stops_an_answer_and_the_conversation_goes_on(server, page):
+    page.evaluate("document.getElementById('max-tokens').value = 300")
+    before = server.engine.metrics.cancelled
+    with held_after(server.engine, 12):
+        page.locator("#message").fill("A long story")
+        page.locator("#message").press("Enter")
+        page.locator(".typing .text").filter(has_text=re.compile(".")).wait_for()
+        page.keyboard.press("Escape")
+        page.locator(".assistant .about", has_text="stopped").wait_for()
+        server.wait_until(lambda: not server.service.num_requests)
+    server.wait_until(lambda: server.engine.metrics.cancelled == before + 1)
+    assert page.locator("#stop").is_hidden()
+    assert say(page, "Go on.", 6)
+    assert page.locator("#messages > li").count() == 4
+
+
+def test_what_is_said_is_shown_as_text_never_read_as_html(server, page):
+    said = [user(MARKUP), {"role": "assistant", "content": MARKUP}, user("more")]
+    session_id = chat(server.client(), said, max_tokens=4).session_id
+    page.locator(f"[data-session='{session_id}']").click()
+    page.locator("#messages > li").nth(3).wait_for()
+    assert page.locator("#messages .text").all_text_contents()[:2] == [MARKUP] * 2
+    delta = {"choices": [{"index": 0, "delta": {"content": MARKUP}}], "session_id": MARKUP}
+    stream = f"data: {json.dumps(delta)}\n\ndata: [DONE]\n\n"
+    page.locator("#new").click()
+    page.route("**/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+    assert say(page, MARKUP) == MARKUP
+    assert page.locator("main :is(b, script, img)").filter(has_text="bold").count() == 0
+    assert page.locator("main :is(script, img)").count() == 0
+    assert page.title() == f"ca_jax · {MODEL}"
+
+
+def test_a_chat_that_is_gone_on_with_after_a_reload_or_switched_to(server, page):
+    first = say(page, "Remember the number four.", 6)
+    page.reload()
+    is_live(page)
+    page.locator("#messages .user .text", has_text="Remember the number four.").wait_for()
+    page.locator("#new").press("Enter")
+    assert page.locator("#messages > li").count() == 0
+    page.locator("summary").click()
+    page.locator("#system").fill("Be brief.")
+    say(page, "Another chat.", 6)
+    assert page.locator("#messages .system .text").text_content() == "Be brief."
+    page.locator("#sessions button", has_text="Remember the number").first.press("Enter")
+    page.locator("#messages .user .text", has_text="Remember the number four.").wait_for()
+    assert page.locator("#messages .assistant .text").text_content() == first
+
+
+def test_a_server_that_is_busy_says_when_to_come_again(server, open_page):
+    page = open_page(server.url, may_complain=["429"])
+    is_live(page)
+    error = {"error": {"message": "the server is busy", "type": "rate_limit_error", "param": None, "code": None}}
+    page.route(
+        "**/completions", lambda route: route.fulfill(status=429, headers={"Retry-After": "7"}, body=json.dumps(error))
+    )
+    page.locator("#message").fill("Anybody?")
+    page.locator("#message").press("Enter")
+    page.get_by_role("alert").filter(has_text="The server is busy. Try again in 7 s.").wait_for()
+    assert page.locator("#message").input_value() == "Anybody?"  # To be sent again.
+    assert page.locator("#messages > li").count() == 0
+    page.unroute("**/completions")
+    assert say(page, "", 4)
+    assert page.get_by_role("alert").count() == 0
+
+
+def test_a_server_that_asks_for_keys_gets_one(tmp_path, open_page):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[ann]\nkeys = ["a long secret"]\n')
+    with server_kit.running(Tenants.read(keys)) as server:
+        page = open_page(server.url, may_complain=["401"])
+        page.locator("#key-dialog[open]").wait_for()
+        page.keyboard.type("a wrong one")
+        page.keyboard.press("Enter")
+        page.locator("#key-why", has_text="does not know").wait_for()
+        page.locator("#key").fill("a long secret")
+        page.keyboard.press("Enter")
+        is_live(page)
+        assert say(page, "Hello", 4)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_both_schemes_and_fits_a_phone(server, open_page, scheme):
+    page = open_page(server.url, color_scheme=scheme, reduced_motion="reduce")
+    is_live(page)
+    say(page, "Some text to read", 6)
+    page.locator("#turn .track").first.wait_for()
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 40
+    assert [(ratio, text) for ratio, text in contrasts if ratio < 4.5] == []  # WCAG AA.
+    assert page.evaluate("document.getAnimations().length") == 0
+    page.set_viewport_size({"width": 360, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.locator("aside").bounding_box()["y"] > page.locator(".chat").bounding_box()["y"]
+
+
+def test_the_tab_key_reaches_everything_and_shows_where_it_is(server, page):
+    say(page, "Something to show", 6)
+    page.locator("#turn .track").first.wait_for()
+    page.locator("summary").click()
+    name_of = "(each) => each.id || each.dataset.session || each.name || each.textContent.trim()"
+    wanted = page.evaluate(
+        f"""() => [...document.querySelectorAll("a[href], button, input, textarea, summary, [tabindex='0']")]
+          .filter((each) => each.checkVisibility() && !each.disabled).map({name_of})"""
+    )
+    page.evaluate("document.activeElement.blur()")
+    reached, unmarked = set(), set()
+    for _ in range(len(wanted) + 2):
+        page.keyboard.press("Tab")
+        stop, outline = page.evaluate(
+            f"""() => {{
+              const at = document.activeElement;
+              const shown = at.type === "radio" ? at.nextElementSibling : at;
+              return [({name_of})(at), parseFloat(getComputedStyle(shown).outlineWidth)];
+            }}"""
+        )
+        reached.add(stop)
+        unmarked |= {stop} if outline < 2 and stop in wanted else set()
+    assert set(wanted) - reached == set()
+    assert unmarked == set()
+    assert len(wanted) >= 12
