@@ -731,7 +731,7 @@ def test_a_check_tells_what_is_wrong(tmp_path):
         problems = catalog.integrity_check()
         assert {problem.key for problem in problems} == {None, *map(key_of, (1, 2, 3, 6, 100))}
         assert any("found 1 of others" in problem.found for problem in problems)
-        assert any("block 7000 for itself" in problem.found for problem in problems)
+        assert any("wanted block 7000" in problem.found for problem in problems)
         catalog.forget(map(key_of, (1, 2, 3, 6, 100)))
         catalog.compact()
         assert catalog.integrity_check() == ()
