@@ -72,7 +72,7 @@ def store_config(default: StoreConfig | None = None, *, flag_values: flags.FlagV
     values: dict[str, Any] = {name: flag_values[name].value for name in (*_NUMBERS, *_TEXTS)}
     if values["ssd_dir"] is not None:
         values["ssd_dir"] = os.path.expanduser(values["ssd_dir"])
-    values["tenant_quotas"] = tuple(map(_quota, flag_values["tenant_quotas"].value))
+    values["tenant_quotas"] = tuple(_quota(text) for text in flag_values["tenant_quotas"].value or ())
     return dataclasses.replace(default or StoreConfig(), **values)
 
 
