@@ -466,7 +466,8 @@ class SessionKV:
             return
         source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
         if source is not None:
-            self._store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session))
+            num_dropped = session.conversation.kv_lineage
+            self._store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
 
     def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:
         stats = self._store.stats()

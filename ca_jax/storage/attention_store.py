@@ -482,10 +482,12 @@ class AttentionStore:
         self._check_open()
         self._desk.abort_load(ticket, reason)
 
-    def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
+    def copy_prefix(
+        self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None, *, num_dropped: int = 0
+    ) -> int:
         """Has a new session begin with what `source` has in DRAM of `token_ids`, blocks shared; how many tokens."""
         self._check_open()
-        return self._desk.copy_prefix(source, key, token_ids, owner)
+        return self._desk.copy_prefix(source, key, token_ids, owner, num_dropped=num_dropped)
 
     # Forgetting.
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ca_jax.storage.books import Counters, Entry, EntryTable
 from ca_jax.storage.cutting import Cutting
 from ca_jax.storage.dram import DramTier
-from ca_jax.storage.lineage import PLAIN, Lineage
+from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.placement import Placement
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import MissReason, Owner, Residency
@@ -237,20 +237,24 @@ class TicketDesk:
         self._end_load(ticket, TicketState.ABORTED)
         self._counters.misses[reason] += 1
 
-    def copy_prefix(self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None) -> int:
+    def copy_prefix(
+        self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None, *, num_dropped: int = 0
+    ) -> int:
         """Has a new session begin with what a session in DRAM has of the beginning of `token_ids`.
 
         Full blocks are shared: both hold them from here on, each may forget them, and neither writes to them. The
         tokens in the last one, where it is not full, are copied; where there is no room for that they are left out.
         Both sessions go on as if all had been copied. The source may be in use: what it has published counts.
 
-        Only KV that has seen no dropped token is given away.
+        Only KV that has seen no dropped token is given away. It goes to SSD once something is saved behind it, or kept
+        with it: until then it has nothing that the source has not, and SSD would have KV of nobody's conversation.
 
         Args:
           source: session id of the one that has it.
           key: session id of the new one, of which nothing is stored.
           token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
           owner: whose the new session is: the source's tenant, since prefixes never cross tenants.
+          num_dropped: tokens that the new session has dropped, as `EntryInfo.num_dropped` counts them.
 
         Returns:
           How many tokens it has now; 0 where none agree, or where they are less than a block and no room can be made.
@@ -284,7 +288,7 @@ class TicketDesk:
             self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
             entry.block_ids.append(own)
         entry.token_ids = from_entry.token_ids[:num_tokens].copy()
-        entry.places, entry.lineage = from_entry.places.take(num_tokens), PLAIN
+        entry.places, entry.lineage = from_entry.places.take(num_tokens), Lineage(num_dropped)
         entry.fetched, from_entry.fetched = from_entry.fetched, False
         if entry.miss is not None:  # What SSD had of it was lost.
             self._counters.misses[entry.miss] += 1
@@ -292,7 +296,6 @@ class TicketDesk:
         from_entry.share_with(entry)
         self._placement.used(from_entry)
         self._keep(entry)
-        self._placement.changed(entry)
         return num_tokens
 
     def abort_all(self) -> None:

@@ -114,12 +114,16 @@ def serve(directory: Path, driver: str, seed: int) -> None:
         sessions = [change(engine, engine.session(session_id=name), random) for name in names]
         answers = [
             session.send_ids(
-                beginning(engine, session, random)
-                + kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))),
-                context=context(random),
+                begun + kit.prompt(int(random.integers(3, 40)), seed=int(random.integers(1 << 30))),
+                context=None if begun else context(random),
                 max_tokens=n,
             )
-            for session, n in zip(sessions, random.integers(2, 12, len(sessions)).tolist(), strict=True)
+            for session, begun, n in zip(
+                sessions,
+                [beginning(engine, session, random) for session in sessions],
+                random.integers(2, 12, len(sessions)).tolist(),
+                strict=True,
+            )
         ]
         if random.random() < 0.2:  # A caller that goes away.
             next(answers[0])
@@ -132,11 +136,12 @@ def serve(directory: Path, driver: str, seed: int) -> None:
 
 
 def beginning(engine: Engine, session: Session, random: np.random.Generator) -> list[int]:
-    """What another conversation begins with, for one that begins as a branch of it."""
-    if session.token_ids or random.random() < 0.3:
+    """What the longest uncut conversation begins with, for one that begins as a branch of it."""
+    if session.token_ids or random.random() < 0.2:
         return []
-    other = engine.session(session_id=f"conversation {random.integers(NUM_CONVERSATIONS)}").token_ids
-    return other[: int(random.integers(len(other) + 1))]
+    others = [engine.session(session_id=f"conversation {i}") for i in range(NUM_CONVERSATIONS)]
+    longest = max((other.token_ids for other in others if not other.num_dropped), key=len, default=[])
+    return longest[: int(random.integers(len(longest) // 2, len(longest) + 1))]
 
 
 def context(random: np.random.Generator) -> list[tuple[int, ...]] | None:
@@ -148,15 +153,15 @@ def context(random: np.random.Generator) -> list[tuple[int, ...]] | None:
 def change(engine: Engine, session: Session, random: np.random.Generator) -> Session:
     """What may happen to a conversation between its turns."""
     what = random.random()
-    if len(session.token_ids) > MAX_TOKENS or what < 0.05:
+    if len(session.token_ids) > MAX_TOKENS or what < 0.1:
         session.close()
         return engine.session(session_id=session.session_id)
-    if what < 0.15:
+    if what < 0.2:
         with contextlib.suppress(UnknownSessionError):
             engine.stored.drop(session.session_id)
     elif what < 0.35:
         session.rewind(int(random.integers(len(session.token_ids) + 1)))
-    elif what < 0.6 and session.token_ids:
+    elif what < 0.5 and session.token_ids:
         session.discard(tokens_to_discard(len(session.token_ids), random))
     return session
 

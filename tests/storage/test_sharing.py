@@ -201,6 +201,22 @@ def test_what_is_shared_is_written_once_and_read_by_all(open_store, driver):
     assert_loads(store, "b", ids(10), of_b[:, :, :6])
 
 
+def test_a_branch_is_not_written_before_it_has_something_of_its_own(open_store):
+    """A process may die before the branch's turn has ended: then there is no conversation that such KV is of."""
+    store = open_store(8)
+    put(store, "a", 8)
+    store.copy_prefix("a", "b", ids(8), num_dropped=3)
+    assert store.settle(PATIENCE_S)
+    assert (ssd_tokens(store, "b"), info(store, "b").num_dropped) == (0, 3)
+    loading = store.prepare_load("b", ids(8), truncate=True, num_dropped=3)
+    assert store.settle(PATIENCE_S)
+    assert ssd_tokens(store, "b") == 0
+    store.complete_load(loading)
+    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=8)
+    store.settle()
+    assert ssd_tokens(store, "b") == 9
+
+
 def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     store = open_store(8)
     gates[0].writes.close()
@@ -208,13 +224,14 @@ def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     store.poll()
     gates[0].writes.wait_held()
     store.copy_prefix("a", "b", ids(8))
+    save(store, "b", [7], make_kv(LAYOUT, 1), start_token=8)
     save(store, "c", ids(3, 500), make_kv(LAYOUT, 3))
     store.poll()
     assert [store._entries.get(key).flush is not None for key in "abc"] == [True, False, True]
     gates[0].writes.open()
     assert store.settle(PATIENCE_S)
-    assert ssd_block_ids(store, "b") == ssd_block_ids(store, "a")[:2]
-    assert store.stats().ssd.flushed_bytes == (3 + 1) * LAYOUT.block_bytes
+    assert ssd_block_ids(store, "b")[:2] == ssd_block_ids(store, "a")[:2]
+    assert store.stats().ssd.flushed_bytes == (3 + 1 + 1) * LAYOUT.block_bytes
 
 
 def test_a_branch_does_not_share_what_its_source_has_otherwise_on_ssd(open_store):
@@ -225,6 +242,7 @@ def test_a_branch_does_not_share_what_its_source_has_otherwise_on_ssd(open_store
     store.truncate("a", 6)
     save(store, "a", ids(2, 700), more, start_token=6)
     store.copy_prefix("a", "b", ids(6) + ids(2, 700))
+    store.set_note("b", b"a branch")
     store.settle()
     assert ssd_block_ids(store, "b")[0] == ssd_block_ids(store, "a")[0]
     assert ssd_block_ids(store, "b")[1] != ssd_block_ids(store, "a")[1]
@@ -240,6 +258,7 @@ def test_a_branch_is_written_whole_if_its_source_could_not_be(open_store, gates)
     store.poll()
     gates[0].writes.wait_held()
     store.copy_prefix("a", "b", ids(8))
+    store.set_note("b", b"a branch")
     store.poll()
     store.drop("a")
     gates[0].writes.open()

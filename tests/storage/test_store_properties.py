@@ -127,6 +127,8 @@ class Reference:
     """Whether a flush was under way when tokens left: SSD forgets them when it has ended."""
     saves: list[tuple[SaveTicket, list[Token]]] = dataclasses.field(default_factory=list)
     loads: list[LoadTicket] = dataclasses.field(default_factory=list)
+    is_borrowed: bool = False
+    """Whether it has nothing but what it began with, which was another's: SSD does not get that."""
     note: bytes = b""
     pinned: bool = False
     ttl_s: float | None = None
@@ -287,6 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
                 reference.lineage = Lineage(num_dropped)
             behind = reference.tokens + [token for _, tokens in reference.saves for token in tokens]
             reference.saves.append((ticket, tokens_of(token_ids, behind)))
+            reference.is_borrowed = False
             self.came(key, reference)
 
     @rule(key=KEYS, wrong=st.sampled_from([-1, 1, 5]))
@@ -393,7 +396,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.may_evict = True
         if num_copied:
             assert tokens[:num_copied] == tokens_of(wanted[:num_copied], []), "it has seen tokens that were dropped"
-            self.came(key, Reference(tokens=tokens[:num_copied], places=TokenPlaces.dense(num_copied)))
+            places = TokenPlaces.dense(num_copied)
+            self.came(key, Reference(tokens=tokens[:num_copied], places=places, is_borrowed=True))
 
     @rule(which=WHICH, key=st.sampled_from("abc"), num_tokens=st.integers(4, 20), num_more=st.integers(0, 6))
     def fork(self, which, key, num_tokens, num_more):
@@ -695,7 +699,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.store._placement.busy
         self.store_is_as_the_reference()
         for key, reference in self.reference.items():
-            if self.ample and reference.tokens and not (reference.saves or self.pins[key]):
+            if self.ample and reference.tokens and not (reference.saves or self.pins[key] or reference.is_borrowed):
                 assert reference.ssd == reference.tokens, "settled, and not on SSD"
         if self.driver:
             self.store.poll()  # What has settled is free.
@@ -745,7 +749,7 @@ class StoreMachine(RuleBasedStateMachine):
                 candidates[key] = [reference.readable()]
                 if reference.has_left and not reference.tokens:
                     candidates[key] = [(reference.flushed_left, reference.flushed_lineage)]
-                if not self.ample:
+                if not self.ample or reference.is_borrowed:
                     candidates[key] += [(reference.ssd, reference.ssd_lineage), (None, PLAIN)]
                 if self.entry(key) is None:
                     del self.reference[key]
@@ -847,7 +851,8 @@ class StoreMachine(RuleBasedStateMachine):
             reference.places = entry.places
         elif reference.tokens and not stored:  # Evicted.
             assert may_go, "left DRAM although it had to stay"
-            assert not self.ample or reference.ssd == reference.tokens, "left DRAM before it was on SSD"
+            is_safe = reference.ssd == reference.tokens or reference.is_borrowed
+            assert not self.ample or is_safe, "left DRAM before it was on SSD"
             assert not reference.pinned or reference.ssd
             reference.tokens, reference.places = [], NOWHERE
         else:
