@@ -158,7 +158,13 @@ class EngineLoop:
             self._post(self._begun, future, lives)
 
         self._ask(begin)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:  # It came at the same time.
+                for live in future.result():
+                    self.cancel(live)
+            raise
 
     def cancel(self, live: LiveJob) -> None:
         """Has a job end, soon, if it has not. Does not wait."""

@@ -101,8 +101,11 @@ async def _answer(
         stack.enter_context(service.admitted(tenant, num_answers))
         if not body.stream:
             return await _while_connected(request, _whole(service, tenant, body, writer, begun))
-        async with service.deadline(body.timeout_s) as deadline:
-            turns = await stack.enter_async_context(begun)
+        try:
+            async with service.deadline(body.timeout_s) as deadline:
+                turns = await stack.enter_async_context(begun)
+        except TimeoutError as error:
+            raise _too_late() from error
         pieces = _pieces(service, tenant, body, writer, turns, deadline.when())
         return EventStream(pieces, stack.pop_all())
 
@@ -118,7 +121,7 @@ async def _whole(
                 if part.done:
                     service.metrics.add(live.job)
     except TimeoutError as error:
-        raise ApiError(408, "the answer was not there in time", code="timeout") from error
+        raise _too_late() from error
     choices = []
     for live, text in zip(turns.lives, texts, strict=True):
         logprobs = _logprobs(service, body, live.job, 0)
@@ -158,12 +161,16 @@ async def _pieces(
                 yield writer.last(usage_body(turns.usages(), body.num_choices))
         yield DONE
     except TimeoutError:
-        yield error_event(ApiError(408, "the answer was not there in time", code="timeout").body())
+        yield error_event(_too_late().body())
     except Exception as error:
         api_error = as_api_error(error)
         if api_error.status >= 500:
             _LOG.exception("an answer broke")
         yield error_event(api_error.body())
+
+
+def _too_late() -> ApiError:
+    return ApiError(408, "the answer was not there in time", code="timeout")
 
 
 async def _while_connected(request: fastapi.Request, answering: Awaitable[T]) -> T:

@@ -64,8 +64,6 @@ class Service:
         self.metrics = metrics
         self.model_name = config.served_model_name or engine.model.name
         """The name that clients give."""
-        self.window = engine.window
-        """Most tokens of a prompt and its answer."""
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
         self.router = Router(engine, config.max_open_sessions)
@@ -80,8 +78,7 @@ class Service:
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._num_requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     async def begin(self) -> None:
@@ -107,21 +104,17 @@ class Service:
         """Counts a request in for as long as it is served.
 
         Raises:
-          ApiError: too many wait (429, with a time to come again), or the server is shutting down (503).
+          ApiError: its tenant has too many (429, with a time to come again), or the server is shutting down (503).
         """
         if self.closing or self.loop.failure is not None:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
         if num_jobs > self.config.max_choices:
             message = f"wanted at most {self.config.max_choices} answers of one request, found {num_jobs}"
             raise ApiError(400, message, param="n", code="invalid_value")
-        num_waiting = self.loop.num_live - self._slots
-        if self.loop.num_live and num_waiting + num_jobs > self.config.max_queue:
-            raise self._busy(f"{max(num_waiting, 0)} turns wait already, and {self.config.max_queue} may")
         if tenant.max_requests is not None and self._of_tenant[tenant.name] >= tenant.max_requests:
             raise self._busy(f"{tenant.max_requests} requests of this key's tenant are being served, and no more may")
         self._of_tenant[tenant.name] += 1
         self._num_requests += 1
-        self._idle.clear()
         started_s = time.perf_counter()
         try:
             yield
@@ -129,8 +122,6 @@ class Service:
             self._seconds.append(time.perf_counter() - started_s)
             self._of_tenant[tenant.name] -= 1
             self._num_requests -= 1
-            if not self._num_requests:
-                self._idle.set()
 
     @contextlib.asynccontextmanager
     async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Turns]:
@@ -161,7 +152,7 @@ class Service:
                     )
             return jobs
 
-        async with self._running(submit) as (lives, feed):
+        async with self._running(submit, request.num_choices) as (lives, feed):
             yield Turns(lives, sessions, feed)
 
     @contextlib.asynccontextmanager
@@ -181,7 +172,7 @@ class Service:
             return jobs
 
         try:
-            async with self._running(submit) as (lives, feed):
+            async with self._running(submit, len(prompts)) as (lives, feed):
                 yield Turns(lives, sessions, feed)
         finally:
             self.loop.tell(lambda engine: self.router.let_go(sessions))
@@ -194,10 +185,11 @@ class Service:
         Raises:
           CaJaxError: a chunk that is blank, too long, or has a wrong id.
         """
-        async with self._running(lambda engine: engine.submit_chunks(chunks, tenant=tenant.domain, tier=tier)) as (
-            lives,
-            feed,
-        ):
+
+        def submit(engine: Engine) -> list[Job]:
+            return engine.submit_chunks(chunks, tenant=tenant.domain, tier=tier)
+
+        async with self._running(submit, len(chunks)) as (lives, feed):
             async for _ in feed.parts(len(lives)):
                 pass
             return len(lives)
@@ -206,22 +198,30 @@ class Service:
         """A block that may last as long as a request asks for, and no longer than the server lets it."""
         return asyncio.timeout(min(timeout_s or math.inf, self.config.request_timeout_s))
 
-    async def drain(self, grace_s: float) -> None:
-        """Takes nothing more in, and returns when what is being served has ended, or after that time."""
-        self.closing = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._idle.wait()
-
     async def stop(self) -> None:
         """Ends what runs, and the engine's thread. The engine is not closed."""
         self.closing = True
         await self.loop.stop()
 
     @contextlib.asynccontextmanager
-    async def _running(self, submit: Callable[[Engine], Sequence[Job]]) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
+    async def _running(
+        self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int
+    ) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
+        """Jobs that a function queues, ended with the block.
+
+        Raises:
+          ApiError: too many wait (429, with a time to come again).
+        """
+        num_there = self.loop.num_live + self._num_coming
+        num_waiting = max(num_there - self._slots, 0)
+        if num_there and num_there - self._slots + num_jobs > self.config.max_queue:
+            raise self._busy(f"{num_waiting} turns wait already, and {self.config.max_queue} may")
         feed = Feed()
-        lives = await self.loop.submit(submit, feed)
+        self._num_coming += num_jobs
+        try:
+            lives = await self.loop.submit(submit, feed)
+        finally:
+            self._num_coming -= num_jobs
         try:
             yield lives, feed
         finally:

@@ -59,6 +59,29 @@ def test_a_deadline_ends_a_request_and_gives_back_what_it_held(server, client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_before_the_engine_has_heard_of_it_is_told_so(server, client, stream):
+    with pytest.raises(openai.APIStatusError) as told:
+        chat(client, [user("at once")], stream=stream, extra_body={"timeout_s": 1e-9})
+    assert (told.value.status_code, told.value.code) == (408, "timeout")
+    server.wait_until(lambda: is_idle(server))
+
+
+def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server, client):
+    """The queue is bounded also while the engine's thread is in a step and takes nothing in."""
+    let_go = threading.Event()
+    server.service.loop.tell(lambda engine: let_go.wait(sk.DEADLINE_S))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(chat, client, [user(f"burst {i}")]) for i in range(8)]
+        try:
+            server.wait_until(lambda: sum(each.done() for each in asking) == 5)
+        finally:
+            let_go.set()
+        refused = [each for each in asking if isinstance(each.exception(), openai.RateLimitError)]
+        assert len(refused) == 5, "one in the slot and two that wait"
+    server.wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
     cancelled = server.engine.metrics.cancelled
     body = {"model": sk.MODEL, "messages": [user("gone")], "max_tokens": 450, "stream": stream, "ignore_eos": True}
