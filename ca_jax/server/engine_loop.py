@@ -52,14 +52,20 @@ class Feed:
         self._parts.append((live, part))
         self._came.set()
 
-    async def parts(self, num_jobs: int) -> AsyncIterator[tuple[LiveJob, Part]]:
+    async def parts(self, num_jobs: int, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
         """What each step gave to each job, until so many jobs have ended.
 
+        Args:
+          num_jobs: how many there are.
+          until_s: when to give up, seconds of the event loop's clock.
+
         Raises:
+          TimeoutError: that was not in time.
           Exception: whatever broke one of them.
         """
         while num_jobs:
-            await self._came.wait()
+            async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
+                await self._came.wait()
             self._came.clear()
             while self._parts:
                 live, part = self._parts.popleft()
@@ -147,6 +153,8 @@ class EngineLoop:
         future: asyncio.Future[list[LiveJob]] = self._events.create_future()
 
         def begin() -> None:
+            if future.cancelled():
+                return
             try:
                 jobs = function(self._engine)
             except BaseException as error:

@@ -28,6 +28,7 @@ from ca_jax.server.tenants import Tenant
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"])
 _LOG = logging.getLogger(__name__)
 _CREATED = int(time.time())
+_READING_S = 5.0  # Behind its deadline that a client may take to read what is there.
 _Begun = contextlib.AbstractAsyncContextManager[Turns]
 T = TypeVar("T")
 
@@ -74,17 +75,21 @@ class EventStream(StreamingResponse):
     Args:
       events: as they are sent.
       ends: what is to end then.
+      until_s: when a client that does not read is waited for no more, seconds of the event loop's clock.
     """
 
-    def __init__(self, events: AsyncIterator[str], ends: contextlib.AsyncExitStack) -> None:
+    def __init__(self, events: AsyncIterator[str], ends: contextlib.AsyncExitStack, until_s: float | None) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._ends = ends
+        self._until_s = until_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; as ASGI says."""
         async with self._ends:
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(TimeoutError):  # The connection is closed then.
+                async with asyncio.timeout_at(self._until_s):
+                    await super().__call__(scope, receive, send)
 
 
 async def _answer(
@@ -106,8 +111,9 @@ async def _answer(
                 turns = await stack.enter_async_context(begun)
         except TimeoutError as error:
             raise _too_late() from error
-        pieces = _pieces(service, tenant, body, writer, turns, deadline.when())
-        return EventStream(pieces, stack.pop_all())
+        until_s = deadline.when()
+        pieces = _pieces(service, tenant, body, writer, turns, until_s)
+        return EventStream(pieces, stack.pop_all(), None if until_s is None else until_s + _READING_S)
 
 
 async def _whole(
@@ -140,25 +146,24 @@ async def _pieces(
 ) -> AsyncIterator[str]:
     """The stream of events. What goes wrong in the middle is the last of them."""
     try:
-        async with asyncio.timeout_at(until_s):
-            with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
-            if isinstance(body, ChatRequest):
-                for live in turns.lives:
-                    yield writer.first(live.index, with_usage, session_id)
-            told = [0] * len(turns.lives)
-            async for live, part in turns.parts():
-                reason = finish_reason(live.job.finish_reason) if part.done else None
-                if part.done:
-                    service.metrics.add(live.job)
-                if not (part.text or part.done):
-                    continue
-                logprobs = None
-                if part.num_tokens > told[live.index]:
-                    logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
-                    told[live.index] = part.num_tokens
-                yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
-            if with_usage:
-                yield writer.last(usage_body(turns.usages(), body.num_choices))
+        with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
+        if isinstance(body, ChatRequest):
+            for live in turns.lives:
+                yield writer.first(live.index, with_usage, session_id)
+        told = [0] * len(turns.lives)
+        async for live, part in turns.parts(until_s):
+            reason = finish_reason(live.job.finish_reason) if part.done else None
+            if part.done:
+                service.metrics.add(live.job)
+            if not (part.text or part.done):
+                continue
+            logprobs = None
+            if part.num_tokens > told[live.index]:
+                logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
+                told[live.index] = part.num_tokens
+            yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
+        if with_usage:
+            yield writer.last(usage_body(turns.usages(), body.num_choices))
         yield DONE
     except TimeoutError:
         yield error_event(_too_late().body())

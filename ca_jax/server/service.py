@@ -41,9 +41,9 @@ class Turns:
     feed: Feed
     """Where what they give comes."""
 
-    def parts(self) -> AsyncIterator[tuple[LiveJob, Part]]:
+    def parts(self, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
         """What each step gave, until all have ended; see `Feed.parts`."""
-        return self.feed.parts(len(self.lives))
+        return self.feed.parts(len(self.lives), until_s)
 
     def usages(self) -> list[Usage]:
         """What each took, once all have ended."""

@@ -293,6 +293,7 @@ def test_a_server_that_asks_for_keys_gets_one(tmp_path, open_page):
         page.keyboard.press("Enter")
         is_live(page)
         assert say(page, "Hello", 4)
+        page.close()  # Before its server, of whose end it would complain.
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -30,8 +30,13 @@ def client(server):
         yield client
 
 
-def is_idle(server):
-    return server.service.num_requests == 0 and server.engine.num_jobs == (0, 0)
+def wait_until_idle(server):
+    """Until nothing runs, also of what the engine's thread had not been told yet."""
+    obeyed = threading.Event()
+    server.service.loop.tell(lambda engine: obeyed.set())
+    assert obeyed.wait(sk.DEADLINE_S)
+    counts = server.service
+    server.wait_until(lambda: counts.num_requests == counts.loop.num_live == sum(server.engine.num_jobs) == 0)
 
 
 def test_a_full_queue_says_when_to_come_again(server, client):
@@ -55,7 +60,7 @@ def test_a_deadline_ends_a_request_and_gives_back_what_it_held(server, client):
     assert (told.value.status_code, told.value.code) == (408, "timeout")
     with pytest.raises(openai.APIError, match="not there in time"):
         list(chat(client, [user("slow")], stream=True, **options))
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -63,7 +68,7 @@ def test_a_deadline_before_the_engine_has_heard_of_it_is_told_so(server, client,
     with pytest.raises(openai.APIStatusError) as told:
         chat(client, [user("at once")], stream=stream, extra_body={"timeout_s": 1e-9})
     assert (told.value.status_code, told.value.code) == (408, "timeout")
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
 
 
 def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server, client):
@@ -78,7 +83,7 @@ def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server, client):
             let_go.set()
         refused = [each for each in asking if isinstance(each.exception(), openai.RateLimitError)]
         assert len(refused) == 5, "one in the slot and two that wait"
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -91,7 +96,7 @@ def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + f"{len(content)}\r\n\r\n".encode() + content)
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
     assert server.engine.metrics.cancelled == cancelled + 1
     [session] = [each for each in server.engine.sessions if each.messages and each.messages[0]["content"] == "gone"][
         -1:
@@ -107,7 +112,7 @@ def test_half_a_request_holds_nothing(server):
     for sent in (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{", b"GARBAGE\r\n\r\n"):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(sent)
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
     assert sk.health(server.url) == {"status": "ok"}
 
 
@@ -122,7 +127,7 @@ def test_streams_of_slow_readers_do_not_hold_others(server):
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
         with server.client() as client:
             assert text_of(chat(client, [user("fast")]))
-    server.wait_until(lambda: is_idle(server))
+    wait_until_idle(server)
 
 
 def test_it_is_ready_once_the_engine_is(monkeypatch):
