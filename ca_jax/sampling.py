@@ -91,23 +91,43 @@ def sample(
     best = jnp.argmax(logits, axis=-1)
 
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    order = jnp.argsort(-scaled, axis=-1)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(logits.shape[-1])[None, :]
-    top_k = jnp.where(rows.top_k > 0, rows.top_k, logits.shape[-1])[:, None]
-    ranked = jnp.where(rank < top_k, ranked, FILTERED)
-    probabilities = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # mass of the likelier tokens
-    ranked = jnp.where((before < rows.top_p[:, None]) | (rank == 0), ranked, FILTERED)
-    probabilities = jax.nn.softmax(ranked, axis=-1)
-    ranked = jnp.where(probabilities >= rows.min_p[:, None] * probabilities[:, :1], ranked, FILTERED)
+    filtered = jnp.any((rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1)))
+    scaled = jax.lax.cond(filtered, _likeliest, lambda scaled, rows: scaled, scaled, rows)
+    floor = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # Minus infinity where there is none.
+    scaled = jnp.where(scaled >= floor[:, None], scaled, FILTERED)
 
     def draw(seed: jax.Array, position: jax.Array, row: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jnp.argmax(row + jax.random.gumbel(key, row.shape))
 
-    drawn = jnp.take_along_axis(order, jax.vmap(draw)(rows.seed, positions, ranked)[:, None], axis=-1)[:, 0]
+    drawn = jax.vmap(draw)(rows.seed, positions, scaled)
     return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+
+
+def _likeliest(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
+    """Filters all but the top k, and of these all but the top p. Equally likely tokens go together.
+
+    Nothing is sorted, which would take a hundred milliseconds for eight rows of 49,152 on a CPU: the least value that
+    stays is found bit by bit, as an integer in the order of the floats.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(scaled == 0, 0.0, scaled), jnp.uint32)  # -0 is 0.
+    sign = jnp.uint32(1 << 31)
+    ordered = jnp.where(bits >= sign, ~bits, bits | sign)
+    least = _greatest(ordered, jnp.ones_like(scaled), rows.top_k.astype(scaled.dtype))
+    scaled = jnp.where(ordered >= jnp.where(rows.top_k > 0, least, 0)[:, None], scaled, FILTERED)
+    least = _greatest(ordered, jax.nn.softmax(scaled, axis=-1), rows.top_p)
+    return jnp.where(ordered >= jnp.where(rows.top_p < 1, least, 0)[:, None], scaled, FILTERED)
+
+
+def _greatest(ordered: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The greatest number that entries of so much weight reach: u32 `[B, V]`, f32 `[B, V]`, f32 `[B]` to u32 `[B]`."""
+
+    def narrow(step: jax.Array, found: jax.Array) -> jax.Array:
+        tried = found | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(ordered >= tried[:, None], weights, 0), axis=-1)
+        return jnp.where(weight >= wanted, tried, found)
+
+    return jax.lax.fori_loop(0, 32, narrow, jnp.zeros(ordered.shape[0], jnp.uint32))
 
 
 @partial(jax.jit, static_argnames=("num_top",))

@@ -235,6 +235,19 @@ def test_warming_up_changes_no_draw():
     assert drawn[:2].tolist() == [0, 4], "of equals the first, which warming up marks"
 
 
+def test_equals_stay_or_go_together_and_each_row_by_its_own_parameters():
+    logits = np.asarray([2.0, -0.0, 0.0, 1.0, -0.5, 0.0, 1.0, *[-1.0] * (VOCAB - 7)], np.float32)
+    kept = [
+        (SamplingParams(temperature=1.0, top_k=2), {0, 3, 6}),
+        (SamplingParams(temperature=1.0, top_k=4), {0, 1, 2, 3, 5, 6}),
+        (SamplingParams(temperature=1.0, top_p=0.6), {0, 3, 6}),
+        (SamplingParams(temperature=1.0), set(range(VOCAB))),
+    ]
+    rows = [dataclasses.replace(params, seed=seed) for seed in range(1500) for params, _ in kept]
+    drawn = draw(rows, [0] * len(rows), logits=logits).reshape(-1, len(kept))
+    assert [set(each) for each in drawn.T.tolist()] == [left for _, left in kept]
+
+
 def test_a_draw_depends_on_seed_and_position_and_on_nothing_beside_it():
     params = SamplingParams(temperature=1.0, seed=5)
     alone = [int(draw([params], [position])[0]) for position in range(40)]

@@ -23,6 +23,7 @@ _INT64 = 2**63
 _Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
 _Tokens = Annotated[int, Field(ge=1)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
 UNSERVED = frozenset(
@@ -105,7 +106,7 @@ class Sampling(_Body):
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = Field(
         None, description="Requests of lower values go first."
     )
-    timeout_s: Annotated[float, Field(gt=0)] | None = Field(None, description="Most seconds that it may take.")
+    timeout_s: _Timeout = None
 
     @property
     def num_choices(self) -> int:
@@ -258,3 +259,4 @@ class NewChunks(_Body):
 
     chunks: Annotated[list[str | list[int]], Field(min_length=1)]
     tier: Literal["dram", "ssd"] | None = None
+    timeout_s: _Timeout = None

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ca_jax.engine import Engine
@@ -102,6 +103,7 @@ class EngineLoop:
         self._events = asyncio.get_running_loop()
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
         self._asked = threading.Event()
+        self._lock = threading.Lock()  # Nothing is asked for once the thread has looked for the last time.
         self._stopping = False
         self._failure: Exception | None = None
         self._on_ended = on_ended
@@ -176,20 +178,20 @@ class EngineLoop:
 
     def cancel(self, live: LiveJob) -> None:
         """Has a job end, soon, if it has not. Does not wait."""
-        if not (self._stopping or live.ended):
-            self._ask(lambda: self._engine.cancel(live.job))
+        if not live.ended:
+            self.tell(lambda engine: engine.cancel(live.job))
 
     def tell(self, function: Callable[[Engine], object]) -> None:
         """Has a function run by the engine's thread between two steps; nobody waits for it. It must not raise."""
-        if not self._stopping:
+        with contextlib.suppress(SessionClosedError):  # All ends anyway.
             self._ask(lambda: function(self._engine))
 
     async def stop(self) -> None:
         """Ends the thread; jobs that run are cancelled, and their listeners told so."""
-        if not self._stopping:
+        with self._lock:
             self._stopping = True
-            self._asked.set()
-            self._engine.wake()
+        self._asked.set()
+        self._engine.wake()
         await asyncio.to_thread(self._thread.join)
 
     def _begun(self, future: asyncio.Future[list[LiveJob]], lives: list[LiveJob]) -> None:
@@ -201,9 +203,10 @@ class EngineLoop:
             future.set_result(lives)
 
     def _ask(self, command: Callable[[], object]) -> None:
-        if self._stopping:
-            raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
-        self._commands.append(command)
+        with self._lock:
+            if self._stopping:
+                raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
+            self._commands.append(command)
         self._asked.set()
         self._engine.wake()
 
@@ -220,14 +223,26 @@ class EngineLoop:
                     self._asked.wait()
         except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
             _LOG.exception("the engine broke: nothing is served any more")
-            self._failure = error
-            self._stopping = True
-        self._obey()
+            with self._lock:
+                self._failure = error
+                self._stopping = True
+        self._end()
+
+    def _end(self) -> None:
+        """Answers what was asked last and cancels what runs, whatever state a broken engine is in."""
+        while self._commands:
+            with _logged():
+                self._commands.popleft()()
         for job in tuple(self._live):
+            try:
+                if not job.done:
+                    self._engine.cancel(job)
+            except Exception as error:
+                _LOG.exception("at the end of the engine's thread")
+                job.error = error
             job.error = job.error or self._failure
-            if not job.done:
-                self._engine.cancel(job)
-        self._deliver()
+        with _logged():
+            self._deliver()
 
     def _obey(self) -> None:
         while self._commands:
@@ -261,6 +276,14 @@ class EngineLoop:
             self._events.call_soon_threadsafe(function, *args)
         except RuntimeError:  # The event loop is closed: nobody listens any more.
             _LOG.debug("the event loop has ended before the engine's thread")
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _LOG.exception("at the end of the engine's thread")
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:

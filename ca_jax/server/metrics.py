@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job
+from ca_jax.jobs import FinishReason, Job
 from ca_jax.metrics import EngineMetrics
 from ca_jax.rates import Rates
 from ca_jax.server.answers import finish_reason
@@ -87,11 +87,12 @@ class RequestMetrics:
         self._registry.register(self._reader)
 
     def add(self, job: Job) -> None:
-        """Takes in a job that has ended."""
-        usage, model = job.usage(), self._model
-        self._ended.labels(model, "abort" if job.error else finish_reason(job.finish_reason)).inc()
+        """Takes in a job that has ended; also one whose client went away or that was too late: an abort."""
+        given_up = job.error is not None or job.finish_reason is FinishReason.CANCELLED
+        self._ended.labels(self._model, "abort" if given_up else finish_reason(job.finish_reason)).inc()
         if not job.output_ids:
             return
+        usage = job.usage()
         self._ttft.observe(usage.ttft_s)
         self._queued.observe(usage.queued_s)
         self._prefill.observe(usage.prefill_s)

@@ -1,36 +1,34 @@
 """OpenAI's routes: chat completions, completions, models.
 
-Not here: which conversation goes on, who may come in (`service`, `router`), bodies (`bodies`, `answers`).
+Not here: which conversation goes on, who may come in (`service`, `router`), bodies (`bodies`, `answers`), clients that
+go away or do not read (`waiting`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import fastapi
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.errors import ApiError, as_api_error
+from ca_jax.server.errors import as_api_error
 from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service, Turns
 from ca_jax.server.state import TheService, TheTenant
 from ca_jax.server.tenants import Tenant
+from ca_jax.server.waiting import EventStream, too_late, while_connected
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"])
 _LOG = logging.getLogger(__name__)
 _CREATED = int(time.time())
-_READING_S = 5.0  # Behind its deadline that a client may take to read what is there.
 _Begun = contextlib.AbstractAsyncContextManager[Turns]
-T = TypeVar("T")
 
 
 @ROUTES.get("/models")
@@ -69,29 +67,6 @@ async def completions(
     return await _answer(request, service, tenant, body, writer, service.complete(tenant, body), num_answers)
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. What they are of ends when it does, however that is.
-
-    Args:
-      events: as they are sent.
-      ends: what is to end then.
-      until_s: when a client that does not read is waited for no more, seconds of the event loop's clock.
-    """
-
-    def __init__(self, events: AsyncIterator[str], ends: contextlib.AsyncExitStack, until_s: float | None) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._ends = ends
-        self._until_s = until_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; as ASGI says."""
-        async with self._ends:
-            with contextlib.suppress(TimeoutError):  # The connection is closed then.
-                async with asyncio.timeout_at(self._until_s):
-                    await super().__call__(scope, receive, send)
-
-
 async def _answer(
     request: fastapi.Request,
     service: Service,
@@ -105,15 +80,15 @@ async def _answer(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(service.admitted(tenant, num_answers))
         if not body.stream:
-            return await _while_connected(request, _whole(service, tenant, body, writer, begun))
+            return await while_connected(request, _whole(service, tenant, body, writer, begun))
         try:
             async with service.deadline(body.timeout_s) as deadline:
                 turns = await stack.enter_async_context(begun)
         except TimeoutError as error:
-            raise _too_late() from error
+            raise too_late() from error
         until_s = deadline.when()
         pieces = _pieces(service, tenant, body, writer, turns, until_s)
-        return EventStream(pieces, stack.pop_all(), None if until_s is None else until_s + _READING_S)
+        return EventStream(pieces, stack.pop_all(), until_s)
 
 
 async def _whole(
@@ -124,10 +99,8 @@ async def _whole(
             texts = [""] * len(turns.lives)
             async for live, part in turns.parts():
                 texts[live.index] += part.text
-                if part.done:
-                    service.metrics.add(live.job)
     except TimeoutError as error:
-        raise _too_late() from error
+        raise too_late() from error
     choices = []
     for live, text in zip(turns.lives, texts, strict=True):
         logprobs = _logprobs(service, body, live.job, 0)
@@ -153,8 +126,6 @@ async def _pieces(
         told = [0] * len(turns.lives)
         async for live, part in turns.parts(until_s):
             reason = finish_reason(live.job.finish_reason) if part.done else None
-            if part.done:
-                service.metrics.add(live.job)
             if not (part.text or part.done):
                 continue
             logprobs = None
@@ -166,36 +137,12 @@ async def _pieces(
             yield writer.last(usage_body(turns.usages(), body.num_choices))
         yield DONE
     except TimeoutError:
-        yield error_event(_too_late().body())
+        yield error_event(too_late().body())
     except Exception as error:
         api_error = as_api_error(error)
         if api_error.status >= 500:
             _LOG.exception("an answer broke")
         yield error_event(api_error.body())
-
-
-def _too_late() -> ApiError:
-    return ApiError(408, "the answer was not there in time", code="timeout")
-
-
-async def _while_connected(request: fastapi.Request, answering: Awaitable[T]) -> T:
-    """Waits for an answer, and gives it up where its client goes away."""
-    task = asyncio.ensure_future(answering)
-    leaving = asyncio.create_task(_left(request))
-    try:
-        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ApiError(499, "the client went away", code="client_disconnected")
-        return task.result()
-    finally:
-        for each in (task, leaving):
-            each.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
-
-
-async def _left(request: fastapi.Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _logprobs(

@@ -68,7 +68,7 @@ class Service:
         """Of the model; None where it has none."""
         self.router = Router(engine, config.max_open_sessions)
         """Which conversation a request goes on with; for the engine's thread alone."""
-        self.loop = EngineLoop(engine, on_ended=self.router.ended)
+        self.loop = EngineLoop(engine, on_ended=self._ended)
         """The way to the engine."""
         self.closing = False
         """Whether nothing more is taken in."""
@@ -202,6 +202,12 @@ class Service:
         """Ends what runs, and the engine's thread. The engine is not closed."""
         self.closing = True
         await self.loop.stop()
+
+    def _ended(self, job: Job) -> None:
+        """Notes a job that has ended, whether anybody still listens or not; for the engine's thread."""
+        if job.chunk is None:
+            self.router.ended(job)
+            self.metrics.add(job)
 
     @contextlib.asynccontextmanager
     async def _running(

@@ -17,6 +17,7 @@ from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import TheService, TheTenant
 from ca_jax.server.tenants import Tenant
+from ca_jax.server.waiting import too_late, while_connected
 from ca_jax.session import Session
 from ca_jax.storage.records import EntryInfo
 
@@ -99,9 +100,16 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
 
 
 @ROUTES.post("/chunks")
-async def precompute_chunks(body: NewChunks, service: TheService, tenant: TheTenant) -> JSONResponse:
+async def precompute_chunks(
+    body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
+) -> JSONResponse:
     """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
-    num_computed = await service.precompute(tenant, body.chunks, body.tier)
+    with service.admitted(tenant, 1):
+        try:
+            async with service.deadline(body.timeout_s):
+                num_computed = await while_connected(request, service.precompute(tenant, body.chunks, body.tier))
+        except TimeoutError as error:
+            raise too_late() from error
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
 
 
@@ -110,8 +118,7 @@ async def _shown(service: Service, tenant: Tenant, session_id: str) -> dict[str,
         session = service.router.find(tenant.domain, session_id)
         if session is None:
             raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
-        infos = engine.stored.list(tenant=tenant.domain)
-        stored = next((info for info in infos if info.session_id == session.session_id), None)
+        stored = engine.stored.find(session.session_id, tenant=tenant.domain)
         shown = _described(tenant, session.session_id, session, stored)
         return {**shown, "messages": session.messages}
 

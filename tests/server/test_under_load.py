@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 import threading
@@ -37,6 +38,33 @@ def wait_until_idle(server):
     assert obeyed.wait(sk.DEADLINE_S)
     counts = server.service
     server.wait_until(lambda: counts.num_requests == counts.loop.num_live == sum(server.engine.num_jobs) == 0)
+
+
+def aborts(server):
+    name = 'vllm:request_success_total{finished_reason="abort",model_name="tiny"}'
+    with server.http() as http:
+        told = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(told[0].split()[-1]) if told else 0
+
+
+def begin_stream(server, connection, **fields):
+    """Sends a request for a long stream, and reads nothing of it."""
+    asked = {"model": sk.MODEL, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    content = json.dumps({**asked, **fields}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    connection.sendall(head + str(len(content)).encode() + b"\r\n\r\n" + content)
+
+
+@contextlib.contextmanager
+def small_socket(server):
+    """A connection that takes little before it is read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    server.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # Of those it accepts.
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.settimeout(sk.DEADLINE_S)
+        connection.connect((host, int(port)))
+        yield connection
 
 
 def test_a_full_queue_says_when_to_come_again(server, client):
@@ -88,7 +116,7 @@ def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server, client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
-    cancelled = server.engine.metrics.cancelled
+    cancelled, aborted = server.engine.metrics.cancelled, aborts(server)
     body = {"model": sk.MODEL, "messages": [user("gone")], "max_tokens": 450, "stream": stream, "ignore_eos": True}
     content = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -97,7 +125,7 @@ def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
         connection.sendall(head.encode() + f"{len(content)}\r\n\r\n".encode() + content)
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
     wait_until_idle(server)
-    assert server.engine.metrics.cancelled == cancelled + 1
+    assert (server.engine.metrics.cancelled, aborts(server)) == (cancelled + 1, aborted + 1)
     [session] = [each for each in server.engine.sessions if each.messages and each.messages[0]["content"] == "gone"][
         -1:
     ]
@@ -117,17 +145,47 @@ def test_half_a_request_holds_nothing(server):
 
 
 def test_streams_of_slow_readers_do_not_hold_others(server):
-    body = {"model": sk.MODEL, "messages": [user("slow reader")], "max_tokens": 400, "stream": True, "ignore_eos": True}
-    content = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-        connection.sendall(head + str(len(content)).encode() + b"\r\n\r\n" + content)
+    with small_socket(server) as connection:
+        begin_stream(server, connection, messages=[user("slow reader")])
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
         with server.client() as client:
             assert text_of(chat(client, [user("fast")]))
     wait_until_idle(server)
+
+
+def test_a_client_that_never_reads_is_let_go_behind_its_deadline(server, monkeypatch):
+    monkeypatch.setattr("ca_jax.server.waiting._READING_S", 0.1)
+    with small_socket(server) as connection:
+        told = {"n": 3, "logprobs": True, "top_logprobs": 20, "timeout_s": 3.0}
+        begin_stream(server, connection, messages=[user("never reads")], **told)
+        server.wait_until(lambda: server.engine.num_jobs != (0, 0))
+        wait_until_idle(server)
+        received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    assert b"[DONE]" not in received
+
+
+def test_chunks_have_a_deadline_too(server, client):
+    with pytest.raises(openai.APIStatusError) as told:
+        client.post("/chunks", body={"chunks": ["never computed " * 20], "timeout_s": 1e-9}, cast_to=object)
+    assert (told.value.status_code, told.value.code) == (408, "timeout")
+    wait_until_idle(server)
+
+
+def test_a_broken_engine_answers_whoever_waits_and_whoever_comes(monkeypatch):
+    with sk.running() as server, server.client() as client:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(chat, client, [user(f"waits {i}")], 400) for i in range(2)]
+            server.wait_until(lambda: server.engine.num_jobs[0] == 2)
+            monkeypatch.setattr(server.engine, "step", lambda: 1 / 0)
+            told = [each.exception() for each in waiting]
+        assert [type(each) for each in told] == [openai.InternalServerError] * 2
+        assert not any("ZeroDivision" in str(each) or "Traceback" in str(each) for each in told)
+        with pytest.raises(openai.InternalServerError) as refused:
+            chat(client, [user("comes")])
+        assert refused.value.status_code == 503
+        with server.http() as http:
+            assert http.get("/health").status_code == 503
 
 
 def test_it_is_ready_once_the_engine_is(monkeypatch):
