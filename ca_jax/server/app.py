@@ -3,7 +3,7 @@
 Serving begins when the engine is loaded and warm: until then, and from when the server is told to stop, `/health` and
 everything that needs the engine answer with status 503.
 
-Not here: what a request does (`service`, `chat_routes`, `session_routes`), flags and sockets (`launch.serve`).
+Not here: what a request does (`service`, `openai_routes`, `session_routes`), flags and sockets (`launch.serve`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import importlib.metadata
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import fastapi
 import fastapi.exceptions
 import starlette.exceptions
+from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
@@ -33,6 +35,7 @@ from ca_jax.server.state import ServerState, service_of, state_of
 from ca_jax.server.tenants import Tenants
 
 _LOG = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it is told again.
 
 
 def make_app(
@@ -79,7 +82,12 @@ def make_app(
     _add_plain_routes(app)
     _add_error_handlers(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
     return app
+
+
+def _is_request_id(text: str) -> bool:
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
@@ -142,7 +150,7 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
         return response
 
     async def unknown(request: fastapi.Request, error: Exception) -> JSONResponse:
-        _LOG.error("%s %s broke", request.method, request.url.path, exc_info=error)
+        _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
         return told(request, as_api_error(error))
 
     handlers: dict[Any, Handler] = {

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import fastapi
+from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
@@ -141,7 +142,7 @@ async def _pieces(
     except Exception as error:
         api_error = as_api_error(error)
         if api_error.status >= 500:
-            _LOG.exception("an answer broke")
+            _LOG.exception("an answer broke (%s)", correlation_id.get())
         yield error_event(api_error.body())
 
 

@@ -10,6 +10,7 @@ Not here: what must hold (test_soak), the server (server_kit).
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import statistics
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 import psutil
 
 from ca_jax.engine import Engine
+from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, user
@@ -139,8 +141,6 @@ class _Client(threading.Thread):
         return True
 
     def _streamed(self, body: dict[str, Any], said: dict[str, str], slowly: bool, leaves: bool) -> bool:
-        import json
-
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         text, usage, session_id, num_events = "", None, None, 0
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -221,6 +221,13 @@ class _Client(threading.Thread):
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {response.text[:200]}")
         return True
+
+
+def limits(directory: str) -> dict[str, Any]:
+    """Of a server whose tiers and tables overflow: what `server_kit.running` takes, SSD in `directory`."""
+    tokens = kit.BLOCK_TOKENS
+    store = StoreConfig(dram_gib=0.03, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0, block_tokens=tokens)
+    return {"store": store, "server": {"max_queue": 40, "max_body_bytes": 1 << 16, "max_open_sessions": 48}}
 
 
 def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) -> Report:

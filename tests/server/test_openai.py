@@ -101,6 +101,37 @@ def test_several_clients_of_asyncio(server):
         assert whole == streamed == said_by_engine([user(f"hello {number}")])
 
 
+def test_the_clients_helpers(client):
+    """Event streams, raw and streamed responses, request ids, options of one request."""
+    asked = {"model": sk.MODEL, "messages": [user("hello")], "max_tokens": 8, "temperature": 0}
+    expected = said_by_engine([user("hello")])
+    with client.chat.completions.stream(**asked, stop=expected[5:]) as stream:
+        events = list(stream)
+        final = stream.get_final_completion()
+    told = "".join(event.delta for event in events if event.type == "content.delta")
+    assert told == text_of(final) == expected[: expected.index(expected[5:])]
+    raw = client.chat.completions.with_raw_response.create(**asked)
+    assert text_of(raw.parse()) == expected
+    assert raw.parse()._request_id == raw.headers["x-request-id"]
+    with client.chat.completions.with_streaming_response.create(**asked) as response:
+        assert json.loads("".join(response.iter_lines()))["choices"][0]["message"]["content"] == expected
+    named = client.chat.completions.create(**asked, extra_headers={"X-Request-ID": "mine-1"})
+    odd = client.chat.completions.create(**asked, extra_headers={"X-Request-ID": "no id\tat all"})
+    assert named._request_id == "mine-1"
+    assert odd._request_id not in ("mine-1", "no id\tat all", raw.parse()._request_id)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.001).chat.completions.create(**{**asked, "max_tokens": 400})
+    modern = {
+        "max_completion_tokens": 8,
+        "temperature": 0,
+        "top_p": 1,
+        "user": "eve",
+        "response_format": {"type": "text"},
+    }
+    answer = client.chat.completions.create(model=sk.MODEL, messages=[user("hello")], **modern)
+    assert text_of(answer) == expected
+
+
 def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(client):
     asked = [user("tell me")]
     answers = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ca_jax.storage.config import StoreConfig
-from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server.soak import soak
+from tests.server.soak import limits, soak
 
 
 @pytest.mark.parametrize(
     ("num_clients", "num_turns"), [(16, 160), pytest.param(64, 5000, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_answers_are_those_of_each_client_alone(num_clients, num_turns, tmp_path):
-    store = StoreConfig(
-        dram_gib=0.03, ssd_dir=str(tmp_path), ssd_gib=0.1, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
-    )
-    limits = {"max_queue": 40, "max_body_bytes": 1 << 16, "max_open_sessions": 48}
-    with sk.running(store=store, server=limits) as server:
+    with sk.running(**limits(str(tmp_path))) as server:
         report = soak(server, num_clients, num_turns)
         assert not report.failures
         assert not report.wrong
