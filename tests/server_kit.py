@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -63,18 +63,30 @@ class Running:
 @contextlib.contextmanager
 def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[Running]:
     """A server over an engine of the tiny model; `changes` are of the engine's config."""
+    with starting(lambda: kit.small_engine(**changes), tenants, server) as started:
+        state = started.state
+        started.wait_until(lambda: state.status == "ok" or state.failure is not None)
+        assert state.failure is None
+        yield started
+
+
+@contextlib.contextmanager
+def starting(
+    make_engine: Callable[[], Engine], tenants: Tenants | None = None, server: dict[str, Any] | None = None
+) -> Iterator[Running]:
+    """A server that listens, whether its engine is ready or not."""
     config = ServerConfig(**{"served_model_name": MODEL, "shutdown_grace_s": 5.0, **(server or {})})
-    app = make_app(lambda: kit.small_engine(**changes), config, tenants)
+    app = make_app(make_engine, config, tenants)
     uvicorn_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
     served = uvicorn.Server(uvicorn_config)
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
+    state: ServerState = app.state.server
     try:
         give_up_s = time.monotonic() + DEADLINE_S
-        state: ServerState = app.state.server
-        while not (served.started and state.status == "ok"):
-            assert thread.is_alive(), state.failure
-            assert time.monotonic() < give_up_s, state.failure
+        while not served.started:
+            assert thread.is_alive()
+            assert time.monotonic() < give_up_s
             time.sleep(0.005)
         port = served.servers[0].sockets[0].getsockname()[1]
         yield Running(f"http://127.0.0.1:{port}", state, served)

@@ -14,18 +14,6 @@ from tests import server_kit as sk
 from tests.server_kit import assistant, chat, system, text_of, user
 
 
-@pytest.fixture(scope="module")
-def server():
-    with sk.running() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
 def talk(client, texts, max_tokens=12, **options):
     """A conversation as OpenAI's clients hold it: the history of it, and the answers."""
     history, answers = [], []

@@ -13,18 +13,6 @@ from tests import server_kit as sk
 from tests.server_kit import assistant, chat, system, text_of, user
 
 
-@pytest.fixture(scope="module")
-def server():
-    with sk.running() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
-
-
 def said_by_engine(messages: list, max_tokens: int = 8) -> str:
     """What a session that was never served over HTTP answers, greedily."""
     with kit.small_engine(store=kit.STORE_OFF) as engine:

@@ -12,12 +12,6 @@ from tests.server_kit import assistant, user
 
 
 @pytest.fixture(scope="module")
-def server():
-    with sk.running() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def schemas(recorded_data):
     return json.loads((recorded_data / "openai_schemas.json").read_text())["$defs"]
 

@@ -7,12 +7,10 @@ import contextlib
 import json
 import socket
 import threading
-import time
 
 import openai
 import pytest
 
-from ca_jax.server.app import make_app
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
@@ -23,12 +21,6 @@ from tests.server_kit import assistant, chat, text_of, user
 def server():
     with sk.running(server={"max_queue": 2}, max_batch_size=1) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with server.client() as client:
-        yield client
 
 
 def wait_until_idle(server):
@@ -188,37 +180,24 @@ def test_a_broken_engine_answers_whoever_waits_and_whoever_comes(monkeypatch):
             assert http.get("/health").status_code == 503
 
 
-def test_it_is_ready_once_the_engine_is(monkeypatch):
-    import uvicorn
-
+def test_it_is_ready_once_the_engine_is():
     let_go = threading.Event()
 
     def make_engine():
         assert let_go.wait(sk.DEADLINE_S)
         return kit.small_engine()
 
-    served = uvicorn.Server(uvicorn.Config(make_app(make_engine), host="127.0.0.1", port=0, log_level="warning"))
-    thread = threading.Thread(target=served.run, daemon=True)
-    thread.start()
-    while not served.started:
-        time.sleep(0.005)
-    url = f"http://127.0.0.1:{served.servers[0].sockets[0].getsockname()[1]}"
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with sk.starting(make_engine) as server, server.client() as client:
         for path in ("/health", "/metrics"):
             with pytest.raises(openai.InternalServerError) as told:
-                client.get(f"{url}{path}", cast_to=object)
+                client.get(f"{server.url}{path}", cast_to=object)
             assert told.value.status_code == 503
         with pytest.raises(openai.InternalServerError, match="not ready: starting") as told:
             client.models.list()
         assert told.value.response.headers["Retry-After"]
         let_go.set()
-        give_up_s = time.monotonic() + sk.DEADLINE_S
-        while served.config.app.state.server.status != "ok":
-            assert time.monotonic() < give_up_s
-            time.sleep(0.005)
-        assert sk.health(url) == {"status": "ok"}
-    served.should_exit = True
-    thread.join(sk.DEADLINE_S)
+        server.wait_until(lambda: server.state.status == "ok")
+        assert sk.health(server.url) == {"status": "ok"}
 
 
 def test_what_runs_when_it_is_told_to_stop_ends_and_is_saved(tmp_path):
