@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ca_jax.engine import Engine
@@ -21,7 +21,7 @@ from ca_jax.jobs import FinishReason, Job
 from ca_jax.metrics import EngineMetrics
 from ca_jax.rates import Rates
 from ca_jax.server.answers import finish_reason
-from ca_jax.storage.records import StoreStats
+from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, StoreStats
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 """Of what `RequestMetrics.text` gives."""
@@ -177,10 +177,16 @@ class _Reader(Collector):
 def _of_store(stats: StoreStats) -> Iterator[Metric]:
     ssd = stats.ssd
     tiers = [("dram", stats), *([] if ssd is None else [("ssd", ssd)])]
+    sessions = GaugeMetricFamily(
+        "ca_jax:tier_sessions", "Sessions in a tier; one in both counts in both.", labels=["tier"]
+    )
+    sessions.add_metric(["dram"], stats.num_dram_sessions)
+    if ssd is not None:
+        sessions.add_metric(["ssd"], ssd.num_sessions)
+    yield sessions
     for name, text, field in (
         ("tier_capacity_bytes", "Bytes that a tier holds at most.", "capacity_bytes"),
         ("tier_used_bytes", "Bytes that a tier holds.", "used_bytes"),
-        ("tier_sessions", "Sessions in a tier; for dram those of any tier.", "num_sessions"),
     ):
         gauge = GaugeMetricFamily(f"ca_jax:{name}", text, labels=["tier"])
         for tier, sizes in tiers:
@@ -194,6 +200,15 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         for tier, sizes in tiers:
             counter.add_metric([tier], getattr(sizes, field))
         yield counter
+    gaps = HistogramMetricFamily(
+        "ca_jax:evict_to_reuse_seconds",
+        "From a session's eviction from a tier until it was wanted again.",
+        labels=["tier"],
+    )
+    observed = [("dram", stats.evict_to_reuse), *([] if ssd is None else [("ssd", ssd.evict_to_reuse)])]
+    for tier, each in observed:
+        gaps.add_metric([tier], _buckets(each), each.sum_s)
+    yield gaps
     hits = CounterMetricFamily("ca_jax:store_hits", "Loads that were completed, by where KV was.", labels=["tier"])
     hits.add_metric(["dram"], stats.num_hits - stats.num_hits_from_ssd)
     hits.add_metric(["ssd"], stats.num_hits_from_ssd)
@@ -223,6 +238,12 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         ]
     for name, text, value in plain:
         yield CounterMetricFamily(f"ca_jax:{name}", text, value=value)
+
+
+def _buckets(gaps: GapHistogram) -> list[tuple[str, float]]:
+    """As Prometheus counts: each bucket with all that are smaller."""
+    bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
+    return list(zip(bounds, itertools.accumulate(gaps.counts), strict=True))
 
 
 def _of_rates(reading: Reading) -> Iterator[Metric]:

@@ -177,6 +177,7 @@ class AttentionStore:
     def lookup(self, key: str) -> Lookup:
         """Says where a session's KV is and how many of its tokens can be read, or fetched; counts as use."""
         self._check_open()
+        self._placement.wanted(key)
         entry = self._entries.get(key)
         if entry is None:
             return Lookup(residency=Residency.ABSENT, num_tokens=0)
@@ -233,6 +234,7 @@ class AttentionStore:
             free_bytes=free_bytes,
             num_sessions=len(self._entries),
             num_dram_sessions=self._entries.num_in_dram,
+            evict_to_reuse=self._placement.evict_to_reuse,
             ssd=None if self._ssd is None else self._ssd.stats(),
             **dataclasses.asdict(self._counters),
         )
@@ -509,6 +511,8 @@ class AttentionStore:
         self._check_open()
         if num_tokens < 0:
             raise ValueError(f"wanted num_tokens >= 0, found {num_tokens}")
+        if not num_tokens:
+            self._placement.give_up(key)
         entry = self._entries.get(key)
         if entry is None:
             if not num_tokens:

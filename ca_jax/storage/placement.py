@@ -26,7 +26,8 @@ from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, PrefetchPolicy, look_ahead_window
 from ca_jax.storage.quota import ChargedBlocks
-from ca_jax.storage.records import LookAheadWindows, MissReason, Residency, SkipReason
+from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
+from ca_jax.storage.reuse_gaps import ReuseGaps
 from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_books import SsdBooks
 
@@ -71,6 +72,7 @@ class Placement:
         self._counters = counters
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
         self._clock = clock
+        self._gaps = ReuseGaps(clock)
         self._expiry = ExpiryQueue()
         self._dirty: dict[str, None] = {}  # What is to be flushed, oldest first.
         for entry in table:
@@ -83,6 +85,27 @@ class Placement:
         now_s = self._clock()
         self._table.use(entry, now_s)
         self._expiry.set(entry.key, now_s, entry.ttl_s)
+
+    def wanted(self, key: str) -> None:
+        """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
+        entry = self._table.get(key)
+        if entry is not None and entry.block_ids:
+            self._gaps.forget(key)
+        else:
+            self._gaps.wanted(key)
+        if self._ssd is not None:
+            self._ssd.wanted(key)
+
+    def give_up(self, key: str) -> None:
+        """A session is forgotten by its owner, stored or not: what was evicted of it will not be wanted."""
+        self._gaps.forget(key)
+        if self._ssd is not None:
+            self._ssd.give_up(key)
+
+    @property
+    def evict_to_reuse(self) -> GapHistogram:
+        """How soon what was evicted from DRAM was wanted again."""
+        return self._gaps.histogram()
 
     def changed(self, entry: Entry) -> None:
         """A session has in DRAM what SSD has not."""
@@ -102,6 +125,7 @@ class Placement:
 
     def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
         """A job of a session waits."""
+        self.wanted(key)
         self._look_ahead.append(job, key, priority)
 
     def dequeue(self, job: Hashable) -> None:
@@ -120,6 +144,7 @@ class Placement:
         Returns:
           Whether it is on its way, and worth waiting for. If not the next load says why, or succeeds.
         """
+        self.wanted(key)
         entry = self._table.get(key)
         if entry is None or self._ssd is None:
             return False
@@ -280,6 +305,7 @@ class Placement:
             num_free = self._blocks.num_free
             self._leave_dram(entry)
             self._counters.num_evictions += 1
+            self._gaps.evicted(entry.key)
             self._counters.evicted_bytes += (self._blocks.num_free - num_free) * self._layout.block_bytes
 
     def _leave_dram(self, entry: Entry) -> None:
@@ -366,6 +392,7 @@ class Placement:
                 self._expiry.set(key, now_s, entry.ttl_s)
                 continue
             self._counters.num_expired += 1
+            self.give_up(key)
             self.forget(entry)
 
 

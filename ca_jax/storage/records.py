@@ -168,6 +168,25 @@ class LookAheadWindows:
     that looks at the queue (`SchedulerAwarePolicy` says why); 0 with one that does not."""
 
 
+GAP_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Upper bounds of a `GapHistogram`'s buckets, seconds; the last bucket has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GapHistogram:
+    """How long after it was evicted from a tier a session was wanted again."""
+
+    counts: tuple[int, ...] = (0,) * (len(GAP_BOUNDS_S) + 1)
+    """Gaps of each bucket: at most its bound, and more than the one before it."""
+    sum_s: float = 0.0
+    """Of all gaps."""
+
+    @property
+    def num_gaps(self) -> int:
+        """Evictions that turned out to be of something that was wanted again."""
+        return sum(self.counts)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SsdStats:
     """The SSD tier: sizes now, and counts since the store was made."""
@@ -196,6 +215,8 @@ class SsdStats:
     """Sessions evicted from SSD."""
     evicted_bytes: int
     """Bytes of the blocks that this freed."""
+    evict_to_reuse: GapHistogram
+    """How long after it was evicted from SSD a session was wanted again that no tier had."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,6 +249,8 @@ class StoreStats:
     """Sessions evicted from DRAM."""
     evicted_bytes: int
     """Bytes of the blocks that this freed."""
+    evict_to_reuse: GapHistogram
+    """How long after it was evicted from DRAM a session was wanted again, whether SSD had it or not."""
     num_expired: int
     """Sessions whose time to live was over."""
     loaded_bytes: int

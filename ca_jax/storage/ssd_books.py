@@ -29,6 +29,7 @@ from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
+from ca_jax.storage.reuse_gaps import ReuseGaps
 from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
@@ -80,6 +81,7 @@ class SsdBooks:
         self._policy = FreeingPolicy(policy, self._blocks, self._blocks_on_ssd)
         self._clock = clock
         self._counters = SsdCounters(num_lost_sessions=num_lost)
+        self._gaps = ReuseGaps(clock)
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
@@ -138,7 +140,20 @@ class SsdBooks:
             failed_flushes=dict(counters.failed_flushes),
             num_evictions=counters.num_evictions,
             evicted_bytes=counters.evicted_bytes,
+            evict_to_reuse=self._gaps.histogram(),
         )
+
+    def wanted(self, key: str) -> None:
+        """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
+        entry = self._table.get(key)
+        if entry is not None and entry.ssd is not None:
+            self._gaps.forget(key)
+        elif entry is None or not entry.block_ids:
+            self._gaps.wanted(key)
+
+    def give_up(self, key: str) -> None:
+        """A session that was evicted is given up: it is not waited for."""
+        self._gaps.forget(key)
 
     # Moves.
 
@@ -479,6 +494,7 @@ class SsdBooks:
             self._take_note_back(victim)
             self._let_go(victim)
             self._counters.num_evictions += 1
+            self._gaps.evicted(victim.key)
             num_freed = self._space.allocator.num_free - num_free
             self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
             self._table.place(victim)

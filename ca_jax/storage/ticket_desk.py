@@ -190,6 +190,7 @@ class TicketDesk:
           ValueError: `token_ids` is empty or not a list of int32.
         """
         token_ids = as_token_ids(token_ids)
+        self._placement.wanted(key)
         entry = self._entries.get(key)
         num_tokens = 0 if entry is None else _num_served(entry, token_ids, num_dropped)
         miss = self._miss_of(entry, num_tokens)
