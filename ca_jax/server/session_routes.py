@@ -10,6 +10,7 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse
 
+from ca_jax.chunk_kv import is_chunk
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
@@ -29,9 +30,11 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
     """Conversations of the caller's tenant, open ones and stored ones."""
 
     def read(engine: Engine) -> list[dict[str, Any]]:
-        stored = {info.session_id: info for info in engine.stored.list(tenant=tenant.domain)}
+        infos = engine.stored.list(tenant=tenant.domain)
+        stored = {info.session_id: info for info in infos if not is_chunk(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        names = [*opened, *(name for name in stored if name not in opened and not name.startswith("chunk "))]
+        keeps = engine.config.store.ssd_dir is not None  # In DRAM there is no more than KV that others begin with.
+        names = [*opened, *(name for name in stored if keeps and name not in opened)]
         return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
 
     return JSONResponse({"object": "list", "data": await service.loop.call(read)})
