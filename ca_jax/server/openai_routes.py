@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
+from ca_jax.server.description import STREAMED, answers
 from ca_jax.server.errors import ApiError, as_api_error
 from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
 from ca_jax.server.router import client_name
@@ -33,20 +34,24 @@ _Begun = contextlib.AbstractAsyncContextManager[Turns]
 T = TypeVar("T")
 
 
-@ROUTES.get("/models")
+@ROUTES.get("/models", responses=answers(401, 503))
 async def models(service: TheService, tenant: TheTenant) -> JSONResponse:
     """The one model that is served."""
     return JSONResponse({"object": "list", "data": [_model(service)]})
 
 
-@ROUTES.get("/models/{model:path}")
+@ROUTES.get("/models/{model:path}", responses=answers(401, 404, 503))
 async def model(model: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """The same, by its name."""
     service.check_model(model)
     return JSONResponse(_model(service))
 
 
-@ROUTES.post("/chat/completions", response_class=Response)
+@ROUTES.post(
+    "/chat/completions",
+    response_class=Response,
+    responses=answers(400, 401, 404, 408, 409, 413, 429, 503, content=STREAMED),
+)
 async def chat_completions(
     body: ChatRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> Response:
@@ -57,7 +62,9 @@ async def chat_completions(
     return await _answer(request, service, tenant, body, writer, service.chat(tenant, body), body.num_choices)
 
 
-@ROUTES.post("/completions", response_class=Response)
+@ROUTES.post(
+    "/completions", response_class=Response, responses=answers(400, 401, 404, 408, 413, 429, 503, content=STREAMED)
+)
 async def completions(
     body: CompletionRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> Response:

@@ -14,6 +14,7 @@ from ca_jax.chunk_kv import is_chunk
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
+from ca_jax.server.description import ListedSession, SessionList, ShownSession, answers
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import TheService, TheTenant
@@ -25,7 +26,7 @@ ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"])
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
-@ROUTES.get("/sessions")
+@ROUTES.get("/sessions", responses=answers(400, 401, 503, model=SessionList))
 async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 1000) -> JSONResponse:
     """Conversations of the caller's tenant, open ones and stored ones."""
 
@@ -33,14 +34,16 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
         infos = engine.stored.list(tenant=tenant.domain)
         stored = {info.session_id: info for info in infos if not is_chunk(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        keeps = engine.config.store.ssd_dir is not None  # In DRAM there is no more than KV that others begin with.
+        keeps = (
+            engine.config.store.ssd_dir is not None
+        )  # In DRAM alone there is KV that others begin with, and no more.
         names = [*opened, *(name for name in stored if keeps and name not in opened)]
         return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
 
     return JSONResponse({"object": "list", "data": await service.loop.call(read)})
 
 
-@ROUTES.post("/sessions", status_code=201)
+@ROUTES.post("/sessions", status_code=201, responses=answers(400, 401, 413, 503, status=201, model=ListedSession))
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Begins a conversation of a name, with a system message."""
     session = await service.loop.call(
@@ -49,13 +52,13 @@ async def new_session(body: NewSession, service: TheService, tenant: TheTenant) 
     return JSONResponse(_described(tenant, session.session_id, session, None), 201)
 
 
-@ROUTES.get("/sessions/{session_id}")
+@ROUTES.get("/sessions/{session_id}", responses=answers(401, 404, 503, model=ShownSession))
 async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """One conversation: its messages, and where its KV is."""
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.post("/sessions/{session_id}")
+@ROUTES.post("/sessions/{session_id}", responses=answers(400, 401, 404, 413, 503, model=ShownSession))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Pins a conversation in the store, lets it go like others again, or says how long it is kept."""
     name = engine_name(tenant.domain, session_id)
@@ -72,7 +75,7 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.post("/sessions/{session_id}/discard")
+@ROUTES.post("/sessions/{session_id}/discard", responses=answers(400, 401, 404, 409, 413, 503, model=ShownSession))
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
@@ -86,7 +89,7 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.delete("/sessions/{session_id}")
+@ROUTES.delete("/sessions/{session_id}", responses=answers(401, 404, 503))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
@@ -101,7 +104,7 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
-@ROUTES.post("/chunks")
+@ROUTES.post("/chunks", responses=answers(400, 401, 413, 429, 503))
 async def precompute_chunks(body: NewChunks, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Computes and stores the KV of text chunks, each alone, for `context` of chats to come."""
     num_computed = await service.precompute(tenant, body.chunks, body.tier)

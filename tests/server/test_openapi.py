@@ -1,4 +1,7 @@
-"""Answers and chunks against OpenAI's own description of its API, and fuzzed requests against the server's."""
+"""Answers and chunks against OpenAI's own description of its API, and others against the server's.
+
+`tools.fuzz_server` holds many more against the server's own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import json
 import jsonschema
 import pytest
 
+from ca_jax.server.app import make_app
+from ca_jax.server.tenants import Tenant, Tenants
 from tests import server_kit as sk
 from tests.server_kit import assistant, user
 
@@ -82,3 +87,54 @@ def test_models_and_errors_are_as_described(server, check):
 def test_the_schemas_refuse_what_is_not_as_described(check):
     with pytest.raises(jsonschema.ValidationError):
         check("CreateChatCompletionResponse", {"id": "x", "object": "chat.completion", "choices": [{"index": 0}]})
+
+
+def described(tenants=None):
+    app = make_app(lambda: pytest.fail("nobody asked for an engine"), tenants=tenants)
+    description = app.openapi()
+    assert app.openapi() is description
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            yield path, method, operation, description
+
+
+def test_errors_are_described_as_they_are_told():
+    for path, method, operation, description in described():
+        answers = operation["responses"]
+        assert "422" not in answers, "wrong fields are a 400"
+        assert "401" not in answers, "keys are not asked for"
+        assert "security" not in operation
+        if "requestBody" in operation:
+            assert {"400", "413", "503"} <= answers.keys(), (method, path)
+        for status in answers.keys() - {"200", "201"} - ({"503"} if path == "/health" else set()):
+            told = answers[status]["content"]["application/json"]["schema"]
+            assert told == {"$ref": "#/components/schemas/ErrorAnswer"}, (method, path, status)
+        assert "HTTPValidationError" not in description["components"]["schemas"]
+
+
+def test_keys_are_described_where_they_are_asked_for():
+    open_to_all = {"/health", "/metrics"}
+    for path, method, operation, description in described(Tenants([(b"", Tenant(name="a"))])):
+        assert ("401" in operation["responses"]) == (path not in open_to_all), (method, path)
+        assert operation.get("security") == (None if path in open_to_all else [{"key": []}])
+        assert description["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+
+
+def test_sessions_and_errors_are_as_the_server_describes_them(server):
+    with server.http() as http:
+        components = http.get("/openapi.json").json()["components"]
+
+        def check(name, answer):
+            jsonschema.validate(answer.json(), {"$ref": f"#/components/schemas/{name}", "components": components})
+
+        check("ListedSession", http.post("/v1/sessions", json={"session_id": "described", "system": "be brief"}))
+        body = {"model": sk.MODEL, "messages": [user("a")], "session_id": "described", "max_tokens": 2}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        server.engine.wait_for_saves()
+        shown = http.get("/v1/sessions/described")
+        assert shown.json()["stored"] is not None
+        check("ShownSession", shown)
+        check("ShownSession", http.post("/v1/sessions/described", json={"pinned": True, "ttl_s": 3}))
+        check("SessionList", http.get("/v1/sessions"))
+        for answer in (http.delete("/v1/sessions/nobody"), http.get("/v1/sessions?limit=x")):
+            check("ErrorAnswer", answer)
