@@ -8,12 +8,13 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
 import openai
 import uvicorn
+from starlette.types import ASGIApp
 
 from ca_jax.engine import Engine
 from ca_jax.server.app import make_app
@@ -61,11 +62,18 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[Running]:
-    """A server over an engine of the tiny model; `changes` are of the engine's config."""
+def running(
+    tenants: Tenants | None = None,
+    server: dict[str, Any] | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **changes: Any,
+) -> Iterator[Running]:
+    """A server over an engine of the tiny model; `wrap` is put around it, `changes` are of the engine's config."""
     config = ServerConfig(**{"served_model_name": MODEL, "shutdown_grace_s": 5.0, **(server or {})})
     app = make_app(lambda: kit.small_engine(**changes), config, tenants)
-    uvicorn_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn_config = uvicorn.Config(
+        wrap(app), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5
+    )
     served = uvicorn.Server(uvicorn_config)
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()

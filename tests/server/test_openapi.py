@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import jsonschema
@@ -14,6 +15,7 @@ from ca_jax.server.app import make_app
 from ca_jax.server.tenants import Tenant, Tenants
 from tests import server_kit as sk
 from tests.server_kit import assistant, user
+from tools.fuzz_server import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +140,23 @@ def test_sessions_and_errors_are_as_the_server_describes_them(server):
         check("SessionList", http.get("/v1/sessions"))
         for answer in (http.delete("/v1/sessions/nobody"), http.get("/v1/sessions?limit=x")):
             check("ErrorAnswer", answer)
+
+
+def test_the_fuzzer_sees_what_must_not_leave_the_server():
+    async def breaks(scope, receive, send):
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"Traceback (most rec", "more_body": True})
+        await send({"type": "http.response.body", "body": b"ent call last):"})
+
+    async def refuses(scope, receive, send):
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"1")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def send(message):
+        pass
+
+    for app, seen in ((breaks, 1), (refuses, 0)):
+        recorder = Recorder(app)
+        asyncio.run(recorder({"type": "http", "method": "GET", "raw_path": b"/x"}, None, send))
+        assert (len(recorder.errors), len(recorder.leaks)) == (seen, seen)
+        assert sum(recorder.statuses["others"].values()) == 1
