@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import openai
 import uvicorn
+from starlette.types import ASGIApp
 
 from ca_jax.engine import Engine
 from ca_jax.server.app import make_app
@@ -61,9 +62,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[Running]:
-    """A server over an engine of the tiny model; `changes` are of the engine's config."""
-    with starting(lambda: kit.small_engine(**changes), tenants, server) as started:
+def running(
+    tenants: Tenants | None = None,
+    server: dict[str, Any] | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **changes: Any,
+) -> Iterator[Running]:
+    """A server over an engine of the tiny model; `wrap` is put around it, `changes` are of the engine's config."""
+    with starting(lambda: kit.small_engine(**changes), tenants, server, wrap) as started:
         state = started.state
         started.wait_until(lambda: state.status == "ok" or state.failure is not None)
         assert state.failure is None
@@ -72,12 +78,17 @@ def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None
 
 @contextlib.contextmanager
 def starting(
-    make_engine: Callable[[], Engine], tenants: Tenants | None = None, server: dict[str, Any] | None = None
+    make_engine: Callable[[], Engine],
+    tenants: Tenants | None = None,
+    server: dict[str, Any] | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
 ) -> Iterator[Running]:
     """A server that listens, whether its engine is ready or not."""
     config = ServerConfig(**{"served_model_name": MODEL, "shutdown_grace_s": 5.0, **(server or {})})
     app = make_app(make_engine, config, tenants)
-    uvicorn_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn_config = uvicorn.Config(
+        wrap(app), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5
+    )
     served = uvicorn.Server(uvicorn_config)
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()

@@ -28,6 +28,7 @@ from ca_jax.server import live_routes, openai_routes, page_routes, session_route
 from ca_jax.server.bodies import UNSERVED
 from ca_jax.server.body_limit import BodyLimit
 from ca_jax.server.config import ServerConfig
+from ca_jax.server.description import OBJECT, answers, describe
 from ca_jax.server.errors import ApiError, as_api_error
 from ca_jax.server.metrics import CONTENT_TYPE, Reading, RequestMetrics
 from ca_jax.server.service import Service
@@ -81,6 +82,7 @@ def make_app(
     app.include_router(page_routes.ROUTES)
     _add_plain_routes(app)
     _add_error_handlers(app)
+    describe(app, tenants.asks_for_keys)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
     return app
@@ -112,14 +114,18 @@ async def _stop(state: ServerState) -> None:
 
 
 def _add_plain_routes(app: fastapi.FastAPI) -> None:
-    @app.get("/health", tags=["server"], responses={503: {"description": "Not ready, or not any more."}})
+    unready = answers() | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
+
+    @app.get("/health", tags=["server"], responses=unready)
     async def health(request: fastapi.Request) -> JSONResponse:
         """Whether requests are served: 200 once the engine is loaded and warm."""
         state = state_of(request)
         status = state.status
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
-    @app.get("/metrics", tags=["server"], response_class=Response)
+    text = {"text/plain": {"schema": {"type": "string"}}}
+
+    @app.get("/metrics", tags=["server"], response_class=Response, responses=answers(503, content=text))
     async def metrics(request: fastapi.Request) -> Response:
         """What Prometheus reads."""
         service = service_of(request)

@@ -20,8 +20,10 @@ from ca_jax.jobs import SamplingParams
 from ca_jax.server.errors import ApiError
 
 _INT64 = 2**63
-_Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
+# A least length, even of 0, has pydantic look whether a text is one: JSON may hold half of a surrogate pair.
+_Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, str_min_length=0)
 _Tokens = Annotated[int, Field(ge=1)]
+_OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
@@ -91,7 +93,7 @@ class Sampling(_Body):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
     user: str | None = Field(None, description="Not looked at.")
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
@@ -229,8 +231,8 @@ def _token_id(text: str) -> int:
 class NewSession(_Body):
     """Body of `POST /v1/sessions`."""
 
-    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="Its name; made up if not given."
+    session_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^/]+$")] | None = Field(
+        None, description="Its name, to be asked for in a path; made up if not given."
     )
     system: str | None = Field(None, description="Its system message.")
     ttl_s: Annotated[float, Field(ge=0)] | None = Field(

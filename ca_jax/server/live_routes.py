@@ -20,6 +20,7 @@ import pydantic
 from fastapi.responses import Response, StreamingResponse
 
 from ca_jax.errors import CaJaxError
+from ca_jax.server.description import answers
 from ca_jax.server.live import LiveSnapshot, read_live
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
@@ -36,7 +37,7 @@ SessionId = Annotated[
 ]
 
 
-@ROUTES.get("/live/snapshot", responses={200: {"model": LiveSnapshot}})
+@ROUTES.get("/live/snapshot", responses=answers(400, 401, 503) | {200: {"model": LiveSnapshot}})
 async def live_snapshot(
     request: fastapi.Request, service: TheService, tenant: TheTenant, session_id: SessionId = None
 ) -> Response:

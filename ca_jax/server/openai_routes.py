@@ -18,7 +18,8 @@ from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.errors import as_api_error
+from ca_jax.server.description import STREAMED, answers
+from ca_jax.server.errors import ApiError, as_api_error
 from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service, Turns
@@ -32,20 +33,24 @@ _CREATED = int(time.time())
 _Begun = contextlib.AbstractAsyncContextManager[Turns]
 
 
-@ROUTES.get("/models")
+@ROUTES.get("/models", responses=answers(401, 503))
 async def models(service: TheService, tenant: TheTenant) -> JSONResponse:
     """The one model that is served."""
     return JSONResponse({"object": "list", "data": [_model(service)]})
 
 
-@ROUTES.get("/models/{model:path}")
+@ROUTES.get("/models/{model:path}", responses=answers(401, 404, 503))
 async def model(model: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """The same, by its name."""
     service.check_model(model)
     return JSONResponse(_model(service))
 
 
-@ROUTES.post("/chat/completions", response_class=Response)
+@ROUTES.post(
+    "/chat/completions",
+    response_class=Response,
+    responses=answers(400, 401, 404, 408, 409, 413, 429, 503, content=STREAMED),
+)
 async def chat_completions(
     body: ChatRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> Response:
@@ -56,7 +61,9 @@ async def chat_completions(
     return await _answer(request, service, tenant, body, writer, service.chat(tenant, body), body.num_choices)
 
 
-@ROUTES.post("/completions", response_class=Response)
+@ROUTES.post(
+    "/completions", response_class=Response, responses=answers(400, 401, 404, 408, 413, 429, 503, content=STREAMED)
+)
 async def completions(
     body: CompletionRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> Response:
@@ -102,6 +109,8 @@ async def _whole(
                 texts[live.index] += part.text
     except TimeoutError as error:
         raise too_late() from error
+    except Exception as error:
+        raise _told(error) from error
     choices = []
     for live, text in zip(turns.lives, texts, strict=True):
         logprobs = _logprobs(service, body, live.job, 0)
@@ -140,10 +149,15 @@ async def _pieces(
     except TimeoutError:
         yield error_event(too_late().body())
     except Exception as error:
-        api_error = as_api_error(error)
-        if api_error.status >= 500:
-            _LOG.exception("an answer broke (%s)", correlation_id.get())
-        yield error_event(api_error.body())
+        yield error_event(_told(error).body())
+
+
+def _told(error: Exception) -> ApiError:
+    """What a client is told of what broke its answer; more is in the log."""
+    api_error = as_api_error(error)
+    if api_error.status >= 500:
+        _LOG.error("an answer broke (%s)", correlation_id.get(), exc_info=error)
+    return api_error
 
 
 def _logprobs(

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from ca_jax.conversations import Conversation, Message, chain_of
 from ca_jax.engine import Engine
-from ca_jax.errors import InvalidRequestError, SessionBusyError, UnknownSessionError
+from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
 
@@ -133,8 +133,11 @@ class Router:
         return session
 
     def find(self, tenant: str, session_id: str) -> Session | None:
-        """The conversation of a client's name; None if there is none."""
-        return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+        """The conversation of a client's name; None if there is none, or what is stored by that name is not its own."""
+        try:
+            return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+        except TenantError:
+            return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
         """Closes conversations that nobody will ask for by name; what is stored of them stays."""

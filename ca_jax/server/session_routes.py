@@ -10,9 +10,11 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse
 
+from ca_jax.chunk_kv import is_chunk
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
+from ca_jax.server.description import ListedSession, SessionList, ShownSession, answers
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import TheService, TheTenant
@@ -25,20 +27,24 @@ ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"])
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
-@ROUTES.get("/sessions")
+@ROUTES.get("/sessions", responses=answers(400, 401, 503, model=SessionList))
 async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 1000) -> JSONResponse:
     """Conversations of the caller's tenant, open ones and stored ones."""
 
     def read(engine: Engine) -> list[dict[str, Any]]:
-        stored = {info.session_id: info for info in engine.stored.list(tenant=tenant.domain)}
+        infos = engine.stored.list(tenant=tenant.domain)
+        stored = {info.session_id: info for info in infos if not is_chunk(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        names = [*opened, *(name for name in stored if name not in opened and not name.startswith("chunk "))]
+        keeps = (
+            engine.config.store.ssd_dir is not None
+        )  # In DRAM alone there is KV that others begin with, and no more.
+        names = [*opened, *(name for name in stored if keeps and name not in opened)]
         return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
 
     return JSONResponse({"object": "list", "data": await service.loop.call(read)})
 
 
-@ROUTES.post("/sessions", status_code=201)
+@ROUTES.post("/sessions", status_code=201, responses=answers(400, 401, 413, 503, status=201, model=ListedSession))
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Begins a conversation of a name, with a system message."""
     session = await service.loop.call(
@@ -47,13 +53,13 @@ async def new_session(body: NewSession, service: TheService, tenant: TheTenant) 
     return JSONResponse(_described(tenant, session.session_id, session, None), 201)
 
 
-@ROUTES.get("/sessions/{session_id}")
+@ROUTES.get("/sessions/{session_id}", responses=answers(401, 404, 503, model=ShownSession))
 async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """One conversation: its messages, and where its KV is."""
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.post("/sessions/{session_id}")
+@ROUTES.post("/sessions/{session_id}", responses=answers(400, 401, 404, 413, 503, model=ShownSession))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Pins a conversation in the store, lets it go like others again, or says how long it is kept."""
     name = engine_name(tenant.domain, session_id)
@@ -70,7 +76,7 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.post("/sessions/{session_id}/discard")
+@ROUTES.post("/sessions/{session_id}/discard", responses=answers(400, 401, 404, 409, 413, 503, model=ShownSession))
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
@@ -84,7 +90,7 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
     return JSONResponse(await _shown(service, tenant, session_id))
 
 
-@ROUTES.delete("/sessions/{session_id}")
+@ROUTES.delete("/sessions/{session_id}", responses=answers(401, 404, 503))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
@@ -99,7 +105,7 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
-@ROUTES.post("/chunks")
+@ROUTES.post("/chunks", responses=answers(400, 401, 408, 413, 429, 503))
 async def precompute_chunks(
     body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> JSONResponse:

@@ -150,6 +150,26 @@ def test_sessions_are_begun_shown_pinned_cut_and_deleted(server, client):
         chat(client, [user("more")], extra_body={"session_id": "mine"})
 
 
+def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
+    client.post("/chunks", body={"chunks": ["the mill is by the river " * 2]}, cast_to=object)
+    client.completions.create(model=sk.MODEL, prompt="once upon a time", max_tokens=4)
+    client.post("/sessions", body={"session_id": "chunk 1"}, cast_to=object)
+    server.engine.wait_for_saves()
+    names = [each["id"] for each in client.get("/sessions", cast_to=object)["data"]]
+    assert "chunk 1" in names
+    for name in names:
+        assert client.get(f"/sessions/{name}", cast_to=object)["id"] == name
+    for name in {info.session_id for info in server.engine.stored.list()} - set(names):
+        with pytest.raises(openai.NotFoundError, match=f"wanted a session that there is, found '{name}'"):
+            client.get(f"/sessions/{name}", cast_to=object)
+
+
+def test_a_name_that_no_path_can_say_is_refused(client):
+    with pytest.raises(openai.BadRequestError) as told:
+        client.post("/sessions", body={"session_id": "a/b"}, cast_to=object)
+    assert told.value.param == "session_id"
+
+
 def test_chunks_are_computed_once_and_blended(client):
     chunks = ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2]
     assert client.post("/chunks", body={"chunks": chunks}, cast_to=object)["num_computed"] == 2

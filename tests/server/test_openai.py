@@ -269,6 +269,39 @@ def test_what_is_no_request_is_told_in_openais_shape(server, method, path, body,
     assert error["code"] == code
 
 
+HALF = r'"\ud83d"'  # Of a pair of surrogates: JSON may say so, and it is no text.
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": HALF}]', "messages.0.content"),
+        (
+            "/v1/chat/completions",
+            '"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]',
+            "messages.0.content",
+        ),
+        (
+            "/v1/chat/completions",
+            '"messages": [{"role": "user", "content": "x"}], "context": ["y", HALF], "stream": true',
+            "context.1",
+        ),
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "x"}], "stop": [HALF]', "stop"),
+        ("/v1/completions", '"prompt": HALF', "prompt"),
+        ("/v1/completions", '"prompt": "x", "user": HALF', "user"),
+        ("/v1/sessions", '"session_id": "half", "system": HALF', "system"),
+        ("/v1/chunks", '"chunks": [HALF]', "chunks.0"),
+    ],
+)
+def test_half_a_character_is_refused(server, path, body, param):
+    model = "" if path in ("/v1/sessions", "/v1/chunks") else f'"model": "{sk.MODEL}", '
+    content = f"{{{model}{body.replace('HALF', HALF)}}}".encode()
+    with server.http() as http:
+        answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, "invalid_value")
+
+
 def test_a_body_over_the_limit_is_refused_by_its_length_and_by_what_came(server):
     limit = server.state.config.max_body_bytes
     body = json.dumps({"model": sk.MODEL, "messages": [user("x" * limit)]}).encode()

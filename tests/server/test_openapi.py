@@ -1,14 +1,21 @@
-"""Answers and chunks against OpenAI's own description of its API, and fuzzed requests against the server's."""
+"""Answers and chunks against OpenAI's own description of its API, and others against the server's.
+
+`tools.fuzz_server` holds many more against the server's own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import jsonschema
 import pytest
 
+from ca_jax.server.app import make_app
+from ca_jax.server.tenants import Tenant, Tenants
 from tests import server_kit as sk
 from tests.server_kit import assistant, user
+from tools.fuzz_server import Recorder
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +83,74 @@ def test_models_and_errors_are_as_described(server, check):
 def test_the_schemas_refuse_what_is_not_as_described(check):
     with pytest.raises(jsonschema.ValidationError):
         check("CreateChatCompletionResponse", {"id": "x", "object": "chat.completion", "choices": [{"index": 0}]})
+
+
+def described(tenants=None):
+    app = make_app(lambda: pytest.fail("nobody asked for an engine"), tenants=tenants)
+    description = app.openapi()
+    assert app.openapi() is description
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            yield path, method, operation, description
+
+
+def test_errors_are_described_as_they_are_told():
+    for path, method, operation, description in described():
+        answers = operation["responses"]
+        assert "422" not in answers, "wrong fields are a 400"
+        assert "401" not in answers, "keys are not asked for"
+        assert "security" not in operation
+        if "requestBody" in operation:
+            assert {"400", "413", "503"} <= answers.keys(), (method, path)
+        for status in answers.keys() - {"200", "201"} - ({"503"} if path == "/health" else set()):
+            told = answers[status]["content"]["application/json"]["schema"]
+            assert told == {"$ref": "#/components/schemas/ErrorAnswer"}, (method, path, status)
+        assert "HTTPValidationError" not in description["components"]["schemas"]
+
+
+def test_keys_are_described_where_they_are_asked_for():
+    open_to_all = {"/health", "/metrics"}
+    for path, method, operation, description in described(Tenants([(b"", Tenant(name="a"))])):
+        assert ("401" in operation["responses"]) == (path not in open_to_all), (method, path)
+        assert operation.get("security") == (None if path in open_to_all else [{"key": []}])
+        assert description["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+
+
+def test_sessions_and_errors_are_as_the_server_describes_them(server):
+    with server.http() as http:
+        components = http.get("/openapi.json").json()["components"]
+
+        def check(name, answer):
+            jsonschema.validate(answer.json(), {"$ref": f"#/components/schemas/{name}", "components": components})
+
+        check("ListedSession", http.post("/v1/sessions", json={"session_id": "described", "system": "be brief"}))
+        body = {"model": sk.MODEL, "messages": [user("a")], "session_id": "described", "max_tokens": 2}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        server.engine.wait_for_saves()
+        shown = http.get("/v1/sessions/described")
+        assert shown.json()["stored"] is not None
+        check("ShownSession", shown)
+        check("ShownSession", http.post("/v1/sessions/described", json={"pinned": True, "ttl_s": 3}))
+        check("SessionList", http.get("/v1/sessions"))
+        for answer in (http.delete("/v1/sessions/nobody"), http.get("/v1/sessions?limit=x")):
+            check("ErrorAnswer", answer)
+
+
+def test_the_fuzzer_sees_what_must_not_leave_the_server():
+    async def breaks(scope, receive, send):
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"Traceback (most rec", "more_body": True})
+        await send({"type": "http.response.body", "body": b"ent call last):"})
+
+    async def refuses(scope, receive, send):
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"1")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def send(message):
+        pass
+
+    for app, seen in ((breaks, 1), (refuses, 0)):
+        recorder = Recorder(app)
+        asyncio.run(recorder({"type": "http", "method": "GET", "raw_path": b"/x"}, None, send))
+        assert (len(recorder.errors), len(recorder.leaks)) == (seen, seen)
+        assert sum(recorder.statuses["others"].values()) == 1
