@@ -315,6 +315,7 @@ def test_text_is_readable_in_both_schemes_and_fits_a_phone(server, open_page, sc
 
 def test_the_tab_key_reaches_everything_and_shows_where_it_is(server, page):
     say(page, "Something to show", 6)
+    settled(server, page)  # What changes meanwhile is not in the same place twice.
     page.locator("#turn .track").first.wait_for()
     page.locator("summary").click()
     name_of = "(each) => each.id || each.dataset.session || each.name || each.textContent.trim()"
