@@ -31,6 +31,10 @@ class StoredSessions:
         with self._lock:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
 
+    def is_own(self, info: EntryInfo) -> bool:
+        """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
+        return self._kv.key(info.session_id, info.tenant) == info.key
+
     def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
         """What is stored of one session; None if nothing is, or it is another tenant's."""
         with self._lock:

@@ -10,7 +10,6 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse
 
-from ca_jax.chunk_kv import is_chunk
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
@@ -32,7 +31,7 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
 
     def read(engine: Engine) -> list[dict[str, Any]]:
         infos = engine.stored.list(tenant=tenant.domain)
-        stored = {info.session_id: info for info in infos if not is_chunk(info)}
+        stored = {info.session_id: info for info in infos if engine.stored.is_own(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
         keeps = (
             engine.config.store.ssd_dir is not None
@@ -117,7 +116,8 @@ async def _shown(service: Service, tenant: Tenant, session_id: str) -> dict[str,
         if session is None:
             raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         infos = engine.stored.list(tenant=tenant.domain)
-        stored = next((info for info in infos if info.session_id == session.session_id), None)
+        own = (info for info in infos if info.session_id == session.session_id and engine.stored.is_own(info))
+        stored = next(own, None)
         shown = _described(tenant, session.session_id, session, stored)
         return {**shown, "messages": session.messages}
 

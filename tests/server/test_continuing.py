@@ -213,3 +213,15 @@ def test_conversations_outlive_the_server_on_ssd(tmp_path):
         assert text_of(more) == said_by_engine([*followed, assistant(text_of(answer)), user("say it again")])
         truncated = chat(client, long, 12)
         assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"
+
+
+def test_chunks_on_ssd_are_no_sessions_of_a_server_that_starts_again(tmp_path):
+    store = StoreConfig(dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, block_tokens=kit.BLOCK_TOKENS)
+    store = dataclasses.replace(store, ssd_free_floor_gib=0.0)
+    chunks = {"chunks": ["the mill is by the river " * 2]}
+    with sk.running(store=store) as server, server.client() as client:
+        _, [answer] = talk(client, ["where is it?"])
+        client.post("/chunks", body={**chunks, "tier": "ssd"}, cast_to=object)
+    with sk.running(store=store) as server, server.client() as client:
+        assert [each["id"] for each in client.get("/sessions", cast_to=object)["data"]] == [answer.session_id]
+        assert client.post("/chunks", body=chunks, cast_to=object)["num_computed"] == 0
