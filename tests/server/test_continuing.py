@@ -174,6 +174,9 @@ def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
     for name in {info.session_id for info in server.engine.stored.list()} - set(names):
         with pytest.raises(openai.NotFoundError, match=f"wanted a session that there is, found '{name}'"):
             client.get(f"/sessions/{name}", cast_to=object)
+        if name.startswith("chunk-"):
+            with pytest.raises(openai.BadRequestError, match="wanted a name that is not taken"):
+                client.post("/sessions", body={"session_id": name}, cast_to=object)
 
 
 def test_a_name_that_no_path_can_say_is_refused(client):
