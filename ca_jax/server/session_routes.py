@@ -33,9 +33,8 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
         infos = engine.stored.list(tenant=tenant.domain)
         stored = {info.session_id: info for info in infos if engine.stored.is_own(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        keeps = (
-            engine.config.store.ssd_dir is not None
-        )  # In DRAM alone there is KV that others begin with, and no more.
+        # Without SSD nothing is kept of what was let go of but KV that others may begin with.
+        keeps = engine.config.store.ssd_dir is not None
         names = [*opened, *(name for name in stored if keeps and name not in opened)]
         return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
 
