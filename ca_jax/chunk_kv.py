@@ -18,7 +18,7 @@ import numpy as np
 from ca_jax.chunks import ChunkSpan
 from ca_jax.jobs import Job
 from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.records import EntryInfo, MissReason, Owner, Residency
+from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turn_saver import TurnSaver
 from ca_jax.write_buffer import WriteBuffer
@@ -135,11 +135,6 @@ class ChunkKV:
 
     def _is_on_its_way(self, key: str) -> bool:
         return self._write_buffer.is_running(key) or self._write_buffer.is_unsaved(key)
-
-
-def is_chunk(info: EntryInfo) -> bool:
-    """Whether what is stored is a chunk's, and no session's."""
-    return info.session_id == _name(info.key)
 
 
 def _name(key: str) -> str:

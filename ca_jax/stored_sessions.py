@@ -31,10 +31,15 @@ class StoredSessions:
         with self._lock:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
 
+    def is_own(self, info: EntryInfo) -> bool:
+        """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
+        return self._kv.key(info.session_id, info.tenant) == info.key
+
     def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
-        """What is stored of one session; None if nothing is, or it is another tenant's."""
+        """What is stored of one session; None if nothing is, or it is another tenant's or of other weights."""
         with self._lock:
-            return next((info for info in self._kv.of_name(session_id) if info.tenant == tenant), None)
+            own = (info for info in self._kv.of_name(session_id) if info.tenant == tenant and self.is_own(info))
+            return next(own, None)
 
     def blocks(self, session_id: str, *, tenant: str = "") -> tuple[BlockTiers, ...]:
         """Where each block of a session is, in token order; none where nothing is stored."""

@@ -79,8 +79,9 @@ _ERRORS: dict[int, dict[str, Any]] = {
 }
 OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
 """Content of an answer that is an object."""
-STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"schema": {"type": "string"}}}
-"""Content of an answer that is one, or a stream of them."""
+_EVENT: dict[str, Any] = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAMED: dict[str, Any] = {**OBJECT, "text/event-stream": {"itemSchema": _EVENT}}
+"""Content of an answer that is one, or a stream of them: of events, as OpenAPI 3.2 says what each is."""
 
 
 def answers(

@@ -125,10 +125,14 @@ class Router:
         Raises:
           InvalidRequestError: there is one of that name.
         """
+        taken = InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
         if session_id is not None and self.find(tenant, session_id) is not None:
-            raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
+            raise taken
         name = engine_name(tenant, session_id or uuid.uuid4().hex)
-        session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
+        try:
+            session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
+        except TenantError:
+            raise taken from None
         self._use(session)
         return session
 

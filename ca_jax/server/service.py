@@ -26,6 +26,7 @@ from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant
 from ca_jax.session import Session
+from ca_jax.storage.records import EntryInfo
 
 _KEPT_TIMES = 64  # Of the latest requests: how long others will have to wait is told by them.
 
@@ -83,9 +84,12 @@ class Service:
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
-        names = await self.loop.call(lambda engine: [(info.tenant, info.session_id) for info in engine.stored.list()])
-        for tenant, session_id in names:
-            await self.loop.call(functools.partial(self.router.learn, tenant, session_id))
+
+        def own(engine: Engine) -> list[EntryInfo]:
+            return [info for info in engine.stored.list() if engine.stored.is_own(info)]
+
+        for info in await self.loop.call(own):
+            await self.loop.call(functools.partial(self.router.learn, info.tenant, info.session_id))
         self.is_ready = True
 
     @property

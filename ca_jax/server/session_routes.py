@@ -10,7 +10,6 @@ from typing import Any
 import fastapi
 from fastapi.responses import JSONResponse
 
-from ca_jax.chunk_kv import is_chunk
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
@@ -33,11 +32,10 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
 
     def read(engine: Engine) -> list[dict[str, Any]]:
         infos = engine.stored.list(tenant=tenant.domain)
-        stored = {info.session_id: info for info in infos if not is_chunk(info)}
+        stored = {info.session_id: info for info in infos if engine.stored.is_own(info)}
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        keeps = (
-            engine.config.store.ssd_dir is not None
-        )  # In DRAM alone there is KV that others begin with, and no more.
+        # Without SSD nothing is kept of what was let go of but KV that others may begin with.
+        keeps = engine.config.store.ssd_dir is not None
         names = [*opened, *(name for name in stored if keeps and name not in opened)]
         return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
 

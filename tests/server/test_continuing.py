@@ -162,6 +162,9 @@ def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
     for name in {info.session_id for info in server.engine.stored.list()} - set(names):
         with pytest.raises(openai.NotFoundError, match=f"wanted a session that there is, found '{name}'"):
             client.get(f"/sessions/{name}", cast_to=object)
+        if name.startswith("chunk-"):
+            with pytest.raises(openai.BadRequestError, match="wanted a name that is not taken"):
+                client.post("/sessions", body={"session_id": name}, cast_to=object)
 
 
 def test_a_name_that_no_path_can_say_is_refused(client):
@@ -201,3 +204,15 @@ def test_conversations_outlive_the_server_on_ssd(tmp_path):
         assert text_of(more) == said_by_engine([*followed, assistant(text_of(answer)), user("say it again")])
         truncated = chat(client, long, 12)
         assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"
+
+
+def test_chunks_on_ssd_are_no_sessions_of_a_server_that_starts_again(tmp_path):
+    store = StoreConfig(dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, block_tokens=kit.BLOCK_TOKENS)
+    store = dataclasses.replace(store, ssd_free_floor_gib=0.0)
+    chunks = {"chunks": ["the mill is by the river " * 2]}
+    with sk.running(store=store) as server, server.client() as client:
+        _, [answer] = talk(client, ["where is it?"])
+        client.post("/chunks", body={**chunks, "tier": "ssd"}, cast_to=object)
+    with sk.running(store=store) as server, server.client() as client:
+        assert [each["id"] for each in client.get("/sessions", cast_to=object)["data"]] == [answer.session_id]
+        assert client.post("/chunks", body=chunks, cast_to=object)["num_computed"] == 0
