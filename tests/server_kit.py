@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -61,16 +61,22 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(tenants: Tenants | None = None, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[Running]:
-    """A server over an engine of the tiny model; `changes` are of the engine's config."""
+def running(
+    tenants: Tenants | None = None,
+    server: dict[str, Any] | None = None,
+    make_engine: Callable[..., Engine] = kit.small_engine,
+    start_s: float = DEADLINE_S,
+    **changes: Any,
+) -> Iterator[Running]:
+    """A server over an engine of the tiny model, or of another; `changes` are of its config."""
     config = ServerConfig(**{"served_model_name": MODEL, "shutdown_grace_s": 5.0, **(server or {})})
-    app = make_app(lambda: kit.small_engine(**changes), config, tenants)
+    app = make_app(lambda: make_engine(**changes), config, tenants)
     uvicorn_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=5)
     served = uvicorn.Server(uvicorn_config)
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     try:
-        give_up_s = time.monotonic() + DEADLINE_S
+        give_up_s = time.monotonic() + start_s
         state: ServerState = app.state.server
         while not (served.started and state.status == "ok"):
             assert thread.is_alive(), state.failure
