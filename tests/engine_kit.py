@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 
@@ -48,15 +49,20 @@ def store_of(num_blocks: int) -> StoreConfig:
     return StoreConfig(dram_gib=num_blocks * BLOCK_TOKENS * TOKEN_BYTES / GIB, block_tokens=BLOCK_TOKENS)
 
 
-@functools.cache
-def tiny_model() -> LoadedModel:
-    """A chat model whose tokens are bytes, and whose likeliest token is always a printable one."""
+def write_tiny_model(directory: str | os.PathLike[str]) -> None:
+    """Writes a chat model whose tokens are bytes, and whose likeliest token is always a printable one."""
     config = tiny.tiny_config(max_positions=WINDOW)
     params = tiny.tiny_params(config, seed=1)
     unprintable = [i for i in range(config.vocab_size) if not 0x20 <= i < 0x7F]
     params["params"]["head"]["kernel"][:, unprintable] = 0.0
+    tiny.write_tiny_hf(directory, config, params)
+
+
+@functools.cache
+def tiny_model() -> LoadedModel:
+    """That model."""
     with tempfile.TemporaryDirectory() as directory:
-        tiny.write_tiny_hf(directory, config, params)
+        write_tiny_model(directory)
         return ca_jax.load_model(directory, dtype="float32")
 
 

@@ -53,9 +53,9 @@ class Running:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx2.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S)
 
-    def wait_until(self, holds: Any) -> None:
+    def wait_until(self, holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Waits for what other threads bring about."""
-        give_up_s = time.monotonic() + DEADLINE_S
+        give_up_s = time.monotonic() + deadline_s
         while not holds():
             assert time.monotonic() < give_up_s, "what was waited for did not come"
             time.sleep(0.005)
@@ -66,12 +66,23 @@ def running(
     tenants: Tenants | None = None,
     server: dict[str, Any] | None = None,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    make_engine: Callable[..., Engine] = kit.small_engine,
+    start_s: float = DEADLINE_S,
     **changes: Any,
 ) -> Iterator[Running]:
-    """A server over an engine of the tiny model; `wrap` is put around it, `changes` are of the engine's config."""
-    with starting(lambda: kit.small_engine(**changes), tenants, server, wrap) as started:
+    """A server over an engine of the tiny model, or of another.
+
+    Args:
+      tenants: whose requests are.
+      server: what of its config is not as in most tests.
+      wrap: is put around its application.
+      make_engine: gives the engine.
+      start_s: how long that may take.
+      changes: of the engine's config.
+    """
+    with starting(lambda: make_engine(**changes), tenants, server, wrap) as started:
         state = started.state
-        started.wait_until(lambda: state.status == "ok" or state.failure is not None)
+        started.wait_until(lambda: state.status == "ok" or state.failure is not None, start_s)
         assert state.failure is None
         yield started
 

@@ -42,6 +42,7 @@ class Tokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
+        _forget_words(backend)
         self.backend = backend
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -119,6 +120,17 @@ class Tokenizer:
     def stream(self) -> TokenStream:
         """A detokeniser for one reply."""
         return TokenStream(self)
+
+
+def _forget_words(backend: tokenizers.Tokenizer) -> None:
+    """Has a tokenizer keep no cache of the words it has met: how fast it is would tell a client what others have said.
+
+    On SmolLM2's, 2 CPU cores: 0.85 ms for 1,170 tokens of words not met before, 0.58 ms for the same again; without
+    the cache 0.70 and 0.66.
+    """
+    resize = getattr(backend.model, "_resize_cache", None)  # Of BPE and Unigram; others have no cache.
+    if resize is not None:
+        resize(0)
 
 
 class TokenStream:

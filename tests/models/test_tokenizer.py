@@ -37,6 +37,16 @@ def tokenizer(request):
     return request.param
 
 
+@pytest.mark.parametrize("kind", [BPE, tokenizers.models.Unigram, tokenizers.models.WordLevel])
+def test_no_cache_is_kept_of_words(kind, monkeypatch):
+    """Tenants share a tokenizer: what one has said must not make another's request faster."""
+    sizes = []
+    if hasattr(kind, "_resize_cache"):
+        monkeypatch.setattr(kind, "_resize_cache", lambda self, size: sizes.append(size))
+    Tokenizer(tokenizers.Tokenizer(kind()))
+    assert sizes == ([] if kind is tokenizers.models.WordLevel else [0])
+
+
 def stream_pieces(tokenizer, ids):
     stream = tokenizer.stream()
     return [*(stream.push(i) for i in ids), stream.flush()]

@@ -80,7 +80,7 @@ class Report:
 
 
 @dataclasses.dataclass
-class _Asked:
+class Asked:
     """An answer that came whole, and what it answers."""
 
     messages: list[dict[str, str]]
@@ -102,7 +102,7 @@ class _Client(threading.Thread):
         self._history: list[dict[str, str]] = []
         self._session_id: str | None = None
         self._http: httpx2.Client | None = None
-        self.asked: list[_Asked] = []
+        self.asked: list[Asked] = []
 
     def run(self) -> None:
         try:
@@ -170,7 +170,7 @@ class _Client(threading.Thread):
 
     def _take(self, said: dict[str, str], text: str, session_id: str, usage: dict[str, Any]) -> None:
         self._history.append(said)
-        self.asked.append(_Asked(list(self._history), text))
+        self.asked.append(Asked(list(self._history), text))
         self._history.append(assistant(text))
         with self._lock:
             report = self._report
@@ -247,11 +247,11 @@ def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) ->
     with kit.small_engine(store=kit.STORE_OFF) as alone:
         for client in clients:
             for asked in client.asked:
-                _check(alone, asked, report)
+                check(alone, asked, report)
     return report
 
 
-def _check(alone: Engine, asked: _Asked, report: Report) -> None:
+def check(alone: Engine, asked: Asked, report: Report) -> None:
     """Holds an answer against that of an engine that serves nobody else; near ties are told apart by the logits."""
     session = alone.session()
     expected = "".join(session.send(asked.messages, max_tokens=MAX_TOKENS))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import dataclasses
 import hashlib
+import random
 
 import openai
 import pytest
 
 from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, chat, text_of, user
 
@@ -107,6 +112,85 @@ def test_tenants_do_not_meet(server):
         assert other.post("/sessions", body={"session_id": first.session_id}, cast_to=object), "a name of its own"
         assert sk.cached(chat(colleague, followed)) > 100, "keys of one tenant share"
         assert colleague.get(f"/sessions/{first.session_id}", cast_to=object)["num_tokens"] > 0
+
+
+class AskedStore:
+    """A store, and what loads and prefixes it was asked for: method, and what it found."""
+
+    def __init__(self, store):
+        self._store = store
+        self.asked = collections.Counter()
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+        if name not in ("lookup", "find_prefix", "copy_prefix", "prepare_load", "complete_load", "abort_load"):
+            return method
+
+        def ask(*args, **options):
+            found = method(*args, **options)
+            self.asked[name, "nothing" if found is None or found == 0 else "something"] += 1
+            return found
+
+        return ask
+
+
+def work_of(server, store, client, content):
+    """What a request of one turn has engine and store do, in counts; and its cached tokens."""
+    engine = server.engine
+    engine.wait_for_saves()
+
+    def counts():
+        metrics, stats = engine.metrics, engine.store_stats()
+        of_engine = {name: value for name, value in dataclasses.asdict(metrics).items() if isinstance(value, int)}
+        of_store = {"hits": stats.num_hits, "fetches": stats.ssd.num_fetches, "gaps": stats.evict_to_reuse.num_gaps}
+        of_store |= {"saved_bytes": stats.saved_bytes, "flushed_bytes": stats.ssd.flushed_bytes, **stats.misses}
+        return of_engine | of_store | dict(store.asked)
+
+    before = collections.Counter(counts())
+    answer = chat(client, [user(content)], 1)
+    engine.wait_for_saves()
+    return collections.Counter(counts()) - before, sk.cached(answer)
+
+
+@pytest.mark.parametrize("tier", ["dram", "ssd"])
+def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenants, tier, tmp_path):
+    on_ssd = StoreConfig(
+        dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
+    )
+    stores = []
+
+    def wrap(store):
+        stores.append(AskedStore(store))
+        return stores[-1]
+
+    draw = random.Random(5)
+    theirs, nobodys, own, first = ("".join(draw.choices("abcdefgh ", k=300)) for _ in range(4))
+    with (
+        sk.running(tenants, store=on_ssd, store_wrapper=wrap) as server,
+        server.client(A) as victim,
+        server.client(C) as prober,
+    ):
+        chat(prober, [user(first)], 1)  # Compiles.
+        chat(prober, [user(own)], 1)
+        chat(victim, [user(theirs)], 1)
+        server.engine.wait_for_saves()
+        if tier == "ssd":
+            store = stores[0]._store
+            for info in store.list():
+                assert info.ssd_tokens
+                store.leave_dram(info.key)
+        of_theirs, cached_theirs = work_of(server, stores[0], prober, theirs)
+        of_nobodys, cached_nobodys = work_of(server, stores[0], prober, nobodys)
+        of_own, cached_own = work_of(server, stores[0], prober, own)
+        of_victims, cached_victims = work_of(server, stores[0], victim, theirs)
+    assert cached_theirs == cached_nobodys == 0
+    assert of_theirs == of_nobodys
+    assert of_theirs["prompt_tokens"] > 300
+    assert of_theirs["find_prefix", "nothing"] > 0, "it was looked for"
+    assert not of_theirs["find_prefix", "something"] + of_theirs["hits"] + of_theirs["fetches"]
+    for of_hit, cached in ((of_own, cached_own), (of_victims, cached_victims)):
+        assert cached > 256
+        assert (of_hit["cached_tokens"], of_hit["hits"], of_hit["fetches"]) == (cached, 1, int(tier == "ssd"))
 
 
 def test_a_tenant_has_so_many_requests_at_a_time(server):
