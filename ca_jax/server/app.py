@@ -104,6 +104,7 @@ async def _stop(state: ServerState) -> None:
 
 
 def _add_plain_routes(app: fastapi.FastAPI) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], responses={503: {"description": "Not ready, or not any more."}})
     async def health(request: fastapi.Request) -> JSONResponse:
         """Whether requests are served: 200 once the engine is loaded and warm."""
@@ -111,6 +112,7 @@ def _add_plain_routes(app: fastapi.FastAPI) -> None:
         status = state.status
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["server"], response_class=Response)
     async def metrics(request: fastapi.Request) -> Response:
         """What Prometheus reads."""
