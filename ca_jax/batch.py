@@ -132,7 +132,7 @@ class Batch:
         try:
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
-            self._sampler.set_slot(job.slot, job.params, job.prompt_ids)
+            self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling = Prefilling(
                 job,
                 self._runner,

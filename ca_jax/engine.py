@@ -635,7 +635,7 @@ class Engine:
         return Job(
             prompt_ids=ids,
             params=params,
-            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop),
+            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop, params.min_tokens),
             stop_ids=frozenset(stops),
             session=session,
             priority=priority,

@@ -40,6 +40,8 @@ class SamplingParams:
 
     max_tokens: int = 256
     """Most tokens to generate, at least 1."""
+    min_tokens: int = 0
+    """Fewest tokens to generate: stop tokens are not drawn before that, and stop strings not looked for."""
     temperature: float = 0.0
     """0 is greedy, so that the same conversation gives the same answer; above, logits are divided by it."""
     top_k: int = 0
@@ -77,6 +79,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in biases))
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens, which is {self.max_tokens}"),
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or above"),
             ("top_k", self.top_k >= 0, "0 or above"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Collection
 from functools import partial
 
 import jax
@@ -16,6 +17,8 @@ from ca_jax import sampling
 from ca_jax.jobs import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from ca_jax.models.sharding import ModelSharding, replicated
 from ca_jax.transfer import to_device, to_host
+
+_NEVER = -1e9  # Added to a logit.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +79,16 @@ class Sampler:
         self._addends: jax.Array | None = None  # f32 [slots, V], made when first needed
         self._added: set[int] = set()  # slots whose addends are not all 0
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
+        self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
+        self._drawn = [0] * num_slots  # tokens of each answer that have any barred
         self._rows: dict[tuple[int, int], sampling.SamplerRows] = {}
 
-    def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int]) -> None:
-        """Gives a slot to an answer whose prompt is `token_ids`."""
+    def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
+        """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
+        self._barred[slot] = tuple(t for t in stop_ids if t < self._vocab_size) if params.min_tokens else ()
+        self._drawn[slot] = 0
+        if not self._barred[slot]:
+            params = dataclasses.replace(params, min_tokens=0)
         self._params[slot] = params
         self._rows.clear()
         self._set_addends(slot, params)
@@ -161,9 +170,25 @@ class Sampler:
             penalty = params.presence_penalty + params.frequency_penalty * self._counts[slot][token]
             value = self._to_device(dict(params.logit_bias).get(token, 0.0) - penalty, np.float32)
             self._addends = sampling.set_addend(self._addends, at, drawn, value)
+        if params.min_tokens:
+            self._drawn[slot] += 1
+            if self._drawn[slot] == params.min_tokens:
+                self._unbar(slot, params)
+
+    def _unbar(self, slot: int, params: SamplingParams) -> None:
+        """Lets an answer end that is as long as it must be."""
+        self._params[slot] = params = dataclasses.replace(params, min_tokens=0)
+        self._rows.clear()
+        biases = dict(params.logit_bias)
+        for token in self._barred[slot]:
+            if self._addends is not None:
+                value = self._to_device(biases.get(token, 0.0), np.float32)
+                at, barred = self._to_device(slot, np.int32), self._to_device(token, np.int32)
+                self._addends = sampling.set_addend(self._addends, at, barred, value)
+        self._barred[slot] = ()
 
     def _set_addends(self, slot: int, params: SamplingParams) -> None:
-        """Begins what is added to a slot's logits: its biases, and no penalties so far."""
+        """Begins what is added to a slot's logits: its biases, what bars stop tokens, and no penalties so far."""
         self._counts[slot].clear()
         if not _adds(params) and slot not in self._added:
             return
@@ -172,6 +197,7 @@ class Sampler:
         row = np.zeros(self._vocab_size, np.float32)
         for token, bias in params.logit_bias:
             row[token] = bias
+        row[list(self._barred[slot])] = _NEVER
         self._addends = sampling.set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
         (self._added.add if _adds(params) else self._added.discard)(slot)
 
@@ -188,7 +214,7 @@ class Sampler:
 
 
 def _penalises(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or _penalises_answer(params)
+    return params.repetition_penalty != 1.0 or _penalises_answer(params) or params.min_tokens > 0
 
 
 def _penalises_answer(params: SamplingParams) -> bool:
@@ -196,7 +222,7 @@ def _penalises_answer(params: SamplingParams) -> bool:
 
 
 def _adds(params: SamplingParams) -> bool:
-    return _penalises_answer(params) or bool(params.logit_bias)
+    return _penalises_answer(params) or bool(params.logit_bias) or params.min_tokens > 0
 
 
 def _is_greedy(params: SamplingParams) -> bool:

@@ -26,11 +26,13 @@ class TextOutput:
     Args:
       stream: detokeniser, or None where there is no tokenizer: the text is then empty.
       stop: strings that end the answer; they are not part of it.
+      min_tokens: first tokens in whose text they are not looked for.
     """
 
-    def __init__(self, stream: TokenStream | None, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, stream: TokenStream | None, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self._stream = stream
         self._stop = stop
+        self._num_exempt = min_tokens
         self._held = ""
         self.text = ""
         """All text given out so far."""
@@ -39,6 +41,11 @@ class TextOutput:
 
     def push(self, token_id: int) -> str:
         """Takes a token and returns the text that can be shown."""
+        if self._num_exempt and self._stream is not None:
+            self._num_exempt -= 1
+            shown = self._stream.push(token_id)
+            self.text += shown
+            return shown
         return self._give(self._stream.push(token_id)) if self._stream is not None and not self.stopped else ""
 
     def finish(self) -> str:

@@ -328,6 +328,25 @@ def test_a_bias_holds_for_every_token_of_an_answer_that_is_decoded_ahead(engine)
     assert done.token_ids == [7] * 8
 
 
+def test_an_answer_as_short_as_it_may_be_stops_where_it_then_would(engine):
+    """Stop tokens are barred from the draw and no further; answers beside it are as if alone."""
+    prompt, plain = kit.prompt(25), kit.greedy_answer(kit.prompt(25), 14)
+    stops = tuple({plain[0], plain[4]})
+    params = SamplingParams(max_tokens=14, min_tokens=6, stop_token_ids=stops, ignore_eos=True)
+    expected = list[int]()
+    while len(expected) < 14 and not (len(expected) > 6 and expected[-1] in stops):
+        logits = kit.full_pass([*prompt, *expected])[0][-1].copy()
+        if len(expected) < 6:
+            logits[list(stops)] = -np.inf
+        expected.append(int(logits.argmax()))
+    beside = SamplingParams(max_tokens=14, ignore_eos=True)
+    done, other = engine.generate([prompt] * 2, [params, beside])
+    assert done.token_ids == expected
+    assert other.token_ids == plain
+    (at_once,) = engine.generate([prompt], [SamplingParams(max_tokens=14, stop_token_ids=stops, ignore_eos=True)])
+    assert len(at_once.token_ids) == 1
+
+
 def test_every_token_the_engine_draws_is_one_that_the_parameters_leave(engine):
     params = SamplingParams(
         max_tokens=20, temperature=0.8, top_k=6, top_p=0.8, min_p=0.02, repetition_penalty=1.2, ignore_eos=True

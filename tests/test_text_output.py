@@ -53,6 +53,13 @@ def test_what_is_shown_is_the_text_before_the_first_stop_string(pieces, stop, re
     assert output.stopped == stopped
 
 
+def test_stop_strings_are_not_looked_for_in_the_first_tokens():
+    output = TextOutput(Pieces(["a", "b", "a", "b", "c"]), ("ab",), min_tokens=2)
+    assert [output.push(token) for token in range(4)] == ["a", "b", "", ""]
+    assert output.stopped
+    assert output.text == "ab"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(letters, max_size=8), stops)
 def test_no_more_is_held_back_than_may_begin_a_stop_string(pieces, stop):

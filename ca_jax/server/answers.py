@@ -68,6 +68,14 @@ def usage_body(usages: Sequence[Usage], num_choices: int = 1) -> dict[str, Any]:
     }
 
 
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> str:
+    """What one answer took by the middle of a stream, as JSON."""
+    return (
+        f'{{"prompt_tokens": {prompt_tokens}, "completion_tokens": {completion_tokens}, '
+        f'"total_tokens": {prompt_tokens + completion_tokens}}}'
+    )
+
+
 class Writer:
     """Writes one request's answer.
 
@@ -106,24 +114,32 @@ class Writer:
             return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def first(self, index: int, with_usage: bool, session_id: str | None) -> str:
+    def first(self, index: int, usage: str | None, session_id: str | None) -> str:
         """The chunk that begins an answer of a chat."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(index, json.dumps(delta), None, None, with_usage, session_id)
+        return self._chunk(index, json.dumps(delta), None, None, usage, session_id)
 
-    def piece(self, index: int, text: str, reason: str | None, logprobs: Any, with_usage: bool) -> str:
-        """A chunk with new text; the last one of an answer says why it ended."""
+    def piece(self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None) -> str:
+        """A chunk with new text; the last one of an answer says why it ended.
+
+        Args:
+          index: which answer's.
+          text: what is new.
+          reason: why it ended, if it has.
+          logprobs: of the new tokens, where they are asked for.
+          usage: as JSON; None: the field is not there.
+        """
         if self._is_chat:
             said = f'{{"content": {json.dumps(text)}}}' if text or reason is None else "{}"
-            return self._chunk(index, said, reason, logprobs, with_usage, None)
-        return self._chunk(index, json.dumps(text), reason, logprobs, with_usage, None)
+            return self._chunk(index, said, reason, logprobs, usage, None)
+        return self._chunk(index, json.dumps(text), reason, logprobs, usage, None)
 
     def last(self, usage: dict[str, Any]) -> str:
         """The chunk with usage, behind all answers."""
         return f'data: {self._head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
 
     def _chunk(
-        self, index: int, said: str, reason: str | None, logprobs: Any, with_usage: bool, session_id: str | None
+        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session_id: str | None
     ) -> str:
         name = "delta" if self._is_chat else "text"
         parts = [
@@ -132,7 +148,7 @@ class Writer:
             ', "finish_reason": ',
             "null" if reason is None else f'"{reason}"',
             "}]",
-            ', "usage": null' if with_usage else "",
+            "" if usage is None else f', "usage": {usage}',
             "" if session_id is None else f', "session_id": {json.dumps(session_id)}',
             "}\n\n",
         ]

@@ -116,6 +116,7 @@ async def _stop(state: ServerState) -> None:
 def _add_plain_routes(app: fastapi.FastAPI) -> None:
     unready = answers() | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], responses=unready)
     async def health(request: fastapi.Request) -> JSONResponse:
         """Whether requests are served: 200 once the engine is loaded and warm."""
@@ -125,6 +126,7 @@ def _add_plain_routes(app: fastapi.FastAPI) -> None:
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["server"], response_class=Response, responses=answers(503, content=text))
     async def metrics(request: fastapi.Request) -> Response:
         """What Prometheus reads."""

@@ -72,6 +72,9 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Not looked at: chunks are not padded.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Each chunk, not the last one alone, says how many tokens it took so far; vLLM's."
+    )
 
 
 class ResponseFormat(_Body):
@@ -105,6 +108,9 @@ class Sampling(_Body):
     )
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on past the model's own stop tokens.")
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Fewest tokens of an answer: it does not stop before."
+    )
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = Field(
         None, description="Requests of lower values go first."
     )
@@ -120,6 +126,11 @@ class Sampling(_Body):
         """Whether the last chunk of a stream says what it took."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def counts_on(self) -> bool:
+        """Whether each chunk of a stream says what it took so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
@@ -132,6 +143,7 @@ class Sampling(_Body):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
             top_p=max(1.0 if self.top_p is None else self.top_p, 1e-6),  # OpenAI's 0 is the likeliest token alone.

@@ -86,6 +86,8 @@ class LiveJob:
     """Which of its request's."""
     feed: Feed
     """Where what it gives goes."""
+    num_prompt_tokens: int
+    """Of the job, when it was submitted."""
     ended: bool = False
     """Whether the event loop knows that it has ended."""
 
@@ -162,7 +164,7 @@ class EngineLoop:
             except BaseException as error:
                 self._post(_set_error, future, error)
                 return
-            lives = [LiveJob(job, index, feed) for index, job in enumerate(jobs)]
+            lives = [LiveJob(job, index, feed, job.num_prompt_tokens) for index, job in enumerate(jobs)]
             for live in lives:
                 self._live[live.job], self._given[live.job] = live, 0
             self._post(self._begun, future, lives)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,12 +41,22 @@ class Reading:
     rates: Rates | None
     num_running: int
     num_waiting: int
+    slots_used: float
+    """Share of the decode slots' room for tokens that is taken."""
 
     @classmethod
     def of(cls, engine: Engine) -> Reading:
         """For the engine's thread."""
-        running, waiting = engine.num_jobs
-        return cls(dataclasses.replace(engine.metrics), engine.store_stats(), engine.rates, running, waiting)
+        running, waiting = engine.jobs
+        room = engine.config.max_batch_size * engine.window
+        return cls(
+            engine=dataclasses.replace(engine.metrics),
+            store=engine.store_stats(),
+            rates=engine.rates,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            slots_used=sum(job.num_tokens for job in running) / room,
+        )
 
 
 class RequestMetrics:
@@ -132,10 +143,13 @@ class _Reader(Collector):
         yield from _of_rates(self.reading)
 
     def _of_engine(self, reading: Reading) -> Iterator[Metric]:
-        counted, model = reading.engine, self._model
+        counted, model, store = reading.engine, self._model, reading.store
+        dram_used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
         for name, text, value in (
             ("vllm:num_requests_running", "Answers that are being generated.", reading.num_running),
             ("vllm:num_requests_waiting", "Answers that wait for a slot.", reading.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the decode slots' room that is taken.", reading.slots_used),
+            ("vllm:cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([model], value)
@@ -252,6 +266,6 @@ def _of_rates(reading: Reading) -> Iterator[Metric]:
     gauge = GaugeMetricFamily("ca_jax:bytes_per_second", "How fast KV moves, as measured.", labels=["move"])
     for move in ("load", "save", "fetch"):
         line = getattr(reading.rates, move)
-        if line is not None:
+        if line is not None and math.isfinite(line.bytes_per_s):
             gauge.add_metric([move], line.bytes_per_s)
     yield gauge

@@ -16,9 +16,10 @@ import fastapi
 from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
-from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body
+from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body, usage_so_far
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.description import STREAMED, answers
+from ca_jax.server.engine_loop import LiveJob
 from ca_jax.server.errors import ApiError, as_api_error
 from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
 from ca_jax.server.router import client_name
@@ -129,10 +130,10 @@ async def _pieces(
 ) -> AsyncIterator[str]:
     """The stream of events. What goes wrong in the middle is the last of them."""
     try:
-        with_usage, session_id = body.includes_usage, _session_id(tenant, body, turns)
+        session_id = _session_id(tenant, body, turns)
         if isinstance(body, ChatRequest):
             for live in turns.lives:
-                yield writer.first(live.index, with_usage, session_id)
+                yield writer.first(live.index, _usage(body, live, 0), session_id)
         told = [0] * len(turns.lives)
         async for live, part in turns.parts(until_s):
             reason = finish_reason(live.job.finish_reason) if part.done else None
@@ -142,8 +143,8 @@ async def _pieces(
             if part.num_tokens > told[live.index]:
                 logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
                 told[live.index] = part.num_tokens
-            yield writer.piece(live.index, part.text, reason, logprobs, with_usage)
-        if with_usage:
+            yield writer.piece(live.index, part.text, reason, logprobs, _usage(body, live, part.num_tokens))
+        if body.includes_usage:
             yield writer.last(usage_body(turns.usages(), body.num_choices))
         yield DONE
     except TimeoutError:
@@ -158,6 +159,13 @@ def _told(error: Exception) -> ApiError:
     if api_error.status >= 500:
         _LOG.error("an answer broke (%s)", correlation_id.get(), exc_info=error)
     return api_error
+
+
+def _usage(body: ChatRequest | CompletionRequest, live: LiveJob, num_tokens: int) -> str | None:
+    """What a chunk says under `usage`, as JSON; None: nothing, the field is not there."""
+    if not body.includes_usage:
+        return None
+    return usage_so_far(live.num_prompt_tokens, num_tokens) if body.counts_on else "null"
 
 
 def _logprobs(

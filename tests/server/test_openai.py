@@ -63,6 +63,28 @@ def test_a_chat_is_answered_as_the_engine_does(client, messages):
     assert len({piece.id for piece in pieces}) == len({piece.created for piece in pieces}) == 1
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_each_chunk_counts_where_that_is_asked_for(client, kind):
+    """As guidellm asks of any server, and aiperf with --per-chunk-usage."""
+    counted = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if kind == "chat":
+        *pieces, last = chat(client, [user("hello")], n=2, **counted)
+    else:
+        *pieces, last = client.completions.create(
+            model=sk.MODEL, prompt="hello", max_tokens=8, temperature=0, n=2, **counted
+        )
+    for index in range(2):
+        said = [piece.usage for piece in pieces if piece.choices[0].index == index]
+        counts = [usage.completion_tokens for usage in said]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0 if kind == "chat" else 1, 8)
+        assert {usage.prompt_tokens for usage in said} == {last.usage.prompt_tokens}
+        assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in said)
+    assert last.usage.completion_tokens == 16
+    alone = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert all(piece.usage is None for piece in chat(client, [user("hello")], **alone)), "as vLLM: usage comes first"
+
+
 def test_text_comes_as_it_is_generated(client):
     """And not all at once, when it has ended."""
     with chat(client, [user("a long story")], max_tokens=200, stream=True) as stream:
@@ -149,6 +171,17 @@ def test_stop_ends_an_answer_and_is_not_part_of_it(client):
     assert answer.choices[0].finish_reason == "stop"
 
 
+def test_an_answer_does_not_stop_before_it_is_long_enough(client):
+    whole = text_of(chat(client, [user("hello")], max_tokens=12))
+    early, later = whole[0], whole[6]
+    options = {"stop_token_ids": [ord(early)], "min_tokens": 5}
+    held = chat(client, [user("hello")], max_tokens=12, extra_body=options)
+    assert early not in text_of(held)[:5]
+    assert held.usage.completion_tokens >= 5
+    text = text_of(chat(client, [user("hello")], max_tokens=12, stop=[later], extra_body={"min_tokens": 6}))
+    assert text == whole[:6], "stop strings are looked for behind that"
+
+
 def test_logprobs_are_of_the_tokens_that_were_drawn(client):
     answer = chat(client, [user("hello")], logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
@@ -227,6 +260,7 @@ BAD = {
     "too many choices": ({"n": 17}, "n", "invalid_value"),
     "logprobs not asked for": ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     "usage of no stream": ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    "a shortest answer over the longest": ({"extra_body": {"min_tokens": 9}}, None, "invalid_value"),
     "a bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
     "a bias outside": ({"logit_bias": {"99999": 1}}, None, "invalid_value"),
 }
