@@ -87,8 +87,8 @@ class Sampler:
         """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
         self._barred[slot] = tuple(t for t in stop_ids if t < self._vocab_size) if params.min_tokens else ()
         self._drawn[slot] = 0
-        if not self._barred[slot]:
-            params = dataclasses.replace(params, min_tokens=0)
+        if params.min_tokens and not self._barred[slot]:
+            params = dataclasses.replace(params, min_tokens=0)  # There is nothing to bar.
         self._params[slot] = params
         self._rows.clear()
         self._set_addends(slot, params)

@@ -1,0 +1,326 @@
+"""Serves a model and has public load generators, unmodified, put load on it; keeps their own reports.
+
+    python -m venv /tmp/guidellm && /tmp/guidellm/bin/pip install torch==2.13.0+cpu guidellm==0.8.1
+    python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf==0.13.0
+    .venv/bin/python -m tools.load_generators --guidellm=/tmp/guidellm/bin/guidellm --aiperf=/tmp/aiperf/bin/aiperf
+
+Each tool streams in three modes, one after the other, with random texts, others in each: one request at a time, eight
+at a time, and conversations of several turns, four at a time, each turn sent with all that was said before. Tokens are
+counted by the server's `usage`. Under ten minutes; let nothing else run meanwhile. Exits with 1 where a request failed,
+or no turn of a conversation found its history.
+
+What comes of it, in --out: `TOOL_MODE.txt` (what the tool prints), `.csv` (its own), `aiperf_*_server.csv` (what it
+read of `/metrics`), and `summary.json`. Paths of this machine are taken out of them, nothing else is changed.
+
+Not here: what the server adds to the engine (`server_overhead`), what these tools ask of it (`tests.server`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ca_jax.launch.machine import describe_machine, describe_versions
+from ca_jax.models.checkpoint import load_checkpoint
+
+_PROMPT_TOKENS, _ANSWER_TOKENS = 128, 32
+_START_S, _TOOL_S = 300.0, 60.0  # Most that the server takes to be ready, and a tool beside its load.
+_COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+_REPORTS = {
+    "guidellm": {"printed.txt": ".txt", "report.csv": ".csv"},
+    "aiperf": {
+        "profile_export_console.txt": ".txt",
+        "profile_export_aiperf.csv": ".csv",
+        "server_metrics_export.csv": "_server.csv",
+    },
+}
+_TERMINAL = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """What load is put on the server."""
+
+    name: str
+    streams: int
+    """Requests, or conversations, at a time."""
+    conversations: int
+    seed: int
+    """Of the texts: what was said in another mode is not found again."""
+    turns: int = 1
+
+    @property
+    def requests(self) -> int:
+        """All of them."""
+        return self.conversations * self.turns
+
+
+MODES = (
+    Mode("synchronous", streams=1, conversations=24, seed=1),
+    Mode("concurrent", streams=8, conversations=64, seed=2),
+    Mode("multi_turn", streams=4, conversations=8, seed=3, turns=6),
+)
+"""By name in this order."""
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--guidellm", default=os.environ.get("GUIDELLM"), help="its executable; by default $GUIDELLM")
+    parser.add_argument("--aiperf", default=os.environ.get("AIPERF"), help="its executable; by default $AIPERF")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--mode", action="append", choices=[mode.name for mode in MODES], help="by default all")
+    parser.add_argument("--seconds", type=int, default=75, help="after which a mode begins no more requests")
+    parser.add_argument("--out", type=Path, default=Path("results/server"))
+    args = parser.parse_args()
+    tools = {name: path for name in ("guidellm", "aiperf") if (path := getattr(args, name))}
+    if not tools:
+        parser.error("wanted --guidellm, --aiperf or both")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the server is ended too.
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="load_generators_") as name:
+        folder = Path(name)
+        _write_tokenizer(args.model, folder)
+        with _serving(args.model, folder / "server.log") as url:
+            for mode in MODES:
+                if args.mode and mode.name not in args.mode:
+                    continue
+                for tool, path in tools.items():
+                    run = Run(tool, path, mode, args.model, url, args.seconds, folder / f"{tool}_{mode.name}")
+                    row = run.measure()
+                    run.keep(args.out, [folder, *(Path(each).absolute().parent.parent for each in tools.values())])
+                    print(json.dumps(row), flush=True)
+                    rows.append(row)
+    found = {"machine": describe_machine(), "versions": describe_versions(), "model": args.model, "runs": rows}
+    (args.out / "summary.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    sys.exit(any(row["errors"] or not row["requests"] or row["returning_turns_found"] == 0 for row in rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A tool in a mode."""
+
+    tool: str
+    path: str
+    mode: Mode
+    model: str
+    url: str
+    seconds: int
+    folder: Path
+    """Of its own: where the tool runs and writes."""
+
+    def measure(self) -> dict[str, Any]:
+        """Runs the tool; what it reports, in few words."""
+        self.folder.mkdir()
+        offline = {"HF_HOME": str(self.folder.parent / "hub"), "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **_TERMINAL, **offline}
+        version = _output([self.path, "--version"], environment, self.folder).split()[-1]
+        before, started_s = _counters(self.url), time.monotonic()
+        limit_s = self.seconds + _TOOL_S
+        arguments = self._guidellm() if self.tool == "guidellm" else self._aiperf()
+        printed = _output([self.path, *arguments], environment, self.folder, limit_s)
+        (self.folder / "printed.txt").write_text(printed, encoding="utf-8")
+        wall_s = time.monotonic() - started_s
+        after = _counters(self.url)
+        said = _said_by_guidellm(self.folder) if self.tool == "guidellm" else _said_by_aiperf(self.folder)
+        return {
+            "tool": self.tool,
+            "version": version,
+            "mode": self.mode.name,
+            "streams": self.mode.streams,
+            "turns": self.mode.turns,
+            **{name: round(value, 3) if isinstance(value, float) else value for name, value in said.items()},
+            "wall_s": round(wall_s, 1),
+            "server": {name: int(after[name] - before[name]) for name in _COUNTERS},
+        }
+
+    def keep(self, out: Path, private: Sequence[Path]) -> None:
+        """Copies the tool's own reports, without these folders' names."""
+        for name, ending in _REPORTS[self.tool].items():
+            kept = _without((self.folder / name).read_text(encoding="utf-8"), private)
+            (out / f"{self.tool}_{self.mode.name}{ending}").write_text(kept, encoding="utf-8")
+
+    def _guidellm(self) -> list[str]:
+        mode = self.mode
+        profile = "kind=synchronous" if mode.streams == 1 else f"kind=concurrent,streams={mode.streams}"
+        data = f"kind=synthetic_text,prompt_tokens={_PROMPT_TOKENS},output_tokens={_ANSWER_TOKENS},turns={mode.turns}"
+        return [
+            *("run", "--disable-progress", "--backend", f"kind=openai_http,target={self.url},model={self.model}"),
+            *(
+                "--seed",
+                f"kind=static,value={mode.seed}",
+                "--profile",
+                profile,
+                "--data",
+                data,
+                "--tokenizer",
+                "kind=huggingface_auto,model=../tokenizer",
+            ),
+            *("--constraint", f"kind=max_requests,count={mode.requests}"),
+            *("--constraint", f"kind=max_duration,seconds={self.seconds}"),
+            *("--output", "kind=json,path=report.json", "--output", "kind=csv,path=report.csv"),
+            *("--output", "kind=console"),
+        ]
+
+    def _aiperf(self) -> list[str]:
+        mode = self.mode
+        return [
+            *("profile", "--model", self.model, "--url", self.url, "--endpoint-type", "chat", "--streaming"),
+            *("--concurrency", str(mode.streams), "--conversation-num", str(mode.conversations)),
+            *("--conversation-turn-mean", str(mode.turns), "--conversation-turn-stddev", "0"),
+            *("--isl", str(_PROMPT_TOKENS), "--osl", str(_ANSWER_TOKENS), "--random-seed", str(mode.seed)),
+            *("--extra-inputs", "ignore_eos:true", "--extra-inputs", f"min_tokens:{_ANSWER_TOKENS}"),
+            *("--benchmark-duration", str(self.seconds), "--benchmark-grace-period", "30"),
+            *("--use-server-token-count", "--per-chunk-usage", "--artifact-dir", "."),
+            *("--ui", "none", "--no-gpu-telemetry"),
+        ]
+
+
+def _said_by_guidellm(folder: Path) -> dict[str, Any]:
+    [report] = json.loads((folder / "report.json").read_text(encoding="utf-8"))["benchmarks"]
+    metrics, good = report["metrics"], report["requests"]["successful"]
+    turns = [(each["info"]["turn_index"], each["cached_tokens"] or 0) for each in good]
+
+    def of(name: str, share: str) -> float:
+        return float(metrics[name]["successful"]["percentiles"][share])
+
+    return {
+        "requests": metrics["request_totals"]["successful"],
+        "errors": metrics["request_totals"]["errored"],
+        "requests_per_s": float(metrics["requests_per_second"]["successful"]["mean"]),
+        "output_tokens_per_s": float(metrics["output_tokens_per_second"]["successful"]["mean"]),
+        "ttft_ms_p50": of("time_to_first_token_ms", "p50"),
+        "ttft_ms_p99": of("time_to_first_token_ms", "p99"),
+        "itl_ms_p50": of("inter_token_latency_ms", "p50"),
+        "itl_ms_p99": of("inter_token_latency_ms", "p99"),
+        "prompt_tokens": sum(each["prompt_tokens"] for each in good),
+        **_of_turns(turns),
+    }
+
+
+def _said_by_aiperf(folder: Path) -> dict[str, Any]:
+    report = json.loads((folder / "profile_export_aiperf.json").read_text(encoding="utf-8"))
+    lines = (folder / "profile_export.jsonl").read_text(encoding="utf-8").splitlines()
+    good = [each for each in map(json.loads, lines) if not each.get("error")]
+    turns = [
+        (each["metadata"]["turn_index"], each["metrics"]["usage_prompt_cache_read_tokens"]["value"]) for each in good
+    ]
+    return {
+        "requests": int(report["request_count"]["avg"]),
+        "errors": len(lines) - len(good),
+        "requests_per_s": report["request_throughput"]["avg"],
+        "output_tokens_per_s": report["output_token_throughput"]["avg"],
+        "ttft_ms_p50": report["time_to_first_token"]["p50"],
+        "ttft_ms_p99": report["time_to_first_token"]["p99"],
+        "itl_ms_p50": report["inter_token_latency"]["p50"],
+        "itl_ms_p99": report["inter_token_latency"]["p99"],
+        "prompt_tokens": int(report["total_usage_prompt_tokens"]["avg"]),
+        **_of_turns(turns),
+    }
+
+
+def _of_turns(turns: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Of each turn its number in its conversation and the prompt tokens whose KV was there."""
+    returning = [cached for number, cached in turns if number > 0]
+    return {
+        "cached_tokens": sum(cached for _, cached in turns),
+        "returning_turns": len(returning),
+        "returning_turns_found": sum(cached > 0 for cached in returning) if returning else None,
+    }
+
+
+@contextlib.contextmanager
+def _serving(model: str, log: Path) -> Iterator[str]:
+    """The server over a model, as a process, once it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={model}", f"--port={port}"]
+    with log.open("w", encoding="utf-8") as written:
+        server = subprocess.Popen(command, stdout=written, stderr=written)
+    try:
+        give_up_s = time.monotonic() + _START_S
+        while not _is_ready(url):
+            if server.poll() is not None or time.monotonic() > give_up_s:
+                raise RuntimeError(f"the server did not begin to serve:\n{log.read_text(encoding='utf-8')[-2000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _counters(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found = {name: re.search(rf"^vllm:{name}_total{{.*}} (\S+)$", text, re.MULTILINE) for name in _COUNTERS}
+    return {name: float(match[1]) if match else 0.0 for name, match in found.items()}
+
+
+def _write_tokenizer(model: str, folder: Path) -> None:
+    """Puts a model's tokenizer into `tokenizer`, and where aiperf looks for what it has fetched from the hub."""
+    tokenizer = load_checkpoint(model).tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{model} wanted a tokenizer, found none")
+    snapshot = folder / "tokenizer"
+    snapshot.mkdir()
+    cached = folder / "hub" / "hub" / f"models--{model.replace('/', '--')}"
+    for name in ("snapshots", "refs"):
+        (cached / name).mkdir(parents=True)
+    (cached / "snapshots" / "served").symlink_to(snapshot)
+    (cached / "refs" / "main").write_text("served", encoding="utf-8")
+    tokenizer.backend.save(str(snapshot / "tokenizer.json"))
+    names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+    config = {name: tokenizer.backend.id_to_token(token) for name, token in names.items() if token is not None}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokenizer.chat_template is not None:
+        config["chat_template"] = tokenizer.chat_template.source
+    (snapshot / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _output(command: Sequence[str], environment: dict[str, str], folder: Path, limit_s: float = 60.0) -> str:
+    """What a program prints.
+
+    Raises:
+      RuntimeError: it failed; the message ends with its last words.
+    """
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: status {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
+def _without(text: str, private: Sequence[Path]) -> str:
+    for folder in private:
+        text = text.replace(str(folder), "…")
+    return "\n".join(line.rstrip() for line in text.replace(socket.gethostname(), "host").splitlines()) + "\n"
+
+
+if __name__ == "__main__":
+    main()
