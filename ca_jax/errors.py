@@ -47,6 +47,10 @@ class SessionBusyError(CaJaxError):
     """A second turn sent to a session whose last turn still runs."""
 
 
+class SessionMovedError(CaJaxError):
+    """A turn for a session that does not stand where its caller says: it was gone on with, or lost turns in a crash."""
+
+
 class TenantError(CaJaxError):
     """A session id that is another tenant's."""
 

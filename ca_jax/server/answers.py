@@ -76,6 +76,10 @@ def usage_so_far(prompt_tokens: int, completion_tokens: int) -> str:
     )
 
 
+Session = dict[str, str]
+"""Fields of our own in an answer: a session's name, and where it stands behind the answer. Without one, none."""
+
+
 class Writer:
     """Writes one request's answer.
 
@@ -95,7 +99,7 @@ class Writer:
         head = {"id": self.response_id, "object": name, "created": self._created, "model": model}
         self._head = json.dumps(head)[:-1]
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], session_id: str | None) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], session: Session) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         body = {
             "id": self.response_id,
@@ -105,7 +109,7 @@ class Writer:
             "choices": choices,
             "usage": usage,
         }
-        return body if session_id is None else {**body, "session_id": session_id}
+        return {**body, **session}
 
     def choice(self, index: int, text: str, reason: str, logprobs: Any = None) -> dict[str, Any]:
         """One answer."""
@@ -114,12 +118,14 @@ class Writer:
             return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def first(self, index: int, usage: str | None, session_id: str | None) -> str:
+    def first(self, index: int, usage: str | None, session: Session) -> str:
         """The chunk that begins an answer of a chat."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(index, json.dumps(delta), None, None, usage, session_id)
+        return self._chunk(index, json.dumps(delta), None, None, usage, session)
 
-    def piece(self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None) -> str:
+    def piece(
+        self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
+    ) -> str:
         """A chunk with new text; the last one of an answer says why it ended.
 
         Args:
@@ -128,18 +134,19 @@ class Writer:
           reason: why it ended, if it has.
           logprobs: of the new tokens, where they are asked for.
           usage: as JSON; None: the field is not there.
+          session: what is said of the session.
         """
         if self._is_chat:
             said = f'{{"content": {json.dumps(text)}}}' if text or reason is None else "{}"
-            return self._chunk(index, said, reason, logprobs, usage, None)
-        return self._chunk(index, json.dumps(text), reason, logprobs, usage, None)
+            return self._chunk(index, said, reason, logprobs, usage, session)
+        return self._chunk(index, json.dumps(text), reason, logprobs, usage, session)
 
     def last(self, usage: dict[str, Any]) -> str:
         """The chunk with usage, behind all answers."""
         return f'data: {self._head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
 
     def _chunk(
-        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session_id: str | None
+        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
     ) -> str:
         name = "delta" if self._is_chat else "text"
         parts = [
@@ -149,7 +156,7 @@ class Writer:
             "null" if reason is None else f'"{reason}"',
             "}]",
             "" if usage is None else f', "usage": {usage}',
-            "" if session_id is None else f', "session_id": {json.dumps(session_id)}',
+            f", {json.dumps(session)[1:-1]}" if session else "",
             "}\n\n",
         ]
         return "".join(parts)

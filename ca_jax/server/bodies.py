@@ -187,6 +187,10 @@ class ChatRequest(Sampling):
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="The conversation to go on with; messages are then what is new, or all of it and that."
     )
+    session_state: Annotated[str, Field(max_length=64)] | None = Field(
+        None,
+        description="What its latest answer said: if the session does not stand there any more, 409 and no answer.",
+    )
     context: Annotated[list[str | list[int]], Field(min_length=1)] | None = Field(
         None, description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend)."
     )
@@ -196,6 +200,8 @@ class ChatRequest(Sampling):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs wanted logprobs to be true", param="top_logprobs", code="invalid_value")
+        if self.session_state is not None and self.session_id is None:
+            raise ApiError(400, "session_state wanted a session_id", param="session_state", code="invalid_value")
         if self.session_id is not None and self.num_choices > 1:
             raise ApiError(400, f"n wanted 1 with a session_id, found {self.n}", param="n", code="invalid_value")
 

@@ -50,6 +50,7 @@ class ListedSession(pydantic.BaseModel):
     busy: bool = pydantic.Field(description="Whether a turn of it runs.")
     stored: StoredAnswer | None
     num_dropped: int = pydantic.Field(0, description="Tokens that a truncation has dropped; of open ones.")
+    session_state: str = pydantic.Field("", description="Where it stands, as its latest answer said; of open ones.")
     title: str = pydantic.Field("", description="How its first message of the user begins; of open ones.")
 
 

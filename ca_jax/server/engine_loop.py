@@ -90,6 +90,8 @@ class LiveJob:
     """Of the job, when it was submitted."""
     ended: bool = False
     """Whether the event loop knows that it has ended."""
+    state: str | None = None
+    """What was made of its end; only read, and once it has ended."""
 
 
 class EngineLoop:
@@ -97,10 +99,11 @@ class EngineLoop:
 
     Args:
       engine: nobody else may run it. It is not closed by this.
-      on_ended: told of each job that has ended, by the engine's thread, before its listener is.
+      on_ended: told of each job that has ended, by the engine's thread, before its listener is, who finds what it gives
+        in `LiveJob.state`.
     """
 
-    def __init__(self, engine: Engine, on_ended: Callable[[Job], None] = lambda job: None) -> None:
+    def __init__(self, engine: Engine, on_ended: Callable[[Job], str | None] = lambda job: None) -> None:
         self._engine = engine
         self._events = asyncio.get_running_loop()
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
@@ -263,7 +266,7 @@ class EngineLoop:
             parts.append((live, Part(text, num_tokens, done)))
             if done:
                 del self._live[job], self._given[job]
-                self._on_ended(job)
+                live.state = self._on_ended(job)
         if parts:
             self._post(self._hand_out, parts)
 

@@ -16,6 +16,7 @@ from ca_jax.errors import (
     InvalidRequestError,
     SessionBusyError,
     SessionClosedError,
+    SessionMovedError,
     TenantError,
     UnknownSessionError,
 )
@@ -79,6 +80,7 @@ _KNOWN: tuple[tuple[type[CaJaxError], int, str | None], ...] = (
     (EmptyMessageError, 400, "empty_message"),
     (InvalidRequestError, 400, "invalid_value"),
     (SessionBusyError, 409, "session_busy"),
+    (SessionMovedError, 409, "session_moved"),
     (TenantError, 404, "session_not_found"),  # As of one that does not exist: ids of others are not told.
     (UnknownSessionError, 404, "session_not_found"),
     (SessionClosedError, 503, "shutting_down"),

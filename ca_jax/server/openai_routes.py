@@ -16,7 +16,7 @@ import fastapi
 from asgi_correlation_id import correlation_id
 from fastapi.responses import JSONResponse, Response
 
-from ca_jax.server.answers import DONE, Writer, error_event, finish_reason, usage_body, usage_so_far
+from ca_jax.server.answers import DONE, Session, Writer, error_event, finish_reason, usage_body, usage_so_far
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.description import STREAMED, answers
 from ca_jax.server.engine_loop import LiveJob
@@ -117,7 +117,10 @@ async def _whole(
         logprobs = _logprobs(service, body, live.job, 0)
         choices.append(writer.choice(live.index, text, finish_reason(live.job.finish_reason), logprobs))
     usage = usage_body(turns.usages(), body.num_choices)
-    return JSONResponse(writer.whole(choices, usage, _session_id(tenant, body, turns)))
+    session = _session(tenant, body, turns)
+    if session:
+        session |= _state_of(turns.lives[0])
+    return JSONResponse(writer.whole(choices, usage, session))
 
 
 async def _pieces(
@@ -130,10 +133,10 @@ async def _pieces(
 ) -> AsyncIterator[str]:
     """The stream of events. What goes wrong in the middle is the last of them."""
     try:
-        session_id = _session_id(tenant, body, turns)
+        session = _session(tenant, body, turns)
         if isinstance(body, ChatRequest):
             for live in turns.lives:
-                yield writer.first(live.index, _usage(body, live, 0), session_id)
+                yield writer.first(live.index, _usage(body, live, 0), session)
         told = [0] * len(turns.lives)
         async for live, part in turns.parts(until_s):
             reason = finish_reason(live.job.finish_reason) if part.done else None
@@ -143,7 +146,8 @@ async def _pieces(
             if part.num_tokens > told[live.index]:
                 logprobs = _logprobs(service, body, live.job, told[live.index], part.num_tokens)
                 told[live.index] = part.num_tokens
-            yield writer.piece(live.index, part.text, reason, logprobs, _usage(body, live, part.num_tokens))
+            state = _state_of(live) if part.done and session else {}
+            yield writer.piece(live.index, part.text, reason, logprobs, _usage(body, live, part.num_tokens), state)
         if body.includes_usage:
             yield writer.last(usage_body(turns.usages(), body.num_choices))
         yield DONE
@@ -176,11 +180,16 @@ def _logprobs(
     return None if body.logprobs is None else completion_logprobs(service.tokenizer, job, start, stop)
 
 
-def _session_id(tenant: Tenant, body: ChatRequest | CompletionRequest, turns: Turns) -> str | None:
+def _session(tenant: Tenant, body: ChatRequest | CompletionRequest, turns: Turns) -> Session:
     """Of a chat: what its next turn may say instead of its history."""
     if not isinstance(body, ChatRequest) or len(turns.sessions) > 1:
-        return None
-    return client_name(tenant.domain, turns.sessions[0].session_id)
+        return {}
+    return {"session_id": client_name(tenant.domain, turns.sessions[0].session_id)}
+
+
+def _state_of(live: LiveJob) -> Session:
+    """Where a conversation stands behind its answer: what its next turn may hold the server to."""
+    return {} if live.state is None else {"session_state": live.state}
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from ca_jax.conversations import Conversation, Message, chain_of
 from ca_jax.engine import Engine
-from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
 
@@ -67,16 +67,18 @@ class Router:
         self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
         self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
 
-    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message]) -> Found:
+    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message], state: str | None = None) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
         Args:
           tenant: whose request it is.
           session_id: of a conversation of that tenant.
           messages: new ones alone, or the whole conversation with new ones behind it.
+          state: the chain that it must end with.
 
         Raises:
           UnknownSessionError: there is none of that name.
+          SessionMovedError: it stands elsewhere.
           SessionBusyError: a turn of it runs.
           InvalidRequestError: the messages are neither.
         """
@@ -85,6 +87,12 @@ class Router:
             raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
+        if state is not None and session.conversation.chain != state:
+            raise SessionMovedError(
+                f"session {session_id!r} does not stand where session_state says, but behind "
+                f"{len(session.messages)} messages; it may have been gone on with, or lost its last turns in a crash: "
+                "send the whole history"
+            )
         self._use(session)
         num_known = _num_known(session.conversation, messages)
         if num_known:
@@ -156,10 +164,13 @@ class Router:
         self._use(forked)
         return forked
 
-    def ended(self, job: Job) -> None:
-        """Notes where a turn's conversation stands now that it has ended."""
-        if job.session is not None and job.output_ids:
+    def ended(self, job: Job) -> str | None:
+        """Notes where a turn's conversation stands now that it has ended; its chain."""
+        if job.session is None:
+            return None
+        if job.output_ids:
             self.note(job.session.tenant, job.session.session_id, job.session.conversation)
+        return job.session.conversation.chain
 
     def note(self, tenant: str, session_id: str, conversation: Conversation) -> None:
         """Notes where a conversation stands."""

@@ -139,7 +139,7 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
-                found = self.router.by_id(tenant.domain, request.session_id, messages)
+                found = self.router.by_id(tenant.domain, request.session_id, messages, request.session_state)
             else:
                 found = self.router.by_history(tenant.domain, messages)
             held = len(found.session.token_ids)
@@ -207,11 +207,15 @@ class Service:
         self.closing = True
         await self.loop.stop()
 
-    def _ended(self, job: Job) -> None:
-        """Notes a job that has ended, whether anybody still listens or not; for the engine's thread."""
-        if job.chunk is None:
-            self.router.ended(job)
-            self.metrics.add(job)
+    def _ended(self, job: Job) -> str | None:
+        """Notes a job that has ended, whether anybody still listens or not, and says where its conversation stands.
+
+        For the engine's thread.
+        """
+        if job.chunk is not None:
+            return None
+        self.metrics.add(job)
+        return self.router.ended(job)
 
     @contextlib.asynccontextmanager
     async def _running(

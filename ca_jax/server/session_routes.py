@@ -141,7 +141,7 @@ def _described(tenant: Tenant, name: str, session: Session | None, stored: Entry
         dropped = session.num_dropped
         said = next((message["content"] for message in session.messages if message["role"] == "user"), "")
         described |= {"num_tokens": len(session.token_ids), "num_dropped": dropped, "busy": session.is_busy}
-        described["title"] = said[:_TITLE_CHARS]
+        described |= {"title": said[:_TITLE_CHARS], "session_state": session.conversation.chain}
     if stored is not None:
         described["stored"] = {
             "tier": stored.residency.value,

@@ -61,6 +61,22 @@ def test_a_name_goes_on_with_what_is_new_alone_or_with_all_of_it(client):
         chat(client, [user("further")], extra_body={"session_id": "nobody"})
 
 
+def test_a_name_can_be_held_to_where_the_conversation_stood(client):
+    first = chat(client, [user("one")])
+    stands = {"session_id": first.session_id, "session_state": first.session_state}
+    *_, last = chat(client, [user("two")], stream=True, extra_body=stands)
+    with pytest.raises(openai.ConflictError, match="behind 4 messages") as told:
+        chat(client, [user("three")], extra_body=stands)
+    assert told.value.code == "session_moved"
+    shown = client.get(f"/sessions/{first.session_id}", cast_to=object)
+    assert shown["session_state"] == last.session_state != first.session_state
+    third = chat(client, [user("three")], extra_body={**stands, "session_state": last.session_state})
+    assert third.session_id == first.session_id
+    assert len(client.get(f"/sessions/{first.session_id}", cast_to=object)["messages"]) == 6
+    with pytest.raises(openai.BadRequestError, match="wanted a session_id"):
+        chat(client, [user("three")], extra_body={"session_state": last.session_state})
+
+
 def test_edited_and_branched_histories_fork_and_both_live_on(client):
     history, answers = talk(client, ["a story of the sea", "of a whale", "of an island"])
     regenerated = chat(client, history[:5], 12, temperature=1.0, seed=3, extra_body={"top_k": 4})

@@ -1,8 +1,8 @@
 """The server's process killed in the middle of a load: the next one of its directory goes on with every conversation.
 
 Clients hold conversations until nobody answers any more, and go on once the server is there again: half of them by
-their whole history, half by name. Who goes on by name asks first where the conversation stands: what was answered and
-not yet on SSD is gone with the process, and what was on SSD and not yet answered is not.
+their whole history, half by name. Who goes on by name says where the conversation stands: what was answered and not yet
+on SSD is gone with the process, what was on SSD and not yet answered is not, and then all of it is sent.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ class Seen:
     """Answers that a kill took."""
     num_unknown: int = 0
     """Names that were not on SSD when the server was killed: 404, and the client sent its whole history."""
-    num_behind: int = 0
-    """Conversations that SSD had an older state of than their clients."""
-    num_ahead: int = 0
-    """Those that SSD had an answer of which never arrived."""
+    num_moved: int = 0
+    """Conversations that SSD had another state of than their clients: 409, likewise."""
     num_resumed: int = 0
     """Conversations that were known to be on SSD, and gone on with from there."""
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -111,6 +109,7 @@ class Client:
         self._seen = seen
         self._by_name = bool(number % 2)
         self.session_id: str | None = None
+        self.session_state: str | None = None
         self.history: list[dict[str, str]] = []
         self.asked: list[Asked] = []
 
@@ -123,46 +122,33 @@ class Client:
         is_known = self.session_id in on_ssd
         try:
             with server.client() as client:
-                sends_all = self._catch_up(client, is_known)
                 while not self.is_done:
-                    num_cached = self._turn(client, sends_all)
+                    num_cached = self._turn(client, is_known)
                     if is_known and not num_cached:
                         self._seen.failures.append(f"client {self._number}: nothing was found of what was on SSD")
                     self._seen.num_resumed += is_known
-                    is_known = sends_all = False
+                    is_known = False
         except openai.APIConnectionError:
             self._seen.count("num_broken_off")
         except Exception as error:
             self._seen.failures.append(f"client {self._number}: {type(error).__name__}: {error}")
 
-    def _catch_up(self, client: openai.OpenAI, is_known: bool) -> bool:
-        """After a restart: asks where its conversation stands; whether all of it has to be sent, or what is new."""
-        if not self._by_name or self.session_id is None:
-            return False
-        try:
-            messages = client.get(f"/sessions/{self.session_id}", cast_to=object)["messages"]
-        except openai.NotFoundError:
-            if is_known:
-                self._seen.failures.append(f"client {self._number}: what was on SSD is not known any more")
-            self._seen.count("num_unknown")
-            self.session_id = None
-            return False
-        if messages[:-1] == [*self.history, self._said()]:
-            self._seen.count("num_ahead")
-            self._take(messages[-1]["content"])
-        elif messages != self.history:
-            assert messages == self.history[: len(messages)], "what was never said"
-            self._seen.count("num_behind")
-            return True
-        return False
-
-    def _turn(self, client: openai.OpenAI, sends_all: bool) -> int:
+    def _turn(self, client: openai.OpenAI, is_known: bool) -> int:
         """Asks for one answer; how many of its tokens were cached."""
-        named = self._by_name and self.session_id is not None
-        messages = [self._said()] if named and not sends_all else [*self.history, self._said()]
-        extra = {"session_id": self.session_id} if named else None
-        answer = sk.chat(client, messages, MAX_TOKENS, extra_body=extra)
-        self.session_id = answer.session_id
+        answer = None
+        if self._by_name and self.session_id is not None:
+            stands = {"session_id": self.session_id, "session_state": self.session_state}
+            try:
+                answer = sk.chat(client, [self._said()], MAX_TOKENS, extra_body=stands)
+            except openai.NotFoundError:
+                if is_known:
+                    self._seen.failures.append(f"client {self._number}: what was on SSD is not known any more")
+                self._seen.count("num_unknown")
+            except openai.ConflictError:
+                self._seen.count("num_moved")
+        if answer is None:
+            answer = sk.chat(client, [*self.history, self._said()], MAX_TOKENS)
+        self.session_id, self.session_state = answer.session_id, answer.session_state
         self._take(sk.text_of(answer))
         self._seen.count("num_answers")
         return sk.cached(answer)
@@ -210,7 +196,7 @@ def test_conversations_go_on_behind_kill_9(num_clients, num_kills, tmp_path, rec
                     each.result()
     finally:
         server.kill()
-    for field in ("num_answers", "num_broken_off", "num_unknown", "num_behind", "num_ahead", "num_resumed"):
+    for field in ("num_answers", "num_broken_off", "num_unknown", "num_moved", "num_resumed"):
         record_property(field, getattr(seen, field))
     assert not seen.failures
     assert all(client.is_done for client in clients)
