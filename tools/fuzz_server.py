@@ -1,6 +1,6 @@
 """Fuzzes the server with schemathesis over the tiny model, by the server's own description of itself.
 
-    .venv/bin/python -m tools.fuzz_server --schemathesis=/path/to/schemathesis --json_out=results/server_fuzz.json
+    .venv/bin/python -m tools.fuzz_server --schemathesis=/path/to/schemathesis --json_out=results/server/fuzz.json
 
 Two rounds. The first takes the description as it is served, and keys are not asked for. In the second they are, the
 store is on SSD too, and the description is narrowed to one model, a few names of sessions and short answers: what is

@@ -1,6 +1,6 @@
 """What the HTTP layer adds to a request, and to a token of eight streams: the same turns with and without it, in turns.
 
-    .venv/bin/python -m tools.server_overhead --json_out=results/server_overhead.json
+    .venv/bin/python -m tools.server_overhead --json_out=results/server/overhead.json
 
 Without HTTP the engine is stepped in this process and nobody listens; with it the clients are another process, which
 reads sockets and no more. Let nothing else run meanwhile.

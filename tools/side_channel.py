@@ -1,6 +1,6 @@
 """Whether the time to a first token tells what another tenant has stored: TTFT over HTTP of prompts in three arms.
 
-    .venv/bin/python -m tools.side_channel --json_out=results/server_side_channel.json
+    .venv/bin/python -m tools.side_channel --json_out=results/server/side_channel.json
 
     other    another tenant has had the same prompt computed, and it is stored
     new      nobody has
