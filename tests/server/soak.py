@@ -231,9 +231,9 @@ def limits(directory: str) -> dict[str, Any]:
 
 
 def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) -> Report:
-    """Runs clients until they have so many answers together, and checks each."""
+    """Runs clients until they have so many answers together, or a few more, and checks each."""
     report, lock = Report(), threading.Lock()
-    each = num_turns // num_clients
+    each = -(-num_turns // num_clients)
     clients = [_Client(server, seed + number, each, report, lock) for number in range(num_clients)]
     process, started_s = psutil.Process(), time.perf_counter()
     for client in clients:

@@ -16,7 +16,7 @@ def test_answers_are_those_of_each_client_alone(num_clients, num_turns, tmp_path
         report = soak(server, num_clients, num_turns)
         assert not report.failures
         assert not report.wrong
-        assert report.num_turns == num_turns // num_clients * num_clients
+        assert num_turns <= report.num_turns < num_turns + num_clients
         assert report.num_ties <= report.num_turns // 100
         assert report.num_left
         assert report.num_refused
