@@ -356,7 +356,7 @@ def test_the_engine_gives_staging_back_only_when_the_slots_have_what_was_loaded(
         loader = engine._kv._loader
         sessions = [engine.session(), engine.session()]
         kit.drain(*(session.send("Hello.", max_tokens=5) for session in sessions))
-        engine.wait_for_saves()  # What is still being saved is not preloaded, but what comes behind it is, and given up.
+        engine.wait_for_saves()  # What is being saved is not preloaded: what was, behind it, would be given up.
         monkeypatch.setattr(ReadBuffer, "give_back", give_back)
         monkeypatch.setattr(LayerLoader, "_free", free)
         kit.drain(*(session.send("And now?", max_tokens=5) for session in sessions))
