@@ -102,7 +102,7 @@ def _of_soak(report: Report) -> Iterable[str]:
         "429 and come again": f"{report['busy']:,}",
         "tokens of prompts found in the cache": f"{report['cached_share']:.0%}",
         "time to the first token, p50 and p99": f"{report['ttft_p50_s']:.2f} s, {report['ttft_p99_s']:.2f} s",
-        "resident memory at the end, of server and clients": f"{report['rss_mib']:.0f} MiB",
+        "resident memory of the server at the end": f"{report['rss_mib']:.0f} MiB",
         "its slope in the last two thirds": f"{report['rss_slope_mib_per_1000_turns']:+.1f} MiB per 1,000 answers",
         "all of it took": f"{report['seconds']:.0f} s",
     }

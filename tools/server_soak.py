@@ -52,7 +52,7 @@ def _plot(path: Path, found: soak.Report, title: str) -> None:
     FigureCanvasAgg(figure)
     memory, first = figure.subplots(1, 2)
     memory.plot([at for at, _ in found.rss], [size / 2**20 for _, size in found.rss], color="#0072B2")
-    memory.set(xlabel="seconds", ylabel="resident memory of server and clients [MiB]", ylim=(0, None))
+    memory.set(xlabel="seconds", ylabel="resident memory of the server [MiB]", ylim=(0, None))
     ordered = sorted(found.ttft_s)
     first.plot(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], color="#D55E00")
     first.set(xlabel="time to the first token [s]", ylabel="share of answers", xscale="log", ylim=(0, 1))

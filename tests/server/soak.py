@@ -2,15 +2,18 @@
 
 Clients hold conversations as their kind does (whole history, or by name), streamed or not; between turns they send what
 is no request, bodies that are too large, read slowly, or go away in the middle of an answer. Every answer that came
-whole is asked again of an engine that has no store and serves nobody else.
+whole is asked again of an engine that has no store and serves nobody else. Clients are another process than the server,
+so that memory is the server's alone.
 
 Not here: what must hold (test_soak), the server (server_kit).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import random
 import statistics
 import threading
@@ -54,7 +57,7 @@ class Report:
     """What should not have been told or not have happened."""
     ttft_s: list[float] = dataclasses.field(default_factory=list)
     rss: list[tuple[float, int]] = dataclasses.field(default_factory=list)
-    """Resident bytes of the process by seconds since the start."""
+    """Resident bytes of the server's process by seconds since the start."""
     seconds: float = 0.0
 
     def figures(self) -> dict[str, Any]:
@@ -87,12 +90,37 @@ class Asked:
     text: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Crowd:
+    """Clients to be."""
+
+    url: str
+    """Of the server."""
+    max_body_bytes: int
+    """More than that the server refuses."""
+    num_clients: int
+    num_turns: int
+    """Of each."""
+    seed: int
+
+    def talk(self) -> tuple[Report, list[Asked]]:
+        """Does all of it; nothing of the memory is told."""
+        report, lock = Report(), threading.Lock()
+        seeds = range(self.seed, self.seed + self.num_clients)
+        clients = [_Client(self, seed, self.num_turns, report, lock) for seed in seeds]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        return report, [asked for client in clients for asked in client.asked]
+
+
 class _Client(threading.Thread):
     """One client. Its choices follow from its seed; what comes when does not."""
 
-    def __init__(self, server: sk.Running, seed: int, num_turns: int, report: Report, lock: threading.Lock) -> None:
+    def __init__(self, crowd: Crowd, seed: int, num_turns: int, report: Report, lock: threading.Lock) -> None:
         super().__init__(daemon=True)
-        self._server = server
+        self._crowd = crowd
         self._random = random.Random(seed)
         self._num_turns = num_turns
         self._report = report
@@ -106,7 +134,7 @@ class _Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with self._server.http() as self._http:
+            with httpx2.Client(base_url=self._crowd.url, timeout=sk.DEADLINE_S) as self._http:
                 done = 0
                 while done < self._num_turns:
                     self._disturb()
@@ -203,7 +231,7 @@ class _Client(threading.Thread):
             (400, b'{"model": "tiny", "messages": [{'),
             (400, b'{"model": "tiny", "messages": []}'),
             (404, b'{"model": "gpt-4", "messages": [{"role": "user", "content": "x"}]}'),
-            (413, b" " * (self._server.state.config.max_body_bytes + 1)),
+            (413, b" " * (self._crowd.max_body_bytes + 1)),
         ][int(kind * 40)]
         headers = {"Content-Type": "application/json"}
         response = self._http.post("/v1/chat/completions", content=content, headers=headers)
@@ -232,23 +260,30 @@ def limits(directory: str) -> dict[str, Any]:
 
 def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) -> Report:
     """Runs clients until they have so many answers together, or a few more, and checks each."""
-    report, lock = Report(), threading.Lock()
-    each = -(-num_turns // num_clients)
-    clients = [_Client(server, seed + number, each, report, lock) for number in range(num_clients)]
-    process, started_s = psutil.Process(), time.perf_counter()
-    for client in clients:
-        client.start()
-    while any(client.is_alive() for client in clients):
-        report.rss.append((time.perf_counter() - started_s, process.memory_info().rss))
-        time.sleep(0.25)
+    body_bytes, each = server.state.config.max_body_bytes, -(-num_turns // num_clients)
+    crowd = Crowd(server.url, body_bytes, num_clients, each, seed)
+    rss: list[tuple[float, int]] = []
+    process = psutil.Process()
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(_is_there).result()
+        started_s = time.perf_counter()
+        talking = pool.submit(crowd.talk)
+        while not talking.done():
+            rss.append((time.perf_counter() - started_s, process.memory_info().rss))
+            time.sleep(0.25)
+        report, all_asked = talking.result()
     report.seconds = time.perf_counter() - started_s
-    report.rss.append((report.seconds, process.memory_info().rss))
+    report.rss = [*rss, (report.seconds, process.memory_info().rss)]
     server.wait_until(lambda: server.service.num_requests == 0 and server.engine.num_jobs == (0, 0))
     with kit.small_engine(store=kit.STORE_OFF) as alone:
-        for client in clients:
-            for asked in client.asked:
-                check(alone, asked, report)
+        for asked in all_asked:
+            check(alone, asked, report)
     return report
+
+
+def _is_there() -> bool:
+    """Answers from the other process once that has begun and imported this."""
+    return True
 
 
 def check(alone: Engine, asked: Asked, report: Report) -> None:
