@@ -429,6 +429,7 @@ class Engine:
                 raise SessionBusyError(f"session {session.session_id!r} still answers; wanted it idle to let go of it")
             session.end()
             self._sessions.pop(session.session_id, None)
+            self._kv.let_go(session)
 
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
@@ -439,7 +440,7 @@ class Engine:
                 if job.session is session:
                     self.cancel(job)
             self._sessions.pop(session.session_id, None)
-            self._kv.truncate(session, 0)
+            self._kv.forget(session)
 
     def rewind(self, session: Session, left: Conversation) -> None:
         """Takes a conversation back to what is left of it, its KV too; for `Session.rewind`."""
@@ -447,12 +448,14 @@ class Engine:
             self._check_open()
             self._kv.truncate(session, len(left.token_ids), left)
             session.resume(left)
+            self._kv.note(session)
 
     def discard(self, session: Session, discarded: np.ndarray) -> None:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
         with self._lock:
             self._check_open()
             self._truncator.cut(session, discarded, by_hand=True)
+            self._kv.note(session)
 
     @property
     def stored(self) -> StoredSessions:

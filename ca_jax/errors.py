@@ -48,7 +48,7 @@ class SessionBusyError(CaJaxError):
 
 
 class SessionMovedError(CaJaxError):
-    """A turn for a session that does not stand where its caller says: it was gone on with, or lost turns in a crash."""
+    """A turn for a session that does not stand where its caller says: it was gone on with, or lost its last turns."""
 
 
 class TenantError(CaJaxError):

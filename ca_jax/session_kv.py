@@ -21,9 +21,9 @@ from ca_jax.chunk_kv import ChunkKV
 from ca_jax.config import EngineConfig
 from ca_jax.conversations import Conversation
 from ca_jax.device_memory import staging_bytes
-from ca_jax.errors import TenantError
 from ca_jax.histories import Histories, History
 from ca_jax.jobs import Job
+from ca_jax.kept_conversations import KeptConversations
 from ca_jax.layer_loader import LayerLoader
 from ca_jax.metrics import EngineMetrics
 from ca_jax.models.kv import KVCache, LayerKV
@@ -35,6 +35,7 @@ from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.note_log import NoteLog
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -138,6 +139,9 @@ class SessionKV:
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
         self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
+        directory = shard.ssd_directory
+        log = None if directory is None else NoteLog(directory)
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -267,46 +271,34 @@ class SessionKV:
         self._sliding.slide_all({key for key, _ in self._queued.values()})
         self.chunks.collect()
         self._store.poll()
+        self.conversations.collect()
 
     def remember(self, session: Session) -> None:
         """Has a conversation kept with its KV, as it is now."""
         key = self.key(session.session_id, session.tenant)
-        self._store.set_note(key, session.conversation.to_bytes())
+        self.conversations.remember(key, session)
         self._sliding.ended(key, session)
 
+    def note(self, session: Session) -> None:
+        """Has a conversation outlive the process as it is now; its KV was cut with it."""
+        self.conversations.note(self.key(session.session_id, session.tenant), session)
+
     def recall(self, session_id: str, tenant: str) -> Conversation | None:
-        """The conversation that was kept with stored KV; None if there is none.
+        """The conversation that was kept of a name, which is about to be opened; None if there is none.
 
         Raises:
           TenantError: that name is another tenant's.
         """
-        key = self.key(session_id, tenant)
-        infos = self._store.of_name(session_id)
-        is_others = bool(infos) and key not in {info.key for info in infos}
-        kept = self._kept(key, session_id) if infos and not is_others else None
-        if self._processes.count > 1:
-            kept, is_others = self._newest(kept, is_others)
-        if is_others:
-            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
-        return kept
+        return self.conversations.recall(self.key(session_id, tenant), session_id, tenant)
 
-    def _kept(self, key: str, session_id: str) -> Conversation | None:
-        note = self._store.note(key)
-        try:
-            return Conversation.from_bytes(note) if note else None
-        except ValueError:
-            _LOG.warning("what was kept of session %r cannot be read: it begins anew", session_id)
-            return None
+    def let_go(self, session: Session) -> None:
+        """A conversation is open no more, and may be gone on with."""
+        self.conversations.closed(self.key(session.session_id, session.tenant))
 
-    def _newest(self, kept: Conversation | None, is_others: bool) -> tuple[Conversation | None, bool]:
-        """What all processes go on with: what the one says that kept most of it. One that died early kept less."""
-        length = -1 if kept is None else kept.num_dropped + len(kept.token_ids)
-        found = self._processes.gather("what was kept of a session", [length, is_others])
-        longest = max(range(len(found)), key=lambda index: found[index][0])
-        if found[longest][0] >= 0:
-            note = kept.to_bytes().hex() if kept is not None and longest == self._processes.index else None
-            kept = Conversation.from_bytes(bytes.fromhex(self._processes.gather("a conversation", note)[longest]))
-        return kept, any(others for _, others in found)
+    def forget(self, session: Session) -> None:
+        """Forgets a conversation and its KV. No turn of it may run."""
+        self.truncate(session, 0)
+        self.conversations.forget(self.key(session.session_id, session.tenant))
 
     # What is stored.
 
@@ -404,6 +396,7 @@ class SessionKV:
     def set_ttl(self, key: str, ttl_s: float | None) -> None:
         """Says how long a session is kept after its last use."""
         self._store.set_ttl(key, ttl_s)
+        self.conversations.set_ttl(key, ttl_s)
 
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
@@ -420,6 +413,7 @@ class SessionKV:
         self.histories.give_up_preloaded()
         self._toucher.join()
         self.settle()
+        self.conversations.close()
         self._saver.close()
         self._loader.close()
         self._store.close()

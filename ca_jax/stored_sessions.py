@@ -11,6 +11,7 @@ from ca_jax.conversations import Conversation
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session_kv import QueuedKV, SessionKV
+from ca_jax.storage.note_log import Noted
 from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows
 
 
@@ -31,7 +32,13 @@ class StoredSessions:
         with self._lock:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
 
-    def is_own(self, info: EntryInfo) -> bool:
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Tenant and session id of what this engine goes on with: what is stored, or was open when one was killed."""
+        with self._lock:
+            known: tuple[EntryInfo | Noted, ...] = (*self._kv.list(), *self._kv.conversations.noted())
+            return tuple(dict.fromkeys((each.tenant, each.session_id) for each in known if self.is_own(each)))
+
+    def is_own(self, info: EntryInfo | Noted) -> bool:
         """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
         return self._kv.key(info.session_id, info.tenant) == info.key
 
@@ -104,6 +111,7 @@ class StoredSessions:
             if self._kv.is_running(key):
                 raise SessionBusyError(f"session {session_id!r} still answers; wanted it idle to drop its KV")
             self._kv.drop(key)
+            self._kv.conversations.forget(key)
 
     def _key(self, session_id: str, tenant: str) -> str:
         infos = self._kv.of_name(session_id)

@@ -17,7 +17,7 @@ LEVELS = (
     {"transfer", "steps", "overflow", "drift"},
     {"scheduler", "runner", "blend", "fusion", "layer_loader", "async_saver"},
     {"histories", "write_buffer", "shared_load", "chunk_kv"},
-    {"sliding"},
+    {"sliding", "kept_conversations"},
     {"session_kv"},
     {"truncator", "repair", "fused_history", "blending"},
     {"prefilling", "decoder"},

@@ -90,8 +90,8 @@ class Router:
         if state is not None and session.conversation.chain != state:
             raise SessionMovedError(
                 f"session {session_id!r} does not stand where session_state says, but behind "
-                f"{len(session.messages)} messages; it may have been gone on with, or lost its last turns in a crash: "
-                "send the whole history"
+                f"{len(session.messages)} messages; it was gone on with, perhaps by an answer that never arrived, "
+                "or lost its last turns as the system went down: send the whole history"
             )
         self._use(session)
         num_known = _num_known(session.conversation, messages)

@@ -26,7 +26,6 @@ from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant
 from ca_jax.session import Session
-from ca_jax.storage.records import EntryInfo
 
 _KEPT_TIMES = 64  # Of the latest requests: how long others will have to wait is told by them.
 
@@ -85,11 +84,8 @@ class Service:
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
 
-        def own(engine: Engine) -> list[EntryInfo]:
-            return [info for info in engine.stored.list() if engine.stored.is_own(info)]
-
-        for info in await self.loop.call(own):
-            await self.loop.call(functools.partial(self.router.learn, info.tenant, info.session_id))
+        for known, name in await self.loop.call(lambda engine: engine.stored.names()):
+            await self.loop.call(functools.partial(self.router.learn, known, name))
         self.is_ready = True
 
     @property

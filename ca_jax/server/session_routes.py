@@ -36,8 +36,9 @@ async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 100
         opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
         # Without SSD nothing is kept of what was let go of but KV that others may begin with.
         keeps = engine.config.store.ssd_dir is not None
-        names = [*opened, *(name for name in stored if keeps and name not in opened)]
-        return [_described(tenant, name, opened.get(name), stored.get(name)) for name in names[: max(limit, 0)]]
+        known = (name for whose, name in engine.stored.names() if keeps and whose == tenant.domain)
+        names = dict.fromkeys((*opened, *known))
+        return [_described(tenant, name, opened.get(name), stored.get(name)) for name in [*names][: max(limit, 0)]]
 
     return JSONResponse({"object": "list", "data": await service.loop.call(read)})
 

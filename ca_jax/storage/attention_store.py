@@ -268,6 +268,14 @@ class AttentionStore:
         else:
             self._ssd.set_note(entry)
 
+    def has_note_on_ssd(self, key: str) -> bool:
+        """Whether the note that was last set for a session is on SSD: another process would find it there."""
+        self._check_open()
+        entry = self._entries.get(key)
+        if entry is None or entry.ssd is None or self._ssd is None:
+            return False
+        return entry.note is None or not (entry.block_ids or entry.flush is not None or self._ssd.busy)
+
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
         """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
 

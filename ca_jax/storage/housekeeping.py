@@ -24,6 +24,7 @@ from ca_jax.storage.catalog_file import CatalogFullError, DirectoryLock
 from ca_jax.storage.catalog_records import Namespace, SessionState
 from ca_jax.storage.catalog_rows import DamagedRecordError
 from ca_jax.storage.inspection import StoredSession, StoreInspector
+from ca_jax.storage.note_log import NoteLog
 from ca_jax.storage.verification import verify_session
 
 
@@ -127,6 +128,8 @@ def drop_session(inspector: StoreInspector, session: StoredSession) -> Namespace
     namespace, record = session.namespace, session.record
     with Catalog(inspector.directory, namespace) as catalog:
         catalog.forget([record.key])
+        with contextlib.closing(NoteLog(inspector.directory)) as log:
+            log.remove(record.key)
         tier = inspector.open_blocks(namespace)
         num_bytes = 0
         block_ids: list[int] = []

@@ -25,6 +25,7 @@ from ca_jax.storage.catalog_reader import CatalogReader, namespaces
 from ca_jax.storage.catalog_records import Namespace, NamespaceInfo, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS
 from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.note_log import LOG_NAME
 from ca_jax.storage.ssd import GROUP_BLOCKS, SsdTier
 from ca_jax.storage.ssd_raw import RawSsdTier
 
@@ -101,7 +102,7 @@ class StoreDiskUse:
     """What a store takes on disk. Blocks at a URL are not counted."""
 
     catalog: DiskUse
-    """The catalog, with its log and index."""
+    """The catalog and the notes of open sessions, with their logs and indexes."""
     blocks: Mapping[Namespace, DiskUse]
     """Blocks of each namespace, those too that no session holds."""
     unknown: Mapping[str, DiskUse]
@@ -216,7 +217,9 @@ class StoreInspector:
                 unknown[path.name] = measure(path)
         disk = shutil.disk_usage(self._directory)
         return StoreDiskUse(
-            catalog=measure(*(self._directory / f"{CATALOG_NAME}{ending}" for ending in ("", "-wal", "-shm"))),
+            catalog=measure(
+                *(self._directory / f"{name}{end}" for name in (CATALOG_NAME, LOG_NAME) for end in ("", "-wal", "-shm"))
+            ),
             blocks=blocks,
             unknown=unknown,
             free_bytes=disk.free,

@@ -29,8 +29,10 @@ from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.note_log import LOG_NAME
 from ca_jax.storage.ssd_books import SsdBooks
 from tests import engine_kit as kit
+from tests.tolerances import LOGITS_ATOL
 
 DRIVERS = ("zarr3", "raw")
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
@@ -39,6 +41,7 @@ _PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 _STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
 _KNOWN_FILES = re.compile(
     rf"{re.escape(CATALOG_NAME)}(-wal|-shm|\.corrupt-.*)?|catalog\.lock"
+    rf"|{re.escape(LOG_NAME)}(-wal|-shm)?"
     r"|blocks-[0-9a-f]{16}/(zarr3/\d{6}/(zarr\.json|c\.\d+(\.0){5})|raw/(layout\.json|blocks))"
 )
 
@@ -67,16 +70,18 @@ def other_model() -> LoadedModel:
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _likeliest(model, params, tokens):
-    return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0].argmax(-1)
+    """Which tokens no other is likelier than, but for rounding: bool `[T, V]`."""
+    logits = model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0][0]
+    return logits > logits.max(-1, keepdims=True) - LOGITS_ATOL["float32"]
 
 
 def num_wrong(model: LoadedModel, token_ids: Sequence[int], num_generated: int) -> int:
     """How many of the last `num_generated` tokens are not what one pass without a store finds likeliest there."""
     padded = np.zeros((1, kit.WINDOW), np.int32)
     padded[0, : len(token_ids)] = token_ids
-    likeliest = np.asarray(_likeliest(model.model, model.params, padded))[0]
+    likeliest = np.asarray(_likeliest(model.model, model.params, padded))
     start, stop = len(token_ids) - num_generated, len(token_ids)
-    return int(np.sum(likeliest[start - 1 : stop - 1] != padded[0, start:stop]))
+    return int(np.sum(~likeliest[start - 1 : stop - 1][np.arange(num_generated), padded[0, start:stop]]))
 
 
 def store_of(engine: Engine) -> AttentionStore:

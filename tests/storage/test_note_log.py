@@ -1,0 +1,136 @@
+"""Notes of open sessions: what outlives the process, what is believed of it, and that no old note is."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+
+import pytest
+
+from ca_jax.storage.note_log import LOG_NAME, Noted, NoteLog, this_boot
+from ca_jax.storage.records import Owner
+
+OWNER = Owner(tenant="a", session_id="one")
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def opened(directory, clock=None, boot="today") -> NoteLog:
+    return NoteLog(directory, clock=clock or Clock(), boot=boot)
+
+
+def test_what_was_put_is_there_for_a_process_that_follows_one_that_never_closed(tmp_path):
+    log = opened(tmp_path)
+    log.put("k1", OWNER, b"first")
+    log.put("k1", OWNER, b"second")
+    log.put("k2", Owner(tenant="b", session_id="one"), b"other")
+    log.put("k3", Owner(tenant="", session_id="three"), b"gone")
+    log.remove("k3")
+    log.remove("never there")
+    for name in (LOG_NAME, f"{LOG_NAME}-wal"):  # As SIGKILL leaves it: nothing is closed.
+        (tmp_path / "killed").mkdir(exist_ok=True)
+        (tmp_path / "killed" / name).write_bytes((tmp_path / name).read_bytes())
+    found = opened(tmp_path / "killed")
+    assert [found.get(key) for key in ("k1", "k2", "k3")] == [b"second", b"other", None]
+    assert set(found.list()) == {Noted("k1", "a", "one"), Noted("k2", "b", "one")}
+    assert {each.key for each in found.of_name("one")} == {"k1", "k2"}
+    assert found.of_name("three") == ()
+    assert log.get("k1") == b"second"
+
+
+def test_what_another_boot_wrote_is_not_believed(tmp_path):
+    opened(tmp_path).put("k1", OWNER, b"x" * 10_000)
+    assert opened(tmp_path, boot="tomorrow").list() == ()
+    assert opened(tmp_path, boot="today").list() == (), "what is not believed is gone"
+    opened(tmp_path, boot="").put("k1", OWNER, b"x")
+    assert opened(tmp_path, boot="").list() == (), "nobody knows of which boot that is"
+
+
+def test_a_note_stays_for_its_time(tmp_path):
+    clock = Clock()
+    log = opened(tmp_path, clock)
+    log.put("brief", Owner(session_id="brief", ttl_s=10.0), b"note")
+    log.put("long", Owner(session_id="long", ttl_s=1e6), b"note")
+    log.put("changed", Owner(session_id="changed", ttl_s=1e6), b"note")
+    log.put("unsaid", Owner(session_id="unsaid"), b"note")
+    log.set_ttl("changed", 10.0)
+    log.set_ttl("never there", 10.0)
+    log.close()
+    clock.now_s += 9.0
+    assert {each.key for each in opened(tmp_path, clock).list()} == {"brief", "long", "changed", "unsaid"}
+    clock.now_s += 2.0
+    assert {each.key for each in opened(tmp_path, clock).list()} == {"long", "unsaid"}
+    clock.now_s += 2 * 86400
+    log = opened(tmp_path, clock)
+    assert {each.key for each in log.list()} == {"long"}, "what nobody asked for in a day is no open session"
+    assert log.get("unsaid") is None
+
+
+@pytest.mark.parametrize("damage", ["random", "empty", "cut", "other format", "other tables"])
+def test_a_log_that_cannot_be_read_begins_anew(tmp_path, damage, caplog):
+    log = opened(tmp_path)
+    for number in range(20):
+        log.put(f"k{number}", OWNER, os.urandom(2000))
+    log.close()
+    path = tmp_path / LOG_NAME
+    if damage == "random":
+        path.write_bytes(os.urandom(8000))
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:9000])
+    else:
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version = 99" if damage == "other format" else "DROP TABLE notes")
+        db.close()
+    log = opened(tmp_path)
+    assert log.list() == ()
+    log.put("k1", OWNER, b"note")
+    assert opened(tmp_path).get("k1") == (None if damage == "other tables" else b"note")
+
+
+def test_after_a_write_that_fails_nothing_old_is_left(tmp_path, caplog):
+    log = opened(tmp_path)
+    log.put("k1", OWNER, b"old")
+    log._db.execute("PRAGMA max_page_count = 1")
+    log.put("k1", OWNER, b"new" * 10_000)
+    assert "go on from SSD alone" in caplog.text
+    assert log.get("k1") is None
+    assert log.list() == ()
+    log.put("k1", OWNER, b"newer")
+    log.remove("k1")
+    assert not [*tmp_path.iterdir()], "an older note would be wrong"
+    log._next_try_s = 0.0
+    log.put("k2", OWNER, b"note")
+    assert opened(tmp_path).list() == (Noted("k2", "a", "one"),), "it begins anew after a while"
+
+
+def test_a_directory_that_takes_no_file_is_lived_with(tmp_path, caplog):
+    (tmp_path / LOG_NAME).mkdir()
+    log = opened(tmp_path)
+    log.put("k1", OWNER, b"note")
+    assert log.list() == ()
+    assert log.get("k1") is None
+    assert "go on from SSD alone" in caplog.text
+
+
+def test_names_may_be_any_text_and_the_file_is_its_owners(tmp_path):
+    log = opened(tmp_path)
+    owner = Owner(tenant="\ud800 \0", session_id="\udfff' --")
+    log.put("k1", owner, b"\0note")
+    assert opened(tmp_path).list() == (Noted("k1", owner.tenant, owner.session_id),)
+    assert opened(tmp_path).of_name(owner.session_id)[0].tenant == owner.tenant
+    assert stat.S_IMODE((tmp_path / LOG_NAME).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / f"{LOG_NAME}-wal").stat().st_mode) == 0o600
+
+
+def test_this_system_says_which_boot_it_is():
+    assert this_boot() == this_boot()
+    if os.path.exists("/proc/sys/kernel/random/boot_id"):
+        assert this_boot()
