@@ -82,7 +82,15 @@ def tenant_of(request: fastapi.Request) -> Tenant:
     return tenant
 
 
-TheTenant = Annotated[Tenant, fastapi.Depends(tenant_of)]
+async def _the_service(request: fastapi.Request) -> Service:
+    return service_of(request)  # FastAPI sends what is no coroutine to a pool of threads: two hops of each request.
+
+
+async def _the_tenant(request: fastapi.Request) -> Tenant:
+    return tenant_of(request)
+
+
+TheTenant = Annotated[Tenant, fastapi.Depends(_the_tenant)]
 """Whose a request is."""
-TheService = Annotated[Service, fastapi.Depends(service_of)]
+TheService = Annotated[Service, fastapi.Depends(_the_service)]
 """Who serves it."""

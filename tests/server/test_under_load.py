@@ -59,6 +59,25 @@ def small_socket(server):
         yield connection
 
 
+def test_no_request_hops_to_a_pool_of_threads_and_back(server, monkeypatch):
+    """FastAPI sends every function there that is no coroutine, dependencies too: a third of a millisecond a request."""
+    hops = []
+
+    async def run_sync(function, *args, **options):
+        hops.append(function)
+        return function(*args)
+
+    monkeypatch.setattr("anyio.to_thread.run_sync", run_sync)
+    with server.client() as client, server.http() as http:
+        name = chat(client, [user("one")], 2).session_id
+        list(client.completions.create(model=sk.MODEL, prompt="two", max_tokens=2, stream=True))
+        client.models.list()
+        for path in ("/health", "/metrics", "/v1/sessions", f"/v1/sessions/{name}", "/"):
+            assert http.get(path).status_code == 200
+        assert http.delete(f"/v1/sessions/{name}").status_code == 200
+    assert hops == []
+
+
 def test_a_full_queue_says_when_to_come_again(server, client):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(chat, client, [user(f"long {i}")], 200) for i in range(3)]
