@@ -19,6 +19,7 @@ from typing import Any
 import fastapi
 import fastapi.exceptions
 import starlette.exceptions
+import starlette.routing
 from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
 from fastapi.responses import JSONResponse, Response
 
@@ -36,6 +37,7 @@ from ca_jax.server.state import ServerState, service_of, state_of
 from ca_jax.server.tenants import Tenants
 
 _LOG = logging.getLogger(__name__)
+_WITH_HEAD = ("/health", "/metrics")  # What else takes HEAD, which the description leaves out.
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it is told again.
 
 
@@ -155,6 +157,9 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
             return told(request, ApiError(400, "the body wanted JSON", code="invalid_json"))
         response = told(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
         response.headers.update(error.headers or {})
+        if error.status_code == 405:  # Each of a path's routes knows of its own method alone.
+            known = response.headers.get("Allow", "").split(", ")
+            response.headers["Allow"] = ", ".join(sorted({*known, *_methods_of(request)} - {""}))
         return response
 
     async def unknown(request: fastapi.Request, error: Exception) -> JSONResponse:
@@ -170,6 +175,14 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+def _methods_of(request: fastapi.Request) -> set[str]:
+    """The methods that a request's path takes, as the server's description says."""
+    described: dict[str, Any] = request.app.openapi()["paths"]
+    matches = (path for path in described if starlette.routing.compile_path(path)[0].match(request.url.path))
+    found = {method.upper() for path in matches for method in described[path]}
+    return found | {"HEAD"} if request.url.path in _WITH_HEAD else found
 
 
 def invalid_body(error: fastapi.exceptions.RequestValidationError) -> ApiError:

@@ -23,9 +23,9 @@ from ca_jax.errors import CaJaxError
 from ca_jax.server.description import answers
 from ca_jax.server.live import LiveSnapshot, read_live
 from ca_jax.server.service import Service
-from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
+from ca_jax.server.state import KeyedRoute, ServerState, TheService, TheTenant, state_of
 
-ROUTES = fastapi.APIRouter(tags=["live"])
+ROUTES = fastapi.APIRouter(tags=["live"], route_class=KeyedRoute)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 _LOOK_S = 0.5  # How often a stream that has nothing to tell sees whether the server stops.
 _ALIVE_S = 15.0  # How often it says something nevertheless, so that a connection that is gone is found to be.

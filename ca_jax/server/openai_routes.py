@@ -24,11 +24,11 @@ from ca_jax.server.errors import ApiError, as_api_error
 from ca_jax.server.logprobs import chat_logprobs, completion_logprobs
 from ca_jax.server.router import client_name
 from ca_jax.server.service import Service, Turns
-from ca_jax.server.state import TheService, TheTenant
+from ca_jax.server.state import KeyedRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.waiting import EventStream, too_late, while_connected
 
-ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"])
+ROUTES = fastapi.APIRouter(prefix="/v1", tags=["openai"], route_class=KeyedRoute)
 _LOG = logging.getLogger(__name__)
 _CREATED = int(time.time())
 _Begun = contextlib.AbstractAsyncContextManager[Turns]

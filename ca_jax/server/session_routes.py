@@ -16,13 +16,13 @@ from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
 from ca_jax.server.description import ListedSession, SessionList, ShownSession, answers
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
-from ca_jax.server.state import TheService, TheTenant
+from ca_jax.server.state import KeyedRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.waiting import too_late, while_connected
 from ca_jax.session import Session
 from ca_jax.storage.records import EntryInfo
 
-ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"])
+ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 

@@ -6,9 +6,11 @@ Not here: the routes.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
 import fastapi
+import fastapi.routing
 
 from ca_jax.engine import Engine
 from ca_jax.server.config import ServerConfig
@@ -80,6 +82,20 @@ def tenant_of(request: fastapi.Request) -> Tenant:
             401, f"wanted a key that is known, as 'Authorization: Bearer KEY'; found {found}", code="invalid_api_key"
         )
     return tenant
+
+
+class KeyedRoute(fastapi.routing.APIRoute):
+    """A route that looks at the key before the body: without one nothing is parsed, whatever was sent."""
+
+    def get_route_handler(self) -> Callable[[fastapi.Request], Coroutine[Any, Any, fastapi.Response]]:
+        """As FastAPI says."""
+        handle = super().get_route_handler()
+
+        async def checked(request: fastapi.Request) -> fastapi.Response:
+            tenant_of(request)
+            return await handle(request)
+
+        return checked
 
 
 async def _the_service(request: fastapi.Request) -> Service:

@@ -303,6 +303,24 @@ def test_what_is_no_request_is_told_in_openais_shape(server, method, path, body,
     assert error["code"] == code
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/sessions", "GET, POST"),
+        ("PUT", "/v1/sessions/one", "DELETE, GET, POST"),
+        ("GET", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models/tiny", "GET"),
+        ("PUT", "/metrics", "GET, HEAD"),
+        ("PUT", "/", "GET"),
+    ],
+)
+def test_a_method_that_a_path_does_not_take_is_told_all_that_it_does(server, method, path, allowed):
+    with server.http() as http:
+        answer = http.request(method, path)
+    assert (answer.status_code, answer.headers["Allow"]) == (405, allowed)
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 HALF = r'"\ud83d"'  # Of a pair of surrogates: JSON may say so, and it is no text.
 
 

@@ -84,10 +84,11 @@ def test_no_key_and_wrong_keys_are_refused_everywhere_but_where_nothing_is_told(
     for method, path in paths:
         for key in (None, "sk-nobody", "\u00e9"):
             headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
-            with server.http() as http:
-                answer = http.request(method, path, json={}, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-            assert answer.headers["WWW-Authenticate"] == "Bearer"
+            for body in (b"{}", b"{not json"):
+                with server.http() as http:
+                    answer = http.request(method, path, content=body, headers=headers)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+                assert answer.headers["WWW-Authenticate"] == "Bearer"
     assert sk.health(server.url) == {"status": "ok"}
 
 
