@@ -33,9 +33,13 @@ class StoredSessions:
             return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
 
     def names(self) -> tuple[tuple[str, str], ...]:
-        """Tenant and session id of what this engine goes on with: what is stored, or was open when one was killed."""
+        """Tenant and session id of what this engine goes on with: what is stored, or was open when one was killed.
+
+        The latest used first.
+        """
         with self._lock:
-            known: tuple[EntryInfo | Noted, ...] = (*self._kv.list(), *self._kv.conversations.noted())
+            stored = sorted(self._kv.list(), key=lambda info: info.last_used_s, reverse=True)
+            known: tuple[EntryInfo | Noted, ...] = (*self._kv.conversations.noted(), *stored)
             return tuple(dict.fromkeys((each.tenant, each.session_id) for each in known if self.is_own(each)))
 
     def is_own(self, info: EntryInfo | Noted) -> bool:

@@ -63,6 +63,8 @@ class Router:
     def __init__(self, engine: Engine, max_open_sessions: int) -> None:
         self._engine = engine
         self._max_open = max_open_sessions
+        self.max_known = _KNOWN_PER_OPEN * max_open_sessions
+        """Most conversations that are found by their history."""
         self._states: dict[tuple[str, str], _State] = {}
         self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
         self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
@@ -180,7 +182,7 @@ class Router:
         self._chains.move_to_end((tenant, session_id))
         if not chains or chains[-1] != conversation.chain:
             chains.append(conversation.chain)
-        while len(self._chains) > _KNOWN_PER_OPEN * self._max_open:
+        while len(self._chains) > self.max_known:
             self.forget(*next(iter(self._chains)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:

@@ -84,8 +84,9 @@ class Service:
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
 
-        for known, name in await self.loop.call(lambda engine: engine.stored.names()):
-            await self.loop.call(functools.partial(self.router.learn, known, name))
+        names = await self.loop.call(lambda engine: engine.stored.names())
+        for tenant, name in reversed(names[: self.router.max_known]):  # Those used last stay known for longest.
+            await self.loop.call(functools.partial(self.router.learn, tenant, name))
         self.is_ready = True
 
     @property

@@ -186,7 +186,7 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
-    tier.allocator.take(np.unique(_all_block_ids(sound)))
+    tier.allocator.take(np.flatnonzero(np.bincount(_all_block_ids(sound))))  # Each once: sessions share blocks.
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
 

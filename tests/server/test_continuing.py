@@ -222,6 +222,27 @@ def test_conversations_outlive_the_server_on_ssd(tmp_path):
         assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"
 
 
+def test_of_more_conversations_than_are_known_those_used_last_are_found_after_a_restart(tmp_path):
+    store = StoreConfig(dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, block_tokens=kit.BLOCK_TOKENS)
+    store = dataclasses.replace(store, ssd_free_floor_gib=0.0)
+    few = {"max_open_sessions": 1}
+    said = [user(f"number {number}") for number in range(20)]
+    with sk.running(store=store, server=few) as server, server.client() as client:
+        answers = [chat(client, [each], 4) for each in said]
+        assert chat(client, [user("on")], 4, extra_body={"session_id": answers[0].session_id}).session_id
+        num_known = server.service.router.max_known
+    assert num_known < len(said)
+    with sk.running(store=store, server=few) as server, server.client() as client:
+        assert server.service.router.num_states <= num_known
+        for number in (1, 19):  # Found by name, in any case; the first one was used last of all.
+            history = [said[number], assistant(text_of(answers[number])), user("and on")]
+            found = chat(client, history, 4)
+            assert (found.session_id == answers[number].session_id) == (number == 19)
+            assert text_of(found) == said_by_engine(history, 4)
+        shown = client.get(f"/sessions/{answers[0].session_id}", cast_to=object)
+        assert [each["content"] for each in shown["messages"][::2]] == ["number 0", "on"]
+
+
 def test_chunks_on_ssd_are_no_sessions_of_a_server_that_starts_again(tmp_path):
     store = StoreConfig(dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, block_tokens=kit.BLOCK_TOKENS)
     store = dataclasses.replace(store, ssd_free_floor_gib=0.0)
