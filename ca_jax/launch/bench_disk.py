@@ -19,7 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from ca_jax.launch.bench_schema import BenchError
+from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.note_log import LOG_NAME
 
+_BOOKS = (CATALOG_NAME, LOG_NAME)  # Files of a store, with what follows their names, that hold no blocks.
 _PROBE_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _DROPPED_SHARE = 0.05  # Of its pages a file may keep in memory and still count as dropped: some are in use.
@@ -139,8 +142,9 @@ class Extent:
 
 
 def block_files(directory: Path, block_bytes: int) -> list[Path]:
-    """Finds the files of a tier that hold blocks of `block_bytes`: those that are large enough for one."""
-    return [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size >= block_bytes]
+    """Finds the files of a tier, or store, that hold blocks of `block_bytes`: those that are large enough for one."""
+    found = (path for path in directory.rglob("*") if not path.name.startswith(_BOOKS))
+    return [path for path in found if path.is_file() and path.stat().st_size >= block_bytes]
 
 
 def block_extents(directory: Path, block_bytes: int, stored_block_bytes: int, num_blocks: int) -> list[Extent]:

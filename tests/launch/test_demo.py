@@ -104,7 +104,9 @@ def test_the_store_of_the_demo_is_gone_at_its_end(ran, results_dir):
 
 def act(tiny_model, directory):
     store = StoreConfig(dram_gib=1 / 64, ssd_dir=str(directory), ssd_gib=1 / 64, ssd_free_floor_gib=0.0)
-    config = EngineConfig(context_window=512, max_batch_size=1, compile_cache_dir=None, store=store)
+    config = EngineConfig(
+        context_window=512, max_batch_size=1, recompute_if_faster=False, compile_cache_dir=None, store=store
+    )
     return {"model": str(tiny_model), "engine_config": config, "session_id": "demo", "max_tokens": 4}
 
 
