@@ -623,6 +623,7 @@ class Engine:
     def _open(self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None) -> Session:
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
         session = self._sessions[name] = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s)
+        self._kv.opened(session)
         return session
 
     def _make_job(

@@ -59,7 +59,7 @@ class KeptConversations:
         self._put(key, session, session.conversation.to_bytes())
 
     def recall(self, key: str, session_id: str, tenant: str) -> Conversation | None:
-        """The conversation of a key that was kept; None if there is none. It is about to be opened.
+        """The conversation of a key that was kept; None if there is none.
 
         Raises:
           TenantError: that name is another tenant's.
@@ -73,8 +73,11 @@ class KeptConversations:
             kept, is_others = self._newest(kept, is_others)
         if is_others:
             raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
-        self._closed.pop(key, None)
         return kept
+
+    def opened(self, key: str) -> None:
+        """A conversation is open: it stays in the log."""
+        self._closed.pop(key, None)
 
     def closed(self, key: str) -> None:
         """A conversation is open no more, and may be gone on with."""

@@ -284,12 +284,16 @@ class SessionKV:
         self.conversations.note(self.key(session.session_id, session.tenant), session)
 
     def recall(self, session_id: str, tenant: str) -> Conversation | None:
-        """The conversation that was kept of a name, which is about to be opened; None if there is none.
+        """The conversation that was kept of a name; None if there is none.
 
         Raises:
           TenantError: that name is another tenant's.
         """
         return self.conversations.recall(self.key(session_id, tenant), session_id, tenant)
+
+    def opened(self, session: Session) -> None:
+        """A conversation is open."""
+        self.conversations.opened(self.key(session.session_id, session.tenant))
 
     def let_go(self, session: Session) -> None:
         """A conversation is open no more, and may be gone on with."""

@@ -103,6 +103,7 @@ def test_one_that_was_let_go_of_stays_noted_until_it_is_on_ssd(tmp_path):
             session = engine.session(session_id="one")
             kit.say(session, PROMPTS[0])
             engine.release(session)
+            assert engine.stored.conversation("one") == session.conversation, "who looks does not open it"
             engine.step()
             before = as_killed(tmp_path / "a", tmp_path / "b")
         engine.wait_for_saves()

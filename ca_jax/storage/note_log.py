@@ -29,7 +29,7 @@ from ca_jax.storage.records import Owner
 _LOG = logging.getLogger(__name__)
 LOG_NAME = "notes.sqlite"
 _FORMAT = 1
-_DEFAULT_TTL_S = 86400.0  # Of what nobody asked for since an earlier process, where no other time is said.
+_MOST = 65_536  # Notes that earlier processes have left, those written last: nobody may ask for them again.
 _PAUSE_S = 30.0  # After a failure, before the log begins anew.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TABLES = """
@@ -98,15 +98,18 @@ class NoteLog:
                 self._list(Noted(key, owner.tenant, owner.session_id))
 
     def get(self, key: str) -> bytes | None:
-        """The note of a session; None where there is none."""
+        """The note of a session; None where there is none, or its time is over."""
         with self._guarded():
             if self._db is not None and key in self._noted:
-                (note,) = self._db.execute("SELECT note FROM notes WHERE key = ?", (key,)).fetchone()
-                return bytes(note)
+                row = "SELECT note, written_s + ttl_s FROM notes WHERE key = ?"
+                note, until_s = self._db.execute(row, (key,)).fetchone()
+                if until_s is None or until_s >= self._clock():
+                    return bytes(note)
+                self.remove(key)
         return None
 
     def set_ttl(self, key: str, ttl_s: float | None) -> None:
-        """Says how long a session's note stays in the log for another process, seconds since it was written."""
+        """Says how long a session's note counts, seconds since it was written."""
         with self._guarded():
             if self._db is not None and key in self._noted:
                 self._db.execute("UPDATE notes SET ttl_s = ? WHERE key = ?", (ttl_s, key))
@@ -157,7 +160,9 @@ class NoteLog:
 
     def _forget_old(self, db: sqlite3.Connection) -> None:
         """Forgets the notes whose time is over, and takes in whose the others are."""
-        db.execute("DELETE FROM notes WHERE written_s + ifnull(ttl_s, ?) < ?", (_DEFAULT_TTL_S, self._clock()))
+        db.execute("DELETE FROM notes WHERE written_s + ttl_s < ?", (self._clock(),))
+        latest = "SELECT key FROM notes ORDER BY written_s DESC LIMIT ?"
+        db.execute(f"DELETE FROM notes WHERE key NOT IN ({latest})", (_MOST,))
         for key, session_id, tenant in db.execute("SELECT key, session_id, tenant FROM notes"):
             self._list(Noted(key, _as_text(tenant), _as_text(session_id)))
 

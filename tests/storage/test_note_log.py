@@ -63,13 +63,28 @@ def test_a_note_stays_for_its_time(tmp_path):
     log.set_ttl("never there", 10.0)
     log.close()
     clock.now_s += 9.0
-    assert {each.key for each in opened(tmp_path, clock).list()} == {"brief", "long", "changed", "unsaid"}
-    clock.now_s += 2.0
-    assert {each.key for each in opened(tmp_path, clock).list()} == {"long", "unsaid"}
-    clock.now_s += 2 * 86400
     log = opened(tmp_path, clock)
-    assert {each.key for each in log.list()} == {"long"}, "what nobody asked for in a day is no open session"
-    assert log.get("unsaid") is None
+    assert {each.key for each in log.list()} == {"brief", "long", "changed", "unsaid"}
+    assert log.get("brief") == b"note"
+    clock.now_s += 2.0
+    assert log.get("brief") is None, "in a process that has been there for longer too"
+    assert {each.key for each in log.list()} == {"long", "changed", "unsaid"}
+    assert {each.key for each in opened(tmp_path, clock).list()} == {"long", "unsaid"}
+    clock.now_s += 2e6
+    log = opened(tmp_path, clock)
+    assert {each.key for each in log.list()} == {"unsaid"}
+    assert log.get("unsaid") == b"note"
+
+
+def test_of_notes_that_nobody_asks_for_those_written_last_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("ca_jax.storage.note_log._MOST", 3)
+    clock = Clock()
+    log = opened(tmp_path, clock)
+    for number in (4, 0, 3, 1, 2):
+        clock.now_s += 1.0
+        log.put(f"k{number}", Owner(session_id=str(number)), b"note")
+    assert len(log.list()) == 5, "open ones all stay"
+    assert {each.key for each in opened(tmp_path, clock).list()} == {"k3", "k1", "k2"}
 
 
 @pytest.mark.parametrize("damage", ["random", "empty", "cut", "other format", "other tables"])
