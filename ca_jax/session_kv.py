@@ -33,6 +33,7 @@ from ca_jax.runner import Runner
 from ca_jax.session import Session
 from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.note_log import NoteLog
@@ -114,6 +115,11 @@ class SessionKV:
             on_fetch=self.meter.add_fetch,
             timeline=timeline,
         )
+        try:
+            log = None if shard.ssd_directory is None else NoteLog(shard.ssd_directory)
+        except CatalogError:
+            store.close()
+            raise
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
@@ -139,8 +145,6 @@ class SessionKV:
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
         self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
-        directory = shard.ssd_directory
-        log = None if directory is None else NoteLog(directory)
         self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.

@@ -7,9 +7,11 @@
     python -m ca_jax.launch.store --ssd_dir=D export --output_dir=E [ID]   KV and tokens as safetensors files
     python -m ca_jax.launch.store --ssd_dir=D gc [--dry_run] [--verify] [--drop_namespace=N]
     python -m ca_jax.launch.store --ssd_dir=D drop ID
+    python -m ca_jax.launch.store --ssd_dir=D --ssd_url=U claim    blocks at U become those of D
 
-ID is a session's id, its key, or the beginning of its key. gc and drop want no engine to run on the directory; the
-others may run beside one and change nothing. Results go to stdout, and with --json_out to a file too.
+ID is a session's id, its key, or the beginning of its key. gc, drop and claim want no engine to run on the directory,
+claim none on that which had the blocks before; the others may run beside one and change nothing. Results go to stdout,
+and with --json_out to a file too.
 
 Not here: reading and changing the directory (`ca_jax.storage`), what is told of it (`store_facts`, `store_report`).
 """
@@ -37,13 +39,13 @@ from ca_jax.pretrained import Progress
 from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.catalog_rows import DamagedRecordError
 from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.housekeeping import collect_garbage, drop_session, find_namespaces
+from ca_jax.storage.housekeeping import collect_garbage, drop_session, find_namespaces, take_over_blocks
 from ca_jax.storage.inspection import StoredSession, StoreInspector
 from ca_jax.storage.verification import DamagedSessionError, SessionKV, catalog_problems, read_session, verify
 
 FLAGS = flags.FLAGS
 
-COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats")
+COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats", "claim")
 """What there is to do; the first one is the default."""
 
 _WITH_ID = {"show": True, "drop": True, "export": False}  # Command to whether it must be told which session.
@@ -103,6 +105,8 @@ class Request:
                 raise CommandError(f"{field} is for {command}, found it with {self.command}")
         if self.command == "export" and self.output_dir is None:
             raise CommandError("export wanted output_dir, found none")
+        if self.command == "claim" and self.url is None:
+            raise CommandError("claim must be told ssd_url, got none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,8 +286,22 @@ def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progres
     return Result(facts=facts)
 
 
+def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+    taken = [
+        {
+            "blocks_at": inspector.block_location(each.namespace),
+            "num_blocks": each.num_blocks,
+            "owner": None if each.owner is None else str(each.owner),
+        }
+        for each in take_over_blocks(inspector)
+    ]
+    return Result(facts={"taken": taken})
+
+
 _Action = Callable[[StoreInspector, Request, float, Progress], Result]
-_ACTIONS: dict[str, _Action] = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats), strict=True))
+_ACTIONS: dict[str, _Action] = dict(
+    zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True)
+)
 
 
 def _define_flags() -> None:

@@ -193,6 +193,14 @@ def _print_stats(facts: Facts, console: rich.console.Console) -> None:
     )
 
 
+def _print_claim(facts: Facts, console: rich.console.Console) -> None:
+    for each in facts["taken"]:
+        _note(
+            console,
+            f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {each['owner'] or 'nobody known'}",
+        )
+
+
 _PRINTERS: dict[str, Callable[[Facts, rich.console.Console], None]] = {
     "list": _print_list,
     "show": _print_show,
@@ -201,6 +209,7 @@ _PRINTERS: dict[str, Callable[[Facts, rich.console.Console], None]] = {
     "export": _print_export,
     "drop": _print_drop,
     "stats": _print_stats,
+    "claim": _print_claim,
 }
 
 

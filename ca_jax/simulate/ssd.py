@@ -88,6 +88,11 @@ class SimulatedSsd:
         """See `SsdMover`: the catalog takes no time."""
         return 0
 
+    @property
+    def is_late(self) -> bool:
+        """See `SsdMover`: the catalog takes no time."""
+        return False
+
     def submit(self, task: FetchTask | FlushTask) -> None:
         """See `SsdMover`."""
         num_blocks = len(task.into) if isinstance(task, FetchTask) else task.num_written_blocks

@@ -90,7 +90,8 @@ class AttentionStore:
       ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
         disk has free.
       MemoryError: the system does not grant the cap of DRAM.
-      NotADirectoryError, PermissionError, CatalogError: the directory cannot be used; the message says why.
+      NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory or its URL cannot be used; the
+        message says why.
     """
 
     def __init__(
@@ -240,7 +241,11 @@ class AttentionStore:
         )
 
     def note(self, key: str) -> bytes:
-        """What the owner of a session on SSD wanted kept with it; empty if nothing. Reads a file: milliseconds."""
+        """What the owner of a session on SSD wanted kept with it; empty if nothing. Reads a file: milliseconds.
+
+        Raises:
+          CatalogLateError: after `ssd_deadline_s` it has not been read; it is not known then whether there is one.
+        """
         self._check_open()
         entry = self._entries.get(key)
         if entry is None or self._ssd is None:
@@ -284,7 +289,8 @@ class AttentionStore:
         it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
         before the first of them count.
 
-        Reads a file, unless DRAM has all full blocks: under a millisecond where the system has it in memory.
+        Reads a file, unless DRAM has all full blocks: under a millisecond where the system has it in memory, and
+        `ssd_deadline_s` at most.
 
         Args:
           tenant: whose sessions; others' are never found.

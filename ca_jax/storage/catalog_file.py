@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ca_jax.errors import CaJaxError
+from ca_jax.storage.directories import make_directory, sync_directory
 
 CATALOG_NAME = "catalog.sqlite3"
 """The file's name in the store's directory."""
@@ -26,6 +27,7 @@ LOCK_NAME = "catalog.lock"
 """The lock's name beside it."""
 SCHEMA_VERSION = 2
 """Of the tables. A catalog of another version is neither read nor changed."""
+_ASIDE = ".corrupt-"  # In the name of a catalog that was moved aside.
 _APPLICATION_ID = 0x63614A58  # "caJX"
 
 SESSION_INDEX = "CREATE UNIQUE INDEX sessions_by_key ON sessions (namespace, key)"
@@ -101,6 +103,10 @@ class CatalogAccessError(CatalogError):
     """The directory or a file in it cannot be made, read or written. Nothing was changed."""
 
 
+class CatalogLateError(CatalogError):
+    """The catalog did not answer in time: what it says is not known now."""
+
+
 class DirectoryLock:
     """The right to write in a store's directory, held by one engine at a time.
 
@@ -114,7 +120,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path):
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(directory)
             self._file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise CatalogAccessError(f"wanted a directory to write in, found {directory}: {error}") from error
@@ -156,12 +162,17 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
         db = _connect(f"{path.absolute().as_uri()}?mode=rw")
         try:
             is_new = _check_header(db, path)
-            db.execute("PRAGMA journal_mode = WAL")
+            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise CatalogAccessError(
+                    f"the catalog must have a write-ahead log, found journal mode {mode!r}: {path}; its file system "
+                    "cannot share memory between processes: name an ssd_dir on a local disk"
+                )
             db.execute("PRAGMA synchronous = FULL")
             db.execute("PRAGMA journal_size_limit = 67108864")
             if is_new:
                 _create(db)
-                _sync_directory(directory)
+                sync_directory(directory)
         except BaseException:
             db.close()
             raise
@@ -201,19 +212,24 @@ def quarantine(directory: Path) -> Path | None:
     """
     lock = DirectoryLock(directory)
     try:
-        suffix = f".corrupt-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
+        suffix = f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
         moved = None
         # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
         for ending in ("-wal", "-shm", ""):
             path = directory / f"{CATALOG_NAME}{ending}"
             if path.exists():
                 moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
-        _sync_directory(directory)
+        sync_directory(directory)
     except OSError as error:
         raise CatalogAccessError(f"wanted to move the catalog in {directory} aside: {error}") from error
     finally:
         lock.release()
     return moved
+
+
+def set_aside(directory: Path) -> list[Path]:
+    """Catalogs that `quarantine` has moved, oldest first; their logs among them."""
+    return sorted(directory.glob(f"{CATALOG_NAME}{_ASIDE}*"))
 
 
 @contextlib.contextmanager
@@ -268,7 +284,10 @@ def _check_header(db: sqlite3.Connection, path: Path) -> bool:
     if application_id != _APPLICATION_ID:
         raise CatalogCorruptError(f"wanted a catalog, found another application's database: {path}")
     if version != SCHEMA_VERSION:
-        raise CatalogVersionError(f"wanted a catalog of version {SCHEMA_VERSION}, found version {version}: {path}")
+        raise CatalogVersionError(
+            f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; go on with the release "
+            "that wrote it, or name another ssd_dir: what is stored there is computed anew"
+        )
     with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(_SCHEMA)
         if schema != _schema_of(wanted):
@@ -285,14 +304,6 @@ def _create(db: sqlite3.Connection) -> None:
     db.executescript(
         f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
     )
-
-
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _describe_owner(text: bytes) -> str:

@@ -5,6 +5,8 @@ Not here: changing it (catalog), the file and its failures (catalog_file).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -172,6 +174,25 @@ class CatalogReader:
             if row:
                 return PrefixMatch(key=row[0], num_tokens=num_blocks * block_tokens)
         return None
+
+    def has_sessions(self) -> bool:
+        """Whether the namespace has any session, sound or damaged."""
+        return self._one("SELECT 1 FROM sessions WHERE namespace = ? LIMIT 1", self._namespace_id) is not None
+
+    def other_formats(self) -> tuple[Namespace, ...]:
+        """Namespaces with sessions that are this one but for the format of their blocks."""
+        rows = self._all(
+            "SELECT description FROM namespaces n WHERE EXISTS (SELECT 1 FROM sessions WHERE namespace = n.id)"
+        )
+        own, found = self._namespace, []
+        for (text,) in rows:
+            with contextlib.suppress(ValueError):  # Of a release that knows more than this one: not this one's.
+                found.append(Namespace.from_json(text))
+        return tuple(
+            each
+            for each in found
+            if each != own and dataclasses.replace(each, format_version=own.format_version) == own
+        )
 
     def stats(self) -> NamespaceInfo:
         """Sizes of what is stored in the namespace."""

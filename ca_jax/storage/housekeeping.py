@@ -19,12 +19,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ca_jax.errors import CaJaxError
+from ca_jax.storage.block_owner import Owner, claim_blocks
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CatalogFullError, DirectoryLock
 from ca_jax.storage.catalog_records import Namespace, SessionState
 from ca_jax.storage.catalog_rows import DamagedRecordError
 from ca_jax.storage.inspection import StoredSession, StoreInspector
 from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.ssd import SsdTier
 from ca_jax.storage.verification import verify_session
 
 
@@ -78,6 +80,18 @@ class NamespaceGarbage:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TakenBlocks:
+    """Blocks at a URL that were made a directory's."""
+
+    namespace: Namespace
+    """Whose."""
+    num_blocks: int
+    """How many are there."""
+    owner: Owner | None
+    """Whose they were; None where that is not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Garbage:
     """What goes of a store."""
 
@@ -123,10 +137,12 @@ def drop_session(inspector: StoreInspector, session: StoredSession) -> Namespace
     Raises:
       CatalogLockedError: an engine uses the directory.
       CatalogError: the catalog cannot be changed; nothing was.
+      BlocksOwnedError: its blocks are at a URL, and another directory's there; nothing was changed.
       BlockIoError: blocks cannot be deleted; the session is forgotten nevertheless.
     """
     namespace, record = session.namespace, session.record
     with Catalog(inspector.directory, namespace) as catalog:
+        _claim(inspector, namespace)
         catalog.forget([record.key])
         with contextlib.closing(NoteLog(inspector.directory)) as log:
             log.remove(record.key)
@@ -164,6 +180,7 @@ def collect_garbage(
     Raises:
       CatalogLockedError: an engine uses the directory.
       CatalogError: the catalog cannot be changed.
+      BlocksOwnedError: blocks are at a URL, and another directory's there.
       BlockIoError: blocks cannot be deleted; sessions are forgotten nevertheless.
       ValueError: namespaces are to be dropped, of one tenant only.
       OSError: a file cannot be deleted.
@@ -180,6 +197,7 @@ def collect_garbage(
                 _all_of(inspector, namespace) if dropped else _unfit(inspector, namespace, tenant, now_s, read_blocks)
             )
             if not dry_run:
+                _claim(inspector, namespace)
                 catalog.forget([each.key for each in forgotten])
             garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
             collected.append(_delete_unheld(inspector, garbage, dry_run))
@@ -206,6 +224,39 @@ def collect_garbage(
         catalog_bytes=before.catalog.num_bytes,
         compacted_bytes=compacted_bytes,
         not_compacted=not_compacted,
+    )
+
+
+def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
+    """Makes the blocks at the inspector's URL those of its directory, whosever they were: no engine may use them.
+
+    What its catalog does not know of them is removed by the next `collect_garbage`, or written over.
+
+    Raises:
+      CatalogLockedError: an engine uses the directory.
+    """
+    taken = []
+    for info in inspector.namespaces():
+        with Catalog(inspector.directory, info.namespace):
+            tier = inspector.open_blocks(info.namespace)
+            owner = _claim(inspector, info.namespace, takes_over=True)
+            num_blocks = 0 if tier is None else len(tier.stored_block_ids())
+            taken.append(TakenBlocks(namespace=info.namespace, num_blocks=num_blocks, owner=owner))
+    return taken
+
+
+def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool = False) -> Owner | None:
+    """Makes sure that blocks at a URL are the directory's; see `claim_blocks`. Its lock is held."""
+    tier = inspector.open_blocks(namespace) if inspector.url is not None else None
+    if not isinstance(tier, SsdTier):
+        return None
+    sessions = inspector.sessions_of(namespace)
+    return claim_blocks(
+        tier.kvstore,
+        inspector.directory,
+        tier.stored_block_ids,
+        knows_any=lambda: bool(sessions.sound or sessions.damaged),
+        takes_over=takes_over,
     )
 
 

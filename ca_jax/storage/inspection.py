@@ -154,6 +154,11 @@ class StoreInspector:
         """The store's."""
         return self._directory
 
+    @property
+    def url(self) -> str | None:
+        """Where the blocks are, if not in the directory."""
+        return self._url
+
     def namespaces(self) -> tuple[NamespaceInfo, ...]:
         """All namespaces and their sizes, oldest first."""
         return namespaces(self._directory)

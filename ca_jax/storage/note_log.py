@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ca_jax.storage.catalog_file import CatalogVersionError
 from ca_jax.storage.records import Owner
 
 _LOG = logging.getLogger(__name__)
@@ -142,10 +143,14 @@ class NoteLog:
             return False
         try:
             with contextlib.closing(_connect(self._path)) as db:
-                if db.execute("PRAGMA user_version").fetchone() != (_FORMAT,):
+                (version,) = db.execute("PRAGMA user_version").fetchone()
+                if not version or db.execute("SELECT id FROM boot").fetchall() != [(self._boot,)]:
                     return False
-                if db.execute("SELECT id FROM boot").fetchall() != [(self._boot,)]:
-                    return False
+                if version != _FORMAT:
+                    raise CatalogVersionError(
+                        f"notes of open sessions must be of version {_FORMAT}, found version {version}: {self._path}; "
+                        "end the release that wrote them, so that they get to SSD, or delete the file"
+                    )
                 return bool(db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))
         except sqlite3.Error as error:
             _LOG.warning("what was noted of open sessions cannot be read: %s: %s", self._path, error)

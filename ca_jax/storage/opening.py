@@ -21,8 +21,9 @@ import numpy as np
 
 from ca_jax.storage import ssd, ssd_raw
 from ca_jax.storage.block_io import BlockIoError
+from ca_jax.storage.block_owner import claim_blocks
 from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogCorruptError, quarantine
+from ca_jax.storage.catalog_file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
 from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
 from ca_jax.storage.config import SSD_DRIVERS
 from ca_jax.storage.disk_tier import DiskTier
@@ -60,12 +61,18 @@ class OpenedSsd:
     """Sessions that cannot be served, and were forgotten."""
     quarantined: Path | None
     """Where a catalog that could not be read was moved to; None where it was sound, or new."""
+    leaves: str | None = None
+    """Why blocks of no session are left where they are; None where they are not."""
 
     def reclaim(self) -> int:
         """Removes from the disk what no session of `records` refers to: leftovers of cut writes, blocks of nobody.
 
         To be called once, before the first write, on the thread that writes. The allocator may meanwhile have given
         such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.
+
+        A catalog that knows no session, or took the place of one that was set aside, says nothing of whose the blocks
+        are: then they are left, which is logged. They are written over as room is needed; `collect_garbage` removes
+        them.
 
         Blocks for as long as the disk takes (see `DiskTier.stored_block_ids`), and beyond the deadline for what has
         begun: a block that is deleted late could have been written by then. Never raises for what a disk does, which
@@ -75,12 +82,21 @@ class OpenedSsd:
           How many blocks were removed; at the least, where some could not be.
         """
         try:
-            self.tier.sweep()
+            if self.leaves is None:
+                self.tier.sweep()
             stored = np.array(self.tier.stored_block_ids(), np.int64)
         except (OSError, ValueError) as error:  # ValueError: TensorStore's.
             _LOG.warning("what no session refers to stays on disk, since it cannot be listed: %s", error)
             return 0
         orphans = np.setdiff1d(stored, _all_block_ids(self.records))
+        if self.leaves is not None:
+            if len(orphans):
+                _LOG.warning(
+                    "%d blocks stay on disk, since %s; `python -m ca_jax.launch.store gc` removes them",
+                    len(orphans),
+                    self.leaves,
+                )
+            return 0
         num_reclaimed = 0
         for first in range(0, len(orphans), _DELETED_AT_ONCE):
             block_ids = orphans[first : first + _DELETED_AT_ONCE].tolist()
@@ -125,7 +141,8 @@ def open_ssd(
       ValueError: an unknown driver, `raw` at a URL, a capacity that does not fit the disk, blocks of another layout.
       NotADirectoryError, PermissionError: the blocks cannot be written to.
       CatalogLockedError: another engine uses the directory.
-      CatalogVersionError: the catalog is of another version. It was left as it was.
+      CatalogVersionError: the catalog is of another version, or blocks of another format. They were left as they were.
+      BlocksOwnedError: the blocks at the URL are another directory's.
       CatalogError: the directory cannot be used; the kind says why.
     """
     if driver not in SSD_DRIVERS:
@@ -151,11 +168,20 @@ def open_ssd(
         with contextlib.ExitStack() as on_failure:
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
+            _check_format(catalog)
             tier = open_tier(catalog.block_directory)
             on_failure.callback(tier.close)
+            if isinstance(tier, SsdTier) and blocks_url is not None:
+                claim_blocks(tier.kvstore, Path(directory), tier.stored_block_ids, knows_any=catalog.has_sessions)
             records, num_lost = _take_in(catalog, tier)
             on_failure.pop_all()
-        return OpenedSsd(catalog=catalog, tier=tier, records=records, num_lost=num_lost, quarantined=quarantined)
+        aside = set_aside(Path(directory))
+        leaves = f"a catalog was set aside: {aside[-1].name}" if aside else None
+        if not records:
+            leaves = leaves or "the catalog knows no session"
+        return OpenedSsd(
+            catalog=catalog, tier=tier, records=records, num_lost=num_lost, quarantined=quarantined, leaves=leaves
+        )
 
     try:
         return open_all(None)
@@ -163,6 +189,16 @@ def open_ssd(
         moved = quarantine(Path(directory))
         _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
         return open_all(moved)
+
+
+def _check_format(catalog: Catalog) -> None:
+    """Refuses sessions that differ from those of the namespace in the format of their blocks alone."""
+    for found in catalog.other_formats():
+        raise CatalogVersionError(
+            f"blocks must be of format {catalog.namespace.format_version}, found format {found.format_version} in "
+            f"{catalog.block_directory.parent}; go on with the release that wrote them, or forget them: "
+            f"python -m ca_jax.launch.store --ssd_dir=… gc --drop_namespace={found.directory_name}"
+        )
 
 
 def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...], int]:

@@ -47,6 +47,7 @@ from ca_jax.storage.block_io import (
     OperationFuture,
     close_all,
 )
+from ca_jax.storage.directories import sync_directory
 from ca_jax.storage.disk_tier import blocks_within, check_block_ids, check_blocks, check_layer
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.shard_file import ShardFiles
@@ -125,6 +126,8 @@ class SsdTier:
                 lambda: len(self.stored_block_ids()) * self.stored_block_bytes,
             )
         self._groups = self._open_groups()
+        if self._directory is not None and durable and not only_existing:
+            sync_directory(self._directory)
         self._allocator = BlockAllocator(self._num_blocks)
 
     @classmethod
@@ -151,6 +154,11 @@ class SsdTier:
     def allocator(self) -> BlockAllocator:
         """Who knows which blocks are free."""
         return self._allocator
+
+    @property
+    def kvstore(self) -> ts.KvStore:
+        """Where the files are."""
+        return self._kvstore
 
     @functools.cached_property
     def blocks(self) -> ts.TensorStore:
@@ -256,6 +264,8 @@ class SsdTier:
             self._shards.write(path, src, path.with_name(path.name + _TEMPORARY), durable=self._durable)
         except FileNotFoundError:  # The group's directory is gone: TensorStore makes it anew.
             self._write_by_tensorstore(block, src).result()
+            if self._durable:
+                sync_directory(directory)
 
     def _write_by_tensorstore(self, block: int, src: np.ndarray) -> ts.Future:
         # The reference ends with the move: the caller keeps `src` as it is until it has settled.
@@ -273,11 +283,7 @@ class SsdTier:
     def _sync_names(self, directory: Path, groups: set[int]) -> None:
         """Makes the names of written blocks durable."""
         for group in groups:
-            descriptor = os.open(directory / _group_path(group), os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_directory(directory / _group_path(group))
 
     def _keys(self) -> Iterator[str]:
         """Every file of every group, relative to the root. Blocks."""

@@ -13,6 +13,7 @@ Not here: when something is flushed, fetched or evicted from DRAM (attention_sto
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 
 from ca_jax.storage.block_io import IoFailure
 from ca_jax.storage.books import Entry, EntryTable, SsdCounters
-from ca_jax.storage.catalog_file import CatalogError
+from ca_jax.storage.catalog_file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
 from ca_jax.storage.disk_tier import SsdBlocks
 from ca_jax.storage.dram import DramTier
@@ -121,7 +122,11 @@ class SsdBooks:
     @property
     def is_late(self) -> bool:
         """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
-        return time.monotonic() < self._late_until_s or any(move.late for move in self._moves.values())
+        return (
+            time.monotonic() < self._late_until_s
+            or self._worker.is_late
+            or any(move.late for move in self._moves.values())
+        )
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
@@ -242,6 +247,8 @@ class SsdBooks:
           Sessions that SSD had to forget, and DRAM has.
         """
         lost: list[Entry] = []
+        if self._worker.is_late:
+            self._missed_deadline()
         while (end := self._worker.take_ended()) is not None:
             if isinstance(end, Lost):
                 entry = self._table.get(end.key)
@@ -258,7 +265,7 @@ class SsdBooks:
                 move.ended = True
                 if end.error is not None and end.error.reason is IoFailure.DEADLINE:
                     move.late = True
-                    self._late_until_s = time.monotonic() + _LATE_PAUSE_S
+                    self._missed_deadline()
                 if isinstance(end.task, FetchTask):
                     self._end_fetch(move, end.task, end)
                 else:
@@ -368,17 +375,29 @@ class SsdBooks:
     # What the catalog knows and the books do not.
 
     def note(self, key: str) -> bytes:
-        """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file."""
+        """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file.
+
+        Raises:
+          CatalogLateError: it has not been read in time: something may be there.
+        """
         try:
             contents = self._contents.contents(key)
+        except CatalogLateError:
+            self._missed_deadline()
+            raise
         except CatalogError:
             return b""
         return b"" if contents is None else contents.note
 
     def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
         """The tenant's session on SSD that begins with the same tokens for longest; see `Catalog`. Reads a file."""
+        if self.is_late:
+            return None
         try:
             return self._contents.find_prefix(tenant, token_ids)
+        except CatalogLateError:
+            self._missed_deadline()
+            return None
         except CatalogError:
             return None
 
@@ -408,6 +427,9 @@ class SsdBooks:
         return self._worker.close(timeout_s)
 
     # How.
+
+    def _missed_deadline(self) -> None:
+        self._late_until_s = time.monotonic() + _LATE_PAUSE_S
 
     def _begin(
         self,
@@ -574,7 +596,8 @@ class SsdBooks:
     def _take_note_back(self, entry: Entry) -> None:
         """Keeps a session's note for its next flush, before SSD forgets it."""
         if entry.note is None and entry.ssd is not None and entry.num_tokens:
-            entry.note = self.note(entry.key)
+            with contextlib.suppress(CatalogLateError):
+                entry.note = self.note(entry.key)
 
     def _blocks_on_ssd(self, key: str) -> Sequence[int]:
         entry = self._table.get(key)

@@ -38,6 +38,7 @@ import crc32c
 import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue, Operation, close_all
+from ca_jax.storage.directories import sync_directory
 from ca_jax.storage.disk_tier import blocks_within, check_block_ids, check_blocks, check_layer
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.ssd_space import DiskSpace, prepare_directory
@@ -106,7 +107,7 @@ class RawSsdTier:
             self._space.check_capacity(self._num_blocks * self.stored_block_bytes, self._stored_bytes)
             self._file, self._direct_file = _open_file(self._path, self._num_blocks * self.stored_block_bytes)
             if durable:
-                _sync_directory(directory)
+                sync_directory(directory)
         self._threads = concurrent.futures.ThreadPoolExecutor(max_reads + max_writes, thread_name_prefix="ca_jax-ssd")
         self._allocator = BlockAllocator(self._num_blocks)
 
@@ -382,14 +383,6 @@ def _open_direct(path: Path, access: int) -> int | None:
         with contextlib.suppress(OSError):  # Not on this filesystem: the page cache serves.
             return os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
     return None
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_bytes(array: np.ndarray) -> memoryview:

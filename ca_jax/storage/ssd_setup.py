@@ -19,6 +19,7 @@ from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_worker import SsdWorker
+from ca_jax.storage.timely_contents import TimelyContents
 from ca_jax.timeline import Timeline
 
 
@@ -51,7 +52,7 @@ def open_ssd_books(
 
     Raises:
       ValueError: the caps do not fit block or disk.
-      NotADirectoryError, PermissionError, CatalogError: the directory cannot be used.
+      NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory cannot be used.
     """
     directory = config.ssd_directory
     if directory is None:
@@ -74,13 +75,14 @@ def open_ssd_books(
             opened.catalog,
             CatalogReader(directory, namespace),
             prepare=opened.reclaim,
+            deadline_s=config.ssd_deadline_s,
             on_progress=on_progress,
             on_fetch=on_fetch,
             timeline=timeline,
         )
         return SsdBooks(
             opened.tier,
-            CatalogReader(directory, namespace),
+            TimelyContents(CatalogReader(directory, namespace), config.ssd_deadline_s),
             mover,
             opened.records,
             opened.num_lost,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ca_jax.storage.block_io import BlockIoError, IoFailure
+from ca_jax.storage.directories import make_directory
 
 
 def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
@@ -24,8 +25,7 @@ def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
     """
     directory = Path(parent).absolute() / name
     try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
+        make_directory(directory)
         directory.chmod(0o700)
         with tempfile.TemporaryFile(dir=directory):
             pass

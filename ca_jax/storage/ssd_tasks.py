@@ -28,7 +28,7 @@ class FetchTask:
     into: Sequence[np.ndarray]
     """One block of memory for each: the worker's until the task has settled."""
     cancelled: bool = False
-    """Set by the submitter: its outcome does not matter any more."""
+    """Its outcome does not matter any more: it was given up, or is late."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -86,6 +86,11 @@ class SsdMover(Protocol):
         """Changes of the catalog that were asked for and not tried yet."""
         ...
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the catalog has not answered for so long that nothing should wait for the SSD."""
+        ...
+
     def submit(self, task: FetchTask | FlushTask) -> None:
         """Begins a fetch or a flush."""
         ...
@@ -131,7 +136,11 @@ class SsdMover(Protocol):
 
 
 class SsdContents(Protocol):
-    """What is kept with sessions on SSD, for the bookkeeping thread."""
+    """What is kept with sessions on SSD, for the bookkeeping thread, which waits for no disk beyond the deadline.
+
+    Raises:
+      CatalogLateError: the catalog has not answered in time; by each call.
+    """
 
     def contents(self, key: str) -> Contents | None:
         """What is kept with a session; None where it is unknown."""

@@ -1,5 +1,8 @@
 """Moves between DRAM and SSD, done on two threads: one reads and verifies, one writes and keeps the catalog.
 
+A third one holds both against the deadline: either may stand in the catalog for as long as the disk does. Fetches that
+wait for the catalog then fail, and all are told that the SSD is late; a flush is under way until it has ended.
+
 A *fetch* reads what to expect from the catalog, then the blocks, and verifies their seals. A *flush* makes earlier
 changes of the catalog durable, seals and writes the blocks that are not on SSD yet, and publishes the session once they
 are durable. No block that a published session refers to is ever written: what changes goes to other blocks, so that a
@@ -19,8 +22,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,10 +40,10 @@ from ca_jax.storage.host_memory import host_array
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.seal import seal_block, verify_block
 from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.step_thread import StepThread
 from ca_jax.timeline import ArgValue, Timeline, Track
 
-_LOG = logging.getLogger(__name__)
-_POLL_S = 0.25  # How often moves under way are held against their deadline.
+_POLL_S = 0.25  # How often what is under way is held against its deadline.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
 
 
@@ -53,7 +54,8 @@ class SsdWorker:
       tier: the blocks.
       catalog: written by the worker alone from now on.
       reader: of the same catalog, likewise.
-      prepare: run before the first write, on the writing thread.
+      prepare: run before the first write, on the writing thread, for as long as it takes.
+      deadline_s: seconds without progress after which a read or change of the catalog is late.
       on_progress: called, from the threads, whenever `take_ended` has something new.
       on_fetch: given bytes and seconds, on the threads, whenever fetches have ended and none is under way.
       timeline: gets a span of every fetch, from reading the catalog to the last seal, and of every flush, from the
@@ -67,6 +69,7 @@ class SsdWorker:
         reader: CatalogReader,
         *,
         prepare: Callable[[], object],
+        deadline_s: float,
         on_progress: Callable[[], None],
         on_fetch: Callable[[int, float], None],
         timeline: Timeline,
@@ -81,21 +84,26 @@ class SsdWorker:
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
         self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
         self._bounces: list[np.ndarray] = []
-        self._num_moving = self._num_changes = 0
+        self._deadline_s = deadline_s
+        self._was_late = False
+        self._num_changes = 0
+        self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
         self._lock = threading.Lock()
-        self._reads: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._writes.put(prepare)
-        self._threads = [
-            threading.Thread(target=self._run, args=(steps,), name=f"ca_jax-ssd-{name}", daemon=True)
-            for name, steps in (("reader", self._reads), ("writer", self._writes))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._reads, self._writes = StepThread("ca_jax-ssd-reader"), StepThread("ca_jax-ssd-writer")
+        self._writes.put(prepare, timed=False)
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="ca_jax-ssd-watch", daemon=True).start()
+
+    @property
+    def is_late(self) -> bool:
+        """See `SsdMover`."""
+        return max(self._reads.stands_s, self._writes.stands_s) > self._deadline_s
 
     def submit(self, task: FetchTask | FlushTask) -> None:
         """Begins a fetch or a flush."""
         if isinstance(task, FetchTask):
+            with self._lock:
+                self._fetches[task] = None
             self._reads.put(functools.partial(self._begin_fetch, task))
         else:
             self._writes.put(functools.partial(self._begin_flush, task))
@@ -133,12 +141,13 @@ class SsdWorker:
         Returns:
           Whether all has settled. If not, the memory of open tasks must stay.
         """
-        for steps in (self._reads, self._writes):
-            steps.put(None)
-        for thread in self._threads:
-            thread.join(timeout_s)
+        threads = (self._reads, self._writes)
+        for thread in threads:
+            thread.end()
+        ended = [thread.join(timeout_s) for thread in threads]
         settled = self._tier.close(timeout_s)
-        if not any(thread.is_alive() for thread in self._threads):
+        self._closed.set()
+        if all(ended):
             self._reader.close()
             self._keeper.close()
         return settled
@@ -159,19 +168,21 @@ class SsdWorker:
 
     # The threads.
 
-    def _run(self, steps: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-        while True:
-            try:
-                step = steps.get(timeout=_POLL_S if self._num_moving else None)
-            except queue.Empty:
-                self._tier.poll()
-                continue
-            if step is None:
-                return
-            try:
-                step()
-            except Exception:  # A defect: what is left open stays so, all else goes on.
-                _LOG.exception("a step of the SSD worker broke")
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_S):
+            self._tier.poll()
+            if self._reads.stands_s > self._deadline_s:
+                with self._lock:
+                    late, self._fetches = list(self._fetches), {}
+                for task in late:
+                    task.cancelled = True
+                    self._end(TaskEnd(task=task, error=self._late(), settled=False))
+            was_late, self._was_late = self._was_late, self.is_late
+            if self._was_late and not was_late:
+                self._on_progress()
+
+    def _late(self) -> BlockIoError:
+        return BlockIoError(IoFailure.DEADLINE, f"the catalog must answer within {self._deadline_s} s, and did not")
 
     # Fetching, on the reading thread.
 
@@ -185,6 +196,9 @@ class SsdWorker:
             contents = self._expected(task)
         except BlockIoError as error:
             self._end(TaskEnd(task=task, error=error))
+            return
+        if task.cancelled:
+            self._end(TaskEnd(task=task, error=_cancelled()))
             return
         self._move(
             self._tier.read_blocks(task.copy.block_ids.tolist(), task.into),
@@ -216,7 +230,11 @@ class SsdWorker:
         return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], seals=contents.seals[blocks])
 
     def _finish_fetch(self, task: FetchTask, contents: Contents) -> None:
+        if task.cancelled:
+            self._end(TaskEnd(task=task, error=_cancelled()))
+            return
         for index, block in enumerate(task.into):
+            self._reads.progressed()
             if not verify_block(block, self._layout.tokens_in_block(index, task.copy.num_rows), contents.seals[index]):
                 found = f"block {index} of session {task.key!r} wanted its seal, found other bytes"
                 self._end(TaskEnd(task=task, error=BlockIoError(IoFailure.CORRUPT, found)))
@@ -236,6 +254,7 @@ class SsdWorker:
             seal_block(block, self._layout.tokens_in_block(index, task.record.num_rows))
             for index, block in enumerate(sources, task.num_kept_blocks)
         ]
+        self._writes.progressed()
         num_published = task.num_kept_blocks + task.num_shared_blocks
         del sources[: task.num_shared_blocks]
         bounce = None
@@ -260,16 +279,12 @@ class SsdWorker:
         self,
         handle: IoHandle,
         task: FetchTask | FlushTask,
-        steps: queue.SimpleQueue[Callable[[], object] | None],
+        steps: StepThread,
         then: Callable[[], None],
     ) -> None:
         """Goes on with `then` on the same thread once a move has succeeded, and says so if it fails."""
-        with self._lock:
-            self._num_moving += 1
 
         def settled(handle: IoHandle) -> None:
-            with self._lock:
-                self._num_moving -= 1
             if handle.error is None:
                 steps.put(then)
             else:
@@ -292,6 +307,8 @@ class SsdWorker:
     def _end(self, end: TaskEnd) -> None:
         self._record(end)
         if isinstance(end.task, FetchTask):
+            with self._lock:
+                self._fetches.pop(end.task, None)
             num_bytes = end.task.copy.num_blocks * self._layout.block_bytes
             self._fetching.end(end.task, num_bytes if end.error is None else None)
         self._ended.append(end)

@@ -107,6 +107,40 @@ def stalled_writes(directory: Path, driver: str, num_faults: int, seed: int, rat
         return arena.tally
 
 
+def stalled_catalog_reads(
+    directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None
+) -> Tally:
+    """The catalog does not answer: all that wait for it are misses once the deadline has passed."""
+    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.catalog_held(arena, reads=True):
+                arena.converse()
+            _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
+            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+            arena.converse()
+            arena.check_books()
+            arena.renew()
+        return arena.tally
+
+
+def stalled_commits(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+    """The catalog does not take what is written: turns go on meanwhile, and it gets there once the stall is over."""
+    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
+        while arena.tally.faults < num_faults:
+            with damage.catalog_held(arena, reads=False):
+                arena.converse()
+                _wait_until(arena, lambda: workload.ssd_of(arena.engine).is_late)
+                arena.converse()
+            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+            arena.converse()
+            counts = arena.count(1)
+            # As with writes that stall: what left DRAM meanwhile, its only copy, is absent.
+            assert counts.keys() <= {"miss deadline", "miss absent", "flush deadline"}, f"counted {counts}"
+            arena.check_books()
+            arena.renew()
+        return arena.tally
+
+
 def failing_reads(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
     """The disk reports errors for reads: each is a miss, and what is stored stays."""
     with Arena(directory, driver, seed, ratio=ratio) as arena:
@@ -215,6 +249,8 @@ CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
     "blocks swapped": (damaged_blocks(damage.swap, "miss corrupt", num_damaged=4), 150),
     "reads that stall": (stalled_reads, 60),
     "writes that stall": (stalled_writes, 40),
+    "catalog reads that stall": (stalled_catalog_reads, 60),
+    "catalog commits that stall": (stalled_commits, 20),
     "reads that fail": (failing_reads, 60),
     "disk full": (no_space, 80),
     "directory read-only": (read_only, 80),
@@ -224,7 +260,7 @@ CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
     "catalog overwritten before a start": (catalog_damaged(damage.overwrite_catalog, while_running=False), 30),
     "other weights under the same names": (other_weights, 60),
 }
-"""Kinds of faults, how they are brought about, and how many of each the long form takes: 1,060."""
+"""Kinds of faults, how they are brought about, and how many of each the long form takes: 1,140."""
 
 
 def _expect(arena: Arena, wanted: dict[str, int], only: str = "") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import os
 import sqlite3
 import subprocess
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ca_jax.storage.catalog_file import CATALOG_NAME
+from tests.reliability import workload
 from tests.reliability.arena import Arena
 
 _TRAILER_BYTES = 32  # Of a raw slot, what means something: label, block id, three checksums, their checksum.
@@ -124,6 +126,26 @@ def held(arena: Arena, operation: str) -> Iterator[None]:
                 yield
             finally:
                 gate.set()
+
+
+@contextlib.contextmanager
+def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
+    """Reads or else commits of the catalog begin and do not end, until the block does."""
+    ssd, gate = workload.ssd_of(arena.engine), threading.Event()
+    catalog = ssd._worker._keeper._catalog
+    readers = [(ssd._worker._reader, ("load",)), (ssd._contents._reader, ("contents", "find_prefix"))]
+    held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
+
+    def late(original: Callable[..., object], *args: object) -> object:
+        gate.wait()
+        return original(*args)
+
+    with contextlib.ExitStack() as replaced:
+        for owner, names in held:
+            for name in names:
+                replaced.enter_context(_replaced(owner, name, functools.partial(late, getattr(owner, name))))
+        replaced.callback(gate.set)
+        yield
 
 
 def failing(arena: Arena, operation: str, code: int) -> contextlib.AbstractContextManager[None]:

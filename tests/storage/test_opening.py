@@ -17,6 +17,8 @@ from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogCorruptError, CatalogLockedError, CatalogVersionError
 from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
+from ca_jax.storage.housekeeping import collect_garbage
+from ca_jax.storage.inspection import StoreInspector
 from ca_jax.storage.opening import OpenedSsd, open_ssd
 
 from .ssd_helpers import make_blocks, read
@@ -259,23 +261,31 @@ def test_a_catalog_that_cannot_be_read_is_moved_aside(opened, directory, caplog,
         assert ssd.quarantined.read_bytes() == content
         assert str(ssd.quarantined) in warnings(caplog)
         assert ssd.tier.allocator.num_free == NUM_BLOCKS
-        assert ssd.reclaim() == 2
+        assert ssd.reclaim() == 0
+        assert "2 blocks stay on disk, since a catalog was set aside" in warnings(caplog)
         publish(ssd, "b", [0])
     caplog.clear()
     with opened() as ssd:
         assert (keys(ssd), ssd.quarantined) == (["b"], None)
+        assert ssd.reclaim() == 0
+        assert ssd.tier.stored_block_ids() == [0, 3, 4], "what that catalog tells of is there for as long as it is"
+    with StoreInspector(directory) as inspector:
+        collect_garbage(inspector, now_s=0.0)
+    caplog.clear()
+    with opened() as ssd:
         assert_books_agree(ssd)
     assert not warnings(caplog)
 
 
-def test_a_catalog_deleted_while_closed_is_an_empty_store(opened, directory):
+def test_a_catalog_deleted_while_closed_is_an_empty_store_that_leaves_blocks_alone(opened, directory, caplog):
     with opened() as ssd:
         publish(ssd, "a", [3, 4])
     (directory / CATALOG_NAME).unlink()
     with opened() as ssd:
         assert (ssd.records, ssd.quarantined) == ((), None)
-        assert ssd.reclaim() == 2
-        assert_books_agree(ssd)
+        assert ssd.reclaim() == 0
+        assert "2 blocks stay on disk, since the catalog knows no session" in warnings(caplog)
+        assert ssd.tier.stored_block_ids() == [3, 4]
 
 
 def test_a_catalog_of_another_version_is_left_as_it_is(opened, directory):
@@ -367,7 +377,6 @@ def test_blocks_may_be_at_a_url(directory, url):
     assert ssd.tier.blocks.kvstore.url == f"{url.rstrip('/')}{'//' if url == 'memory://' else '/'}" + (
         f"{NAMESPACE.directory_name}/zarr3/000000/"
     )
-    assert ssd.reclaim() == 2, "published since: that is why it is only called before the first write"
     assert not list(directory.glob("blocks-*"))
     ssd.tier.close()
     ssd.catalog.close()

@@ -1,0 +1,122 @@
+"""What an earlier version has left in a directory is gone on with, or refused by name: catalog, blocks, notes.
+
+`store_of_version_2.tar.xz` was written by the first code that has this catalog: two sessions with a conversation as
+note, of tokens 100… and KV of seeds 0 and 1, and a third conversation in the log of notes alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sqlite3
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from ca_jax.conversations import Conversation
+from ca_jax.storage import catalog_file
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
+from ca_jax.storage.catalog_records import Namespace
+from ca_jax.storage.directories import make_directory
+from ca_jax.storage.note_log import LOG_NAME, NoteLog
+from ca_jax.storage.opening import open_ssd
+
+from .store_helpers import LAYOUT, assert_loads, ids, make_kv, make_store
+
+NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    with tarfile.open(Path(__file__).with_name("store_of_version_2.tar.xz")) as tar:
+        tar.extractall(tmp_path, filter="data")
+    return tmp_path / "store"
+
+
+def set_version(path: Path, version: int) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+
+
+def test_a_directory_of_the_first_version_is_gone_on_with(directory):
+    store = make_store(6, ssd_dir=directory)
+    for seed, key in enumerate("ab"):
+        assert_loads(store, key, ids(9 + seed), make_kv(LAYOUT, 9 + seed, seed=seed))
+        assert store.note(key)
+    store.close()
+    with contextlib.closing(NoteLog(directory, clock=lambda: 0.0, boot="a boot")) as log:
+        assert [(noted.tenant, noted.session_id) for noted in log.list()] == [("tenant", "session c")]
+        assert log.get("c")
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_catalog_of_another_version_is_refused_with_what_to_do(directory, version):
+    set_version(directory / CATALOG_NAME, version)
+    with pytest.raises(CatalogVersionError, match=f"version 2, found version {version}: .* name another ssd_dir"):
+        make_store(6, ssd_dir=directory)
+
+
+def test_blocks_of_another_format_are_refused_with_what_to_do(directory, tmp_path):
+    for version in (0, 2):
+        other = dataclasses.replace(NAMESPACE, format_version=version)
+        with pytest.raises(CatalogVersionError, match=f"format {version}, found format 1 .* --drop_namespace="):
+            open_ssd(directory, other, capacity_bytes=1 << 16)
+    opened = open_ssd(
+        directory, dataclasses.replace(NAMESPACE, weights="others", format_version=2), capacity_bytes=1 << 16
+    )
+    opened.tier.close()
+    opened.catalog.close()
+
+
+@pytest.mark.parametrize("version", [2, 7])
+def test_notes_of_another_version_are_refused_and_stay(directory, version):
+    path = directory / LOG_NAME
+    set_version(path, version)
+    before = path.read_bytes()
+    with pytest.raises(CatalogVersionError, match=f"version 1, found version {version}: .*{LOG_NAME}"):
+        NoteLog(directory, boot="a boot")
+    assert path.read_bytes() == before
+    log = NoteLog(directory, boot="another boot")  # Which believes nothing that was noted before.
+    assert log.list() == ()
+    log.close()
+
+
+def test_a_conversation_of_another_format_is_refused_by_name(directory):
+    store = make_store(6, ssd_dir=directory)
+    note = store.note("a")
+    store.close()
+    for bad in (b"", note[:-5], b"?" + note):
+        with pytest.raises(ValueError, match="wanted a conversation"):
+            Conversation.from_bytes(bad)
+
+
+def test_a_catalog_that_can_have_no_write_ahead_log_is_refused(tmp_path, monkeypatch):
+    connect = catalog_file._connect
+    # As on a file system of a network: sqlite's own way of files without shared memory.
+    monkeypatch.setattr(catalog_file, "_connect", lambda uri: connect(f"{uri}&vfs=unix-dotfile"))
+    with pytest.raises(CatalogAccessError, match="must have a write-ahead log, found journal mode 'delete'"):
+        Catalog(tmp_path, NAMESPACE)
+
+
+def test_the_name_of_each_new_directory_is_durable(tmp_path, monkeypatch):
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def told(file: int) -> None:
+        fsync(file)
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+
+    monkeypatch.setattr(os, "fsync", told)
+    make_directory(tmp_path / "a" / "b")
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    synced.clear()
+    make_directory(tmp_path / "a" / "b")
+    assert synced == []
+    store = make_store(6, ssd_dir=tmp_path / "new" / "store")
+    store.close()
+    (blocks,) = (tmp_path / "new" / "store").glob("blocks-*")
+    wanted = {tmp_path, tmp_path / "new", tmp_path / "new" / "store", blocks, blocks / "zarr3"}
+    assert wanted <= {Path(path) for path in synced}
