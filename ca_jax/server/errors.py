@@ -20,6 +20,7 @@ from ca_jax.errors import (
     TenantError,
     UnknownSessionError,
 )
+from ca_jax.storage.catalog_file import CatalogLateError
 
 
 class ApiError(Exception):
@@ -84,6 +85,7 @@ _KNOWN: tuple[tuple[type[CaJaxError], int, str | None], ...] = (
     (TenantError, 404, "session_not_found"),  # As of one that does not exist: ids of others are not told.
     (UnknownSessionError, 404, "session_not_found"),
     (SessionClosedError, 503, "shutting_down"),
+    (CatalogLateError, 503, "store_late"),
 )
 
 

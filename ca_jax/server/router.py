@@ -28,6 +28,7 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
+from ca_jax.storage.catalog_file import CatalogLateError
 
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
@@ -186,8 +187,11 @@ class Router:
             self.forget(*next(iter(self._chains)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
-        """Notes where a stored conversation stands that is not open."""
-        conversation = engine.stored.conversation(session_id, tenant=tenant)
+        """Notes where a stored conversation stands that is not open; not of one that cannot be read in time."""
+        try:
+            conversation = engine.stored.conversation(session_id, tenant=tenant)
+        except CatalogLateError:
+            return
         if conversation is not None:
             self.note(tenant, session_id, conversation)
 

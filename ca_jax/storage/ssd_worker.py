@@ -178,7 +178,7 @@ class SsdWorker:
                     task.cancelled = True
                     self._end(TaskEnd(task=task, error=self._late(), settled=False))
             was_late, self._was_late = self._was_late, self.is_late
-            if self._was_late and not was_late:
+            if self._was_late != was_late:
                 self._on_progress()
 
     def _late(self) -> BlockIoError:

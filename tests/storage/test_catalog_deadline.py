@@ -88,6 +88,7 @@ def test_a_fetch_that_waits_for_the_catalog_is_a_miss_and_so_is_one_behind_it(st
             assert load(store, key, ids(9, first)) is None
         assert store.stats().misses[MissReason.DEADLINE] == 2
         assert not store.request("a"), "nothing waits for an SSD that is late"
+        assert load(store, "a", ids(9)) is None
     wait_until_on_time(store, monkeypatch)
     assert store.stats().used_bytes == 0, "memory of fetches that were late is free once they have settled"
     for key, first in (("a", 100), ("b", 200)):
@@ -104,7 +105,8 @@ def test_a_commit_that_does_not_end_keeps_nobody_waiting_and_is_taken_in_when_it
         assert stall.begun.wait(PATIENCE_S)
         assert not store.settle(PATIENCE_S), "given up once it is late"
         assert store._ssd.is_late
-        assert save(store, "d", ids(9, 400), kv), "what does not get to SSD makes room"
+        for key, first in (("d", 400), ("e", 500)):
+            assert save(store, key, ids(9, first), kv), "what does not get to SSD makes room"
         assert not store.request("a")
     wait_until_on_time(store, monkeypatch)
     wait_until(store, lambda: ssd_tokens(store, "c") == 9)
@@ -118,6 +120,7 @@ def test_a_change_that_does_not_end_is_late_too(store, monkeypatch):
         store.set_pinned("a", True)
         wait_until(store, lambda: store._ssd.is_late)
         assert not store.request("b")
+        assert load(store, "b", ids(9, 200)) is None
     wait_until_on_time(store, monkeypatch)
     fetch(store, "b")
     assert store.residency("b") is Residency.DRAM
@@ -133,7 +136,7 @@ def test_who_keeps_the_books_waits_once_and_no_longer(store, monkeypatch):
         with pytest.raises(CatalogLateError):
             store.note("a")
         assert (stall.num_begun, notes.num_begun) == (1, 0), "no other question is asked before the first is answered"
+    store._ssd._contents._asked.result(PATIENCE_S)
     wait_until_on_time(store, monkeypatch)
-    wait_until(store, lambda: store._ssd._contents._asked.done() or store._progress.set())
     assert store.find_prefix("", ids(9)) == "a"
     assert store.note("a") == b""
