@@ -114,13 +114,15 @@ the catalog it says so on a pipe. After each kill, on a copy of the directory: t
 be durable, block tables, token ids, seals and conversations alike, and of a change that was under way all or nothing;
 an engine loses no session, loads each of them from SSD to its last stored token, and answers rightly; each chunk that
 is stored is that of its tokens computed alone; used bytes, free list and catalog agree, and the catalog's own check
-finds nothing; no file and no block is left that no session holds, unless the catalog knows no session. A round where any of that is not so ends the run.
+finds nothing; no file and no block is left that no session holds, unless the catalog knows no session. A round where
+any of that is not so ends the run.
 """
 _ON_FAULTS = """
 Six conversations, whose KV leaves DRAM as soon as it is on SSD, so that turns read it from there. Damage to blocks is
 done while two of them answer; then the others take a turn beside them, every fourth time after a restart. All other
-faults meet turns of all six in parallel. Where the catalog stalls, its reads or its commits begin and do not end
-while turns run; a stall of commits counts as one fault. A wave whose counters name another reason, or another number, ends the run.
+faults meet turns of all six in parallel. Where the catalog stalls, its reads or its commits begin and do not end while
+turns run; a stall of commits counts as one fault. A wave whose counters name another reason, or another number, ends
+the run.
 """
 _ON_REASONS = """
 A fault of a block is one block of one conversation; the one file of raw blocks is cut for all that lie behind. `miss`:

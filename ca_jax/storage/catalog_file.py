@@ -286,7 +286,7 @@ def _check_header(db: sqlite3.Connection, path: Path) -> bool:
     if version != SCHEMA_VERSION:
         raise CatalogVersionError(
             f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; go on with the release "
-            "that wrote it, or name another ssd_dir: what is stored there is computed anew"
+            "that wrote it, or name another ssd_dir, which begins empty"
         )
     with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(_SCHEMA)

@@ -669,7 +669,7 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path, version):
         db.commit()
     before = path.read_bytes()
     for opened in (Catalog, CatalogReader):
-        with pytest.raises(CatalogVersionError, match=f"wanted a catalog of version 2, found version {version}"):
+        with pytest.raises(CatalogVersionError, match=f"must be of version 2, found version {version}"):
             opened(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
 
