@@ -20,6 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -315,21 +316,30 @@ class LayerLoader:
         self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.
         self._loads: list[LayerLoad] = []
         self._is_pinned = False
+        self._pinning = threading.Lock()  # Between whoever touches and whoever closes.
+        self._closed = threading.Event()
 
     def touch(self) -> float:
-        """Makes staging resident and registers it for DMA; seconds it took. Any thread may call it, once."""
+        """Makes staging resident and registers it for DMA; seconds it took. Any thread may call it, once.
+
+        Ends early, and registers nothing, when the loader is closed.
+        """
         started_s = time.perf_counter()
-        self.buffer.touch()
-        self._is_pinned = transfer.pin_host_memory(self.buffer.memory) if self.device_ahead else False
+        self.buffer.touch(self._closed.is_set)
+        with self._pinning:
+            if self.device_ahead and not self._closed.is_set():
+                self._is_pinned = transfer.pin_host_memory(self.buffer.memory)
         return time.perf_counter() - started_s
 
     def close(self) -> None:
         """Ends what is open and lets go of pinned memory."""
         for load in tuple(self._loads):
             load.release()
-        if self._is_pinned:
-            self._is_pinned = False
-            transfer.unpin_host_memory(self.buffer.memory)
+        self._closed.set()
+        with self._pinning:
+            if self._is_pinned:
+                self._is_pinned = False
+                transfer.unpin_host_memory(self.buffer.memory)
 
     def open(
         self,

@@ -145,11 +145,12 @@ class SessionKV:
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
+        self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
     def wait_until_resident(self) -> None:
-        """Returns when all host memory has had its first touch. Any thread may call it."""
+        """Returns when all host memory has had its first touch, or it is closed. Any thread may call it."""
         self._toucher.join()
 
     def key(self, session_id: str, tenant: str = "") -> str:
@@ -415,7 +416,7 @@ class SessionKV:
     def close(self) -> None:
         """Finishes what was submitted and lets go of memory."""
         self.histories.give_up_preloaded()
-        self._toucher.join()
+        self._closing.set()
         self.settle()
         self.conversations.close()
         self._saver.close()
@@ -483,7 +484,7 @@ class SessionKV:
 
     def _touch(self) -> None:
         """Makes host memory resident in the background, so that no load or save pays for its first touch."""
-        self._metrics.first_touch_s = self._loader.touch() + self._store.touch()
+        self._metrics.first_touch_s = self._loader.touch() + self._store.touch(self._closing.is_set)
 
 
 def _owner(session: Session) -> Owner:

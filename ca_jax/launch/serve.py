@@ -67,6 +67,29 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def load_engine(model: str, config: EngineConfig, *, warmup: bool = False, console: rich.console.Console) -> Engine:
+    """The engine of a model, which may serve at once; its host memory is made resident in the background.
+
+    Args:
+      model: as `load_model` takes it.
+      config: of the engine.
+      warmup: whether to compile what turns need.
+      console: is told how far it is, and why it failed.
+
+    Raises:
+      CaJaxError, ValueError, OSError, MemoryError: as `Engine.from_pretrained` does.
+    """
+    try:
+        with progress_bars(console) as progress:
+            engine = Engine.from_pretrained(model, config, progress=progress)
+            if warmup:
+                engine.warmup(progress=progress)
+    except (CaJaxError, ValueError, OSError, MemoryError) as error:
+        console.print(f"serve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise
+    return engine
+
+
 def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
@@ -89,15 +112,7 @@ def main(argv: Sequence[str]) -> None:
     failed = threading.Event()
 
     def make_engine() -> Engine:
-        try:
-            with progress_bars(console) as progress:
-                engine = Engine.from_pretrained(FLAGS.model, engine_config, progress=progress)
-                if FLAGS.warmup:
-                    engine.warmup(progress=progress)
-        except (CaJaxError, ValueError, OSError, MemoryError) as error:
-            console.print(f"serve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise
-        engine.wait_until_ready()
+        engine = load_engine(FLAGS.model, engine_config, warmup=FLAGS.warmup, console=console)
         console.print(f"ready: {engine.model.name} on {url}", markup=False, highlight=False, soft_wrap=True)
         return engine
 

@@ -164,13 +164,13 @@ class AttentionStore:
         """The shape of a block."""
         return self._layout
 
-    def touch(self, progress: Callable[[int, int], None] | None = None) -> float:
+    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `DramTier.touch`.
 
         The one method meant for another thread than the bookkeeping one. Ends early, without an error, when the store
         is closed.
         """
-        return self._dram.touch(progress)
+        return self._dram.touch(stopped)
 
     # What is stored.
 
