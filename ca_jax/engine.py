@@ -57,6 +57,7 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
+from ca_jax.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.truncator import Truncator
 from ca_jax.wakeup import Wakeup
@@ -260,27 +261,61 @@ class Engine:
         params: SamplingParams,
         priority: int = 0,
         context: Sequence[str | Sequence[int]] | None = None,
+        texts: Texts | None = None,
     ) -> Job:
-        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
-        submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
+        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised.
+
+        Much text is rendered and tokenised without the engine's lock; if the conversation is another one by then, anew.
+
+        Args:
+          session: whose.
+          new: messages, or token ids.
+          params: how to draw.
+          priority: as of `Session.send`; so is `context`.
+          context: chunks.
+          texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
+        """
+        submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
+        while True:
+            try:
+                return self._submit_turn(session, new, params, priority, context, known, submitted_s)
+            except TextWork as work:
+                if texts is not None:
+                    raise
+                work.do()
+
+    def _submit_turn(
+        self,
+        session: Session,
+        new: str | Sequence[Message] | Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+        submitted_s: float,
+    ) -> Job:
         with self._lock:
             self._check_open()
             self._check_bias(params)
             said, given_ids = messages_or_ids(self.model, new)
-            chunks = [] if context is None else context_ids(self.model, context)
+            chunks, context_text = list[list[int]](), ""
+            if context is not None:
+                chunks, context_text = texts.get(num_chars(context), self._context_parts, context)
             if chunks and session.conversation.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
                     "naively (overflow method nkvt)"
                 )
-            before, behind = self._turn_parts(session.conversation, said, bool(chunks)) if said else ([], given_ids)
+            before, behind = list[int](), given_ids
+            if said:
+                before, behind = self._turn_parts(session.conversation, said, bool(chunks), texts)
             num_new = len(before) + sum(map(len, chunks)) + len(behind)
             if chunks:
                 self._check_context(len(before) + len(behind), chunks)
             discarded = self._truncator.for_prompt(session, num_new)
             num_leaving = 0 if discarded is None else int(discarded.sum())
             if said and discarded is not None and discarded.all():  # It begins anew, with this message.
-                before, behind = self._turn_parts(session.conversation.take(0), said, bool(chunks))
+                before, behind = self._turn_parts(session.conversation.take(0), said, bool(chunks), texts)
                 num_new = len(before) + sum(map(len, chunks)) + len(behind)
             self._check_length(len(session.token_ids) - num_leaving + num_new)
             if discarded is not None:
@@ -289,7 +324,7 @@ class Engine:
             job = self._make_job(ids, params, session, priority)
             job.submitted_s = submitted_s
             job.messages = said or as_messages(text_of(self.model, given_ids))
-            job.context = "".join(text_of(self.model, ids) for ids in chunks)
+            job.context = context_text
             job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
             job.num_gone = session.conversation.num_dropped
             if self._runner.with_attention:
@@ -334,9 +369,9 @@ class Engine:
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
+        each = context_ids(self.model, chunks)
         with self._lock:
             self._check_open()
-            each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
             for job in jobs:
@@ -370,11 +405,12 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
+        ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._lock:
             self._check_open()
             for one in each:
                 self._check_bias(one)
-            jobs = [self._make_job(prompt_ids(self.model, p), q) for p, q in zip(prompts, each, strict=True)]
+            jobs = list(map(self._make_job, ids, each))
             for job in jobs:
                 self._scheduler.submit(job)
         try:
@@ -660,13 +696,25 @@ class Engine:
     # Chunks.
 
     def _turn_parts(
-        self, conversation: Conversation, new: list[Message], has_context: bool
+        self, conversation: Conversation, new: list[Message], has_context: bool, texts: Texts
     ) -> tuple[list[int], list[int]]:
         """New ids of a turn: those before its context, and those behind it."""
-        token_ids, messages = conversation.token_ids, conversation.messages
+        messages = conversation.messages
+        size = num_chars([message["content"] for message in new]) + len(messages) * MESSAGE_CHARS
+        return texts.get(size, self._parts_behind, conversation.token_ids[-1:], messages, new, has_context)
+
+    def _parts_behind(
+        self, last_ids: list[int], messages: list[Message], new: list[Message], has_context: bool
+    ) -> tuple[list[int], list[int]]:
+        """The same, behind messages whose last token id is given; none before the first turn."""
         if has_context:
-            return turn_parts(self.model, token_ids, messages, new)
-        return [], turn_ids(self.model, token_ids, messages, new)[len(token_ids) :]
+            return turn_parts(self.model, last_ids, messages, new)
+        return [], turn_ids(self.model, last_ids, messages, new)[len(last_ids) :]
+
+    def _context_parts(self, context: Sequence[str | Sequence[int]]) -> tuple[list[list[int]], str]:
+        """The ids of each chunk of a context, and the text of all of them."""
+        chunks = context_ids(self.model, context)
+        return chunks, "".join(text_of(self.model, ids) for ids in chunks)
 
     def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
         """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""

@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import numpy.typing as npt
 
 from ca_jax.conversations import Conversation, Message, as_messages
 from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
+from ca_jax.text_work import Texts
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine
@@ -76,6 +78,7 @@ class Session:
         self._job: Job | None = None
         self._closed = False
         self._conversation = conversation
+        self._packed_ids: np.ndarray | None = None
         self.session_id = session_id
         """Names the conversation in the store."""
         self.tenant = tenant
@@ -111,6 +114,13 @@ class Session:
     def token_ids(self) -> list[int]:
         """The conversation as the model sees it: templates, answers and stop tokens, but not what has left."""
         return self._conversation.token_ids
+
+    @property
+    def packed_ids(self) -> np.ndarray:
+        """`token_ids` as int32 `[T]`; once asked for it is kept, and what a turn adds is put behind."""
+        if self._packed_ids is None:
+            self._packed_ids = np.fromiter(self.token_ids, np.int32)
+        return self._packed_ids
 
     @property
     def num_dropped(self) -> int:
@@ -184,10 +194,12 @@ class Session:
         context: Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        texts: Texts | None = None,
     ) -> Job:
         """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
 
-        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does.
+        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
+        `TextWork`, as `Engine.submit_turn` says.
         """
         self._check_ready()
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -195,7 +207,7 @@ class Session:
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        self._job = self._engine.submit_turn(self, new, sampling or SamplingParams(), priority, context)
+        self._job = self._engine.submit_turn(self, new, sampling or SamplingParams(), priority, context, texts)
         return self._job
 
     def rewind(self, num_tokens: int) -> None:
@@ -237,6 +249,8 @@ class Session:
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""
+        if conversation.token_ids is not self._conversation.token_ids:
+            self._packed_ids = None
         self._conversation = conversation
 
     def _check_ready(self) -> None:
@@ -248,6 +262,7 @@ class Session:
 
     def adopt(self, job: Job) -> None:
         """Makes an ended turn part of the conversation; for the engine."""
+        num_before = len(self.token_ids)
         self._conversation = self._conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
             job.messages,
@@ -256,6 +271,9 @@ class Session:
             job.attention,
             job.context,
         )
+        if self._packed_ids is not None:
+            added = np.fromiter(self.token_ids[num_before:], np.int32)
+            self._packed_ids = np.concatenate([self._packed_ids, added])
         self.usage = job.usage()
         self.finish_reason = job.finish_reason
 

@@ -225,7 +225,6 @@ class SessionKV:
         """
         key = self.key(session.session_id, session.tenant)
         if not self.histories.is_preloaded(job):
-            self.write_buffer.settle(key)
             self._take_prefix(job, session)
         history = self.histories.open(job, key, session.conversation)
         self.withdraw(job)
@@ -311,23 +310,28 @@ class SessionKV:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
+        Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
         """
         key = self.key(session.session_id, session.tenant)
-        self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
         num_stored = self._sliding.stays(key, session, num_tokens)
-        self._store.truncate(key, num_stored, note=None if left is None else left.to_bytes())
+        if not num_stored:
+            self.drop(key)
+            return
+        note = None if left is None else left.to_bytes()
+        self.histories.give_up_preloaded(key)
+        self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
 
     def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
 
-        On SSD it is kept with what is `left` of the conversation from then on, both at once.
+        On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
+        for what is on its way.
         """
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
         self._sliding.forget(key)
-        self._store.discard(key, discarded[session.conversation.num_slid :], note=left.to_bytes())
+        stored, note = discarded[session.conversation.num_slid :], left.to_bytes()
+        self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
 
     def invalidate(self, session: Session) -> None:
         """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
@@ -368,9 +372,9 @@ class SessionKV:
         return KVCache(tuple(arrays), to_device(lengths))
 
     def drop(self, key: str) -> None:
-        """Forgets all of a session. No turn of it may run."""
+        """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
         self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
+        self.write_buffer.give_up(key)
         self._store.drop(key)
 
     def is_running(self, key: str) -> bool:

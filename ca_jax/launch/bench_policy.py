@@ -17,6 +17,7 @@ import numpy as np
 from ca_jax.launch.bench_disk import can_drop, drop_cached, scratch_directory
 from ca_jax.launch.bench_schema import BenchError, Samples
 from ca_jax.launch.bench_storage_schema import DecisionRow, LoopRow, PolicyBenchConfig, PolicyRow, StartupRow
+from ca_jax.launch.bench_turn import measure_turns
 from ca_jax.pretrained import Progress
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.books import Entry, EntryTable, SsdCopy
@@ -73,6 +74,7 @@ def run_policy_suite(config: PolicyBenchConfig, progress: Progress) -> list[Poli
     with scratch_directory(config.ssd_dir) as directory:
         try:
             rows.append(_measure_startup(config, directory, progress))
+            rows += measure_turns(config, directory)
         except (OSError, ValueError, CatalogError) as error:
             raise BenchError(f"no start-up of {config.num_sessions} sessions in {directory.parent}: {error}") from error
     return rows + _measure_loop(config, progress)

@@ -27,6 +27,7 @@ from ca_jax.launch.bench_storage_schema import (
     StartupRow,
     StoreBenchConfig,
     StoreRow,
+    TurnRow,
 )
 
 Report = dict[str, Any]
@@ -149,13 +150,14 @@ def summarize_store(rows: Sequence[StoreRow]) -> dict[str, float]:
 
 
 def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
-    """What one step of the bookkeeping and a start-up cost, and what the scheduler-aware choice is worth.
+    """What a step of the bookkeeping, a start-up and a turn's host work cost, and what scheduler-aware choice is worth.
 
     `p50_ms`, `p99_ms`, `startup_100k_s` and `loop_vs_belady` at the queue depth that was asked for (the one that LRU
-    has a row of), `loop_lru`. Keys are named for the default sizes; rows have those that were measured.
+    has a row of), `loop_lru`, `turn_100k_ms`. Keys are named for the default sizes; rows have those that were measured.
     """
     (decision,) = [row for row in rows if isinstance(row, DecisionRow) and row.policy == "scheduler_aware"]
     (startup,) = [row for row in rows if isinstance(row, StartupRow)]
+    turns = [row for row in rows if isinstance(row, TurnRow)]
     loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
     (lru,) = [row for row in loop.values() if row.policy == "lru"]
     return {
@@ -165,6 +167,7 @@ def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
         "startup_100k_cold_s": startup.cold_startup_s,
         "loop_vs_belady": loop["scheduler_aware", lru.queue_depth].vs_belady,
         "loop_lru": lru.hit_rate,
+        "turn_100k_ms": max(turns, key=lambda row: row.history_tokens).total_ms,
     }
 
 

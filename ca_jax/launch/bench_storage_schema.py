@@ -196,7 +196,26 @@ class LoopRow:
     """`hit_rate` over Belady's."""
 
 
-PolicyRow = DecisionRow | StartupRow | LoopRow
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnRow:
+    """The host's work for one turn behind a history whose KV is in DRAM, without a model's."""
+
+    measured: str = "turn"
+    history_tokens: int
+    """Tokens of the conversation before the turns that are timed."""
+    new_tokens: int
+    """Tokens of each of these."""
+    num_messages: int
+    """Of the conversation."""
+    total_ms: float
+    """Median of the turns."""
+    ms_of: dict[str, float]
+    """Medians of the parts: `render` (the chat template, not on the engine's thread where it is much), `queue` (the
+    prompt), `load` (what of it is stored, and how it is read), `save` (of what is new), `adopt` (the turn becomes part
+    of the conversation), `keep` (that outlives the process)."""
+
+
+PolicyRow = DecisionRow | StartupRow | LoopRow | TurnRow
 
 
 def _check_positive(config: object, *names: str) -> None:

@@ -346,6 +346,13 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("start-up ms", "startup_s", _milliseconds),
         ("cold start-up ms", "cold_startup_s", _milliseconds),
     ),
+    "turn": (
+        ("history", "history_tokens", str),
+        ("new", "new_tokens", str),
+        ("messages", "num_messages", str),
+        ("host ms", "total_ms", "{:.2f}".format),
+        ("of it", "ms_of", lambda parts: ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())),
+    ),
     "loop": (
         ("policy", "policy", str),
         ("sessions", "num_sessions", str),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Sequence
 
@@ -28,8 +29,11 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
+from ca_jax.text_work import MESSAGE_CHARS, Texts, num_chars
 
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
+
+_HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +73,16 @@ class Router:
         self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
         self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
 
-    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message], state: str | None = None) -> Found:
+    def by_id(
+        self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None
+    ) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
         Args:
           tenant: whose request it is.
           session_id: of a conversation of that tenant.
           messages: new ones alone, or the whole conversation with new ones behind it.
+          texts: as of `by_history`.
           state: the chain that it must end with.
 
         Raises:
@@ -96,7 +103,7 @@ class Router:
                 "or lost its last turns as the system went down: send the whole history"
             )
         self._use(session)
-        num_known = _num_known(session.conversation, messages)
+        num_known = _num_known(session.conversation, messages, texts)
         if num_known:
             return Found(session, list(messages[num_known:]), is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
@@ -107,17 +114,15 @@ class Router:
             )
         return Found(session, list(messages), is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message]) -> Found:
+    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
           messages: the whole history, oldest first.
+          texts: has their names, or raises `TextWork` where that is much to hash.
         """
-        chains, chain = [], ""
-        for message in messages:
-            chain = chain_of([message], chain)
-            chains.append(chain)
+        chains = _chains_of(messages, texts)
         for num_known in range(len(messages) - 1, 0, -1):
             state = self._states.get((tenant, chains[num_known - 1]))
             if state is None:
@@ -237,6 +242,16 @@ class Router:
             del self._used[tenant, session_id]
 
 
+def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
+    """The chain behind each message; raises `TextWork` where there is much to hash."""
+    size = num_chars([message["content"] for message in messages]) // _HASHED_CHARS
+    return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages)
+
+
+def _chains(messages: Sequence[Message]) -> list[str]:
+    return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=""))[1:]
+
+
 def engine_name(tenant: str, session_id: str) -> str:
     """The engine's name of a conversation: tenants do not share names."""
     return f"{tenant}/{session_id}" if tenant else session_id
@@ -247,14 +262,10 @@ def client_name(tenant: str, name: str) -> str:
     return name.removeprefix(f"{tenant}/") if tenant else name
 
 
-def _num_known(conversation: Conversation, messages: Sequence[Message]) -> int:
+def _num_known(conversation: Conversation, messages: Sequence[Message], texts: Texts) -> int:
     """How many of the first messages are all that was said in a conversation; 0 where none are."""
-    chain = ""
-    for number, message in enumerate(messages[:-1], 1):
-        chain = chain_of([message], chain)
-        if chain == conversation.chain:
-            return number
-    return 0
+    chains = _chains_of(messages[:-1], texts)
+    return chains.index(conversation.chain) + 1 if conversation.chain in chains else 0
 
 
 def _ends_alike(kept: Sequence[Message], said: Sequence[Message]) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +18,7 @@ from typing import Literal
 
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job, Usage
-from ca_jax.prompts import prompt_ids
+from ca_jax.prompts import context_ids, prompt_ids
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
@@ -26,7 +27,9 @@ from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant
 from ca_jax.session import Session
+from ca_jax.text_work import Texts, TextWork, num_chars
 
+_TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
 _KEPT_TIMES = 64  # Of the latest requests: how long others will have to wait is told by them.
 
 
@@ -64,6 +67,7 @@ class Service:
         self.metrics = metrics
         self.model_name = config.served_model_name or engine.model.name
         """The name that clients give."""
+        self._model = engine.model
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
         self.router = Router(engine, config.max_open_sessions)
@@ -79,6 +83,7 @@ class Service:
         self._of_tenant: collections.Counter[str] = collections.Counter()
         self._num_requests = 0
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
+        self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     async def begin(self) -> None:
@@ -134,11 +139,14 @@ class Service:
         messages = [message.message() for message in request.messages]
         sessions: list[Session] = []
 
+        texts = Texts()
+
         def submit(engine: Engine) -> list[Job]:
+            sessions.clear()
             if request.session_id is not None:
-                found = self.router.by_id(tenant.domain, request.session_id, messages, request.session_state)
+                found = self.router.by_id(tenant.domain, request.session_id, messages, texts, request.session_state)
             else:
-                found = self.router.by_history(tenant.domain, messages)
+                found = self.router.by_history(tenant.domain, messages, texts)
             held = len(found.session.token_ids)
             siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
             sessions.extend([found.session, *siblings])
@@ -148,7 +156,11 @@ class Service:
                     params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
                     jobs.append(
                         each.submit(
-                            found.messages, context=request.context, sampling=params, priority=request.priority or 0
+                            found.messages,
+                            context=request.context,
+                            sampling=params,
+                            priority=request.priority or 0,
+                            texts=texts,
                         )
                     )
             return jobs
@@ -161,14 +173,15 @@ class Service:
         """The answers to plain prompts, otherwise as `chat`. What is stored of each is found by others' prefixes."""
         prompts = [prompt for prompt in request.prompts() for _ in range(request.num_choices)]
         sessions: list[Session] = []
+        texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
+            tokenised = texts.get(num_chars(prompts), self._prompt_ids, prompts)
             with self._all_or_none(engine, jobs, sessions):
-                for index, prompt in enumerate(prompts):
+                for index, ids in enumerate(tokenised):
                     params = request.sampling(index, request.max_tokens or 16, request.logprobs)
                     sessions.append(self.router.begin(tenant.domain))
-                    ids = prompt_ids(engine.model, prompt)
                     jobs.append(sessions[-1].submit(ids, sampling=params, priority=request.priority or 0))
             return jobs
 
@@ -187,8 +200,11 @@ class Service:
           CaJaxError: a chunk that is blank, too long, or has a wrong id.
         """
 
+        texts = Texts()
+
         def submit(engine: Engine) -> list[Job]:
-            return engine.submit_chunks(chunks, tenant=tenant.domain, tier=tier)
+            each = texts.get(num_chars(chunks), self._chunk_ids, chunks)
+            return engine.submit_chunks(each, tenant=tenant.domain, tier=tier)
 
         async with self._running(submit, len(chunks)) as (lives, feed):
             async for _ in feed.parts(len(lives)):
@@ -203,6 +219,7 @@ class Service:
         """Ends what runs, and the engine's thread. The engine is not closed."""
         self.closing = True
         await self.loop.stop()
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, job: Job) -> str | None:
         """Notes a job that has ended, whether anybody still listens or not, and says where its conversation stands.
@@ -230,7 +247,7 @@ class Service:
         feed = Feed()
         self._num_coming += num_jobs
         try:
-            lives = await self.loop.submit(submit, feed)
+            lives = await self._submitted(submit, feed)
         finally:
             self._num_coming -= num_jobs
         try:
@@ -238,6 +255,20 @@ class Service:
         finally:
             for live in lives:
                 self.loop.cancel(live)
+
+    def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        return [prompt_ids(self._model, prompt) for prompt in prompts]
+
+    def _chunk_ids(self, chunks: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return context_ids(self._model, chunks)
+
+    async def _submitted(self, submit: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
+        """As `EngineLoop.submit`; what it needs of texts first is made on a thread for that."""
+        while True:
+            try:
+                return await self.loop.submit(submit, feed)
+            except TextWork as work:
+                await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
 
     @contextlib.contextmanager
     def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:

@@ -146,7 +146,7 @@ class AttentionStore:
             free_fraction=config.dram_free_fraction,
             clock=clock,
         )
-        self._cutting = Cutting(self._dram, self._blocks, self._placement, self._ssd)
+        self._cutting = Cutting(self._dram, self._blocks, self._placement, self._ssd, self._progressed)
         self._desk = TicketDesk(
             self._dram,
             self._blocks,
@@ -356,6 +356,7 @@ class AttentionStore:
     def poll(self) -> None:
         """Takes in what has moved, begins what is due: flushes, fetches, evictions, expiry. Never blocks."""
         self._check_open()
+        self._cutting.step()
         self._placement.step()
 
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
@@ -370,10 +371,11 @@ class AttentionStore:
         give_up_s = time.monotonic() + timeout_s
         while True:
             self._progress.clear()
-            self._placement.step()
+            self.poll()
             left_s = give_up_s - time.monotonic()
-            if not self._placement.busy or self._placement.is_late or left_s <= 0:
-                return not self._placement.busy
+            moves = self._placement.busy and not self._placement.is_late
+            if not (moves or self._cutting.busy) or left_s <= 0:
+                return not (self._placement.busy or self._cutting.busy)
             self._progress.wait(left_s)
 
     # Pins.
@@ -474,6 +476,11 @@ class AttentionStore:
         """Gives a save up, and all later ones of its session; their blocks are free again."""
         self._check_open()
         self._desk.abort_save(ticket)
+
+    def abort_saves(self, key: str) -> None:
+        """Gives up all open saves of a session; their blocks are free again. Waits for copies under way."""
+        self._check_open()
+        self._desk.abort_saves(key)
 
     def prepare_load(
         self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
@@ -613,6 +620,7 @@ class AttentionStore:
         self._entries.clear_pins()
         settled = self.settle(timeout_s)
         self._closed = True
+        self._cutting.close()
         if self._ssd is not None:
             self._ssd.close(timeout_s if settled else _CLOSE_UNSETTLED_S)
         self._dram.close()

@@ -24,6 +24,7 @@ from ca_jax.launch.bench_storage_schema import (
     StartupRow,
     StoreBenchConfig,
     StoreRow,
+    TurnRow,
 )
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
@@ -264,6 +265,12 @@ def test_policy_measures_choices_start_up_and_loop(tmp_path: Path) -> None:
     for name, (least, largest) in startup.spread.items():
         assert 0 < least <= getattr(startup, name) <= largest
     assert "startup_s" in startup.spread
+    turns = [row for row in rows if isinstance(row, TurnRow)]
+    assert [(row.history_tokens, row.new_tokens) for row in turns] == [(1_000, 100), (100_000, 100)]
+    for row in turns:
+        assert row.ms_of.keys() == {"render", "queue", "load", "save", "adopt", "keep"}
+        assert row.total_ms > 0
+        assert all(part_ms > 0 for part_ms in row.ms_of.values())
     loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
     assert list(loop) == [
         ("belady", None),
@@ -288,6 +295,7 @@ def test_policy_measures_choices_start_up_and_loop(tmp_path: Path) -> None:
         "startup_100k_cold_s": startup.cold_startup_s,
         "loop_vs_belady": loop["scheduler_aware", 0.75].vs_belady,
         "loop_lru": 0.0,
+        "turn_100k_ms": turns[1].total_ms,
     }
 
 
