@@ -246,8 +246,8 @@ class Session:
         if self.is_busy:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def adopt(self, job: Job) -> None:
-        """Makes an ended turn part of the conversation; for the engine."""
+    def adopt(self, job: Job, reason: FinishReason) -> None:
+        """Makes a turn that ends for a reason part of the conversation; for the engine."""
         self._conversation = self._conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
             job.messages,
@@ -257,7 +257,7 @@ class Session:
             job.context,
         )
         self.usage = job.usage()
-        self.finish_reason = job.finish_reason
+        self.finish_reason = reason
 
     def end(self) -> None:
         """Takes no more turns; for the engine."""
