@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ca_jax.storage.catalog_records import PrefixMatch
+from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
@@ -155,6 +156,7 @@ class EntryTable:
         self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
+        self._expiry = ExpiryQueue()
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
         self._prefixes = PrefixIndex(self._published, block_tokens)
 
@@ -203,6 +205,7 @@ class EntryTable:
         """Takes an entry out of everything."""
         del self._entries[entry.key]
         self._prefixes.changed(entry.key)
+        self._expiry.discard(entry.key)
         names = self._by_name[entry.owner.session_id]
         names.discard(entry.key)
         if not names:
@@ -241,11 +244,26 @@ class EntryTable:
             self.add_pins(key, -num_pins)
 
     def use(self, entry: Entry, now_s: float) -> None:
-        """Marks an entry as the last used."""
+        """Marks an entry as the last used, from when on its time to live counts."""
         entry.last_used_s = now_s
+        self.expire_after(entry, now_s)
         for orders in (self._in_dram, self._on_ssd, self._to_fetch):
             if entry.key in orders:
                 orders.use(entry.key)
+
+    def expire_after(self, entry: Entry, used_s: float) -> None:
+        """Counts an entry's time to live from then on; not of one that is gone."""
+        if self._entries.get(entry.key) is entry:
+            self._expiry.set(entry.key, used_s, entry.ttl_s)
+
+    def pop_expired(self, now_s: float) -> tuple[Entry, ...]:
+        """The entries whose time is over, once: of one that stays it is to be counted anew."""
+        return tuple(self._entries[key] for key in self._expiry.pop_expired(now_s))
+
+    @property
+    def num_expiring(self) -> int:
+        """Entries that have a time to live."""
+        return len(self._expiry)
 
     def place(self, entry: Entry) -> None:
         """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.
