@@ -426,7 +426,8 @@ class Engine:
         """Runs the engine until `job` ends and yields its text as it comes.
 
         Raises:
-          Exception: whatever broke the job; the engine and all other jobs go on.
+          Exception: whatever broke the job, or a step or the slots that it shared with others; the engine goes on, and
+            all jobs that had no part in it.
         """
         while True:
             ended = job.done  # Asked before its text is taken: another thread may end it in between.

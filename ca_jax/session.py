@@ -260,8 +260,8 @@ class Session:
         if self.is_busy:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def adopt(self, job: Job) -> None:
-        """Makes an ended turn part of the conversation; for the engine."""
+    def adopt(self, job: Job, reason: FinishReason) -> None:
+        """Makes a turn that ends for a reason part of the conversation; for the engine."""
         num_before = len(self.token_ids)
         self._conversation = self._conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
@@ -275,7 +275,7 @@ class Session:
             added = np.fromiter(self.token_ids[num_before:], np.int32)
             self._packed_ids = np.concatenate([self._packed_ids, added])
         self.usage = job.usage()
-        self.finish_reason = job.finish_reason
+        self.finish_reason = reason
 
     def end(self) -> None:
         """Takes no more turns; for the engine."""

@@ -12,6 +12,7 @@ from ca_jax.errors import TenantError
 from ca_jax.overflow import OverflowConfig
 from ca_jax.storage.note_log import NoteLog
 from tests import engine_kit as kit
+from tests import overlap_kit
 from tests.reliability import workload
 from tests.test_engine_ssd import PROMPTS, expect_right_answer, ssd_store
 
@@ -175,3 +176,35 @@ def test_kv_from_before_a_truncation_is_not_that_of_the_conversation_behind_it(t
         assert again.conversation == session.conversation
         cached = expect_right_answer(again, kit.prompt(10))
         assert sum(cached.values()) <= 4
+
+
+@pytest.mark.parametrize("how", ["ends", "is cancelled", "breaks"])
+def test_a_turn_is_done_when_it_is_in_the_log(tmp_path, monkeypatch, how):
+    """Whoever is told that it has ended may be told what it took, and finds it after a crash."""
+    reached, may_write = threading.Event(), threading.Event()
+
+    def put(log, *args, original=NoteLog.put):
+        reached.set()
+        assert may_write.wait(60)
+        original(log, *args)
+
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        session = engine.session(session_id="one")
+        answer = session.send_ids(PROMPTS[0], max_tokens=5)
+        next(answer)
+        if how == "breaks":
+            monkeypatch.setattr(answer.job.output, "push", None)
+        monkeypatch.setattr(NoteLog, "put", put)
+        with contextlib.ExitStack() as stack:
+            if how == "breaks":
+                stack.enter_context(pytest.raises(TypeError))
+            stack.enter_context(overlap_kit.in_thread(answer.close if how == "is cancelled" else lambda: [*answer]))
+            assert reached.wait(60)
+            try:
+                assert not answer.job.done
+                assert session.is_busy
+            finally:
+                may_write.set()
+        assert answer.job.done
+        assert session.token_ids == ([] if how == "breaks" else [*PROMPTS[0], *answer.job.output_ids])
+        assert session.usage == (None if how == "breaks" else answer.job.usage())

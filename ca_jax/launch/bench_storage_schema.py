@@ -116,7 +116,7 @@ class PolicyBenchConfig:
     num_jobs: int = 10_000
     """Jobs that wait when choices are timed."""
     num_steps: int = 2000
-    """Choices timed for each eviction policy: what the percentiles are of."""
+    """Choices timed for each eviction policy, and searches for a prefix: what the percentiles are of."""
     loop_sessions: int = 1000
     """Sessions of the loop: revisited in the same order, 5 % over capacity."""
     queue_depth: float = 0.5
@@ -173,8 +173,30 @@ class StartupRow:
     """With the catalog in the page cache, as after a restart of the process."""
     cold_startup_s: float | None
     """With an empty page cache, as after a restart of the machine; None where it cannot be emptied."""
+    store_bytes: int | None
+    """How much larger the process is with the store open, but for freed memory that it had; None where that is not
+    told."""
     spread: Spread
     """See `Spread`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixRow:
+    """A new conversation that looks for the session on SSD that it begins like: all of them share a prompt."""
+
+    measured: str = "prefix"
+    num_sessions: int
+    """On SSD."""
+    shared_tokens: int
+    """Of the prompt that they begin with."""
+    prompt_tokens: int
+    """Of the new conversation, the shared ones first."""
+    p50_ms: float
+    """Median of the searches, before each of which a session was used."""
+    p99_ms: float
+    """Of a hundred searches one is slower."""
+    max_ms: float
+    """The slowest search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +237,7 @@ class TurnRow:
     of the conversation), `keep` (that outlives the process)."""
 
 
-PolicyRow = DecisionRow | StartupRow | LoopRow | TurnRow
+PolicyRow = DecisionRow | StartupRow | PrefixRow | TurnRow | LoopRow
 
 
 def _check_positive(config: object, *names: str) -> None:

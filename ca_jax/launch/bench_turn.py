@@ -23,6 +23,7 @@ from ca_jax.jobs import FinishReason, Job, SamplingParams
 from ca_jax.kept_conversations import KeptConversations
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_storage_schema import PolicyBenchConfig, TurnRow
+from ca_jax.metrics import EngineMetrics
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.processes import current
 from ca_jax.session import Session
@@ -57,7 +58,7 @@ def _measure(config: PolicyBenchConfig, num_tokens: int, directory: Path) -> Tur
     dram_gib = 2 * (num_tokens // _LAYOUT.block_tokens + config.repeats + 2) * _LAYOUT.block_bytes / GIB
     directory.mkdir()
     store = AttentionStore(_LAYOUT, StoreConfig(dram_gib=dram_gib, block_tokens=_LAYOUT.block_tokens))
-    kept = KeptConversations(store, NoteLog(directory), current(), None)
+    kept = KeptConversations(store, NoteLog(directory), current(), None, EngineMetrics())
     session = Session(cast(Engine, None), _KEY, _conversation(num_tokens, rng))
     _save(store, 0, session.token_ids)
     samples = [_turn(store, kept, session, rng) for _ in range(1 + config.repeats)][1:]  # The first one for nothing.
@@ -114,9 +115,8 @@ def _turn(
         job.add(token)
     with timed("save"):
         _save(store, num_before, [*new_ids, *answer_ids])
-    job.finish_reason = FinishReason.LENGTH
     with timed("adopt"):
-        session.adopt(job)
+        session.adopt(job, FinishReason.LENGTH)
     with timed("keep"):
         kept.remember(_KEY, session)
     return seconds

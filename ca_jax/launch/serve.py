@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
             engine_flags.engine_config(_DEFAULT_CONFIG),
             dtype=FLAGS.dtype,
             context_window=FLAGS.context_window,
-            store=dataclasses.replace(store, tenant_quotas=dict(store.tenant_quotas) | dict(tenants.quotas)),
+            store=dataclasses.replace(store, tenant_quotas=tenants.quotas(dict(store.tenant_quotas))),
         )
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)

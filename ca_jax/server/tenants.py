@@ -66,11 +66,23 @@ class Tenants:
         """Each tenant once."""
         return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (EVERYBODY,)
 
-    @property
-    def quotas(self) -> tuple[tuple[str, int], ...]:
-        """Most bytes of a tier that each may hold who has a quota of its own."""
-        given = ((tenant.domain, tenant.quota_gib) for tenant in self.all)
-        return tuple((domain, int(quota * GIB)) for domain, quota in given if quota is not None)
+    def quotas(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Most bytes of a tier that each may hold who has a quota of its own, by the engine's name of it.
+
+        Args:
+          given: bytes by the tenant's own name, beside those that the file gives.
+
+        Raises:
+          ValueError: there is no such tenant, or the file gives it a quota too.
+        """
+        quotas = {tenant.name: int(tenant.quota_gib * GIB) for tenant in self.all if tenant.quota_gib is not None}
+        domains = {tenant.name: tenant.domain for tenant in self.all}
+        for name in given:
+            if name not in domains:
+                raise ValueError(f"tenant_quotas must name tenants of the file of API keys, got {name!r}")
+            if name in quotas:
+                raise ValueError(f"tenant_quotas must leave out tenants that have a quota_gib, got {name!r}")
+        return {domains[name]: num_bytes for name, num_bytes in (quotas | dict(given)).items()}
 
     def of_header(self, authorization: str | None) -> Tenant | None:
         """Whose a request with that `Authorization` header is; None where that says no known key."""

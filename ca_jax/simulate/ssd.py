@@ -14,7 +14,6 @@ import numpy as np
 
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.catalog_records import PrefixMatch
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
@@ -77,11 +76,7 @@ class SimulatedSsd:
     def contents(self, key: str) -> Contents | None:
         """See `SsdContents`."""
         token_ids = self._token_ids.get(key)
-        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals, prefixes=())
-
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """See `SsdContents`: no session is begun with the KV of another."""
-        return None
+        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals)
 
     @property
     def num_changes(self) -> int:

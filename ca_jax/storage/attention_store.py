@@ -284,7 +284,7 @@ class AttentionStore:
         it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
         before the first of them count.
 
-        Reads a file, unless DRAM has all full blocks: under a millisecond where the system has it in memory.
+        Costs what the prompt is long, however many sessions begin like it. Reads no file.
 
         Args:
           tenant: whose sessions; others' are never found.
@@ -296,16 +296,12 @@ class AttentionStore:
         """
         self._check_open()
         wanted = as_token_ids(token_ids)
-        near = self._entries.find_prefix(tenant, wanted)
-        num_near = 0 if near is None else near.num_tokens
-        size, far = self._layout.block_tokens, None
-        if self._ssd is not None and not in_dram and num_near < len(wanted) // size * size:
-            far = self._ssd.find_prefix(tenant, wanted)
-        if far is not None and far.num_tokens > num_near:
-            entry = self._entries.get(far.key)
-            if entry is not None and entry.ssd is not None and not entry.num_reserved_tokens:  # It would be fetched.
-                return far.key
-        return None if near is None else near.key
+        num_near, near = self._entries.find_prefix(tenant, wanted)
+        if self._ssd is not None and not in_dram:
+            num_far, far = self._entries.find_prefix_on_ssd(tenant, wanted)
+            if num_far > num_near:
+                return far
+        return near or None
 
     # The job queue, and what goes on in the background.
 

@@ -14,17 +14,24 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
 from ca_jax.storage.books import Counters, Entry, EntryTable
-from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import PLAIN
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.policy import (
+    EvictionPolicy,
+    FifoPolicy,
+    LruPolicy,
+    PrefetchPolicy,
+    StoredEntry,
+    look_ahead_window,
+)
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
 from ca_jax.storage.reuse_gaps import ReuseGaps
@@ -73,18 +80,13 @@ class Placement:
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
         self._clock = clock
         self._gaps = ReuseGaps(clock)
-        self._expiry = ExpiryQueue()
         self._dirty: dict[str, None] = {}  # What is to be flushed, oldest first.
-        for entry in table:
-            self._expiry.set(entry.key, entry.last_used_s, entry.ttl_s)
 
     # What happens.
 
     def used(self, entry: Entry) -> None:
         """A session was used now."""
-        now_s = self._clock()
-        self._table.use(entry, now_s)
-        self._expiry.set(entry.key, now_s, entry.ttl_s)
+        self._table.use(entry, self._clock())
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
@@ -356,12 +358,10 @@ class Placement:
             window_jobs=self._prefetch_window(),
             free_blocks=self._blocks.num_free,
             reserve_blocks=self._reserve_blocks,
+            admits=self._within_quotas(),
         )
-        admitted = [entry for entry in filter(None, map(self._table.get, plan.fetch)) if self._may_prefetch(entry)]
-        if not admitted:
-            return
         self._evict_all(plan.evict)
-        for entry in admitted:
+        for entry in filter(None, map(self._table.get, plan.fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 self._fetch(entry)
 
@@ -373,26 +373,32 @@ class Placement:
         mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
         return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
 
-    def _may_prefetch(self, entry: Entry) -> bool:
-        """Whether nothing but room is against fetching a session early; its tenant's quota may be."""
-        num_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
-        return (
-            self._ssd is not None
-            and self._ssd.can_fetch(entry)
-            and not self._blocks.excess(entry.owner.tenant, num_blocks)
-        )
+    def _within_quotas(self) -> Callable[[StoredEntry], bool]:
+        """Admits sessions to a plan while each tenant's fit its quota together.
+
+        Behind the first of a tenant's that does not fit none of them is admitted: a small one must not take the room of
+        one that is needed sooner.
+        """
+        planned: collections.Counter[str] = collections.Counter()
+
+        def admits(stored: StoredEntry) -> bool:
+            entry = self._table.get(stored.key)
+            if entry is None:
+                return False
+            tenant = entry.owner.tenant
+            planned[tenant] += stored.num_blocks
+            return not self._blocks.excess(tenant, planned[tenant])
+
+        return admits
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for key in self._expiry.pop_expired(now_s):
-            entry = self._table.get(key)
-            if entry is None:
-                continue
-            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(key) is not None:
-                self._expiry.set(key, now_s, entry.ttl_s)
+        for entry in self._table.pop_expired(now_s):
+            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(entry.key) is not None:
+                self._table.expire_after(entry, now_s)
                 continue
             self._counters.num_expired += 1
-            self.give_up(key)
+            self.give_up(entry.key)
             self.forget(entry)
 
 

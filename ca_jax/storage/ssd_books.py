@@ -22,11 +22,12 @@ import numpy as np
 from ca_jax.storage.block_io import IoFailure
 from ca_jax.storage.books import Entry, EntryTable, SsdCounters
 from ca_jax.storage.catalog_file import CatalogError
-from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.disk_tier import SsdBlocks
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
+from ca_jax.storage.prefix import HASH_BYTES, prefix_hashes
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
 from ca_jax.storage.reuse_gaps import ReuseGaps
@@ -85,8 +86,9 @@ class SsdBooks:
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
-        for record in sorted(records, key=lambda record: record.created_s):
-            table.add(_adopted(record))
+        with table.loading():
+            for record in sorted(records, key=lambda record: record.created_s):
+                table.add(_adopted(record))
         for record in records:  # The least recently used first.
             entry = table.get(record.key)
             if entry is not None:
@@ -217,6 +219,7 @@ class SsdBooks:
             block_ids=np.array([*old_ids, *shared_ids, *new_ids], np.int64),
             num_tokens=entry.num_tokens,
             cuts=Cuts.of(entry.places, num_rows, entry.lineage),
+            prefixes=self._prefixes(entry),
             created_s=entry.created_s,
             last_used_s=entry.last_used_s,
             pinned=entry.pinned,
@@ -375,13 +378,6 @@ class SsdBooks:
             return b""
         return b"" if contents is None else contents.note
 
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """The tenant's session on SSD that begins with the same tokens for longest; see `Catalog`. Reads a file."""
-        try:
-            return self._contents.find_prefix(tenant, token_ids)
-        except CatalogError:
-            return None
-
     def set_pinned(self, entry: Entry) -> None:
         """Writes a session's pin down."""
         if entry.ssd is not None:
@@ -510,6 +506,13 @@ class SsdBooks:
         if is_same and entry.num_same_rows == entry.places.num_places:
             return entry.ssd.num_blocks
         return entry.num_same_rows // self._layout.block_tokens
+
+    def _prefixes(self, entry: Entry) -> bytes:
+        """What a session in DRAM is to be found by on SSD. Costs what is new: of what is there it is known."""
+        size, num_plain = self._layout.block_tokens, entry.lineage.plain_tokens(entry.num_tokens)
+        num_known = min(entry.num_same_tokens, num_plain) // size
+        known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
+        return prefix_hashes(entry.token_ids[:num_plain], size, known)
 
     def _blocks_of_others(self, entry: Entry) -> list[int] | None:
         """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError
-from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.ssd_copy import SsdCopy
@@ -135,10 +135,6 @@ class SsdContents(Protocol):
 
     def contents(self, key: str) -> Contents | None:
         """What is kept with a session; None where it is unknown."""
-        ...
-
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """The tenant's session that begins with the same tokens for longest."""
         ...
 
     def close(self) -> object:

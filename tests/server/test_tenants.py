@@ -79,6 +79,21 @@ def test_a_file_that_is_wrong_says_where(text, match, tmp_path):
         Tenants.read(path)
 
 
+def test_a_quota_reaches_its_tenant_whatever_the_salt_or_is_refused_by_name(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[a]\nkeys = ["12345678"]\nsalt = "x"\n[b]\nkeys = ["23456789"]\nsalt = "y"\nquota_gib = 0.5')
+    tenants = Tenants.read(path)
+    a, b = tenants.all
+    assert tenants.quotas({"a": 5000}) == {a.domain: 5000, b.domain: 1 << 29}
+    with pytest.raises(ValueError, match="must name tenants of the file of API keys, got 'nobody'"):
+        tenants.quotas({"nobody": 5000})
+    with pytest.raises(ValueError, match="must leave out tenants that have a quota_gib, got 'b'"):
+        tenants.quotas({"b": 5000})
+    with pytest.raises(ValueError, match="got 'a'"):
+        Tenants().quotas({"a": 5000})
+    assert Tenants().quotas({"": 5000}) == {"": 5000}, "without keys everybody is one tenant"
+
+
 def test_no_key_and_wrong_keys_are_refused_everywhere_but_where_nothing_is_told(server):
     paths = [("GET", "/v1/models"), ("GET", "/v1/sessions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/chunks")]
     for method, path in paths:

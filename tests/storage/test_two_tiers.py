@@ -4,12 +4,14 @@ the store, and what faults and races leave behind.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ca_jax.storage import MissReason, Residency, SkipReason
+from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.records import FlushFailure, Owner
@@ -807,6 +809,59 @@ def test_a_session_on_ssd_only_is_shortened(open_store, driver):
 
 
 # Other sessions' KV.
+
+
+def test_looking_for_a_prefix_reads_no_file(open_store, monkeypatch):
+    store = open_store(8)
+    put(store, "a", 10)
+    store.close()
+    store = open_store(8)
+    store.settle()
+    for method in ("_one", "_all"):
+        monkeypatch.setattr(CatalogReader, method, lambda *_: pytest.fail("the engine's thread reads the catalog"))
+    assert store.find_prefix("", [*ids(9), 7]) == "a"
+    assert store.find_prefix("", ids(10, 500)) is None
+    monkeypatch.undo()
+
+
+def test_what_version_2_left_is_found_by_its_beginning(open_store, directory):
+    store = open_store(8)
+    put(store, "a", 10)
+    store.close()
+    with Catalog(directory, Namespace(weights="weights", layout=LAYOUT)) as catalog:
+        record, contents = catalog.load("a")
+        catalog.publish(dataclasses.replace(record, prefixes=b""), contents.token_ids, contents.seals)
+    for _ in range(2):  # The second time it is written down.
+        store = open_store(8)
+        assert store.find_prefix("", ids(10)) == "a"
+        store.close()
+    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
+        assert reader.get("a").prefixes == record.prefixes != b""
+
+
+def test_who_begins_alike_is_found_after_each_change(open_store):
+    """A session's hashes go along with what is written, cut and saved anew."""
+    store = open_store(12)
+    put(store, "a", 10)
+    save(store, "a", ids(16)[10:], make_kv(LAYOUT, 6, seed=1), start_token=10)
+    store.settle()
+    put(store, "b", 6, first=500)
+
+    def found_on_ssd(wanted):
+        store.settle()
+        store.leave_dram("a")
+        return store._entries.find_prefix_on_ssd("", np.array(wanted))
+
+    assert found_on_ssd(ids(16)) == (16, "a"), "what was new was added to what was known"
+    store.truncate("a", 9)
+    assert found_on_ssd(ids(16)) == (8, "a")
+    store.discard("a", np.arange(9) == 5)
+    assert found_on_ssd(ids(16)) == (4, "a"), "what follows has seen what was dropped"
+    save(store, "a", ids(12), make_kv(LAYOUT, 12))
+    assert store._entries.find_prefix_on_ssd("", np.arange(16)) == (0, ""), "it is in DRAM"
+    assert found_on_ssd(ids(16)) == (12, "a")
+    store.drop("a")
+    assert found_on_ssd(ids(16)) == (0, "")
 
 
 def test_a_session_begins_with_what_another_has_on_ssd(open_store):
