@@ -71,7 +71,11 @@ class Entry:
     waits_for_flush: bool = False
     """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
     note: bytes | None = None
-    """What its owner wants kept with it and is not on SSD yet."""
+    """What its owner wants kept with it and is not on SSD yet, durably."""
+    noted: bool = False
+    """Whether SSD has what its owner wanted kept with it before that."""
+    pause_s: float = 0.0
+    """How long after the last failure it is written again."""
     requested: bool = False
     """A job of it would run if its KV were here: what is fetched stays until it does."""
     miss: MissReason | None = None
