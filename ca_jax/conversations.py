@@ -265,7 +265,9 @@ def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
     behind = part.get("behind") or {}
     if behind != {name: len(fields[name]) for name in _GROWING if fields}:
         raise ValueError(f"wanted what comes behind what is there, found what comes behind {behind}")
-    fields.update(part | {name: fields[name] + part[name] for name in behind})
+    for name in behind:
+        fields[name] += part.pop(name)
+    fields.update(part)
 
 
 def as_messages(new: str | Sequence[Message]) -> list[Message]:

@@ -194,7 +194,7 @@ def test_what_is_added_to_another_state_is_refused():
     after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
     with pytest.raises(ValueError, match="wanted what comes behind"):
         Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
-    with pytest.raises(ValueError, match="Expecting|Unterminated"):
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])
 
 
