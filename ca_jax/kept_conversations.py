@@ -31,7 +31,7 @@ from ca_jax.processes import Processes
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.note_log import Noted, NoteLog
-from ca_jax.storage.records import Owner, Residency
+from ca_jax.storage.records import Note, Owner, Residency
 
 _LOG = logging.getLogger(__name__)
 _LOOKED_AT = 8  # Conversations, each time that what has moved is taken in.
@@ -44,7 +44,7 @@ class _Packed:
     """A conversation as bytes."""
 
     conversation: Conversation
-    note: bytes
+    note: Note
     num_logged: int = 0
     """First bytes of it that are all that the log has."""
 
@@ -79,7 +79,7 @@ class KeptConversations:
         self._packed: dict[str, _Packed] = {}
         self._closed = {noted.key for noted in self.noted()}  # Keys of those in the log that are not open.
         self._on_ssd: set[str] = set()  # Keys of those in the log whose note SSD has, or had.
-        self._unkept: dict[str, None] = {}  # Keys of those that it is not known of.
+        self._unkept: dict[str, int] = {}  # Generations of those that it is not known of, by key.
         self._refused: dict[str, tuple[Owner, bytes]] = {}  # What the log has not taken.
         self._next_try_s = 0.0
 
@@ -100,7 +100,7 @@ class KeptConversations:
         owner = Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=ttl_s)
         num_logged = packed.num_logged if key in self._log else 0
         self._on_ssd.discard(key)
-        self._unkept[key] = None
+        self._unkept[key] = session.conversation.generation
         self._refused.pop(key, None)
         packed.num_logged = len(note)
         if not self._put(key, owner, note[num_logged:], behind=num_logged > 0):
@@ -108,15 +108,16 @@ class KeptConversations:
             self._refused[key] = owner, note
             self._metrics.refused_notes += 1
 
-    def pack(self, key: str, conversation: Conversation) -> bytes:
+    def pack(self, key: str, conversation: Conversation) -> Note:
         """A conversation as bytes, for the work of what is new in it since it was packed last."""
         before = self._packed.get(key)
         if before is None or before.conversation is not conversation:
             added = None if before is None else conversation.added_to(before.conversation)
             if before is None or added is None:
-                self._packed[key] = _Packed(conversation, conversation.to_bytes())
+                data, num_logged = conversation.to_bytes(), 0
             else:
-                self._packed[key] = _Packed(conversation, before.note + added, before.num_logged)
+                data, num_logged = before.note + added, before.num_logged
+            self._packed[key] = _Packed(conversation, Note(data, conversation.generation), num_logged)
         return self._packed[key].note
 
     def recall(self, key: str, session_id: str, tenant: str) -> Conversation | None:
@@ -186,9 +187,9 @@ class KeptConversations:
     def _look_at(self, keys: tuple[str, ...]) -> None:
         """Takes in which notes SSD has now."""
         for key in keys:
-            del self._unkept[key]
-            if not self._store.has_note_on_ssd(key):
-                self._unkept[key] = None  # Behind the others.
+            generation = self._unkept.pop(key)
+            if not self._store.has_note_on_ssd(key, generation):
+                self._unkept[key] = generation  # Behind the others.
                 continue
             self._refused.pop(key, None)
             self._on_ssd.add(key)
@@ -233,8 +234,8 @@ class KeptConversations:
             if stored is not None and stored.generation >= noted.generation:
                 self._on_ssd.add(key)
             else:  # An earlier process did not get it there.
-                self._store.set_note(key, note)
-                self._unkept[key] = None
+                self._store.set_note(key, Note(note, noted.generation))
+                self._unkept[key] = noted.generation
         return stored if stored is not None and stored.generation > noted.generation else noted
 
     def _newest(self, kept: Conversation | None, is_others: bool) -> tuple[Conversation | None, bool]:

@@ -285,7 +285,7 @@ def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, mo
         engine.keep()
         assert num_failed(engine) == failed, "not before its time"
         clock.now_s += 300.0
-        keep_until(engine, lambda: kept_on_ssd(engine, "one"))
+        keep_until(engine, lambda: kept_on_ssd(engine, session))
         assert engine.stored.find("one").ssd_tokens == len(session.token_ids) - 1
         engine.release(session)
         engine.keep()
@@ -295,8 +295,9 @@ def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, mo
         assert engine.session(session_id="one").conversation == session.conversation
 
 
-def kept_on_ssd(engine, session_id):
-    return engine._kv._store.has_note_on_ssd(engine._kv.key(session_id))
+def kept_on_ssd(engine, session):
+    generation = session.conversation.generation
+    return engine._kv._store.has_note_on_ssd(engine._kv.key(session.session_id), generation)
 
 
 @pytest.mark.parametrize("change", ["rewound", "discarded"])
@@ -319,7 +320,7 @@ def test_what_is_taken_back_while_a_flush_fails_is_gone(tmp_path, monkeypatch, c
             engine.keep()
             killed = as_killed(tmp_path / "a", tmp_path / "b")
         clock.now_s += 300.0
-        keep_until(engine, lambda: kept_on_ssd(engine, "one"))
+        keep_until(engine, lambda: kept_on_ssd(engine, session))
         (tmp_path / "a" / LOG_NAME).unlink()
         after = as_killed(tmp_path / "a", tmp_path / "c")
     for directory in (killed, after):

@@ -265,11 +265,11 @@ class AttentionStore:
         entry.note = note
         self._placement.changed(entry)
 
-    def has_note_on_ssd(self, key: str) -> bool:
-        """Whether the note that was last set for a session, by this process, is on SSD, durably."""
+    def has_note_on_ssd(self, key: str, generation: int) -> bool:
+        """Whether SSD is known to have a session's `Note` of a generation, or a later one, durably."""
         self._check_open()
         entry = self._entries.get(key)
-        return entry is not None and entry.ssd is not None and entry.note is None and entry.noted
+        return entry is not None and entry.ssd is not None and entry.noted >= generation
 
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
         """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.

@@ -72,8 +72,8 @@ class Entry:
     """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
     note: bytes | None = None
     """What its owner wants kept with it and is not on SSD yet, durably."""
-    noted: bool = False
-    """Whether SSD has what its owner wanted kept with it before that."""
+    noted: int = -1
+    """Generation of what is kept with it on SSD, durably; -1 where that is not known: of an earlier process, say."""
     pause_s: float = 0.0
     """How long after the last failure it is written again."""
     requested: bool = False

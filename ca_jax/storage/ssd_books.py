@@ -28,7 +28,7 @@ from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
-from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
+from ca_jax.storage.records import FlushFailure, MissReason, Note, Owner, SsdStats
 from ca_jax.storage.reuse_gaps import ReuseGaps
 from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
@@ -475,13 +475,15 @@ class SsdBooks:
         move.ssd_blocks = []
 
     def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:
-        """What its owner wants kept with a session is on SSD now, unless something failed, or it is another by now."""
+        """SSD keeps this with a session now, or could not. Its owner may want something else by now."""
         if error is not None:
             self._failed.append(entry)
             return
         entry.pause_s = 0.0
-        if note is not None and entry.note is note:
-            entry.note, entry.noted = None, True
+        if note is not None:
+            entry.noted = note.generation if isinstance(note, Note) else 0
+            if entry.note is note:
+                entry.note = None
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
@@ -584,7 +586,8 @@ class SsdBooks:
     def _take_note_back(self, entry: Entry) -> None:
         """Keeps a session's note for its next flush, before SSD forgets it."""
         if entry.note is None and entry.ssd is not None and entry.num_tokens:
-            entry.note = self.note(entry.key)
+            note = self.note(entry.key)
+            entry.note = Note(note, entry.noted if note else -1)
 
     def _blocks_on_ssd(self, key: str) -> Sequence[int]:
         entry = self._table.get(key)
@@ -594,7 +597,7 @@ class SsdBooks:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
         entry.ssd = None
-        entry.noted = False
+        entry.noted = -1
         entry.num_same_tokens = entry.num_same_rows = 0
 
 
