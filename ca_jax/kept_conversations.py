@@ -129,6 +129,8 @@ class KeptConversations:
         known = {info.key: info.tenant for info in self._store.of_name(session_id)}
         if self._log is not None:
             known |= {noted.key: noted.tenant for noted in self._log.of_name(session_id)}
+        if key in self._refused:
+            known[key] = tenant
         is_others = bool(known) and key not in known
         kept = self._kept(key, session_id) if key in known else None
         if self._processes.count > 1:
@@ -225,6 +227,8 @@ class KeptConversations:
         return self._log.put(key, owner, part, behind=behind)
 
     def _kept(self, key: str, session_id: str) -> Conversation | None:
+        if key in self._refused:
+            return _parsed(self._refused[key][1], session_id)
         note = None if self._log is None else self._log.get(key)
         noted = _parsed(note or b"", session_id)
         stored = _parsed(self._store.note(key), session_id)

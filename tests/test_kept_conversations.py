@@ -366,6 +366,7 @@ def test_a_log_that_took_nothing_is_tried_again(tmp_path, monkeypatch):
         told = session.conversation
         engine.release(session)
         engine.keep()
+        assert engine.stored.conversation("one") == told, "this process knows it"
         kept._log._max_bytes = num_bytes
         clock.now_s += 60.0
         engine.keep()
