@@ -567,6 +567,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._kv.truncate(session, num_tokens)
+            self._kv.note(session)  # SSD may have forgotten it with its KV.
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""

@@ -35,7 +35,7 @@ from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.note_log import NoteLog, log_bytes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -138,10 +138,10 @@ class SessionKV:
         self.histories = Histories(
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
-        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
         directory = shard.ssd_directory
-        log = None if directory is None else NoteLog(directory)
-        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s)
+        log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, metrics)
+        self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -315,7 +315,7 @@ class SessionKV:
         self.histories.give_up_preloaded(key)
         self.write_buffer.settle(key)
         num_stored = self._sliding.stays(key, session, num_tokens)
-        self._store.truncate(key, num_stored, note=None if left is None else left.to_bytes())
+        self._store.truncate(key, num_stored, note=None if left is None else self.conversations.pack(key, left))
 
     def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
@@ -340,7 +340,7 @@ class SessionKV:
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
         """
         self.write_buffer.finish_so_far(saver)
-        self._store.discard(saver.key, discarded, note=left.to_bytes())
+        self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
     def read(self, session: Session, token_ids: list[int]) -> KVCache:

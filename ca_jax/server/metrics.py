@@ -177,6 +177,7 @@ class _Reader(Collector):
             ("missed_chunks", "Chunks of contexts of which nothing was stored."),
             ("failed_loads", "Loads that broke and were recomputed."),
             ("failed_saves", "Saves that broke and were given up."),
+            ("refused_notes", "States of conversations that the log of notes did not take."),
         ):
             yield CounterMetricFamily(f"ca_jax:{name}", text, value=getattr(counted, name))
         for name, text in (
