@@ -288,8 +288,11 @@ class Batch:
         self._remember(job)
 
     def _remember(self, job: Job) -> None:
-        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other."""
-        if job.session is not None and job.started_s:
+        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other.
+
+        Of one that is not to be, what was pre-loaded is forgotten, also where the job never began.
+        """
+        if job.session is not None and (job.started_s or not job.session.is_kept):
             self._kv.remember(job.session)
 
     def _release(self, job: Job) -> None:

@@ -103,6 +103,11 @@ class KeptConversations:
             else:
                 self._closed[key] = None  # Behind the others.
 
+    @property
+    def outlive(self) -> bool:
+        """Whether conversations outlive the process."""
+        return self._log is not None
+
     def noted(self) -> tuple[Noted, ...]:
         """Those in the log: of conversations that are open, or were when an earlier process ended."""
         return () if self._log is None else self._log.list()
