@@ -103,6 +103,8 @@ class Batch:
         if not job.done:
             self._metrics.cancelled += 1
             self._finish(job, FinishReason.CANCELLED)
+            for orphan in self._kv.chunks.orphans(job):
+                self.cancel(orphan)
 
     def close(self) -> None:
         """Ends its thread. No job may run."""

@@ -349,6 +349,8 @@ class Engine:
             each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for ids in each:
+                self._kv.chunks.ask_for(self._kv.chunks.key(ids, tenant))
             for job in jobs:
                 if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                     self._kv.chunks.keep_on_ssd(job.chunk.key)

@@ -13,6 +13,7 @@ import functools
 import heapq
 import itertools
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
@@ -92,6 +93,7 @@ class Service:
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._told: list[float] = []  # When those come again that were told to, the first of them first: a heap.
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)  # In a slot, by answer.
+        self._ended_s = 0.0  # When the last one ended, or the first of those began that are there.
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
@@ -289,6 +291,7 @@ class Service:
             return None
         if job.started_s and job.finished_s:
             self._seconds.append(job.finished_s - job.started_s)
+            self._ended_s = time.monotonic()
         self.metrics.add(job)
         return self.router.ended(job)
 
@@ -359,6 +362,7 @@ class Service:
         num_there, most = self._num_there, self.config.max_queue
         if not num_there:
             self._told.clear()  # Who comes finds a place, for as long as no others do.
+            self._ended_s = time.monotonic()
             return
         num_kept = 0 if comes_again or num_there < self._slots else len(self._told)
         if num_there - self._slots + num_jobs + num_kept <= most:
@@ -374,7 +378,11 @@ class Service:
         return self.loop.num_jobs + self._num_coming
 
     def _busy(self, why: str, num_before: int) -> ApiError:
-        """How long to wait: until so many answers have ended, by what the latest took of a slot's time."""
+        """How long to wait: until so many answers have ended, by what the latest took of a slot's time.
+
+        Where none has ended for longer than that (a step compiles, say), as long again.
+        """
         typical_s = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 1.0
-        seconds = max(1, min(math.ceil(typical_s * num_before / self._slots), 60))
+        wait_s = max(typical_s * num_before / self._slots, time.monotonic() - self._ended_s)
+        seconds = max(1, min(math.ceil(wait_s), 60))
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)

@@ -10,6 +10,7 @@ Not here: what must hold (test_soak), the server (server_kit).
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -71,7 +72,7 @@ class Report:
             "refused": self.num_refused,
             "busy": sum(self.refusals),
             "refusals_per_answer": sum(self.refusals) / len(self.refusals),
-            "refusals_of_one_answer_max": max(self.refusals),
+            "refusals_by_answers": dict(sorted(collections.Counter(self.refusals).items())),
             "wrong": len(self.wrong),
             "ties": self.num_ties,
             "failures": len(self.failures),

@@ -137,6 +137,17 @@ def test_prefills_of_chunks_count_in_the_queue(server, http):
         assert error_of(second)[:2] == (429, "rate_limit_exceeded")
 
 
+def test_chunks_of_a_client_that_left_are_not_computed(server, http):
+    context = [f"abandoned {number}" for number in range(3)]
+    with server.client(B) as client, answering(server, client), server.client(A) as other:
+        before = server.engine.metrics.computed_chunks
+        with chat(other, [user("never mind")], stream=True, extra_body={"context": context}):
+            assert server.engine.num_jobs == (1, 4)
+        server.wait_until(lambda: server.service.loop.num_jobs == 1)
+        assert server.engine.metrics.computed_chunks == before
+        assert http[A].post("/v1/chunks", json={"chunks": context[:1]}).json()["num_computed"] == 1
+
+
 def test_lookups_of_one_tenant_are_so_many_at_a_time(server, http):
     name = asked_for(http[A]).json()["session_id"]
     calls = [
