@@ -172,6 +172,11 @@ class KeptConversations:
         if self._refused and self._clock() >= self._next_try_s:
             self._try_again()
 
+    @property
+    def outlive(self) -> bool:
+        """Whether conversations outlive the process."""
+        return self._log is not None
+
     def noted(self) -> tuple[Noted, ...]:
         """Those in the log: of conversations that are open, or were when an earlier process ended."""
         return () if self._log is None else self._log.list()

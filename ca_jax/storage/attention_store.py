@@ -201,6 +201,16 @@ class AttentionStore:
         self._check_open()
         return tuple(self._describe(entry) for entry in self._entries)
 
+    def owners(self) -> Iterator[tuple[str, Owner]]:
+        """Key and owner of every session stored or being stored, the latest to come first; to be used at once."""
+        self._check_open()
+        return ((entry.key, entry.owner) for entry in reversed(self._entries))
+
+    def names_pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that were pinned by `set_pinned`. Not a use."""
+        self._check_open()
+        return {entry.owner.session_id for entry in self._entries if entry.pinned and entry.owner.tenant == tenant}
+
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """Describes the sessions that their owners, of whatever tenant, know by a name. Not a use."""
         self._check_open()

@@ -177,6 +177,10 @@ class EntryTable:
         """In the order in which they were added."""
         return iter(self._entries.values())
 
+    def __reversed__(self) -> Iterator[Entry]:
+        """The other way round."""
+        return reversed(self._entries.values())
+
     @property
     def num_in_dram(self) -> int:
         """Sessions that hold blocks of DRAM."""
