@@ -103,6 +103,8 @@ class Batch:
         if not job.done:
             self._metrics.cancelled += 1
             self._finish(job, FinishReason.CANCELLED)
+            for orphan in self._kv.chunks.orphans(job):
+                self.cancel(orphan)
 
     def close(self) -> None:
         """Ends its thread. No job may run."""
@@ -318,8 +320,11 @@ class Batch:
                     each.error = error
 
     def _remember(self, job: Job) -> None:
-        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other."""
-        if job.session is not None and job.started_s:
+        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other.
+
+        Of one that is not to be, what was pre-loaded is forgotten, also where the job never began.
+        """
+        if job.session is not None and (job.started_s or not job.session.is_kept):
             self._kv.remember(job.session)
 
     def _release(self, job: Job) -> None:

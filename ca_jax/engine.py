@@ -225,7 +225,14 @@ class Engine:
             self._check_open()
             return self._find(session_id, tenant)
 
-    def fork(self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None) -> Session:
+    def fork(
+        self,
+        session: Session,
+        num_tokens: int | None = None,
+        *,
+        session_id: str | None = None,
+        is_kept: bool = True,
+    ) -> Session:
         """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
 
         What of their KV is as computing them would give is shared, in the store.
@@ -234,6 +241,8 @@ class Engine:
           session: what the new one begins with; its tenant and its time to live are the new one's.
           num_tokens: of how many tokens; None: all of those whose turns have ended.
           session_id: names the new one; made up if not given.
+          is_kept: False: nothing of what is said in the new one is stored, in any tier, nor noted; it goes with the
+            object. What others have stored is loaded for it.
 
         Raises:
           SessionClosedError: the engine is closed.
@@ -247,7 +256,7 @@ class Engine:
             if session_id is not None and self._find(session_id, session.tenant) is not None:
                 raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
             begun = session.conversation.forked(most if num_tokens is None else num_tokens)
-            return self._open(session_id, begun, session.tenant, session.ttl_s)
+            return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -331,7 +340,8 @@ class Engine:
                 job.attention = padded(session.conversation.attention, len(session.token_ids))
             job.context_tokens = sum(map(len, chunks))
             job.spans = self._spans(chunks, len(session.token_ids) + len(before), session.tenant)
-            self._submit_chunks(job, session.tenant)
+            if session.is_kept:
+                self._submit_chunks(job, session.tenant)
             self._kv.announce(job, session)
             self._scheduler.submit(job)
             return job
@@ -374,6 +384,8 @@ class Engine:
             self._check_open()
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for ids in each:
+                self._kv.chunks.ask_for(self._kv.chunks.key(ids, tenant))
             for job in jobs:
                 if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                     self._kv.chunks.keep_on_ssd(job.chunk.key)
@@ -603,6 +615,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._kv.truncate(session, num_tokens)
+            self._kv.note(session)  # SSD may have forgotten it with its KV.
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
@@ -657,10 +670,14 @@ class Engine:
         kept = self._kv.recall(session_id, tenant)
         return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
 
-    def _open(self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None) -> Session:
+    def _open(
+        self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
+    ) -> Session:
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = self._sessions[name] = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s)
-        self._kv.opened(session)
+        session = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s, is_kept=is_kept)
+        if is_kept:
+            self._sessions[name] = session
+            self._kv.opened(session)
         return session
 
     def _make_job(

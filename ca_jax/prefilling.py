@@ -303,21 +303,22 @@ class Prefilling:
         if session is None:
             raise RuntimeError(f"job {self.job.job_id} has a history and no session")
         self._mended = None
-        self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
-        num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
-        parts = [  # All of it before what is stored gives way to it.
-            (token_ids, start, [self._runner.at_rest(kv) for kv in layers])
-            for token_ids, start, layers in (
-                (self.job.prompt_ids[: prefill.history_length], 0, mended.layers),
-                (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
-            )
-        ]
-        self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
-        for token_ids, start, layers in parts:
-            self.saver.begin_pass(token_ids, start)
-            for layer, kv in enumerate(layers):
-                self.saver.add_layer(layer, kv)
-            self.saver.end_pass()
+        if session.is_kept:
+            self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
+            num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
+            parts = [  # All of it before what is stored gives way to it.
+                (token_ids, start, [self._runner.at_rest(kv) for kv in layers])
+                for token_ids, start, layers in (
+                    (self.job.prompt_ids[: prefill.history_length], 0, mended.layers),
+                    (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
+                )
+            ]
+            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
+            for token_ids, start, layers in parts:
+                self.saver.begin_pass(token_ids, start)
+                for layer, kv in enumerate(layers):
+                    self.saver.add_layer(layer, kv)
+                self.saver.end_pass()
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += isinstance(mended, FusedHistory)

@@ -73,6 +73,7 @@ class Session:
         *,
         tenant: str = "",
         ttl_s: float | None = None,
+        is_kept: bool = True,
     ) -> None:
         self._engine = engine
         self._job: Job | None = None
@@ -85,6 +86,8 @@ class Session:
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
+        self.is_kept = is_kept
+        """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from ca_jax.sliding import SlidingKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.note_log import Noted, NoteLog, log_bytes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -138,10 +138,10 @@ class SessionKV:
         self.histories = Histories(
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
-        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
         directory = shard.ssd_directory
-        log = None if directory is None else NoteLog(directory)
-        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s)
+        log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, metrics)
+        self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -242,8 +242,13 @@ class SessionKV:
         self._metrics.failed_loads += 1
         self._metrics.lost_chunks += len(broken - {history.key})
 
-    def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
+    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
+
+        None where nothing of it is to be.
+        """
+        if not session.is_kept:
+            return None
         key = self.key(session.session_id, session.tenant)
         return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
 
@@ -274,13 +279,18 @@ class SessionKV:
         self.conversations.collect()
 
     def remember(self, session: Session) -> None:
-        """Has a conversation kept with its KV, as it is now."""
+        """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
         key = self.key(session.session_id, session.tenant)
+        if not session.is_kept:
+            self.drop(key)
+            return
         self.conversations.remember(key, session)
         self._sliding.ended(key, session)
 
     def note(self, session: Session) -> None:
         """Has a conversation outlive the process as it is now; its KV was cut with it."""
+        if not session.is_kept:
+            return
         self.conversations.note(self.key(session.session_id, session.tenant), session)
 
     def recall(self, session_id: str, tenant: str) -> Conversation | None:
@@ -317,7 +327,7 @@ class SessionKV:
         if not num_stored:
             self.drop(key)
             return
-        note = None if left is None else left.to_bytes()
+        note = None if left is None else self.conversations.pack(key, left)
         self.histories.give_up_preloaded(key)
         self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
 
@@ -330,7 +340,7 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
         self._sliding.forget(key)
-        stored, note = discarded[session.conversation.num_slid :], left.to_bytes()
+        stored, note = discarded[session.conversation.num_slid :], self.conversations.pack(key, left)
         self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
 
     def invalidate(self, session: Session) -> None:
@@ -345,7 +355,7 @@ class SessionKV:
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
         """
         self.write_buffer.finish_so_far(saver)
-        self._store.discard(saver.key, discarded, note=left.to_bytes())
+        self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
     def read(self, session: Session, token_ids: list[int]) -> KVCache:
@@ -384,6 +394,17 @@ class SessionKV:
     def list(self) -> tuple[EntryInfo, ...]:
         """What is stored, or being stored."""
         return self._store.list()
+
+    def owned(self) -> Iterator[tuple[str, Owner | Noted]]:
+        """Key and owner of what outlives the process, the latest first; chunks among them."""
+        noted = {each.key: each for each in reversed(self.conversations.noted())}
+        yield from noted.items()
+        if self.conversations.outlive:
+            yield from ((key, owner) for key, owner in self._store.owners() if key not in noted)
+
+    def pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that their owner has pinned."""
+        return self._store.names_pinned(tenant)
 
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """The same, of one session id, whatever its tenant."""
@@ -492,4 +513,6 @@ class SessionKV:
 
 
 def _owner(session: Session) -> Owner:
+    if not session.is_kept:
+        return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
     return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

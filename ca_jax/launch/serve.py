@@ -9,7 +9,8 @@
 for Prometheus, and http://127.0.0.1:8000/ shows the store at work. Ctrl-C or SIGTERM lets running answers end, saves
 what is not saved, and leaves; with --ssd_dir conversations are gone on with by the next server of the directory.
 
-With --api_keys_file=FILE requests need a key, and each tenant has KV of its own (`ca_jax.server.tenants`).
+With --api_keys_file=FILE requests need a key, and each tenant has KV of its own (`ca_jax.server.tenants`). Without one
+whoever reaches the address is served, and only for a `Host` that is an address, localhost or one of --allowed_hosts.
 
 Not here: the routes (`ca_jax.server`), the engine.
 """
@@ -35,6 +36,7 @@ from ca_jax.launch import engine_flags, store_flags
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.serve_flags import define_server_flags, server_config
 from ca_jax.server.app import make_app
+from ca_jax.server.hosts import is_loopback
 from ca_jax.server.tenants import Tenants
 
 FLAGS = flags.FLAGS
@@ -122,6 +124,9 @@ def main(argv: Sequence[str]) -> None:
 
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
     console.print(f"{engine_config}\n{config}", markup=False, highlight=False, soft_wrap=True, style="dim")
+    if not (tenants.asks_for_keys or is_loopback(FLAGS.host)):
+        warning = f"--host={FLAGS.host} without --api_keys_file: whoever reaches it is served, and reads conversations"
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     served = make_app(make_engine, config, tenants, on_failure=fail)
     server = _Server(
         uvicorn.Config(

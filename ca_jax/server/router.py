@@ -57,21 +57,25 @@ class Found:
 
 
 class Router:
-    """States of the conversations of all tenants by name. Keeps open conversations, and those known, under a cap.
+    """States of the conversations of all tenants by name. Keeps each tenant's open ones, and those known, under a cap.
 
     Args:
       engine: whose conversations.
-      max_open_sessions: most that are open; of those, what was used least recently is released to the store.
+      max_open_sessions: most of a tenant that are open; of its own, what was used least recently is released to the
+        store.
     """
 
     def __init__(self, engine: Engine, max_open_sessions: int) -> None:
         self._engine = engine
         self._max_open = max_open_sessions
         self.max_known = _KNOWN_PER_OPEN * max_open_sessions
-        """Most conversations that are found by their history."""
+        """Most conversations of a tenant that are found by their history."""
         self._states: dict[tuple[str, str], _State] = {}
-        self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
-        self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
+        # By tenant and session; those that are open likewise.
+        self._chains: dict[str, collections.OrderedDict[str, list[str]]] = collections.defaultdict(
+            collections.OrderedDict
+        )
+        self._used: dict[str, collections.OrderedDict[str, None]] = collections.defaultdict(collections.OrderedDict)
 
     def by_id(
         self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None
@@ -92,8 +96,6 @@ class Router:
           InvalidRequestError: the messages are neither.
         """
         session = self.find(tenant, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
         if state is not None and session.conversation.chain != state:
@@ -102,7 +104,6 @@ class Router:
                 f"{len(session.messages)} messages; it was gone on with, perhaps by an answer that never arrived, "
                 "or lost its last turns as the system went down: send the whole history"
             )
-        self._use(session)
         num_known = _num_known(session.conversation, messages, texts)
         if num_known:
             return Found(session, list(messages[num_known:]), is_new=False)
@@ -141,20 +142,40 @@ class Router:
           InvalidRequestError: there is one of that name.
         """
         taken = InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
-        if session_id is not None and self.find(tenant, session_id) is not None:
+        if session_id is not None and self.look(tenant, session_id) is not None:
             raise taken
         name = engine_name(tenant, session_id or uuid.uuid4().hex)
         try:
             session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
         except TenantError:
             raise taken from None
-        self._use(session)
+        self.use(session)
         return session
 
-    def find(self, tenant: str, session_id: str) -> Session | None:
-        """The conversation of a client's name; None if there is none, or what is stored by that name is not its own."""
+    def find(self, tenant: str, session_id: str) -> Session:
+        """The conversation of a client's name, which is open from now on.
+
+        Raises:
+          UnknownSessionError: there is none, or what is stored by that name is not its own.
+        """
+        unknown = UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         try:
-            return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+            session = self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+        except TenantError:
+            raise unknown from None
+        if session is None:
+            raise unknown
+        self.use(session)
+        return session
+
+    def look(self, tenant: str, session_id: str) -> Conversation | None:
+        """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises."""
+        name = engine_name(tenant, session_id)
+        opened = self._engine.opened(name, tenant=tenant)
+        if opened is not None:
+            return opened.conversation
+        try:
+            return self._engine.stored.conversation(name, tenant=tenant)
         except TenantError:
             return None
 
@@ -166,14 +187,15 @@ class Router:
                 self._engine.release(session)
 
     def sibling(self, session: Session, num_tokens: int) -> Session:
-        """Another conversation that begins like one that is about to go on, for another answer to the same."""
-        forked = self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
-        self._use(forked)
-        return forked
+        """Another conversation that begins like one that is about to go on, for another answer to the same.
+
+        Not in use yet: with all that one request goes on with it would count, and the first could be released.
+        """
+        return self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
 
     def ended(self, job: Job) -> str | None:
         """Notes where a turn's conversation stands now that it has ended; its chain."""
-        if job.session is None:
+        if job.session is None or not job.session.is_kept:
             return None
         if job.output_ids:
             self.note(job.session.tenant, job.session.session_id, job.session.conversation)
@@ -183,12 +205,13 @@ class Router:
         """Notes where a conversation stands."""
         key = (tenant, conversation.chain)
         self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
-        chains = self._chains.setdefault((tenant, session_id), [])
-        self._chains.move_to_end((tenant, session_id))
+        known = self._chains[tenant]
+        chains = known.setdefault(session_id, [])
+        known.move_to_end(session_id)
         if not chains or chains[-1] != conversation.chain:
             chains.append(conversation.chain)
-        while len(self._chains) > self.max_known:
-            self.forget(*next(iter(self._chains)))
+        while len(known) > self.max_known:
+            self.forget(tenant, next(iter(known)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
         """Notes where a stored conversation stands that is not open."""
@@ -198,11 +221,11 @@ class Router:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
-        for chain in self._chains.pop((tenant, session_id), ()):
+        for chain in self._chains[tenant].pop(session_id, ()):
             state = self._states.get((tenant, chain))
             if state is not None and state.session_id == session_id:
                 del self._states[tenant, chain]
-        self._used.pop((tenant, session_id), None)
+        self._used[tenant].pop(session_id, None)
 
     @property
     def num_states(self) -> int:
@@ -215,7 +238,7 @@ class Router:
         if session is None:
             self.forget(tenant, state.session_id)
             return None
-        self._use(session)
+        self.use(session)
         conversation = session.conversation
         if conversation.chain == chain and not session.is_busy:
             return session
@@ -225,21 +248,24 @@ class Router:
         ends = {start for start, _ in conversation.turn_starts} | {len(conversation.token_ids)}
         if num_tokens not in ends or not _ends_alike(conversation.take(num_tokens).messages, messages):
             return None
-        return self.sibling(session, num_tokens)
+        forked = self.sibling(session, num_tokens)
+        self.use(forked)
+        return forked
 
-    def _use(self, session: Session) -> None:
-        """Notes a use; releases what was not used for longest where too many are open."""
-        self._used[session.tenant, session.session_id] = None
-        self._used.move_to_end((session.tenant, session.session_id))
-        while len(self._used) > self._max_open:
-            tenant, session_id = next(iter(self._used))
-            oldest = self._engine.find_session(session_id, tenant=tenant)
+    def use(self, session: Session) -> None:
+        """Notes a use; releases what its tenant has not used for longest where that has too many open."""
+        used = self._used[session.tenant]
+        used[session.session_id] = None
+        used.move_to_end(session.session_id)
+        while len(used) > self._max_open:
+            session_id = next(iter(used))
+            oldest = self._engine.opened(session_id, tenant=session.tenant)
             if oldest is not None and oldest.is_busy:
-                self._used.move_to_end((tenant, session_id))
+                used.move_to_end(session_id)
                 return
             if oldest is not None:
                 self._engine.release(oldest)
-            del self._used[tenant, session_id]
+            del used[session_id]
 
 
 def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:

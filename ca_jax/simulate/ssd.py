@@ -19,7 +19,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.quota import TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tier import BlockAllocator
 
 
@@ -97,15 +97,16 @@ class SimulatedSsd:
         """See `SsdMover`."""
         self._token_ids[key] = self._token_ids[key][kept]
 
-    def change(
-        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
-    ) -> None:
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+        """See `SsdMover`: nothing outlives the simulation."""
+
+    def set_note(self, key: str, note: bytes) -> None:
         """See `SsdMover`: nothing outlives the simulation."""
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """See `SsdMover`: nothing outlives the simulation."""
 
-    def take_ended(self) -> TaskEnd | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """See `SsdMover`."""
         return self._ended.popleft() if self._ended else None
 

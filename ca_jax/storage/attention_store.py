@@ -201,6 +201,16 @@ class AttentionStore:
         self._check_open()
         return tuple(self._describe(entry) for entry in self._entries)
 
+    def owners(self) -> Iterator[tuple[str, Owner]]:
+        """Key and owner of every session stored or being stored, the latest to come first; to be used at once."""
+        self._check_open()
+        return ((entry.key, entry.owner) for entry in reversed(self._entries))
+
+    def names_pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that were pinned by `set_pinned`. Not a use."""
+        self._check_open()
+        return {entry.owner.session_id for entry in self._entries if entry.pinned and entry.owner.tenant == tenant}
+
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """Describes the sessions that their owners, of whatever tenant, know by a name. Not a use."""
         self._check_open()
@@ -250,7 +260,7 @@ class AttentionStore:
         return self._ssd.note(key)
 
     def set_note(self, key: str, note: bytes) -> None:
-        """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place.
+        """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
 
         For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
         had room for any of its KV.
@@ -263,18 +273,13 @@ class AttentionStore:
             self._entries.expect(key, note)
             return
         entry.note = note
-        if entry.block_ids:
-            self._placement.changed(entry)
-        else:
-            self._ssd.set_note(entry)
+        self._placement.changed(entry)
 
-    def has_note_on_ssd(self, key: str) -> bool:
-        """Whether the note that was last set for a session is on SSD: another process would find it there."""
+    def has_note_on_ssd(self, key: str, generation: int) -> bool:
+        """Whether SSD is known to have a session's `Note` of a generation, or a later one, durably."""
         self._check_open()
         entry = self._entries.get(key)
-        if entry is None or entry.ssd is None or self._ssd is None:
-            return False
-        return entry.note is None or not (entry.block_ids or entry.flush is not None or self._ssd.busy)
+        return entry is not None and entry.ssd is not None and entry.noted >= generation
 
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
         """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
@@ -418,7 +423,7 @@ class AttentionStore:
             return False
         entry.pinned = pinned
         if self._ssd is not None:
-            self._ssd.set_pinned(entry)
+            self._ssd.write_down(entry)
         self._entries.place(entry)
         return True
 
@@ -438,7 +443,7 @@ class AttentionStore:
             return False
         entry.ttl_s = ttl_s
         if self._ssd is not None:
-            self._ssd.set_ttl(entry)
+            self._ssd.write_down(entry)
         self._placement.used(entry)
         return True
 

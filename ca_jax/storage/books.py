@@ -74,7 +74,11 @@ class Entry:
     waits_for_flush: bool = False
     """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
     note: bytes | None = None
-    """What its owner wants kept with it and is not on SSD yet."""
+    """What its owner wants kept with it and is not on SSD yet, durably."""
+    noted: int = -1
+    """Generation of what is kept with it on SSD, durably; -1 where that is not known: of an earlier process, say."""
+    pause_s: float = 0.0
+    """How long after the last failure it is written again."""
     requested: bool = False
     """A job of it would run if its KV were here: what is fetched stays until it does."""
     miss: MissReason | None = None
@@ -172,6 +176,10 @@ class EntryTable:
     def __iter__(self) -> Iterator[Entry]:
         """In the order in which they were added."""
         return iter(self._entries.values())
+
+    def __reversed__(self) -> Iterator[Entry]:
+        """The other way round."""
+        return reversed(self._entries.values())
 
     @property
     def num_in_dram(self) -> int:

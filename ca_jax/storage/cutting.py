@@ -114,7 +114,7 @@ class Cutting:
         self._keep_note(entry, note)
         if self._ssd is not None:
             self._ssd.shorten(entry, num_tokens, note)
-        if shorter or (note is not None and entry.num_tokens):
+        if shorter or note is not None:
             self._placement.changed(entry)
         self._placement.place(entry)
 

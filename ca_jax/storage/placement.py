@@ -15,7 +15,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_books import SsdBooks
 
 _MAX_FETCHES = 8  # Sessions on their way to DRAM at once.
+_FIRST_PAUSE_S = 2.0  # Before what could not be written to SSD is tried again; each time twice as long,
+_LONGEST_PAUSE_S = 120.0  # up to this.
 
 
 class Placement:
@@ -80,7 +82,7 @@ class Placement:
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
         self._clock = clock
         self._gaps = ReuseGaps(clock)
-        self._dirty: dict[str, None] = {}  # What is to be flushed, oldest first.
+        self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
 
     # What happens.
 
@@ -110,10 +112,10 @@ class Placement:
         return self._gaps.histogram()
 
     def changed(self, entry: Entry) -> None:
-        """A session has in DRAM what SSD has not."""
+        """A session has what SSD has not, in DRAM or kept with it."""
         if self._ssd is not None:
-            entry.waits_for_flush = not self._ssd.is_late
-            self._dirty[entry.key] = None
+            entry.waits_for_flush = bool(entry.block_ids) and not self._ssd.is_late
+            self._dirty[entry.key] = 0.0
         self._table.place(entry)
 
     def place(self, entry: Entry) -> None:
@@ -123,7 +125,7 @@ class Placement:
     def saving(self, entry: Entry) -> None:
         """A save of a session was begun."""
         if self._ssd is not None:
-            self._dirty[entry.key] = None
+            self._dirty[entry.key] = 0.0
 
     def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
         """A job of a session waits."""
@@ -167,8 +169,11 @@ class Placement:
     def step(self) -> None:
         """Takes in what has ended and begins what is due."""
         if self._ssd is not None:
-            for entry in self._ssd.poll():
+            lost, failed = self._ssd.poll()
+            for entry in lost:
                 self.changed(entry)
+            for entry in failed:
+                self._put_off(entry)
             if self._ssd.is_late:
                 self._stop_waiting()
             self._flush()
@@ -179,9 +184,7 @@ class Placement:
     @property
     def busy(self) -> bool:
         """Whether anything moves, or could be flushed now."""
-        if self._ssd is None:
-            return False
-        return self._ssd.busy or any(map(_can_flush, filter(None, map(self._table.get, self._dirty))))
+        return self._ssd is not None and (self._ssd.busy or any(True for _ in self._due()))
 
     @property
     def windows(self) -> LookAheadWindows:
@@ -250,7 +253,10 @@ class Placement:
             entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
-            self._dirty.pop(entry.key, None)
+            if entry.ssd is None:
+                self._dirty.pop(entry.key, None)
+            elif entry.key in self._dirty:  # What is kept with it can be written without its KV.
+                self._dirty[entry.key] = 0.0
         self._table.place(entry)
 
     def evict(self, entry: Entry) -> None:
@@ -322,14 +328,33 @@ class Placement:
     def _flush(self) -> None:
         if self._ssd is None or not self._ssd.can_flush:
             return
-        for key in tuple(self._dirty):
-            entry = self._table.get(key)
-            if entry is None or entry.num_pins or not _can_flush(entry):  # Most that are dirty run, and are pinned.
-                continue
-            if self._ssd.flush(entry):
-                del self._dirty[key]
+        for entry in self._due():
+            if not entry.num_tokens:
+                self._ssd.write_down(entry)
+                self._ssd.set_note(entry)
+                del self._dirty[entry.key]
+            elif self._ssd.flush(entry):
+                del self._dirty[entry.key]
             if not self._ssd.can_flush:
                 return
+
+    def _due(self) -> Iterator[Entry]:
+        """What can be written to SSD now."""
+        now_s = self._clock() if any(self._dirty.values()) else 0.0
+        for key, from_s in tuple(self._dirty.items()):
+            entry = self._table.get(key)
+            if entry is None:
+                del self._dirty[key]
+            elif from_s <= now_s and _can_flush(entry):  # Most that are dirty run, and are pinned.
+                yield entry
+
+    def _put_off(self, entry: Entry) -> None:
+        """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
+        if self._table.get(entry.key) is entry:
+            entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
+            entry.waits_for_flush = False
+            self._dirty[entry.key] = self._clock() + entry.pause_s
+            self._table.place(entry)
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
@@ -404,4 +429,5 @@ class Placement:
 
 def _can_flush(entry: Entry) -> bool:
     """Whether nothing of a session is about to change, or on its way."""
-    return bool(entry.num_tokens and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))
+    is_somewhere = entry.num_tokens or entry.ssd is not None
+    return bool(is_somewhere and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))

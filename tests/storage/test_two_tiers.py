@@ -12,9 +12,10 @@ import pytest
 
 from ca_jax.storage import MissReason, Residency, SkipReason
 from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CatalogFullError
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
-from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.records import FlushFailure, Note, Owner
 from ca_jax.timeline import Timeline
 
 from .ssd_helpers import StoppedClock
@@ -261,6 +262,54 @@ def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
     gates[0].writes.open()
     store.settle()
     assert ssd_tokens(store, "b") == 8, "it could have been written once the other flush had ended"
+
+
+def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkeypatch):
+    clock = StoppedClock(1000.0)
+    store = open_store(clock=clock, ssd_driver=driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._ssd._space._space, "_free_bytes", lambda: 0)
+        save(store, "a", ids(5), make_kv(LAYOUT, 5))
+        failed_s: list[float] = []
+        while len(failed_s) < 9:
+            store.settle()
+            num_failed = store.stats().ssd.failed_flushes[FlushFailure.NO_SPACE]
+            failed_s += [clock.now_s] * (num_failed - len(failed_s))
+            clock.now_s += 1.0
+    assert np.diff(failed_s).tolist() == [2, 4, 8, 16, 32, 64, 120, 120]
+    save(store, "b", ids(5), make_kv(LAYOUT, 5))
+    store.settle()
+    assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (0, 5), "what is new does not wait"
+    clock.now_s += 120.0
+    store.settle()
+    assert ssd_tokens(store, "a") == 5
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+@pytest.mark.parametrize("change", ["set_pinned", "set_ttl", "set_note"])
+def test_what_cannot_be_written_down_is_later(open_store, monkeypatch, change, is_in_dram):
+    clock = StoppedClock(1000.0)
+    store = open_store(4, clock=clock)
+    put(store, "a", 5)
+    if not is_in_dram:
+        put(store, "b", 16)
+        assert store.residency("a") is Residency.SSD
+    value = {"set_pinned": True, "set_ttl": 1e9, "set_note": Note(b"note", 3)}[change]
+    catalog = store._ssd._worker._keeper._catalog
+    with monkeypatch.context() as patch:
+        for name in ("publish", "set_pinned", "set_note"):
+            patch.setattr(catalog, name, lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))
+        getattr(store, change)("a", value)
+        store.settle()
+    assert not store.has_note_on_ssd("a", 3)
+    clock.now_s += 2.0
+    store.settle()
+    assert store.has_note_on_ssd("a", 3) == (change == "set_note")
+    assert not store.has_note_on_ssd("a", 4)
+    with CatalogReader(store._ssd._contents._directory, store._ssd._contents.namespace) as reader:
+        record, contents = reader.load("a")
+    found = {"set_pinned": record.pinned, "set_ttl": record.ttl_s, "set_note": contents.note}
+    assert found[change] == value
 
 
 # Restarts.

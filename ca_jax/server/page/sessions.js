@@ -4,7 +4,7 @@ import { askJson } from "./api.js";
 import { byId, make, painter } from "./dom.js";
 import { many, shortName } from "./format.js";
 
-const MOST = 200;
+const MOST = 100;
 const TITLES = "ca_jax.titles";
 
 export class Sessions {
@@ -40,7 +40,7 @@ export class Sessions {
   #paint() {
     const focused = document.activeElement?.dataset?.session;
     const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
-    this.#list(named.reverse(), this.#current);
+    this.#list(named, this.#current);
     if (focused)
       byId("sessions")
         .querySelector(`[data-session="${CSS.escape(focused)}"]`)
