@@ -1,15 +1,16 @@
 """Which stored conversation a request goes on with.
 
-OpenAI's clients send the whole history with every turn. It is found again by what was said: each state of a
-conversation that a turn has ended in has a name, its message chain, which the history is looked up by from its longest
-beginning on:
+OpenAI's clients send the whole history with every turn. It is found again by what was said, contexts included: each
+state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by from
+its longest beginning on:
 
     history     system, user, assistant, user, assistant, user
     names       c1      c2    c3         c4    c5                    c5 known: go on there; else c3, else begin anew
 
 A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
 is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
-is known of no conversation begins anew, and the store still finds KV of the same first tokens.
+is known of no conversation begins anew, and the store still finds KV of the same first tokens. So does what is known
+only of one that has lost other tokens than the whole history would lose: what is answered depends on the request alone.
 
 Belongs to the engine's thread.
 
@@ -23,22 +24,13 @@ import dataclasses
 import uuid
 from collections.abc import Sequence
 
-from ca_jax.conversations import Conversation, Message, chain_of
+from ca_jax.conversations import OTHERWISE, Conversation, Message, chain_of
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
 
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A conversation at the end of one of its turns."""
-
-    session_id: str
-    num_tokens: int
-    """Tokens it had by then, those that had left by then counted too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Router:
         self._max_open = max_open_sessions
         self.max_known = _KNOWN_PER_OPEN * max_open_sessions
         """Most conversations that are found by their history."""
-        self._states: dict[tuple[str, str], _State] = {}
+        self._states: dict[tuple[str, str], str] = {}  # Names of sessions, by tenant and chain.
         self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
         self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
 
@@ -107,24 +99,23 @@ class Router:
             )
         return Found(session, list(messages), is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message]) -> Found:
+    def by_history(self, tenant: str, messages: Sequence[Message], *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
-          messages: the whole history, oldest first.
+          messages: the whole history, oldest first, with its contexts.
+          may_drop: whether it may be one that tokens have left.
         """
         chains, chain = [], ""
         for message in messages:
             chain = chain_of([message], chain)
             chains.append(chain)
         for num_known in range(len(messages) - 1, 0, -1):
-            state = self._states.get((tenant, chains[num_known - 1]))
-            if state is None:
-                continue
-            session = self._at(tenant, state, messages[:num_known], chains[num_known - 1])
+            name = self._states.get((tenant, chains[num_known - 1]))
+            session = None if name is None else self._at(tenant, name, chains[num_known - 1], may_drop)
             if session is not None:
-                return Found(session, list(messages[num_known:]), is_new=session.session_id != state.session_id)
+                return Found(session, list(messages[num_known:]), is_new=session.session_id != name)
         return Found(self.begin(tenant), list(messages), is_new=True)
 
     def begin(
@@ -175,9 +166,10 @@ class Router:
         return job.session.conversation.chain
 
     def note(self, tenant: str, session_id: str, conversation: Conversation) -> None:
-        """Notes where a conversation stands."""
-        key = (tenant, conversation.chain)
-        self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
+        """Notes where a conversation stands, if a history may find it there."""
+        if self._tokens_at(conversation, conversation.chain) is None:
+            return
+        self._states[tenant, conversation.chain] = session_id
         chains = self._chains.setdefault((tenant, session_id), [])
         self._chains.move_to_end((tenant, session_id))
         if not chains or chains[-1] != conversation.chain:
@@ -194,8 +186,7 @@ class Router:
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
         for chain in self._chains.pop((tenant, session_id), ()):
-            state = self._states.get((tenant, chain))
-            if state is not None and state.session_id == session_id:
+            if self._states.get((tenant, chain)) == session_id:
                 del self._states[tenant, chain]
         self._used.pop((tenant, session_id), None)
 
@@ -204,23 +195,29 @@ class Router:
         """States that are known."""
         return len(self._states)
 
-    def _at(self, tenant: str, state: _State, messages: Sequence[Message], chain: str) -> Session | None:
-        """A conversation in a state, itself or a fork; None if it cannot be had any more."""
-        session = self._engine.find_session(state.session_id, tenant=tenant)
+    def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
+        """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
+        session = self._engine.find_session(session_id, tenant=tenant)
         if session is None:
-            self.forget(tenant, state.session_id)
+            self.forget(tenant, session_id)
             return None
         self._use(session)
         conversation = session.conversation
-        if conversation.chain == chain and not session.is_busy:
-            return session
-        num_tokens = state.num_tokens - conversation.num_dropped
-        if conversation.chain == chain:
-            num_tokens = len(conversation.token_ids)
-        ends = {start for start, _ in conversation.turn_starts} | {len(conversation.token_ids)}
-        if num_tokens not in ends or not _ends_alike(conversation.take(num_tokens).messages, messages):
+        num_tokens = self._tokens_at(conversation, chain)
+        if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
+        if num_tokens == len(conversation.token_ids) and not session.is_busy:
+            return session
         return self.sibling(session, num_tokens)
+
+    def _tokens_at(self, conversation: Conversation, chain: str) -> int | None:
+        """How many tokens a conversation had where a history ends; None if it is not to go on there.
+
+        That is so where others of its tokens have left since than would leave a history that is told anew.
+        """
+        is_as_told = not conversation.cut_by or conversation.cut_by == self._engine.truncation_rule != OTHERWISE
+        found = (num_tokens for name, num_tokens in conversation.states if name == chain)
+        return next(found, None) if is_as_told else None
 
     def _use(self, session: Session) -> None:
         """Notes a use; releases what was not used for longest where too many are open."""
@@ -255,12 +252,3 @@ def _num_known(conversation: Conversation, messages: Sequence[Message]) -> int:
         if chain == conversation.chain:
             return number
     return 0
-
-
-def _ends_alike(kept: Sequence[Message], said: Sequence[Message]) -> bool:
-    """Whether what a truncation has kept of messages is a beginning and an end of those that were said."""
-    num_first = 0
-    while num_first < min(len(kept), len(said)) and kept[num_first] == said[num_first]:
-        num_first += 1
-    num_last = len(kept) - num_first
-    return num_last <= len(said) - num_first and list(kept[num_first:]) == list(said[len(said) - num_last :])

@@ -131,14 +131,15 @@ class Service:
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
-        messages = [message.message() for message in request.messages]
+        messages = request.history()
         sessions: list[Session] = []
 
         def submit(engine: Engine) -> list[Job]:
             if request.session_id is not None:
                 found = self.router.by_id(tenant.domain, request.session_id, messages, request.session_state)
             else:
-                found = self.router.by_history(tenant.domain, messages)
+                may_drop = request.truncation != "disabled"
+                found = self.router.by_history(tenant.domain, messages, may_drop=may_drop)
             held = len(found.session.token_ids)
             siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
             sessions.extend([found.session, *siblings])
@@ -146,11 +147,8 @@ class Service:
             with self._all_or_none(engine, jobs, sessions if found.is_new else siblings):
                 for choice, each in enumerate(sessions):
                     params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
-                    jobs.append(
-                        each.submit(
-                            found.messages, context=request.context, sampling=params, priority=request.priority or 0
-                        )
-                    )
+                    truncation, priority = request.truncation or "auto", request.priority or 0
+                    jobs.append(each.submit(found.messages, sampling=params, priority=priority, truncation=truncation))
             return jobs
 
         async with self._running(submit, request.num_choices) as (lives, feed):
