@@ -158,7 +158,7 @@ class Tokenizer:
             plain.normalizer = self.backend.normalizer
         if self.backend.pre_tokenizer is not None:
             plain.pre_tokenizer = self.backend.pre_tokenizer
-        ids = {}
+        ids: dict[int, int] = {}
         for token_id, token in self._added.items():
             text = self._stand_in(token_id) if token.special else token.content
             plain.add_tokens(
@@ -172,7 +172,8 @@ class Tokenizer:
                     )
                 ]
             )
-            ids[plain.token_to_id(text)] = token_id
+            if (plain_id := plain.token_to_id(text)) is not None:
+                ids[plain_id] = token_id
         return plain, ids
 
     def _encode_plain(self, text: str) -> list[int]:
@@ -181,7 +182,7 @@ class Tokenizer:
         unknown = getattr(self.backend.model, "unk_token", None)
         found: list[int] = []
         for token_id in plain.encode(text, add_special_tokens=False).ids:
-            name = plain.id_to_token(token_id)
+            name = plain.id_to_token(token_id) or ""
             if token_id not in ids and token_id in self.special_ids and name != unknown:
                 # A word of the vocabulary that happens to be spelled like this: its characters, one by one.
                 found += [token.id for character in name for token in self.backend.model.tokenize(character)]
