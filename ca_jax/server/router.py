@@ -1,11 +1,11 @@
 """Which stored conversation a request goes on with.
 
 OpenAI's clients send the whole history with every turn. It is found again by what was said, contexts included: each
-state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by from
-its longest beginning on:
+state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by, up to
+its last reply:
 
     history     system, user, assistant, user, assistant, user
-    names       c1      c2    c3         c4    c5                    c5 known: go on there; else c3, else begin anew
+    names       c1      c2    c3         c4    c5                    c5 known: go on there; else begin anew
 
 A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
 is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
@@ -107,15 +107,14 @@ class Router:
           messages: the whole history, oldest first, with its contexts.
           may_drop: whether it may be one that tokens have left.
         """
-        chains, chain = [], ""
-        for message in messages:
-            chain = chain_of([message], chain)
-            chains.append(chain)
-        for num_known in range(len(messages) - 1, 0, -1):
-            name = self._states.get((tenant, chains[num_known - 1]))
-            session = None if name is None else self._at(tenant, name, chains[num_known - 1], may_drop)
-            if session is not None:
-                return Found(session, list(messages[num_known:]), is_new=session.session_id != name)
+        # Behind an earlier reply more than one turn would come at once: that begins anew, and is cut as what is told.
+        replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
+        num_known = max(replies, default=0)
+        chain = chain_of(messages[:num_known])
+        name = self._states.get((tenant, chain))
+        session = None if name is None else self._at(tenant, name, chain, may_drop)
+        if session is not None:
+            return Found(session, list(messages[num_known:]), is_new=session.session_id != name)
         return Found(self.begin(tenant), list(messages), is_new=True)
 
     def begin(

@@ -86,7 +86,7 @@ OPERATIONS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(operations=st.lists(OPERATIONS, min_size=4, max_size=14))
 def test_a_prompt_holds_its_own_clients_text_alone(operations):
     router = Router(engine(), max_open_sessions=32)
