@@ -83,6 +83,7 @@ export class Chat {
     let failure = null;
     try {
       const response = await this.#ask([...added], asking.signal);
+      this.#state = null; // Until the answer's end says: where one that is stopped ends only the server knows.
       await this.#read(response, answer);
     } catch (error) {
       failure = error;
@@ -99,7 +100,6 @@ export class Chat {
       byId("empty").hidden = this.#messages.length > 0;
       if (!box.value) box.value = text;
     }
-    if (failure && failure.code !== "session_moved") this.#state = null; // What came of it only the server knows.
     if (failure?.code === "session_moved") await this.#moved();
     else if (failure && !stopped) this.#fail(failure);
     this.#scroll(false);
