@@ -58,8 +58,9 @@ class EngineConfig:
     `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are
     loaded, then all computed)."""
     read_buffer_gib: float | None = None
-    """Cap of that buffer, GiB in all: each device holds its heads' share. None: room for all layers of a full context
-    window."""
+    """Cap of that buffer, GiB in all: each device holds its heads' share. Two layers come on top, one that is computed
+    on and one that is filled; and between the passes of a prompt that takes several, its history. None: room for all
+    layers of a full context window."""
     write_buffer_gib: float = 1.0
     """Cap of new KV on the devices that waits to be saved, GiB in all. Where it is full no prefill begins."""
     async_save: bool = True

@@ -22,8 +22,10 @@ Message = dict[str, Any]
 lists of token ids, that stand in front of its content and are part of it."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
-_FORMAT = 4
+_FORMAT = 5
+_READABLE = (3, 4, _FORMAT)  # What was written before additions is one without any.
 _PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
+_GROWING = ("token_ids", "messages", "turn_starts", "positions", "states")  # Fields that a turn only adds to.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class Conversation:
     """First tokens some of whose KV the next prefill computes anew: those that were there when others left."""
     to_drift: list[int] = dataclasses.field(default_factory=list)
     """For each truncation since then, how many first tokens are left of those that drifted by it."""
+    generation: int = dataclasses.field(default=0, compare=False)
+    """Counts what changed the conversation or the KV that is kept of it: of two states the later one has more."""
+    stem: object = dataclasses.field(default_factory=object, compare=False, repr=False)
+    """The same of states each of which only adds to the one before; of this process alone."""
     chain: str = ""
     """Names all that was said so far, contexts and messages that have left included; see `chain_of`."""
     states: list[tuple[str, int]] = dataclasses.field(default_factory=list)
@@ -70,7 +76,7 @@ class Conversation:
 
     def slid(self, num_tokens: int) -> Conversation:
         """The same, of which only the KV behind its first `num_tokens` tokens is kept."""
-        return dataclasses.replace(self, num_slid=num_tokens)
+        return dataclasses.replace(self, num_slid=num_tokens, generation=self.generation + 1)
 
     def fused(self, num_tokens: int) -> Conversation:
         """The same, so many more tokens of which have the KV of chunks."""
@@ -107,6 +113,7 @@ class Conversation:
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
             chain=chain,
             states=[*self.states, (chain, len(token_ids))],
+            generation=self.generation + 1,
         )
 
     def take(self, num_tokens: int) -> Conversation:
@@ -135,6 +142,8 @@ class Conversation:
             positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
+            generation=self.generation + 1,
+            stem=object(),
         )
 
     def forked(self, num_tokens: int) -> Conversation:
@@ -195,6 +204,7 @@ class Conversation:
             messages=messages,
             chain=self.chain,
             cut_by=by if self.cut_by in ("", by) else OTHERWISE,
+            generation=self.generation + 1,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
             lineage=self.lineage + int(everything[: left[-1]].sum() if len(left) else 0),
@@ -206,31 +216,52 @@ class Conversation:
 
     def to_bytes(self) -> bytes:
         """As compressed JSON, lists of numbers packed: of 12,800 tokens in under a millisecond."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return zlib.compress(self._packed({}), level=1)
+
+    def added_to(self, before: Conversation) -> bytes | None:
+        """What this one adds to an earlier state, to go behind the bytes of that; takes as long as that is large.
+
+        Args:
+          before: the earlier state.
+
+        Returns:
+          A line of JSON. None where it is no addition: tokens or messages of `before` are gone, or attention is
+          measured, which changes for all tokens.
+        """
+        num_before = {name: len(getattr(before, name)) for name in _GROWING}
+        grows = all(len(getattr(self, name)) >= num for name, num in num_before.items())
+        if self.stem is not before.stem or not grows or self.attention:
+            return None
+        return self._packed(num_before) + b"\n"
+
+    def _packed(self, num_before: dict[str, int]) -> bytes:
+        """As JSON, without the first ones of the lists that grow."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "stem"}
+        fields |= {name: fields[name][num:] for name, num in num_before.items()}
         for name, dtype in _PACKED.items():
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
-        return zlib.compress(json.dumps({"format": _FORMAT, **fields}).encode(), level=1)
+        return json.dumps({"format": _FORMAT, "behind": num_before, **fields}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Conversation:
-        """What `to_bytes` gave.
+        """What `to_bytes` gave, with what `added_to` gave behind it, in order.
 
         Raises:
           ValueError: the bytes are others, or of another version.
         """
         try:
-            fields = json.loads(zlib.decompress(data))
-            if fields["format"] not in (_FORMAT, 3):
-                raise ValueError(f"format of a conversation must be 3 or {_FORMAT}, got {fields['format']!r}")
-            packed = {
-                name: np.frombuffer(base64.b64decode(fields[name], validate=True), dtype).tolist()
-                for name, dtype in _PACKED.items()
-            }
-            if not np.isfinite(packed["attention"]).all():
+            unpacker = zlib.decompressobj()
+            whole = unpacker.decompress(data)
+            if not unpacker.eof:
+                raise ValueError("wanted all of it, found it cut short")
+            fields: dict[str, Any] = {}
+            for part in (whole, *unpacker.unused_data.splitlines()):
+                _add(fields, json.loads(part))
+            if not np.isfinite(fields["attention"]).all():
                 raise ValueError("wanted attention as finite numbers, found others")
             messages = [_message(each) for each in fields["messages"]]
-            if fields["format"] == 3:
-                fields |= _from_format_3(fields, messages)
+            if fields["format"] < _FORMAT:
+                fields |= _without_contexts(fields, messages)
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
@@ -242,10 +273,25 @@ class Conversation:
                 chain=str(fields["chain"]),
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
                 cut_by=str(fields["cut_by"]),
-                **packed,
+                generation=int(fields.get("generation", 0)),
+                **{name: fields[name] for name in _PACKED},
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error
+
+
+def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
+    """Puts what a part says of a conversation behind what those before it have said."""
+    if part["format"] not in _READABLE:
+        raise ValueError(f"wanted a conversation of format {_FORMAT}, found {part['format']!r}")
+    for name, dtype in _PACKED.items():
+        part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
+    behind = part.get("behind") or {}
+    if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
+        raise ValueError(f"wanted what comes behind what is there, found what comes behind {behind}")
+    for name in behind:
+        fields[name] += part.pop(name)
+    fields.update(part)
 
 
 def as_messages(new: str | Sequence[Message]) -> list[Message]:
@@ -275,8 +321,8 @@ def _message(read: Mapping[str, Any]) -> Message:
     return message
 
 
-def _from_format_3(fields: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
-    """What a conversation of format 3, whose chain left contexts out, has of the newer fields.
+def _without_contexts(fields: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """What a conversation of format 3 or 4, whose chain left contexts out, has of the newer fields.
 
     No history finds it as it is. Where its messages do not prove that it has no context, its chain names no messages,
     so that no history finds it later either.

@@ -65,6 +65,7 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
+from ca_jax.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.truncator import Truncator
 from ca_jax.wakeup import Wakeup
@@ -234,7 +235,14 @@ class Engine:
             self._check_open()
             return self._find(session_id, tenant)
 
-    def fork(self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None) -> Session:
+    def fork(
+        self,
+        session: Session,
+        num_tokens: int | None = None,
+        *,
+        session_id: str | None = None,
+        is_kept: bool = True,
+    ) -> Session:
         """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
 
         What of their KV is as computing them would give is shared, in the store.
@@ -243,6 +251,8 @@ class Engine:
           session: what the new one begins with; its tenant and its time to live are the new one's.
           num_tokens: of how many tokens; None: all of those whose turns have ended.
           session_id: names the new one; made up if not given.
+          is_kept: False: nothing of what is said in the new one is stored, in any tier, nor noted; it goes with the
+            object. What others have stored is loaded for it.
 
         Raises:
           SessionClosedError: the engine is closed.
@@ -256,7 +266,7 @@ class Engine:
             if session_id is not None and self._find(session_id, session.tenant) is not None:
                 raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
             begun = session.conversation.forked(most if num_tokens is None else num_tokens)
-            return self._open(session_id, begun, session.tenant, session.ttl_s)
+            return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
     @property
     def truncation_rule(self) -> str:
@@ -275,22 +285,53 @@ class Engine:
         params: SamplingParams,
         priority: int = 0,
         context: Sequence[str | Sequence[int]] | None = None,
-        *,
+        texts: Texts | None = None,
         truncation: Truncation = "auto",
     ) -> Job:
-        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
-        submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
+        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised.
+
+        Much text is rendered and tokenised without the engine's lock; if the conversation is another one by then, anew.
+
+        Args:
+          session: whose.
+          new: messages, or token ids.
+          params: how to draw.
+          priority: as of `Session.send`; so is `context`.
+          context: chunks.
+          texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
+          truncation: as of `Session.send`.
+        """
+        submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
+        while True:
+            try:
+                return self._submit_turn(session, new, params, priority, context, known, submitted_s, truncation)
+            except TextWork as work:
+                if texts is not None:
+                    raise
+                work.do()
+
+    def _submit_turn(
+        self,
+        session: Session,
+        new: str | Sequence[Message] | Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+        submitted_s: float,
+        truncation: Truncation,
+    ) -> Job:
         with self._lock:
             self._check_open()
             self._check_bias(params)
             said, given_ids = messages_or_ids(self.model, new, context)
             may_drop = truncation == "auto" and self.config.overflow is not None
             begun, history = session.conversation, None
-            turn = self._new_turn(begun, said, given_ids, context)
+            turn = self._new_turn(begun, said, given_ids, context, texts)
             if may_drop and said and not begun.token_ids and len(turn.ids) >= self.window:
-                history, said = self._told(begun, said)  # As if it had been held here: the oldest of it leaves.
+                history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
                 begun = history or begun
-                turn = self._new_turn(begun, said, given_ids, context)
+                turn = self._new_turn(begun, said, given_ids, context, texts)
             if turn.chunks and begun.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
@@ -300,7 +341,7 @@ class Engine:
             discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
             num_leaving = 0 if discarded is None else int(discarded.sum())
             if said and discarded is not None and discarded.all():  # It begins anew, with this message.
-                turn = self._new_turn(begun.take(0), said, given_ids, context)
+                turn = self._new_turn(begun.take(0), said, given_ids, context, texts)
             self._check_length(len(begun.token_ids) - num_leaving + len(turn.ids))
             if history is not None:
                 session.resume(self._truncator.without(history, discarded))
@@ -320,7 +361,8 @@ class Engine:
                 job.attention = padded(held.attention, len(held.token_ids))
             job.context_tokens = sum(num_tokens for _, num_tokens in turn.chunks)
             job.spans = self._spans(turn, len(held.token_ids), session.tenant)
-            self._submit_chunks(job, session.tenant)
+            if session.is_kept:
+                self._submit_chunks(job, session.tenant)
             self._kv.announce(job, session)
             self._scheduler.submit(job)
             return job
@@ -358,11 +400,13 @@ class Engine:
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
+        each = context_ids(self.model, chunks)
         with self._lock:
             self._check_open()
-            each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for ids in each:
+                self._kv.chunks.ask_for(self._kv.chunks.key(ids, tenant))
             for job in jobs:
                 if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                     self._kv.chunks.keep_on_ssd(job.chunk.key)
@@ -394,11 +438,12 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
+        ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._lock:
             self._check_open()
             for one in each:
                 self._check_bias(one)
-            jobs = [self._make_job(prompt_ids(self.model, p), q) for p, q in zip(prompts, each, strict=True)]
+            jobs = list(map(self._make_job, ids, each))
             for job in jobs:
                 self._scheduler.submit(job)
         try:
@@ -414,7 +459,8 @@ class Engine:
         """Runs the engine until `job` ends and yields its text as it comes.
 
         Raises:
-          Exception: whatever broke the job; the engine and all other jobs go on.
+          Exception: whatever broke the job, or a step or the slots that it shared with others; the engine goes on, and
+            all jobs that had no part in it.
         """
         while True:
             ended = job.done  # Asked before its text is taken: another thread may end it in between.
@@ -590,6 +636,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._kv.truncate(session, num_tokens)
+            self._kv.note(session)  # SSD may have forgotten it with its KV.
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
@@ -644,10 +691,14 @@ class Engine:
         kept = self._kv.recall(session_id, tenant)
         return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
 
-    def _open(self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None) -> Session:
+    def _open(
+        self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
+    ) -> Session:
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = self._sessions[name] = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s)
-        self._kv.opened(session)
+        session = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s, is_kept=is_kept)
+        if is_kept:
+            self._sessions[name] = session
+            self._kv.opened(session)
         return session
 
     def _make_job(
@@ -689,27 +740,43 @@ class Engine:
         said: list[Message],
         given_ids: list[int],
         context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
     ) -> NewTurn:
         """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
         if said:
-            return new_turn(self.model, conversation.token_ids, conversation.messages, said)
-        chunks = [] if context is None else context_ids(self.model, context)
+            messages = conversation.messages
+            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
+            return texts.get(size, self._turn_behind, conversation.token_ids[-1:], messages, said)
+        chunks = [] if context is None else texts.get(num_chars(context), self._context_ids, context)
         starts = itertools.accumulate(map(len, chunks), initial=0)
         spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
         return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
 
-    def _told(self, begun: Conversation, said: list[Message]) -> tuple[Conversation | None, list[Message]]:
+    def _turn_behind(self, last_ids: list[int], messages: list[Message], said: list[Message]) -> NewTurn:
+        """What messages put behind those whose last token id is given; none before the first turn."""
+        return new_turn(self.model, last_ids, messages, said)
+
+    def _context_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return context_ids(self.model, context)
+
+    def _turn_with_replies(self, messages: list[Message]) -> NewTurn:
+        return new_turn(self.model, [], [], messages, finds_replies=True)
+
+    def _told(
+        self, begun: Conversation, said: list[Message], texts: Texts
+    ) -> tuple[Conversation | None, list[Message]]:
         """A history that is told at once as a conversation that was held, and the messages behind its last reply.
 
         No conversation, and all of the messages, where there is no reply before the last of them.
         """
         num_before = len(begun.messages)
-        turn = new_turn(self.model, [], [], [*begun.messages, *said], finds_replies=True)
+        everything = [*begun.messages, *said]
+        turn = texts.get(_num_chars(everything), self._turn_with_replies, everything)
         ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
         if not ends:
             return None, said
         num_tokens, num_messages = ends[-1]
-        messages = [*begun.messages, *said][:num_messages]
+        messages = everything[:num_messages]
         chain = chain_of(messages[num_before:], begun.chain)
         history = Conversation(
             token_ids=turn.ids[:num_tokens],
@@ -838,3 +905,8 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages and in the texts of their contexts."""
+    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from ca_jax.conversations import Conversation, Message, as_messages
 from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
+from ca_jax.text_work import Texts
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine
@@ -74,17 +76,21 @@ class Session:
         *,
         tenant: str = "",
         ttl_s: float | None = None,
+        is_kept: bool = True,
     ) -> None:
         self._engine = engine
         self._job: Job | None = None
         self._closed = False
         self._conversation = conversation
+        self._packed_ids: np.ndarray | None = None
         self.session_id = session_id
         """Names the conversation in the store."""
         self.tenant = tenant
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
+        self.is_kept = is_kept
+        """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
@@ -114,6 +120,13 @@ class Session:
     def token_ids(self) -> list[int]:
         """The conversation as the model sees it: templates, answers and stop tokens, but not what has left."""
         return self._conversation.token_ids
+
+    @property
+    def packed_ids(self) -> np.ndarray:
+        """`token_ids` as int32 `[T]`; once asked for it is kept, and what a turn adds is put behind."""
+        if self._packed_ids is None:
+            self._packed_ids = np.fromiter(self.token_ids, np.int32)
+        return self._packed_ids
 
     @property
     def num_dropped(self) -> int:
@@ -194,11 +207,13 @@ class Session:
         context: Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        texts: Texts | None = None,
         truncation: Truncation = "auto",
     ) -> Job:
         """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
 
-        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does.
+        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
+        `TextWork`, as `Engine.submit_turn` says.
         """
         self._check_ready()
         if not isinstance(priority, int) or isinstance(priority, bool):
@@ -209,7 +224,7 @@ class Session:
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
         self._job = self._engine.submit_turn(
-            self, new, sampling or SamplingParams(), priority, context, truncation=truncation
+            self, new, sampling or SamplingParams(), priority, context, texts, truncation
         )
         return self._job
 
@@ -252,6 +267,8 @@ class Session:
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""
+        if conversation.token_ids is not self._conversation.token_ids:
+            self._packed_ids = None
         self._conversation = conversation
 
     def _check_ready(self) -> None:
@@ -261,8 +278,9 @@ class Session:
         if self.is_busy:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def adopt(self, job: Job) -> None:
-        """Makes an ended turn part of the conversation; for the engine."""
+    def adopt(self, job: Job, reason: FinishReason) -> None:
+        """Makes a turn that ends for a reason part of the conversation; for the engine."""
+        num_before = len(self.token_ids)
         self._conversation = self._conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
             job.messages,
@@ -271,8 +289,11 @@ class Session:
             job.attention,
             job.given_ids,
         )
+        if self._packed_ids is not None:
+            added = np.fromiter(self.token_ids[num_before:], np.int32)
+            self._packed_ids = np.concatenate([self._packed_ids, added])
         self.usage = job.usage()
-        self.finish_reason = job.finish_reason
+        self.finish_reason = reason
 
     def end(self) -> None:
         """Takes no more turns; for the engine."""

@@ -9,6 +9,7 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -300,14 +301,19 @@ class Truncator:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} decodes without a slot")
         prefill = self._runner.start_prefill(job.slot, token_ids, 0)
+
+        def save(layer: int, kv: jax.Array) -> None:
+            if saver is not None:
+                saver.add_layer(layer, self._runner.at_rest(kv))
+
         while prefill.num_left:
             tokens = prefill.tokens[prefill.num_done : prefill.num_done + self._runner.chunk_tokens]
-            if saver is None:
-                self._runner.run_pass(prefill, len(tokens))
-                continue
-            saver.begin_pass(tokens, prefill.num_done)
-            self._runner.run_pass(prefill, len(tokens), on_layer=saver.add_layer)
-            saver.end_pass()
+            if saver is not None:
+                self._kv.write_buffer.make_room(len(tokens))
+                saver.begin_pass(tokens, prefill.num_done)
+            self._runner.run_pass(prefill, len(tokens), on_layer=save)
+            if saver is not None:
+                saver.end_pass()
         self._runner.insert(prefill)
 
     def _count(self, discarded: np.ndarray) -> None:

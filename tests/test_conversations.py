@@ -20,7 +20,7 @@ def numbers(values: list, dtype: str) -> str:
 
 
 GOOD = {
-    "format": 4,
+    "format": 5,
     "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
@@ -34,6 +34,7 @@ GOOD = {
     "chain": "0123abcd",
     "states": [["0123abcd", 3]],
     "cut_by": "a rule",
+    "generation": 7,
 }
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
@@ -67,8 +68,10 @@ def test_it_comes_back_as_it_was(token_ids, messages, turn_starts, rest):
 
 
 def test_every_field_is_among_the_bytes():
-    assert {field.name for field in dataclasses.fields(Conversation)} == GOOD.keys() - {"format"}
-    assert Conversation.from_bytes(packed(GOOD)) == Conversation(
+    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == GOOD.keys() - {"format"}
+    found = Conversation.from_bytes(packed(GOOD))
+    assert found.generation == 7
+    assert found == Conversation(
         token_ids=[1, 2, 3],
         messages=[{"role": "user", "content": "hi"}],
         turn_starts=[(0, 0)],
@@ -85,18 +88,23 @@ def test_every_field_is_among_the_bytes():
     )
 
 
-def of_format_3(**changes):
-    older = {name: value for name, value in GOOD.items() if name not in ("states", "cut_by")} | {"format": 3}
+def of_older_format(number, **changes):
+    newer = ("states", "cut_by", *(["generation"] if number == 3 else []))
+    older = {name: value for name, value in GOOD.items() if name not in newer} | {"format": number}
     return Conversation.from_bytes(packed(older | changes))
 
 
-def test_one_of_format_3_is_found_by_no_history_and_goes_on_by_name():
+@pytest.mark.parametrize("number", [3, 4])
+def test_one_of_an_older_format_is_found_by_no_history_and_goes_on_by_name(number):
     """Its chain leaves contexts out: one that has any may not be taken for one that has none."""
     hi = {"role": "user", "content": "hi"}
-    plain = of_format_3(num_dropped=0, chain=chain_of([hi]))
+    plain = of_older_format(number, num_dropped=0, chain=chain_of([hi]))
     assert (plain.chain, plain.states, plain.cut_by) == (chain_of([hi]), [], "")
     with_context = {**hi, "content": "a document\n\nhi"}
-    for other in (of_format_3(num_dropped=0, chain=chain_of([hi]), messages=[with_context]), of_format_3()):
+    for other in (
+        of_older_format(number, num_dropped=0, chain=chain_of([hi]), messages=[with_context]),
+        of_older_format(number),
+    ):
         assert other.chain not in (chain_of([hi]), chain_of([with_context]), GOOD["chain"])
         assert (other.states, other.token_ids) == ([], [1, 2, 3])
 
@@ -149,15 +157,70 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
-@pytest.mark.parametrize("missing", sorted(GOOD.keys()))
+@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"generation"}))
 def test_a_field_that_is_missing_is_named(missing):
     with pytest.raises(ValueError, match=missing):
         Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="format of a conversation must be 3 or 4, got 1"):
+    with pytest.raises(ValueError, match="wanted a conversation of format 5, found 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
+
+
+def grown(conversation: Conversation, data) -> Conversation:
+    """After something that may happen to a conversation."""
+    num_tokens = len(conversation.token_ids)
+    change = data.draw(st.sampled_from(["turn", "turn", "turn", "slid", "fused", "repair", "cut", "take"]))
+    if change == "turn":
+        ids = [*conversation.token_ids, *data.draw(st.lists(INT32, max_size=5))]
+        user, answer = data.draw(st.text(max_size=5)), data.draw(st.text(max_size=5))
+        return conversation.with_turn(ids, as_messages(user), answer, conversation.positions)
+    if change == "cut":
+        gone = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), bool)
+        return conversation.cut(gone, keeps_positions=data.draw(st.booleans()))
+    number = data.draw(st.integers(0, num_tokens))
+    changes = {
+        "slid": lambda: conversation.slid(number),
+        "fused": lambda: conversation.fused(number),
+        "repair": lambda: conversation.with_repair(number, drifts=True),
+        "take": lambda: conversation.take(number),
+    }
+    return changes[change]()
+
+
+@given(data=st.data())
+def test_with_what_was_added_behind_it_it_is_what_it_has_become(data):
+    conversation = Conversation.begin([SYSTEM])
+    before, note = conversation, conversation.to_bytes()
+    for _ in range(data.draw(st.integers(1, 8))):
+        generation = conversation.generation
+        conversation = grown(conversation, data)
+        assert conversation.generation >= generation
+        if data.draw(st.booleans()):
+            added = conversation.added_to(before)
+            before, note = conversation, conversation.to_bytes() if added is None else note + added
+        found = Conversation.from_bytes(note)
+        assert (found, found.generation) == (before, before.generation)
+
+
+def test_what_is_added_is_as_large_as_what_is_new():
+    before = of_turns(*[10] * 200)
+    after = before.with_turn([*before.token_ids, *range(10)], as_messages("a message"), "an answer")
+    assert len(after.added_to(before)) < 1000 < len(before.to_bytes())
+    assert before.added_to(before.cut(mask(2000, 3))) is None
+    assert before.added_to(after) is None
+    other = before.with_turn(before.token_ids, as_messages("a message"), "", attention=np.ones(2000))
+    assert other.added_to(before) is None, "attention changes for all tokens"
+
+
+def test_what_is_added_to_another_state_is_refused():
+    before = of_turns(10, 20)
+    after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
+    with pytest.raises(ValueError, match="wanted what comes behind"):
+        Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])
 
 
 @pytest.mark.parametrize("value", [[], "text", 3, None])

@@ -32,8 +32,8 @@ _INTEGERS = {
 _NUMBERS = {
     "max_tpot_ms": "Most milliseconds between two tokens of an answer for the sake of others' prefill; by default a "
     "whole pass.",
-    "read_buffer_gib": "Most memory of the device that KV loaded ahead of its use takes, GiB; by default room for a "
-    "full context window.",
+    "read_buffer_gib": "Most memory of the device that KV loaded ahead of its use takes, GiB, beside the two layers in "
+    "use; by default room for a full context window.",
     "write_buffer_gib": "Most memory of the device that new KV waiting to be saved takes, GiB.",
 }
 _READ_BUFFER = (

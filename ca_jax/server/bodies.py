@@ -181,7 +181,9 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
     functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
     function_call: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = Field(None, description="Not served.")
+    store: Literal[False] | None = Field(
+        None, description="False: nothing of the request is kept when it has ended, neither what was said nor its KV."
+    )
     metadata: dict[str, str] | None = Field(None, description="Not looked at.")
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = Field(None, description="Not looked at.")

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Sequence
 
@@ -29,8 +30,11 @@ from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
+from ca_jax.text_work import MESSAGE_CHARS, Texts, num_chars
 
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
+
+_HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,29 +49,36 @@ class Found:
 
 
 class Router:
-    """States of the conversations of all tenants by name. Keeps open conversations, and those known, under a cap.
+    """States of the conversations of all tenants by name. Keeps each tenant's open ones, and those known, under a cap.
 
     Args:
       engine: whose conversations.
-      max_open_sessions: most that are open; of those, what was used least recently is released to the store.
+      max_open_sessions: most of a tenant that are open; of its own, what was used least recently is released to the
+        store.
     """
 
     def __init__(self, engine: Engine, max_open_sessions: int) -> None:
         self._engine = engine
         self._max_open = max_open_sessions
         self.max_known = _KNOWN_PER_OPEN * max_open_sessions
-        """Most conversations that are found by their history."""
+        """Most conversations of a tenant that are found by their history."""
         self._states: dict[tuple[str, str], str] = {}  # Names of sessions, by tenant and chain.
-        self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
-        self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
+        # By tenant and session; those that are open likewise.
+        self._chains: dict[str, collections.OrderedDict[str, list[str]]] = collections.defaultdict(
+            collections.OrderedDict
+        )
+        self._used: dict[str, collections.OrderedDict[str, None]] = collections.defaultdict(collections.OrderedDict)
 
-    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message], state: str | None = None) -> Found:
+    def by_id(
+        self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None
+    ) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
         Args:
           tenant: whose request it is.
           session_id: of a conversation of that tenant.
           messages: new ones alone, or the whole conversation with new ones behind it.
+          texts: as of `by_history`.
           state: the chain that it must end with.
 
         Raises:
@@ -77,8 +88,6 @@ class Router:
           InvalidRequestError: the messages are neither.
         """
         session = self.find(tenant, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
         if state is not None and session.conversation.chain != state:
@@ -87,8 +96,7 @@ class Router:
                 f"{len(session.messages)} messages; it was gone on with, perhaps by an answer that never arrived, "
                 "or lost its last turns as the system went down: send the whole history"
             )
-        self._use(session)
-        num_known = _num_known(session.conversation, messages)
+        num_known = _num_known(session.conversation, messages, texts)
         if num_known:
             return Found(session, list(messages[num_known:]), is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
@@ -99,18 +107,19 @@ class Router:
             )
         return Found(session, list(messages), is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message], *, may_drop: bool = True) -> Found:
+    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
           messages: the whole history, oldest first, with its contexts.
+          texts: has their names, or raises `TextWork` where that is much to hash.
           may_drop: whether it may be one that tokens have left.
         """
         # Behind an earlier reply more than one turn would come at once: that begins anew, and is cut as what is told.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
         num_known = max(replies, default=0)
-        chain = chain_of(messages[:num_known])
+        chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
         name = self._states.get((tenant, chain))
         session = None if name is None else self._at(tenant, name, chain, may_drop)
         if session is not None:
@@ -126,20 +135,40 @@ class Router:
           InvalidRequestError: there is one of that name.
         """
         taken = InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
-        if session_id is not None and self.find(tenant, session_id) is not None:
+        if session_id is not None and self.look(tenant, session_id) is not None:
             raise taken
         name = engine_name(tenant, session_id or uuid.uuid4().hex)
         try:
             session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
         except TenantError:
             raise taken from None
-        self._use(session)
+        self.use(session)
         return session
 
-    def find(self, tenant: str, session_id: str) -> Session | None:
-        """The conversation of a client's name; None if there is none, or what is stored by that name is not its own."""
+    def find(self, tenant: str, session_id: str) -> Session:
+        """The conversation of a client's name, which is open from now on.
+
+        Raises:
+          UnknownSessionError: there is none, or what is stored by that name is not its own.
+        """
+        unknown = UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         try:
-            return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+            session = self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+        except TenantError:
+            raise unknown from None
+        if session is None:
+            raise unknown
+        self.use(session)
+        return session
+
+    def look(self, tenant: str, session_id: str) -> Conversation | None:
+        """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises."""
+        name = engine_name(tenant, session_id)
+        opened = self._engine.opened(name, tenant=tenant)
+        if opened is not None:
+            return opened.conversation
+        try:
+            return self._engine.stored.conversation(name, tenant=tenant)
         except TenantError:
             return None
 
@@ -151,14 +180,15 @@ class Router:
                 self._engine.release(session)
 
     def sibling(self, session: Session, num_tokens: int) -> Session:
-        """Another conversation that begins like one that is about to go on, for another answer to the same."""
-        forked = self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
-        self._use(forked)
-        return forked
+        """Another conversation that begins like one that is about to go on, for another answer to the same.
+
+        Not in use yet: with all that one request goes on with it would count, and the first could be released.
+        """
+        return self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
 
     def ended(self, job: Job) -> str | None:
         """Notes where a turn's conversation stands now that it has ended; its chain."""
-        if job.session is None:
+        if job.session is None or not job.session.is_kept:
             return None
         if job.output_ids:
             self.note(job.session.tenant, job.session.session_id, job.session.conversation)
@@ -169,12 +199,13 @@ class Router:
         if self._tokens_at(conversation, conversation.chain) is None:
             return
         self._states[tenant, conversation.chain] = session_id
-        chains = self._chains.setdefault((tenant, session_id), [])
-        self._chains.move_to_end((tenant, session_id))
+        known = self._chains[tenant]
+        chains = known.setdefault(session_id, [])
+        known.move_to_end(session_id)
         if not chains or chains[-1] != conversation.chain:
             chains.append(conversation.chain)
-        while len(self._chains) > self.max_known:
-            self.forget(*next(iter(self._chains)))
+        while len(known) > self.max_known:
+            self.forget(tenant, next(iter(known)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
         """Notes where a stored conversation stands that is not open."""
@@ -184,10 +215,10 @@ class Router:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
-        for chain in self._chains.pop((tenant, session_id), ()):
+        for chain in self._chains[tenant].pop(session_id, ()):
             if self._states.get((tenant, chain)) == session_id:
                 del self._states[tenant, chain]
-        self._used.pop((tenant, session_id), None)
+        self._used[tenant].pop(session_id, None)
 
     @property
     def num_states(self) -> int:
@@ -200,14 +231,16 @@ class Router:
         if session is None:
             self.forget(tenant, session_id)
             return None
-        self._use(session)
+        self.use(session)
         conversation = session.conversation
         num_tokens = self._tokens_at(conversation, chain)
         if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
         if num_tokens == len(conversation.token_ids) and not session.is_busy:
             return session
-        return self.sibling(session, num_tokens)
+        forked = self.sibling(session, num_tokens)
+        self.use(forked)
+        return forked
 
     def _tokens_at(self, conversation: Conversation, chain: str) -> int | None:
         """How many tokens a conversation had where a history ends; None if it is not to go on there.
@@ -218,19 +251,30 @@ class Router:
         found = (num_tokens for name, num_tokens in conversation.states if name == chain)
         return next(found, None) if is_as_told else None
 
-    def _use(self, session: Session) -> None:
-        """Notes a use; releases what was not used for longest where too many are open."""
-        self._used[session.tenant, session.session_id] = None
-        self._used.move_to_end((session.tenant, session.session_id))
-        while len(self._used) > self._max_open:
-            tenant, session_id = next(iter(self._used))
-            oldest = self._engine.find_session(session_id, tenant=tenant)
+    def use(self, session: Session) -> None:
+        """Notes a use; releases what its tenant has not used for longest where that has too many open."""
+        used = self._used[session.tenant]
+        used[session.session_id] = None
+        used.move_to_end(session.session_id)
+        while len(used) > self._max_open:
+            session_id = next(iter(used))
+            oldest = self._engine.opened(session_id, tenant=session.tenant)
             if oldest is not None and oldest.is_busy:
-                self._used.move_to_end((tenant, session_id))
+                used.move_to_end(session_id)
                 return
             if oldest is not None:
                 self._engine.release(oldest)
-            del self._used[tenant, session_id]
+            del used[session_id]
+
+
+def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
+    """The chain behind each message; raises `TextWork` where there is much to hash."""
+    size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
+    return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages)
+
+
+def _chains(messages: Sequence[Message]) -> list[str]:
+    return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=""))[1:]
 
 
 def engine_name(tenant: str, session_id: str) -> str:
@@ -243,11 +287,7 @@ def client_name(tenant: str, name: str) -> str:
     return name.removeprefix(f"{tenant}/") if tenant else name
 
 
-def _num_known(conversation: Conversation, messages: Sequence[Message]) -> int:
+def _num_known(conversation: Conversation, messages: Sequence[Message], texts: Texts) -> int:
     """How many of the first messages are all that was said in a conversation; 0 where none are."""
-    chain = ""
-    for number, message in enumerate(messages[:-1], 1):
-        chain = chain_of([message], chain)
-        if chain == conversation.chain:
-            return number
-    return 0
+    chains = _chains_of(messages[:-1], texts)
+    return chains.index(conversation.chain) + 1 if conversation.chain in chains else 0

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ca_jax.jobs import SamplingParams
 from ca_jax.server.router import Router
+from ca_jax.text_work import Texts
 from tests import engine_kit as kit
 from tests.server_kit import assistant, user
 
@@ -99,7 +100,7 @@ def test_a_prompt_holds_its_own_clients_text_alone(operations):
                 session.discard([place + 4])
             continue
         if what == "name" and client.name:
-            found = router.by_id("", client.name, [client.message(text, context)])
+            found = router.by_id("", client.name, [client.message(text, context)], Texts())
             client.by_name.append(found.messages[-1])
             prompt, _, _ = ask(router, found)
             assert letters(prompt) <= documents(client.by_name)
@@ -111,7 +112,7 @@ def test_a_prompt_holds_its_own_clients_text_alone(operations):
         if what == "steal":  # It says what others have said, as far as it has seen that.
             client.history = [{"role": each["role"], "content": each["content"]} for each in clients[place % 3].history]
         client.history.append(client.message(text, context))
-        prompt, ids, session = ask(router, router.by_history("", list(client.history)))
+        prompt, ids, session = ask(router, router.by_history("", list(client.history), Texts()))
         assert letters(prompt) <= documents(client.history), "somebody else's, or what it has not said this time"
         anew = engine().session()
         alone = anew.submit(list(client.history), sampling=ANSWER)

@@ -4,7 +4,7 @@ import { askJson } from "./api.js";
 import { byId, make, painter } from "./dom.js";
 import { many, shortName } from "./format.js";
 
-const MOST = 200;
+const MOST = 100;
 const PAUSE_MS = 5000; // Between two lists: whatever changes meanwhile is in the next one.
 const TITLES = "ca_jax.titles";
 
@@ -57,7 +57,7 @@ export class Sessions {
   #paint() {
     const focused = document.activeElement?.dataset?.session;
     const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
-    this.#list(named.reverse(), this.#current);
+    this.#list(named, this.#current);
     if (focused)
       byId("sessions")
         .querySelector(`[data-session="${CSS.escape(focused)}"]`)
