@@ -784,6 +784,7 @@ class Engine:
             turn_starts=[(0, num_before), *ends[:-1]],
             chain=chain,
             states=[(chain, num_tokens)],
+            generation=begun.generation,
         )
         return history, said[num_messages - num_before :]
 
