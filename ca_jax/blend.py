@@ -313,11 +313,15 @@ class Blender:
 
     def _spread(self, layer: int, kv: jax.Array) -> jax.Array:
         if not layer:
-            places = self._plan.places
-            self._x, self._positions = self._x[:, places], self._to_device(places)
+            chosen, place = self._plan.places, np.arange(kv.shape[1])
+            num_rows = max(dataclasses.replace(self._plan, num_tokens=kv.shape[1]).counts[0], len(chosen))
+            places = kv.shape[1] + np.arange(num_rows, dtype=np.int32)  # As many for all plans over so many places.
+            places[: len(chosen)] = chosen
+            self._x = self._x[:, np.minimum(places, self._x.shape[1] - 1)]
+            self._positions = self._to_device(places)
             start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of others.
-            place = np.arange(kv.shape[1])
-            masks = places >= max(start, _UNFIT_TOKENS), (place >= start) & (place < self._plan.num_tokens)
+            is_fitted = (places >= max(start, _UNFIT_TOKENS)) & (places < kv.shape[1])
+            masks = is_fitted, (place >= start) & (place < self._plan.num_tokens)
             self._carried = tuple(map(self._to_device, masks))
         self._x, fused = blend_layer(
             self._config,
@@ -335,7 +339,7 @@ class Blender:
 
 def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> BlendPlan | None:
     """How many of a truncated context's tokens are computed anew in which layer; None where none are."""
-    if not num_tokens or not (overflow.anchor_tokens or overflow.repair_ratio):
+    if not num_tokens or not overflow.recomputes:
         return None
     plan = BlendPlan(
         num_layers=num_layers,

@@ -188,8 +188,8 @@ class Prefilling:
                 each.add_to(received)
             self.job.attention = received
         new_tokens = len(self._prefill.tokens)
-        is_fused = self._history is not None and bool(self._history.chunks)
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens or is_fused:
+        was_mended = self.job.repaired_tokens or (self._history is not None and bool(self._history.chunks))
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens or was_mended:
             return
         load = None if self._history is None else self._history.load
         padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)

@@ -384,8 +384,10 @@ class Runner:
             kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
         if plan is not None:
             blender = self.blender(plan, [0] * plan.num_tokens)
-            alike = len(self._kinds) == 1
-            for layer in range(min(plan.check_layers + 2, plan.num_layers) if alike else plan.num_layers):
+            num_layers = plan.num_layers
+            if len(self._kinds) == 1:
+                num_layers = 1 if plan.spreads else min(plan.check_layers + 2, num_layers)
+            for layer in range(num_layers):
                 blender.layer(layer, kv)
 
     def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:

@@ -150,6 +150,9 @@ REPAIRS = {
     "drift and anchor": {"drift": True, "anchor_tokens": 16, "keep_first": 0},
     "drift, then all": {"drift": True, "repair_ratio": 1.0},
     "all, spread": {"repair_ratio": 1.0, "repair": "spread"},
+    "spread": {"repair_ratio": 0.5, "repair": "spread", "anchor_tokens": 8},
+    "drift, then spread": {"drift": True, "repair_ratio": 0.5, "repair": "spread", "keep_first": 0},
+    "default": {name: getattr(OverflowConfig(), name) for name in ("repair", "repair_ratio", "anchor_tokens")},
 }
 
 
@@ -196,7 +199,9 @@ def test_repair_after_cuts_in_an_answer(name, max_tokens, num_cuts, drift):
 
 
 def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
-    return num_tokens if overflow.repair_ratio == 1 else min(overflow.anchor_tokens, num_tokens)
+    if overflow.repair_ratio == 1:
+        return num_tokens
+    return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)
 
 
 def test_all_of_it_repaired_is_a_fresh_prefill():
