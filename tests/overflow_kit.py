@@ -285,11 +285,15 @@ class Recorded:
         return self.choices[-1]
 
 
-def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> OverflowConfig:
+def plain(**changes: object) -> OverflowConfig:
     """An `OverflowConfig` that repairs nothing but what is said; what deviates, unless that is said too."""
     repair = "deviating" if {"anchor_tokens", "repair_ratio"} & changes.keys() else "none"
-    values = {"repair": repair, "anchor_tokens": 0, "repair_ratio": 0.0, **changes}
-    return OverflowConfig(keep_first_tokens=keep_first, truncation_ratio=ratio, **values)
+    return OverflowConfig(**{"repair": repair, "anchor_tokens": 0, "repair_ratio": 0.0, **changes})
+
+
+def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> OverflowConfig:
+    """The same, by shorter names."""
+    return plain(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
 
 
 def dram_store(num_blocks: int = 1000) -> StoreConfig:
