@@ -146,6 +146,9 @@ class Engine:
             timeline=timeline,
             sharding=model.sharding,
         )
+        kept, overflow = kept_window(model.config, self.config, self.window), self.config.overflow
+        if kept is not None and overflow is not None:  # What leaves is what no layer looks back to: none to repair.
+            overflow = dataclasses.replace(overflow, repair="none")
         layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
         self._kv = SessionKV(
@@ -156,13 +159,11 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
-            window=kept_window(model.config, self.config),
+            window=kept,
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
-        self._truncator = Truncator(
-            self.config.overflow, drift, self._kv, self._runner, self.metrics, window=self.window
-        )
+        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics, window=self.window)
         self._batch = Batch(
             self._scheduler,
             self._runner,

@@ -83,9 +83,7 @@ class Truncator:
     def repairs(self) -> bool:
         """Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill."""
         overflow = self._overflow
-        if overflow is None or overflow.method != "ca":
-            return False
-        return bool(self._drift is not None or overflow.anchor_tokens or overflow.repair_ratio)
+        return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
 
     def repaired(self, session: Session, load: LayerLoad | SharedLoad, token_ids: list[int]) -> RepairedHistory | None:
         """A history of a session as its prefill should read it, if that is not as it is stored.
@@ -121,10 +119,12 @@ class Truncator:
         self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift)
         if overflow.method != "ca":
             return
-        if overflow.anchor_tokens:
+        if overflow.recomputes and overflow.anchor_tokens:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
         if self.repairs:
-            self._runner.warm_up_repair(repair_plan(overflow, self._runner.num_layers, num_left), self._drift)
+            for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
+                plan = repair_plan(overflow, self._runner.num_layers, min(size, self._window))
+                self._runner.warm_up_repair(plan, self._drift)
 
     # Between turns.
 
@@ -248,7 +248,7 @@ class Truncator:
         elif not recomputes:
             drift, keep_first = self._drift if overflow.method == "ca" else None, overflow.keep_first_tokens
             self._runner.slots.cut(slot, kept, rotates=overflow.method == "ca", drift=drift, drifts_from=keep_first)
-            if overflow.method == "ca" and overflow.anchor_tokens and len(kept):
+            if overflow.recomputes and overflow.anchor_tokens and len(kept):
                 self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
         job.dropped_tokens += int(discarded.sum())
         job.num_gone += int(discarded.sum())
