@@ -267,12 +267,12 @@ class _MovingFuture(Future):
         self._timer = timer
         future.add_done_callback(lambda done: self.set_result(done.result()))
 
-    def result(self, timeout: float | None = None) -> object:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         while not self.done():
             self._timer.advance(1)
             if timeout is not None and not self.done():
                 raise TimeoutError
-        return super().result()
+        return super().exception()
 
 
 @pytest.fixture
