@@ -11,18 +11,21 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Message = dict[str, str]
-"""One message: `role` ("system", "user", "assistant") and `content`."""
-_FORMAT = 4
-_READABLE = (3, _FORMAT)  # What was written before additions is one without any.
+Message = dict[str, Any]
+"""One message: `role` ("system", "user", "assistant") and `content`. It may have a `context`: chunks, as text or as
+lists of token ids, that stand in front of its content and are part of it."""
+OTHERWISE = "otherwise"
+"""In `Conversation.cut_by`: the messages alone do not say which tokens left."""
+_FORMAT = 5
+_READABLE = (3, 4, _FORMAT)  # What was written before additions is one without any.
 _PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
-_GROWING = ("token_ids", "messages", "turn_starts", "positions")  # Fields that a turn only adds to.
+_GROWING = ("token_ids", "messages", "turn_starts", "positions", "states")  # Fields that a turn only adds to.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,11 @@ class Conversation:
     stem: object = dataclasses.field(default_factory=object, compare=False, repr=False)
     """The same of states each of which only adds to the one before; of this process alone."""
     chain: str = ""
-    """Names all that was said so far, messages that have left too, but for their contexts; see `chain_of`."""
+    """Names all that was said so far, contexts and messages that have left included; see `chain_of`."""
+    states: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    """Chain and number of tokens at the end of each turn since tokens left last: where it can be gone on with."""
+    cut_by: str = ""
+    """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
 
     @classmethod
     def begin(cls, messages: Sequence[Message] = ()) -> Conversation:
@@ -82,7 +89,7 @@ class Conversation:
         answer: str,
         positions: Sequence[int] = (),
         attention: np.ndarray | None = None,
-        context: str = "",
+        given_ids: Sequence[int] = (),
     ) -> Conversation:
         """The conversation with a turn behind it.
 
@@ -92,12 +99,11 @@ class Conversation:
           answer: the assistant's.
           positions: at which its keys are used, where those are not their places.
           attention: that its tokens received, where that is measured.
-          context: what stood in front of the last message, part of it from now on, but not of the `chain`.
+          given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
         """
-        replied = {"role": "assistant", "content": answer}
-        said = [*messages, replied]
-        if context:
-            said = [*messages[:-1], {**messages[-1], "content": context + messages[-1]["content"]}, replied]
+        said = [*messages, {"role": "assistant", "content": answer}]
+        given = [{"role": "", "content": f"token ids {list(given_ids)}"}] if given_ids else []
+        chain = chain_of([*given, *said], self.chain)
         return dataclasses.replace(
             self,
             token_ids=list(token_ids),
@@ -105,26 +111,33 @@ class Conversation:
             turn_starts=[*self.turn_starts, (len(self.token_ids), len(self.messages))],
             positions=extended(positions, len(token_ids)) if len(positions) else [],
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
-            chain=chain_of([*messages, replied], self.chain),
+            chain=chain,
+            states=[*self.states, (chain, len(token_ids))],
             generation=self.generation + 1,
         )
 
     def take(self, num_tokens: int) -> Conversation:
         """Its first tokens, and the messages of the turns that begin before their end.
 
-        One that ends in the middle of a turn has a chain that no messages have: those are not what its tokens say.
+        One that ends where no turn did has a chain that no messages have: those are not what its tokens say.
         """
         turn_starts = [start for start in self.turn_starts if start[0] < num_tokens]
         num_messages = self.turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self.turn_starts) else None
         messages = self.messages[:num_messages]
-        chain = self.chain if num_messages is None else chain_of(messages)
-        if num_tokens not in (len(self.token_ids), *(start for start, _ in self.turn_starts)):
-            chain = chain_of([{"role": "", "content": f"cut short to {num_tokens} tokens"}], chain)
+        states = [state for state in self.states if state[1] <= num_tokens]
+        chain = chain_of([{"role": "", "content": f"cut short to {num_tokens} tokens"}], self.chain)
+        if num_tokens == len(self.token_ids):
+            chain = self.chain
+        elif states and states[-1][1] == num_tokens:
+            chain = states[-1][0]
+        elif not num_tokens and not self.num_dropped:
+            chain = chain_of(messages)
         return dataclasses.replace(
             self.with_kv_of(num_tokens),
             token_ids=self.token_ids[:num_tokens],
             messages=messages,
             chain=chain,
+            states=states,
             turn_starts=turn_starts,
             positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
@@ -156,7 +169,12 @@ class Conversation:
         )
 
     def cut(
-        self, discarded: np.ndarray, *, keeps_positions: bool = False, others: np.ndarray | None = None
+        self,
+        discarded: np.ndarray,
+        *,
+        keeps_positions: bool = False,
+        others: np.ndarray | None = None,
+        by: str = OTHERWISE,
     ) -> Conversation:
         """What is left without some tokens.
 
@@ -166,6 +184,7 @@ class Conversation:
           discarded: bool `[T]`, True where a token leaves; the first `num_slid` leave in any case, having no KV.
           keeps_positions: whether keys are used at their old positions from now on.
           others: the same for the tokens of a turn that runs, which are not of the conversation yet.
+          by: the rule that says which leave, if the messages alone say it to the rule.
         """
         discarded = discarded | (np.arange(len(discarded)) < self.num_slid)
         everything = discarded if others is None else np.concatenate([discarded, others])
@@ -184,6 +203,7 @@ class Conversation:
             token_ids=[self.token_ids[i] for i in kept],
             messages=messages,
             chain=self.chain,
+            cut_by=by if self.cut_by in ("", by) else OTHERWISE,
             generation=self.generation + 1,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
@@ -239,7 +259,9 @@ class Conversation:
                 _add(fields, json.loads(part))
             if not np.isfinite(fields["attention"]).all():
                 raise ValueError("wanted attention as finite numbers, found others")
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]]
+            messages = [_message(each) for each in fields["messages"]]
+            if fields["format"] < _FORMAT:
+                fields |= _without_contexts(fields, messages)
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
@@ -248,7 +270,9 @@ class Conversation:
                 num_slid=int(fields["num_slid"]),
                 num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
-                chain=str(fields["chain"]) if "chain" in fields else chain_of(messages),
+                chain=str(fields["chain"]),
+                states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
+                cut_by=str(fields["cut_by"]),
                 generation=int(fields.get("generation", 0)),
                 **{name: fields[name] for name in _PACKED},
             )
@@ -263,7 +287,7 @@ def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
     for name, dtype in _PACKED.items():
         part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
     behind = part.get("behind") or {}
-    if behind != {name: len(fields[name]) for name in _GROWING if fields}:
+    if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
         raise ValueError(f"wanted what comes behind what is there, found what comes behind {behind}")
     for name in behind:
         fields[name] += part.pop(name)
@@ -278,12 +302,35 @@ def as_messages(new: str | Sequence[Message]) -> list[Message]:
 def chain_of(messages: Sequence[Message], chain: str = "") -> str:
     """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
 
-    Equal names mean equal messages from the first on, character by character.
+    Equal names mean equal messages from the first on, character by character, and equal contexts, chunk by chunk; a
+    chunk of ids is another than a chunk of their text.
     """
     for message in messages:
-        said = json.dumps([chain, message["role"], message["content"]])
+        context = [message["context"]] if "context" in message else []
+        said = json.dumps([chain, message["role"], message["content"], *context])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def _message(read: Mapping[str, Any]) -> Message:
+    message: Message = {"role": str(read["role"]), "content": str(read["content"])}
+    if "context" in read:
+        message["context"] = [
+            chunk if isinstance(chunk, str) else [int(token) for token in chunk] for chunk in read["context"]
+        ]
+    return message
+
+
+def _without_contexts(fields: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """What a conversation of format 3 or 4, whose chain left contexts out, has of the newer fields.
+
+    No history finds it as it is. Where its messages do not prove that it has no context, its chain names no messages,
+    so that no history finds it later either.
+    """
+    chain = str(fields.get("chain", chain_of(messages)))
+    if fields["num_dropped"] or chain != chain_of(messages):
+        chain = chain_of([{"role": "", "content": "kept before contexts were part of a chain"}], chain)
+    return {"chain": chain, "states": [], "cut_by": OTHERWISE if fields["num_dropped"] else ""}
 
 
 def extended(positions: Sequence[int], num_tokens: int) -> list[int]:

@@ -30,7 +30,7 @@ from ca_jax import blend_costs
 from ca_jax.batch import Batch
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
-from ca_jax.conversations import Conversation, Message, as_messages, padded
+from ca_jax.conversations import Conversation, Message, as_messages, chain_of, padded
 from ca_jax.device_memory import check_buffers
 from ca_jax.drift import Drift
 from ca_jax.errors import (
@@ -46,12 +46,20 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import context_ids, messages_or_ids, prompt_ids, text_of, turn_ids, turn_parts
+from ca_jax.prompts import (
+    NewTurn,
+    context_ids,
+    given_chunks,
+    messages_or_ids,
+    new_turn,
+    prompt_ids,
+    text_of,
+)
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
-from ca_jax.session import Session
+from ca_jax.session import Session, Truncation
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
@@ -98,6 +106,8 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self._processes = processes or current()
+        if self.config.special_tokens_in_content and model.tokenizer is not None:
+            model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
         self.model = model = model.laid_out(_layout(self.config))
         num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
@@ -136,6 +146,9 @@ class Engine:
             timeline=timeline,
             sharding=model.sharding,
         )
+        kept, overflow = kept_window(model.config, self.config, self.window), self.config.overflow
+        if kept is not None and overflow is not None:  # What leaves is what no layer looks back to: none to repair.
+            overflow = dataclasses.replace(overflow, repair="none")
         layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
         self._kv = SessionKV(
@@ -146,13 +159,11 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
-            window=kept_window(model.config, self.config),
+            window=kept,
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
-        self._truncator = Truncator(
-            self.config.overflow, drift, self._kv, self._runner, self.metrics, window=self.window
-        )
+        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics, window=self.window)
         self._batch = Batch(
             self._scheduler,
             self._runner,
@@ -259,6 +270,11 @@ class Engine:
             return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
     @property
+    def truncation_rule(self) -> str:
+        """Names how tokens leave, where what was said is enough to tell which; see `Conversation.cut_by`."""
+        return self._truncator.rule
+
+    @property
     def sessions(self) -> tuple[Session, ...]:
         """Conversations that are open, oldest first."""
         return tuple(self._sessions.values())
@@ -271,6 +287,7 @@ class Engine:
         priority: int = 0,
         context: Sequence[str | Sequence[int]] | None = None,
         texts: Texts | None = None,
+        truncation: Truncation = "auto",
     ) -> Job:
         """Queues a turn; for `Session.send` and `send_ids`, which say what is raised.
 
@@ -283,11 +300,12 @@ class Engine:
           priority: as of `Session.send`; so is `context`.
           context: chunks.
           texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
+          truncation: as of `Session.send`.
         """
         submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
         while True:
             try:
-                return self._submit_turn(session, new, params, priority, context, known, submitted_s)
+                return self._submit_turn(session, new, params, priority, context, known, submitted_s, truncation)
             except TextWork as work:
                 if texts is not None:
                     raise
@@ -302,44 +320,48 @@ class Engine:
         context: Sequence[str | Sequence[int]] | None,
         texts: Texts,
         submitted_s: float,
+        truncation: Truncation,
     ) -> Job:
         with self._lock:
             self._check_open()
             self._check_bias(params)
-            said, given_ids = messages_or_ids(self.model, new)
-            chunks, context_text = list[list[int]](), ""
-            if context is not None:
-                chunks, context_text = texts.get(num_chars(context), self._context_parts, context)
-            if chunks and session.conversation.positions:
+            said, given_ids = messages_or_ids(self.model, new, context)
+            may_drop = truncation == "auto" and self.config.overflow is not None
+            begun, history = session.conversation, None
+            turn = self._new_turn(begun, said, given_ids, context, texts)
+            if may_drop and said and not begun.token_ids and len(turn.ids) >= self.window:
+                history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
+                begun = history or begun
+                turn = self._new_turn(begun, said, given_ids, context, texts)
+            if turn.chunks and begun.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
                     "naively (overflow method nkvt)"
                 )
-            before, behind = list[int](), given_ids
-            if said:
-                before, behind = self._turn_parts(session.conversation, said, bool(chunks), texts)
-            num_new = len(before) + sum(map(len, chunks)) + len(behind)
-            if chunks:
-                self._check_context(len(before) + len(behind), chunks)
-            discarded = self._truncator.for_prompt(session, num_new)
+            self._check_chunks(turn)
+            discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
             num_leaving = 0 if discarded is None else int(discarded.sum())
             if said and discarded is not None and discarded.all():  # It begins anew, with this message.
-                before, behind = self._turn_parts(session.conversation.take(0), said, bool(chunks), texts)
-                num_new = len(before) + sum(map(len, chunks)) + len(behind)
-            self._check_length(len(session.token_ids) - num_leaving + num_new)
-            if discarded is not None:
+                turn = self._new_turn(begun.take(0), said, given_ids, context, texts)
+            self._check_length(len(begun.token_ids) - num_leaving + len(turn.ids))
+            if history is not None:
+                session.resume(self._truncator.without(history, discarded))
+            elif discarded is not None:
                 self._truncator.cut(session, discarded)
-            ids = [*session.token_ids, *before, *itertools.chain.from_iterable(chunks), *behind]
-            job = self._make_job(ids, params, session, priority)
+            held = session.conversation
+            job = self._make_job([*held.token_ids, *turn.ids], params, session, priority)
             job.submitted_s = submitted_s
-            job.messages = said or as_messages(text_of(self.model, given_ids))
-            job.context = context_text
-            job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
-            job.num_gone = session.conversation.num_dropped
+            job.messages, job.given_ids = said, given_ids
+            if given_ids:
+                job.messages = as_messages(text_of(self.model, given_ids))
+                if context is not None:
+                    job.messages[-1]["context"] = given_chunks(context)
+            job.dropped_tokens, job.positions, job.may_drop = num_leaving, held.positions, may_drop
+            job.num_gone = held.num_dropped
             if self._runner.with_attention:
-                job.attention = padded(session.conversation.attention, len(session.token_ids))
-            job.context_tokens = sum(map(len, chunks))
-            job.spans = self._spans(chunks, len(session.token_ids) + len(before), session.tenant)
+                job.attention = padded(held.attention, len(held.token_ids))
+            job.context_tokens = sum(num_tokens for _, num_tokens in turn.chunks)
+            job.spans = self._spans(turn, len(held.token_ids), session.tenant)
             if session.is_kept:
                 self._submit_chunks(job, session.tenant)
             self._kv.announce(job, session)
@@ -713,26 +735,65 @@ class Engine:
 
     # Chunks.
 
-    def _turn_parts(
-        self, conversation: Conversation, new: list[Message], has_context: bool, texts: Texts
-    ) -> tuple[list[int], list[int]]:
-        """New ids of a turn: those before its context, and those behind it."""
-        messages = conversation.messages
-        size = num_chars([message["content"] for message in new]) + len(messages) * MESSAGE_CHARS
-        return texts.get(size, self._parts_behind, conversation.token_ids[-1:], messages, new, has_context)
+    def _new_turn(
+        self,
+        conversation: Conversation,
+        said: list[Message],
+        given_ids: list[int],
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+    ) -> NewTurn:
+        """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
+        if said:
+            messages = conversation.messages
+            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
+            return texts.get(size, self._turn_behind, conversation.token_ids[-1:], messages, said)
+        chunks = [] if context is None else texts.get(num_chars(context), self._context_ids, context)
+        starts = itertools.accumulate(map(len, chunks), initial=0)
+        spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
+        return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
 
-    def _parts_behind(
-        self, last_ids: list[int], messages: list[Message], new: list[Message], has_context: bool
-    ) -> tuple[list[int], list[int]]:
-        """The same, behind messages whose last token id is given; none before the first turn."""
-        if has_context:
-            return turn_parts(self.model, last_ids, messages, new)
-        return [], turn_ids(self.model, last_ids, messages, new)[len(last_ids) :]
+    def _turn_behind(self, last_ids: list[int], messages: list[Message], said: list[Message]) -> NewTurn:
+        """What messages put behind those whose last token id is given; none before the first turn."""
+        return new_turn(self.model, last_ids, messages, said)
 
-    def _context_parts(self, context: Sequence[str | Sequence[int]]) -> tuple[list[list[int]], str]:
-        """The ids of each chunk of a context, and the text of all of them."""
-        chunks = context_ids(self.model, context)
-        return chunks, "".join(text_of(self.model, ids) for ids in chunks)
+    def _context_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return context_ids(self.model, context)
+
+    def _turn_with_replies(self, messages: list[Message]) -> NewTurn:
+        return new_turn(self.model, [], [], messages, finds_replies=True)
+
+    def _told(
+        self, begun: Conversation, said: list[Message], texts: Texts
+    ) -> tuple[Conversation | None, list[Message]]:
+        """A history that is told at once as a conversation that was held, and the messages behind its last reply.
+
+        No conversation, and all of the messages, where there is no reply before the last of them.
+        """
+        num_before = len(begun.messages)
+        everything = [*begun.messages, *said]
+        turn = texts.get(_num_chars(everything), self._turn_with_replies, everything)
+        ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
+        if not ends:
+            return None, said
+        num_tokens, num_messages = ends[-1]
+        messages = everything[:num_messages]
+        chain = chain_of(messages[num_before:], begun.chain)
+        history = Conversation(
+            token_ids=turn.ids[:num_tokens],
+            messages=messages,
+            turn_starts=[(0, num_before), *ends[:-1]],
+            chain=chain,
+            states=[(chain, num_tokens)],
+            generation=begun.generation,
+        )
+        return history, said[num_messages - num_before :]
+
+    def _check_chunks(self, turn: NewTurn) -> None:
+        """Raises where a turn's chunks do not fit the window, each alone or all with the turn's other tokens."""
+        if turn.chunks:
+            chunks = [turn.ids[start : start + num_tokens] for start, num_tokens in turn.chunks]
+            self._check_context(len(turn.ids) - sum(map(len, chunks)), chunks)
 
     def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
         """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""
@@ -750,14 +811,13 @@ class Engine:
                 f"leave out {num_tokens - self.window + 1} tokens of the chunks or more"
             )
 
-    def _spans(self, chunks: list[list[int]], start: int, tenant: str) -> tuple[ChunkSpan, ...]:
-        """Where chunks are in a prompt, the first at `start`; none where their KV is not to be reused."""
+    def _spans(self, turn: NewTurn, start: int, tenant: str) -> tuple[ChunkSpan, ...]:
+        """Where a turn's chunks are in a prompt, the turn at `start`; none where their KV is not to be reused."""
         if not self.config.blend.reuses_chunks:
             return ()
-        starts = itertools.accumulate(map(len, chunks), initial=start)
         return tuple(
-            ChunkSpan(self._kv.chunks.key(ids, tenant), start, len(ids))
-            for ids, start in zip(chunks, starts, strict=False)
+            ChunkSpan(self._kv.chunks.key(turn.ids[at : at + num_tokens], tenant), start + at, num_tokens)
+            for at, num_tokens in turn.chunks
         )
 
     def _submit_chunks(self, job: Job, tenant: str) -> None:
@@ -847,3 +907,8 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages and in the texts of their contexts."""
+    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

@@ -26,7 +26,7 @@ from ca_jax.layer_loader import LayerLoad, LoadError
 from ca_jax.metrics import EngineMetrics
 from ca_jax.processes import Processes, least
 from ca_jax.repair import RepairedHistory
-from ca_jax.runner import Prefill, Runner
+from ca_jax.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.shared_load import SharedLoad
@@ -189,8 +189,8 @@ class Prefilling:
                 each.add_to(received)
             self.job.attention = received
         new_tokens = len(self._prefill.tokens)
-        is_fused = self._history is not None and bool(self._history.chunks)
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens or is_fused:
+        was_mended = self.job.repaired_tokens or (self._history is not None and bool(self._history.chunks))
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens or was_mended:
             return
         load = None if self._history is None else self._history.load
         padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)
@@ -226,7 +226,10 @@ class Prefilling:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
         self._layer_since_s = time.perf_counter()
-        self._runner.run_pass(prefill, num_tokens, history, self._take_layer)
+        joined = None
+        if isinstance(history, RepairedHistory) and history.may_join and len(tokens) == prefill.num_left:
+            joined = history if len(tokens) <= JOINED_TOKENS else None
+        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, joined)
         if self.saver is not None:
             self.saver.end_pass()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from ca_jax.text_work import Texts
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine
+
+Truncation = Literal["auto", "disabled"]
+"""What becomes of a turn that the window has no room for; see `Session.send`."""
 
 
 class Answer(Iterator[str]):
@@ -138,6 +141,7 @@ class Session:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        truncation: Truncation = "auto",
     ) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
 
@@ -145,29 +149,34 @@ class Session:
         go of it ends the turn: what was generated so far stays part of the conversation.
 
         Args:
-          message: of the user; or messages, each a `role` and its `content`, where more was said since the last answer:
-            those of a conversation that was held elsewhere, say.
-          context: chunks of text, or token ids, that stand in front of the last message, part of it: documents that
-            were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk
+          message: of the user; or messages, each a `role`, its `content` and possibly its `context`, where more was
+            said since the last answer: those of a conversation that was held elsewhere, say.
+          context: the last message's: chunks of text, or token ids, that stand in front of it, part of it: documents
+            that were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk
             comes (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance. A
             text is tokenised alone, a blank line behind it.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
           priority: turns of lower values go first; none waits forever.
+          truncation: `auto` has tokens leave where the window is full, as `EngineConfig.overflow` says, those of a
+            history that is given whole too; `disabled` is an error there, and ends an answer that fills the window.
 
         Raises:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank or there is none, or a chunk, or there is a context without chunks.
-          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, an id in `logit_bias` that is
-            outside the vocabulary, or messages that the model's chat template refuses.
+          InvalidRequestError: `max_tokens` below 1, an unknown `truncation`, a context given twice, a priority that is
+            no whole number, an id in `logit_bias` that is outside the vocabulary, or messages that the model's chat
+            template refuses.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 
         Source: `context` is CacheBlend (Yao et al., EuroSys 2025).
         """
         params = _with_max_tokens(sampling, max_tokens)
-        job = self.submit(as_messages(message), context=context, sampling=params, priority=priority)
+        job = self.submit(
+            as_messages(message), context=context, sampling=params, priority=priority, truncation=truncation
+        )
         return Answer(self._engine, job)
 
     def send_ids(
@@ -178,6 +187,7 @@ class Session:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        truncation: Truncation = "auto",
     ) -> Answer:
         """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
 
@@ -187,7 +197,7 @@ class Session:
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
         params = _with_max_tokens(sampling, max_tokens)
-        job = self.submit(token_ids, context=context, sampling=params, priority=priority)
+        job = self.submit(token_ids, context=context, sampling=params, priority=priority, truncation=truncation)
         return Answer(self._engine, job)
 
     def submit(
@@ -198,6 +208,7 @@ class Session:
         sampling: SamplingParams | None = None,
         priority: int = 0,
         texts: Texts | None = None,
+        truncation: Truncation = "auto",
     ) -> Job:
         """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
 
@@ -207,10 +218,14 @@ class Session:
         self._check_ready()
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
+        if truncation not in ("auto", "disabled"):
+            raise InvalidRequestError(f"truncation must be 'auto' or 'disabled', got {truncation!r}")
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        self._job = self._engine.submit_turn(self, new, sampling or SamplingParams(), priority, context, texts)
+        self._job = self._engine.submit_turn(
+            self, new, sampling or SamplingParams(), priority, context, texts, truncation
+        )
         return self._job
 
     def rewind(self, num_tokens: int) -> None:
@@ -272,7 +287,7 @@ class Session:
             job.output.text,
             job.positions,
             job.attention,
-            job.context,
+            job.given_ids,
         )
         if self._packed_ids is not None:
             added = np.fromiter(self.token_ids[num_before:], np.int32)

@@ -340,7 +340,8 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
         self._sliding.forget(key)
-        stored, note = discarded[session.conversation.num_slid :], self.conversations.pack(key, left)
+        stored = discarded[session.conversation.num_slid :]
+        note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
 
     def invalidate(self, session: Session) -> None:

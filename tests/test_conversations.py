@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.conversations import Conversation, as_messages, chain_of, extended, padded
+from ca_jax.conversations import OTHERWISE, Conversation, as_messages, chain_of, extended, padded
 
 
 def numbers(values: list, dtype: str) -> str:
@@ -20,7 +20,7 @@ def numbers(values: list, dtype: str) -> str:
 
 
 GOOD = {
-    "format": 4,
+    "format": 5,
     "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
@@ -32,6 +32,8 @@ GOOD = {
     "to_drift": [2, 1],
     "num_slid": 1,
     "chain": "0123abcd",
+    "states": [["0123abcd", 3]],
+    "cut_by": "a rule",
     "generation": 7,
 }
 INT32 = st.integers(0, 2**31 - 1)
@@ -81,9 +83,30 @@ def test_every_field_is_among_the_bytes():
         num_slid=1,
         to_drift=[2, 1],
         chain="0123abcd",
+        states=[("0123abcd", 3)],
+        cut_by="a rule",
     )
-    older = {name: value for name, value in GOOD.items() if name not in ("chain", "generation")} | {"format": 3}
-    assert Conversation.from_bytes(packed(older)).chain == chain_of([{"role": "user", "content": "hi"}])
+
+
+def of_older_format(number, **changes):
+    newer = ("states", "cut_by", *(["generation"] if number == 3 else []))
+    older = {name: value for name, value in GOOD.items() if name not in newer} | {"format": number}
+    return Conversation.from_bytes(packed(older | changes))
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_one_of_an_older_format_is_found_by_no_history_and_goes_on_by_name(number):
+    """Its chain leaves contexts out: one that has any may not be taken for one that has none."""
+    hi = {"role": "user", "content": "hi"}
+    plain = of_older_format(number, num_dropped=0, chain=chain_of([hi]))
+    assert (plain.chain, plain.states, plain.cut_by) == (chain_of([hi]), [], "")
+    with_context = {**hi, "content": "a document\n\nhi"}
+    for other in (
+        of_older_format(number, num_dropped=0, chain=chain_of([hi]), messages=[with_context]),
+        of_older_format(number),
+    ):
+        assert other.chain not in (chain_of([hi]), chain_of([with_context]), GOOD["chain"])
+        assert (other.states, other.token_ids) == ([], [1, 2, 3])
 
 
 def test_it_is_smaller_than_its_text():
@@ -108,6 +131,8 @@ def test_other_bytes_are_refused(data):
 @example(field="token_ids", value=[float("inf")])
 @example(field="token_ids", value=[float("nan")])
 @example(field="messages", value=[{"role": "user"}])
+@example(field="messages", value=[{"role": "user", "content": "", "context": [None]}])
+@example(field="states", value=[["a"]])
 @example(field="messages", value=None)
 @example(field="turn_starts", value=[[1, 2, 3]])
 @example(field="format", value=1)
@@ -123,7 +148,7 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     except ValueError:
         return
     assert all(type(token) is int for token in found.token_ids)
-    assert all(type(text) is str for message in found.messages for text in message.values())
+    assert all(type(message[name]) is str for message in found.messages for name in ("role", "content"))
     assert all(type(number) is int for start in found.turn_starts for number in start)
     assert all(
         type(number) is int for number in (found.num_dropped, found.lineage, found.num_to_repair, *found.to_drift)
@@ -132,14 +157,14 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
-@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"chain", "generation"}))
+@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"generation"}))
 def test_a_field_that_is_missing_is_named(missing):
     with pytest.raises(ValueError, match=missing):
         Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="wanted a conversation of format 4, found 1"):
+    with pytest.raises(ValueError, match="wanted a conversation of format 5, found 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 
@@ -246,6 +271,7 @@ def test_a_turn_goes_behind_what_there_is():
         num_to_repair=4,
         to_drift=[3],
         chain=chain_of(messages_of(0, 1)),
+        states=[(chain_of(messages_of(0)), 10), (chain_of(messages_of(0, 1)), 30)],
     )
     assert before.messages == messages_of(0)  # As it was.
 
@@ -272,7 +298,6 @@ def test_a_turn_brings_the_attention_that_is_known():
 def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     whole = dataclasses.replace(
         of_turns(10, 20, 30),
-        num_dropped=7,
         lineage=5,
         positions=list(range(60)),
         attention=[1.0] * 60,
@@ -284,10 +309,10 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     assert (taken.chain == chain_of(messages_of(*turns))) == is_whole
     assert taken == Conversation(
         chain=taken.chain,
+        states=[state for state in whole.states if state[1] <= num_tokens],
         token_ids=list(range(num_tokens)),
         messages=messages_of(*turns),
         turn_starts=[((0, 10, 30)[turn], 1 + 2 * turn) for turn in turns],
-        num_dropped=7,
         lineage=5,
         positions=list(range(num_tokens)),
         attention=[1.0] * num_tokens,
@@ -296,16 +321,35 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     )
 
 
-def test_a_chain_names_all_that_was_said_and_no_context():
+def test_a_chain_names_all_that_was_said_with_its_contexts():
     whole = of_turns(10, 20, 30)
     assert whole.chain == chain_of(messages_of(0, 1, 2)) == chain_of(messages_of(0, 1, 2)[1:], chain_of([SYSTEM]))
     assert whole.cut(mask(60, *range(35))).chain == whole.chain, "what has left was said all the same"
     asked, told = said(3)
-    after = whole.with_turn(list(range(70)), [asked], told["content"], context="a document\n\n")
-    assert after.messages[-2:] == [{**asked, "content": f"a document\n\n{asked['content']}"}, told]
-    assert after.chain == chain_of(messages_of(0, 1, 2, 3))
+    contexts = (["a", "b"], ["b", "a"], ["ab"], [[97], "b"], ["[97]", "b"], [[97, 98]], [[9, 7, 98]], ["a", "b", ""])
+    chains = {chain_of(messages_of(0, 1, 2, 3))}
+    for context in contexts:
+        after = whole.with_turn(list(range(70)), [{**asked, "context": context}], told["content"])
+        assert Conversation.from_bytes(after.to_bytes()) == after
+        assert after.chain == chain_of([*messages_of(0, 1, 2), {**asked, "context": context}, told])
+        chains.add(after.chain)
+    chains.add(whole.with_turn(list(range(70)), [asked], told["content"], given_ids=[60, 61]).chain)
+    assert len(chains) == len(contexts) + 2
     others = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert len({chain_of(each) for each in (others, others[:1], others[::-1], [], [{**others[0], "role": "x"}])}) == 5
+
+
+def test_states_are_those_since_tokens_left_and_a_rule_is_that_of_every_cut():
+    whole = of_turns(10, 20, 30)
+    assert [num_tokens for _, num_tokens in whole.states] == [10, 30, 60]
+    cut = whole.cut(mask(60, *range(4, 14)), by="a rule")
+    assert (cut.states, cut.cut_by) == ([], "a rule")
+    more = cut.with_turn([*cut.token_ids, 1], as_messages("on"), "so")
+    assert more.states == [(more.chain, 51)]
+    assert more.cut(mask(51, 5), by="a rule").cut_by == "a rule"
+    assert more.cut(mask(51, 5)).cut_by == more.cut(mask(51, 5)).cut(mask(50, 5), by="a rule").cut_by == OTHERWISE
+    left = more.take(20)
+    assert left.chain not in (chain_of(left.messages), more.chain), "what left is not what its messages say"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +383,7 @@ def test_a_turn_that_left_takes_its_messages_with_it(gone, turns, starts):
 def test_a_conversation_without_turns_loses_tokens_alone():
     bare = Conversation(token_ids=[5, 6, 7], messages=[SYSTEM], turn_starts=[])
     assert bare.cut(mask(3, 0)) == Conversation(
-        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1
+        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1, cut_by=OTHERWISE
     )
 
 

@@ -318,6 +318,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("repaired\ntokens", "repaired_tokens", str),
         ("TTFT ms", "ttft_s", _milliseconds),
         ("TTFT /\nca", "ratio", _ratio),
+        ("TTFT / no\noverflow", "overflow_ratio", _ratio),
         ("re-\ncompiles", "recompiles", str),
     ),
     "store": (

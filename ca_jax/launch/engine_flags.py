@@ -47,6 +47,8 @@ _KV_REST_DTYPE = (
 _SWITCHES = {
     "async_save": "Save KV while computing; otherwise at the end of a turn, which waits for it.",
     "share_prefixes": "Begin new conversations with the stored KV of others that begin with the same tokens.",
+    "special_tokens_in_content": "Read special tokens that messages and documents spell as those tokens, not as text: "
+    "for trusted clients alone.",
     "recompute_if_faster": "Recompute stored KV where measured rates say that this is faster than to load it.",
 }
 

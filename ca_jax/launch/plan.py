@@ -144,7 +144,7 @@ def make_plan(
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
-    stored_tokens, kept = session_tokens, kept_window(config, engine)
+    stored_tokens, kept = session_tokens, kept_window(config, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
     ssd_block_bytes = stored_block_bytes(layout, engine.store.ssd_driver)

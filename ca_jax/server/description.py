@@ -57,7 +57,7 @@ class ListedSession(pydantic.BaseModel):
 class ShownSession(ListedSession):
     """A session with what was said in it."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]] = pydantic.Field(description="Each with its role, content and, if any, context.")
 
 
 class SessionList(pydantic.BaseModel):

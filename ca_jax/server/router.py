@@ -1,15 +1,16 @@
 """Which stored conversation a request goes on with.
 
-OpenAI's clients send the whole history with every turn. It is found again by what was said: each state of a
-conversation that a turn has ended in has a name, its message chain, which the history is looked up by from its longest
-beginning on:
+OpenAI's clients send the whole history with every turn. It is found again by what was said, contexts included: each
+state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by, up to
+its last reply:
 
     history     system, user, assistant, user, assistant, user
-    names       c1      c2    c3         c4    c5                    c5 known: go on there; else c3, else begin anew
+    names       c1      c2    c3         c4    c5                    c5 known: go on there; else begin anew
 
 A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
 is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
-is known of no conversation begins anew, and the store still finds KV of the same first tokens.
+is known of no conversation begins anew, and the store still finds KV of the same first tokens. So does what is known
+only of one that has lost other tokens than the whole history would lose: what is answered depends on the request alone.
 
 Belongs to the engine's thread.
 
@@ -24,7 +25,7 @@ import itertools
 import uuid
 from collections.abc import Sequence
 
-from ca_jax.conversations import Conversation, Message, chain_of
+from ca_jax.conversations import OTHERWISE, Conversation, Message, chain_of
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
@@ -34,15 +35,6 @@ from ca_jax.text_work import MESSAGE_CHARS, Texts, num_chars
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
 _HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A conversation at the end of one of its turns."""
-
-    session_id: str
-    num_tokens: int
-    """Tokens it had by then, those that had left by then counted too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +62,7 @@ class Router:
         self._max_open = max_open_sessions
         self.max_known = _KNOWN_PER_OPEN * max_open_sessions
         """Most conversations of a tenant that are found by their history."""
-        self._states: dict[tuple[str, str], _State] = {}
+        self._states: dict[tuple[str, str], str] = {}  # Names of sessions, by tenant and chain.
         # By tenant and session; those that are open likewise.
         self._chains: dict[str, collections.OrderedDict[str, list[str]]] = collections.defaultdict(
             collections.OrderedDict
@@ -115,22 +107,23 @@ class Router:
             )
         return Found(session, list(messages), is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts) -> Found:
+    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
-          messages: the whole history, oldest first.
+          messages: the whole history, oldest first, with its contexts.
           texts: has their names, or raises `TextWork` where that is much to hash.
+          may_drop: whether it may be one that tokens have left.
         """
-        chains = _chains_of(messages, texts)
-        for num_known in range(len(messages) - 1, 0, -1):
-            state = self._states.get((tenant, chains[num_known - 1]))
-            if state is None:
-                continue
-            session = self._at(tenant, state, messages[:num_known], chains[num_known - 1])
-            if session is not None:
-                return Found(session, list(messages[num_known:]), is_new=session.session_id != state.session_id)
+        # Behind an earlier reply more than one turn would come at once: that begins anew, and is cut as what is told.
+        replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
+        num_known = max(replies, default=0)
+        chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
+        name = self._states.get((tenant, chain))
+        session = None if name is None else self._at(tenant, name, chain, may_drop)
+        if session is not None:
+            return Found(session, list(messages[num_known:]), is_new=session.session_id != name)
         return Found(self.begin(tenant), list(messages), is_new=True)
 
     def begin(
@@ -202,9 +195,10 @@ class Router:
         return job.session.conversation.chain
 
     def note(self, tenant: str, session_id: str, conversation: Conversation) -> None:
-        """Notes where a conversation stands."""
-        key = (tenant, conversation.chain)
-        self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
+        """Notes where a conversation stands, if a history may find it there."""
+        if self._tokens_at(conversation, conversation.chain) is None:
+            return
+        self._states[tenant, conversation.chain] = session_id
         known = self._chains[tenant]
         chains = known.setdefault(session_id, [])
         known.move_to_end(session_id)
@@ -222,8 +216,7 @@ class Router:
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
         for chain in self._chains[tenant].pop(session_id, ()):
-            state = self._states.get((tenant, chain))
-            if state is not None and state.session_id == session_id:
+            if self._states.get((tenant, chain)) == session_id:
                 del self._states[tenant, chain]
         self._used[tenant].pop(session_id, None)
 
@@ -232,25 +225,31 @@ class Router:
         """States that are known."""
         return len(self._states)
 
-    def _at(self, tenant: str, state: _State, messages: Sequence[Message], chain: str) -> Session | None:
-        """A conversation in a state, itself or a fork; None if it cannot be had any more."""
-        session = self._engine.find_session(state.session_id, tenant=tenant)
+    def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
+        """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
+        session = self._engine.find_session(session_id, tenant=tenant)
         if session is None:
-            self.forget(tenant, state.session_id)
+            self.forget(tenant, session_id)
             return None
         self.use(session)
         conversation = session.conversation
-        if conversation.chain == chain and not session.is_busy:
-            return session
-        num_tokens = state.num_tokens - conversation.num_dropped
-        if conversation.chain == chain:
-            num_tokens = len(conversation.token_ids)
-        ends = {start for start, _ in conversation.turn_starts} | {len(conversation.token_ids)}
-        if num_tokens not in ends or not _ends_alike(conversation.take(num_tokens).messages, messages):
+        num_tokens = self._tokens_at(conversation, chain)
+        if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
+        if num_tokens == len(conversation.token_ids) and not session.is_busy:
+            return session
         forked = self.sibling(session, num_tokens)
         self.use(forked)
         return forked
+
+    def _tokens_at(self, conversation: Conversation, chain: str) -> int | None:
+        """How many tokens a conversation had where a history ends; None if it is not to go on there.
+
+        That is so where others of its tokens have left since than would leave a history that is told anew.
+        """
+        is_as_told = not conversation.cut_by or conversation.cut_by == self._engine.truncation_rule != OTHERWISE
+        found = (num_tokens for name, num_tokens in conversation.states if name == chain)
+        return next(found, None) if is_as_told else None
 
     def use(self, session: Session) -> None:
         """Notes a use; releases what its tenant has not used for longest where that has too many open."""
@@ -270,7 +269,7 @@ class Router:
 
 def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
     """The chain behind each message; raises `TextWork` where there is much to hash."""
-    size = num_chars([message["content"] for message in messages]) // _HASHED_CHARS
+    size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
     return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages)
 
 
@@ -292,12 +291,3 @@ def _num_known(conversation: Conversation, messages: Sequence[Message], texts: T
     """How many of the first messages are all that was said in a conversation; 0 where none are."""
     chains = _chains_of(messages[:-1], texts)
     return chains.index(conversation.chain) + 1 if conversation.chain in chains else 0
-
-
-def _ends_alike(kept: Sequence[Message], said: Sequence[Message]) -> bool:
-    """Whether what a truncation has kept of messages is a beginning and an end of those that were said."""
-    num_first = 0
-    while num_first < min(len(kept), len(said)) and kept[num_first] == said[num_first]:
-        num_first += 1
-    num_last = len(kept) - num_first
-    return num_last <= len(said) - num_first and list(kept[num_first:]) == list(said[len(said) - num_last :])

@@ -201,9 +201,10 @@ class Service:
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
-        messages = [message.message() for message in request.messages]
+        messages = request.history()
         sessions: list[Session] = []
-        num_chunks = self._checked_chunks(request.context or (), "context")
+        chunks = [chunk for message in messages for chunk in message.get("context", ())]
+        num_chunks = self._checked_chunks(chunks, "context")
 
         texts = Texts()
 
@@ -212,7 +213,8 @@ class Service:
             if request.session_id is not None:
                 found = self.router.by_id(tenant.domain, request.session_id, messages, texts, request.session_state)
             else:
-                found = self.router.by_history(tenant.domain, messages, texts)
+                may_drop = request.truncation != "disabled"
+                found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
             held = len(found.session.token_ids)
             siblings: list[Session] = []
             if request.store is False:
@@ -228,10 +230,10 @@ class Service:
                     jobs.append(
                         each.submit(
                             found.messages,
-                            context=request.context,
                             sampling=params,
                             priority=request.priority or 0,
                             texts=texts,
+                            truncation=request.truncation or "auto",
                         )
                     )
             for each in siblings:

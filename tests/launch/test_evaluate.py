@@ -99,9 +99,10 @@ def test_flags_are_fields():
 
 
 def test_a_method_may_say_what_it_has_otherwise():
-    found = parse("--task=ppl", "--data=a", "--method=tt,ca:anchor_tokens=16:repair_ratio=0.1,ca:keep_first_tokens=0")
-    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4, anchor 16, repair 10%", "ca"]
-    assert list(parse("--task=agreement", "--data=a", "--method=ca").comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
+    found = parse("--task=ppl", "--data=a", "--method=tt,ca:anchor_tokens=16:repair_ratio=0.2,ca:repair=none")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4, anchor 16, spread repair 20%", "ca, keep 4"]
+    found = parse("--task=agreement", "--data=a", "--method=ca", "--overflow_repair=none")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
     (other,) = parse("--task=ppl", "--data=a", "--method=ca:drift=a.npz:discarder=sinks").comparison.methods
     assert other == OverflowConfig(drift="a.npz", discarder="sinks")
 

@@ -60,9 +60,10 @@ def spelled(ids: np.ndarray) -> str:
     return "".join(chr(token) if 0 < token < 256 else "\0" for token in ids)
 
 
-def texts_in_store(engine) -> str:
-    """What the store has KV of, in DRAM or on its way out of it."""
-    return "\n".join(spelled(entry.token_ids) for entry in engine._kv._store._entries)
+def texts_in_memory(engine) -> str:
+    """What the store has KV of, in DRAM or on its way out of it, and what is known of conversations beside that."""
+    stored = (spelled(entry.token_ids) for entry in engine._kv._store._entries)
+    return "\n".join([*stored, repr(vars(engine._kv.conversations))])
 
 
 def kv_files(directory: Path) -> dict[str, str]:
@@ -74,7 +75,7 @@ def kv_files(directory: Path) -> dict[str, str]:
 def assert_nothing_is_kept(server, directory, before, names):
     wait_until_idle(server)
     server.engine.wait_for_saves()
-    spelt = texts_in(directory) + texts_in_store(server.engine)
+    spelt = texts_in(directory) + texts_in_memory(server.engine)
     assert "xylophone" not in spelt
     assert "vexillology" not in spelt
     assert kv_files(directory) == before
@@ -120,7 +121,7 @@ def test_it_is_answered_alike_and_nothing_of_it_is_kept(server, directory):
         chat(client, [user(SECRET)])
         server.engine.wait_for_saves()
         assert "xylophone" in texts_in(directory), "what is stored would have been seen"
-        assert "xylophone" in texts_in_store(server.engine)
+        assert "xylophone" in texts_in_memory(server.engine)
 
 
 def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, directory, monkeypatch):
@@ -135,7 +136,7 @@ def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, dire
                 pass
             assert server.engine.num_jobs[0] == 1
             server.engine.keep()
-            spelt = texts_in(directory) + texts_in_store(server.engine)
+            spelt = texts_in(directory) + texts_in_memory(server.engine)
             assert "xylophone" not in spelt
             assert "vexillology" not in spelt
             with chat(client, [user(SECRET)], stream=True, **asked):  # Pre-loaded, and never begun.
