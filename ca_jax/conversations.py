@@ -63,6 +63,8 @@ class Conversation:
     """Chain and number of tokens at the end of each turn since tokens left last: where it can be gone on with."""
     cut_by: str = ""
     """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
+    reached: str = ""
+    """How a server's clients have gone on with it: by `name`, or by `history`. Empty: in neither way yet."""
 
     @classmethod
     def begin(cls, messages: Sequence[Message] = ()) -> Conversation:
@@ -153,7 +155,7 @@ class Conversation:
         """
         taken = self.take(num_tokens)
         taken = dataclasses.replace(taken, positions=[], attention=[], to_drift=[])
-        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0)
+        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0, reached="")
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -204,6 +206,7 @@ class Conversation:
             messages=messages,
             chain=self.chain,
             cut_by=by if self.cut_by in ("", by) else OTHERWISE,
+            reached=self.reached,
             generation=self.generation + 1,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
@@ -273,6 +276,7 @@ class Conversation:
                 chain=str(fields["chain"]),
                 states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
                 cut_by=str(fields["cut_by"]),
+                reached=str(fields["reached"]),
                 generation=int(fields.get("generation", 0)),
                 **{name: fields[name] for name in _PACKED},
             )
@@ -330,7 +334,7 @@ def _without_contexts(fields: Mapping[str, Any], messages: Sequence[Message]) ->
     chain = str(fields.get("chain", chain_of(messages)))
     if fields["num_dropped"] or chain != chain_of(messages):
         chain = chain_of([{"role": "", "content": "kept before contexts were part of a chain"}], chain)
-    return {"chain": chain, "states": [], "cut_by": OTHERWISE if fields["num_dropped"] else ""}
+    return {"chain": chain, "states": [], "cut_by": OTHERWISE if fields["num_dropped"] else "", "reached": ""}
 
 
 def extended(positions: Sequence[int], num_tokens: int) -> list[int]:

@@ -34,6 +34,7 @@ GOOD = {
     "chain": "0123abcd",
     "states": [["0123abcd", 3]],
     "cut_by": "a rule",
+    "reached": "name",
     "generation": 7,
 }
 INT32 = st.integers(0, 2**31 - 1)
@@ -85,11 +86,12 @@ def test_every_field_is_among_the_bytes():
         chain="0123abcd",
         states=[("0123abcd", 3)],
         cut_by="a rule",
+        reached="name",
     )
 
 
 def of_older_format(number, **changes):
-    newer = ("states", "cut_by", *(["generation"] if number == 3 else []))
+    newer = ("states", "cut_by", "reached", *(["generation"] if number == 3 else []))
     older = {name: value for name, value in GOOD.items() if name not in newer} | {"format": number}
     return Conversation.from_bytes(packed(older | changes))
 

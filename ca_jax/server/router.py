@@ -12,6 +12,10 @@ is busy, is forked there: token ids up to there are those that were generated, a
 is known of no conversation begins anew, and the store still finds KV of the same first tokens. So does what is known
 only of one that has lost other tokens than the whole history would lose: what is answered depends on the request alone.
 
+A request is answered from text that its own client has sent or named. Two clients may have said the same so far, and
+hold the name of one conversation: once it was gone on with by its history, a request that names it must also show where
+it stands. One that is gone on with by its name is forked for whoever sends its history.
+
 Belongs to the engine's thread.
 
 Not here: KV (the store finds prefixes by itself), tenants' keys.
@@ -32,6 +36,7 @@ from ca_jax.jobs import Job
 from ca_jax.session import Session
 from ca_jax.text_work import MESSAGE_CHARS, Texts, num_chars
 
+_BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
 _HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
@@ -44,6 +49,8 @@ class Found:
     session: Session
     messages: list[Message]
     """Of the request, what is new to it."""
+    reached: str
+    """What the conversation's `reached` is from this request on."""
     is_new: bool
     """Whether it was begun or forked for this request: nobody misses it if the request fails."""
 
@@ -97,15 +104,21 @@ class Router:
                 "or lost its last turns as the system went down: send the whole history"
             )
         num_known = _num_known(session.conversation, messages, texts)
+        reached = session.conversation.reached or _BY_NAME
+        if reached == _BY_HISTORY and state is None and not num_known:
+            raise SessionMovedError(
+                f"session {session_id!r} was gone on with by its whole history: with its name must come the "
+                "session_state of its last answer, or all of its messages"
+            )
         if num_known:
-            return Found(session, list(messages[num_known:]), is_new=False)
+            return Found(session, list(messages[num_known:]), reached, is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
         if others and session.token_ids:
             raise InvalidRequestError(
                 f"messages wanted what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"found messages of {', '.join(others)} that are not the session's"
             )
-        return Found(session, list(messages), is_new=False)
+        return Found(session, list(messages), reached, is_new=False)
 
     def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
@@ -123,8 +136,9 @@ class Router:
         name = self._states.get((tenant, chain))
         session = None if name is None else self._at(tenant, name, chain, may_drop)
         if session is not None:
-            return Found(session, list(messages[num_known:]), is_new=session.session_id != name)
-        return Found(self.begin(tenant), list(messages), is_new=True)
+            is_new = session.session_id != name
+            return Found(session, list(messages[num_known:]), "" if is_new else _BY_HISTORY, is_new)
+        return Found(self.begin(tenant), list(messages), "", is_new=True)
 
     def begin(
         self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None
@@ -186,6 +200,11 @@ class Router:
         """
         return self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
 
+    def goes_on(self, found: Found) -> None:
+        """Notes that a request goes on with what was found for it."""
+        if found.session.conversation.reached != found.reached:
+            found.session.resume(dataclasses.replace(found.session.conversation, reached=found.reached))
+
     def ended(self, job: Job) -> str | None:
         """Notes where a turn's conversation stands now that it has ended; its chain."""
         if job.session is None or not job.session.is_kept:
@@ -236,7 +255,8 @@ class Router:
         num_tokens = self._tokens_at(conversation, chain)
         if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
-        if num_tokens == len(conversation.token_ids) and not session.is_busy:
+        is_free = not session.is_busy and conversation.reached != _BY_NAME
+        if num_tokens == len(conversation.token_ids) and is_free:
             return session
         forked = self.sibling(session, num_tokens)
         self.use(forked)

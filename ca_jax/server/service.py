@@ -236,6 +236,8 @@ class Service:
                             truncation=request.truncation or "auto",
                         )
                     )
+            if request.store is not False:
+                self.router.goes_on(found)
             for each in siblings:
                 self.router.use(each)
             return jobs

@@ -228,7 +228,9 @@ def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
     client.completions.create(model=sk.MODEL, prompt="once upon a time", max_tokens=4)
     client.post("/sessions", body={"session_id": "chunk 1"}, cast_to=object)
     server.engine.wait_for_saves()
-    names = [each["id"] for each in client.get("/sessions", cast_to=object)["data"]]
+    page = client.get("/sessions", cast_to=object, options={"params": {"limit": 100}})
+    assert not page["has_more"]
+    names = [each["id"] for each in page["data"]]
     assert "chunk 1" in names
     for name in names:
         assert client.get(f"/sessions/{name}", cast_to=object)["id"] == name
@@ -257,8 +259,8 @@ def test_chunks_are_computed_once_and_blended(client):
     followed = chat(client, history, 12)
     assert followed.session_id == answer.session_id, "who says the context again goes on"
     assert followed.usage.prompt_tokens > answer.usage.total_tokens
-    named = chat(client, [user("sure?")], extra_body={"session_id": answer.session_id})
-    assert named.session_id == answer.session_id
+    stands = {"session_id": answer.session_id, "session_state": followed.session_state}
+    assert chat(client, [user("sure?")], extra_body=stands).session_id == answer.session_id
     for other in (user("where is it?"), {**asked, "context": chunks}):
         anew = chat(client, [other, *history[1:]], 12)
         assert anew.session_id != answer.session_id
@@ -304,7 +306,8 @@ def test_conversations_outlive_the_server_on_ssd(tmp_path):
         assert answer.session_id == answers[0].session_id
         assert answer.usage.ca_jax["cached_tokens"] == {"ssd": answers[1].usage.total_tokens - 1}
         assert text_of(answer) == said_by_engine(followed)
-        more = chat(client, [user("say it again")], 12, extra_body={"session_id": answer.session_id})
+        stands = {"session_id": answer.session_id, "session_state": answer.session_state}
+        more = chat(client, [user("say it again")], 12, extra_body=stands)
         assert text_of(more) == said_by_engine([*followed, assistant(text_of(answer)), user("say it again")])
         truncated = chat(client, long, 12)
         assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"
