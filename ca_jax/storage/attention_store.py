@@ -357,8 +357,9 @@ class AttentionStore:
     def poll(self) -> None:
         """Takes in what has moved, begins what is due: flushes, fetches, evictions, expiry. Never blocks."""
         self._check_open()
-        self._cutting.step()
+        self._cutting.step()  # First: what is copied together need not be written before.
         self._placement.step()
+        self._cutting.step()  # And what waited for a flush.
 
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
         """Waits until all that can be on SSD is there, durably, and nothing moves; at most `timeout_s` seconds.

@@ -347,10 +347,8 @@ class SsdBooks:
             self._moves[entry.flush].left = True
 
     def relaid(self, entry: Entry) -> None:
-        """A session was copied to other blocks of DRAM, and lies otherwise in them than on SSD."""
+        """A session that is not being flushed was copied to other blocks of DRAM: it lies otherwise on SSD."""
         entry.num_same_rows = 0
-        if entry.flush is not None:
-            self._moves[entry.flush].relaid = True
 
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
@@ -462,7 +460,7 @@ class SsdBooks:
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
         entry.ssd = task.record.copy
         entry.num_same_tokens = entry.ssd.num_tokens
-        entry.num_same_rows = 0 if move.relaid else entry.ssd.places.num_places
+        entry.num_same_rows = entry.ssd.places.num_places
         self._take_in_note(entry, task.note)
         if (entry.pinned, entry.ttl_s) != (task.record.pinned, task.record.ttl_s):  # Changed while it was on its way.
             self.write_down(entry)

@@ -263,7 +263,7 @@ def test_who_discards_does_not_wait_for_the_rest_to_be_copied_together(monkeypat
 @pytest.mark.parametrize("change", ["save", "open save", "open load", "cut", "drop", "begin anew"])
 def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkeypatch):
     """What is read meanwhile is not written, and in the end it is copied as it is then."""
-    store, slow = make_store(20), SlowCopy(monkeypatch)
+    store, slow = make_store(30), SlowCopy(monkeypatch)
     kv = make_kv(LAYOUT, 44)
     save(store, "a", ids(40), kv[:, :, :40])
     kept = np.arange(3, 40, 4)
