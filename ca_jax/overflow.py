@@ -119,6 +119,11 @@ class OverflowConfig:
             )
 
 
+def leaving_at_once(config: OverflowConfig, window: int) -> int:
+    """How many tokens leave a full window at once, unless more are in the way."""
+    return max(1, round(config.truncation_ratio * window))
+
+
 def num_leaving(config: OverflowConfig, *, window: int, num_tokens: int, num_wanted: int) -> int:
     """How many tokens of a context leave so that some more fit.
 
@@ -135,7 +140,7 @@ def num_leaving(config: OverflowConfig, *, window: int, num_tokens: int, num_wan
     excess = num_tokens + num_wanted - window
     if excess <= 0:
         return 0
-    share = max(1, round(config.truncation_ratio * window))
+    share = leaving_at_once(config, window)
     return max(0, min(math.ceil(excess / share) * share, num_tokens - config.keep_first_tokens))
 
 

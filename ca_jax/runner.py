@@ -313,6 +313,7 @@ class Runner:
         if past is None or layer in prefill.inserted:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
+        prefill.past[layer] = None  # No later pass reads it.
         rotation = self._past_rotation(prefill, past)
         return self.slots.insert(
             layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -399,6 +400,29 @@ def test_a_load_that_breaks_while_it_is_repaired_is_recomputed(name, layer, drif
         pair.expect_stored_kv()
         pair.turns(10, seed=3)
         assert pair.session.usage.repaired_tokens == 0
+
+
+@pytest.mark.parametrize("broken", ["run_pass", "at_rest"])
+@pytest.mark.parametrize("name", ["all", "drift and anchor"])
+def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, drift, monkeypatch):
+    """Computing it, or packing it to be saved: what is stored gives way to nothing less than all of it."""
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    overflow, values = repairing(name, drift)
+    with ok.engine_of(overflow) as engine:
+        pair = ok.Pair(engine, drift=values)
+        pair.turns(60)
+        pair.discard(np.arange(68) % 3 == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, broken, fail)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+                ok.say(pair.session, kit.prompt(20), 4)
+        pair.turns(10)
+        assert pair.session.usage.repaired_tokens > 0
+        assert engine.metrics.failed_loads == 0
+        pair.expect_stored_kv()
 
 
 @pytest.mark.parametrize("name", ["all", "drift"])
