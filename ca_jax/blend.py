@@ -152,7 +152,8 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
     inverse = 2 / ((2 * _RIDGE + count) * size) * eye
     for _ in range(math.ceil(math.log2(_LN_TOLERANCE * (1 + new.shape[1] / (2 * _RIDGE))))):
         inverse = dot(inverse, 2 * eye - dot(ridged, inverse))
-    carried = every + mean_moved + dot(every - mean, dot(inverse, dot(centred, rest, axis=1)))
+    linear = dot(inverse, dot(centred, rest, axis=1))
+    carried = dot(every, eye + linear) + mean_moved - dot(mean, linear)
     carried = carried.reshape(2, num_kv, -1, head_dim).transpose(0, 2, 1, 3)
     return jnp.where(moves[:, None, None], carried.astype(kv.dtype), kv)
 

@@ -58,7 +58,7 @@ class RepairedHistory:
         self._blender: Blender | None = None
         if plan is not None:
             self.num_recomputed = plan.num_recomputed
-            self._blender = runner.blender(plan, token_ids[: plan.num_tokens])
+            self._blender = runner.blender(plan, token_ids)
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`."""

@@ -385,7 +385,7 @@ class Runner:
 
         Args:
           plan: how many in which layer.
-          token_ids: the history's first tokens; those that may be chosen.
+          token_ids: the history's; those that may be chosen come first.
         """
         row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
         row[0, : len(token_ids)] = token_ids
@@ -406,7 +406,7 @@ class Runner:
             for layer in range(num_layers):
                 blender.layer(layer, kv)
             if plan.spreads and not self.with_attention:
-                x = self._embedded(JOINED_TOKENS)
+                x, blender = self._embedded(JOINED_TOKENS), self.blender(plan, [0] * plan.num_tokens)
                 for layer in range(num_layers):
                     _, x, _ = blender.join(layer, kv, x, zero)
 

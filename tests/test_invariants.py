@@ -496,7 +496,7 @@ def test_none_comes_after_warmup_where_contexts_are_cut_and_repaired(tmp_path, r
         with CompileCounter() as after:
             session = engine.session()
             for length, max_tokens in ((400, 6), (150, 6), (300, 6), (33, 200), (5, 6), (3, 150), (80, 6)):
-                kit.say(session, kit.prompt(length), max_tokens, ignore_eos=True)
+                kit.say(session, kit.prompt(length), max_tokens)
             session.discard(range(10, 40))
             kit.say(session, kit.prompt(20), 6)
         assert after.count == 0

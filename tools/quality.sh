@@ -69,9 +69,9 @@ for task in $tasks; do
         awk 'NR % 2 == 0' "$data/longeval/200_lines.jsonl" >"$halves/200_lines_even.jsonl"
         evaluate longeval_held --task=longeval --data="$halves/200_lines_even.jsonl" --window=1024 --answer_tokens=8 \
             --method="tt,ca,$plain"
-        evaluate ppl_default_wikitext2 --task=ppl --data="$text" --window=1024 --max_tokens=25600 --step_tokens=512 \
+        evaluate ppl_default_wikitext2 --task=ppl --data="$text" --window=1024 --max_tokens=8192 --step_tokens=512 \
             --method="tt,ca,$plain"
-        evaluate ppl_default_c4 --task=ppl --data="$data/c4_sample.jsonl" --window=1024 --max_tokens=25600 \
+        evaluate ppl_default_c4 --task=ppl --data="$data/c4_sample.jsonl" --window=1024 --max_tokens=8192 \
             --step_tokens=512 --method="tt,ca,$plain"
         ;;
     longeval)
