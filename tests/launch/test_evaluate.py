@@ -186,10 +186,10 @@ def test_the_other_tasks_are_told_alike(text, mmlu, tmp_path):
 def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
     sizes = ("--step_tokens=32", "--max_tokens=200", f"--data={text}")
     reports = [
-        run("--task=ppl", "--method=tt,ca", "--window=128", *sizes),
+        run("--task=ppl", "--method=tt,ca:repair=none", "--window=128", *sizes),
         run("--task=ppl", "--method=tt,nkvt", "--window=96", *sizes),
-        run("--task=ppl", "--method=ca", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
-        run("--task=agreement", "--method=tt,ca", "--window=128", "--every=32", *sizes),
+        run("--task=ppl", "--method=ca:repair=none", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
+        run("--task=agreement", "--method=tt,ca:repair=none", "--window=128", "--every=32", *sizes),
     ]
     for i, report in enumerate(reports):
         report["command"] += f" --nth={i}"
@@ -211,7 +211,8 @@ def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
 
 
 def test_a_run_of_many_methods_has_a_line_for_each(text):
-    report = run("--task=ppl", "--method=ca:anchor_tokens=8", "--window=128", "--step_tokens=32", f"--data={text}")
+    method = "--method=ca:repair=deviating:repair_ratio=0:anchor_tokens=8"
+    report = run("--task=ppl", method, "--window=128", "--step_tokens=32", f"--data={text}")
     (row,) = report["rows"]
     many = {**report, "rows": [{**row, "name": f"ca, {i}"} for i in range(7)]}
     page = evaluate_report.to_markdown([report, many]).splitlines()
