@@ -103,6 +103,8 @@ class Batch:
         if not job.done:
             self._metrics.cancelled += 1
             self._finish(job, FinishReason.CANCELLED)
+            for orphan in self._kv.chunks.orphans(job):
+                self.cancel(orphan)
 
     def close(self) -> None:
         """Ends its thread. No job may run."""
@@ -160,17 +162,16 @@ class Batch:
                 self._keep_chunk(job, prefilling)
                 return
             drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
+            prefilling.finish()
+            if prefilling.saver is not None:
+                self._savers[job] = prefilling.saver
+                job.save_times = prefilling.saver.times
+            self._metrics.prompt_tokens += job.num_prompt_tokens
+            self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
+            self._scheduler.prefilled(job)
+            self._accept(job, drawn, 0)
         except Exception as error:  # As above.
             self._fail(job, error)
-            return
-        prefilling.finish()
-        if prefilling.saver is not None:
-            self._savers[job] = prefilling.saver
-            job.save_times = prefilling.saver.times
-        self._metrics.prompt_tokens += job.num_prompt_tokens
-        self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
-        self._scheduler.prefilled(job)
-        self._accept(job, drawn, 0)
 
     def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
         """A chunk was computed: it is on its way to the store, and that is all."""
@@ -195,12 +196,18 @@ class Batch:
         """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
         if prefilling is not None and prefilling.is_complete:
+            try:
+                prefilling.insert()
+            except Exception as error:  # As above: with its slot half filled it must not decode.
+                self._fail(prefilling.job, error)
+                return
             self._prefilling = None
-            prefilling.insert()
             prefilling.release()
 
     def _decode(self, jobs: list[Job]) -> None:
-        jobs = [job for job in jobs if self._makes_room(job)]
+        for job in jobs:
+            self._make_room(job)
+        jobs = [job for job in jobs if not job.done]
         if not jobs:
             return
         rows = [
@@ -211,39 +218,54 @@ class Batch:
         more = all(
             len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self._window for job in jobs
         )
-        is_alone = not self._scheduler.num_waiting and self._scheduler.prefilling is None
+        is_alone = self._scheduler.prefilling is None and not self._scheduler.may_take
         self._kv.write_buffer.make_room(len(rows))
         started_s = time.perf_counter()
 
         def await_pass() -> None:
             """The device computes these rows from when it is done with the pass before them."""
             nonlocal started_s
-            if self._prefilling is not None and self._prefilling.await_pass():
-                started_s = time.perf_counter()
+            prefilling = self._prefilling
+            if prefilling is None:
+                return
+            try:
+                if prefilling.await_pass():
+                    started_s = time.perf_counter()
+            except Exception as error:  # As above: of that job alone.
+                self._fail(prefilling.job, error)
 
-        with self._timeline.annotate("engine", "decode", rows=len(rows)):
-            drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
+        try:
+            with self._timeline.annotate("engine", "decode", rows=len(rows)):
+                drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
+            if self._savers:
+                kv = to_host_memory(kv)  # Once for all of its rows.
+        except Exception as error:  # Of all rows alike.
+            for job in jobs:
+                self._fail(job, error)
+            return
         self._decode_s = time.perf_counter() - started_s
         self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
         self._metrics.decode_steps += 1
         self._metrics.decode_s += self._decode_s
-        if self._savers:
-            kv = to_host_memory(kv)  # Once for all of its rows.
         for row, job in zip(rows, jobs, strict=True):
-            if received is not None and job.attention is not None:
-                job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
-            if job in self._savers:
-                self._savers[job].add_decoded(row.token, kv, row.slot)
-            self._accept(job, drawn, row.slot)
+            if job.done:  # It was lost with the slots, when another broke.
+                continue
+            try:
+                if received is not None and job.attention is not None:
+                    job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
+                if job in self._savers:
+                    self._savers[job].add_decoded(row.token, kv, row.slot)
+                self._accept(job, drawn, row.slot)
+            except Exception as error:  # As above.
+                self._fail(job, error)
 
-    def _makes_room(self, job: Job) -> bool:
-        """Drops tokens of a job whose context is full; whether it can go on. One that breaks ends alone."""
-        if job.num_tokens >= self._window:
+    def _make_room(self, job: Job) -> None:
+        """Drops tokens of a job whose context is full."""
+        if not job.done and job.num_tokens >= self._window:
             try:
                 self._truncator.cut_running(job, self._savers.get(job))
             except Exception as error:  # As above: a discarder may be anybody's.
                 self._fail(job, error)
-        return not job.done
 
     def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
@@ -274,22 +296,35 @@ class Batch:
         job.show_rest(job.output.finish())
         self._release(job)
         job.finished_s = time.perf_counter()
-        job.finish_reason = reason
         self._metrics.completion_tokens += len(job.output_ids)
         if reason is not FinishReason.CANCELLED:
             self._metrics.turns += 1
-        if job.session is not None and job.output_ids:
-            job.session.adopt(job)
-        self._remember(job)
+        try:
+            if job.session is not None and job.output_ids:
+                job.session.adopt(job, reason)
+            self._remember(job)
+        except Exception as error:
+            job.error = error
+            raise
+        job.finish_reason = reason  # Last: whoever sees that it is done finds its turn adopted, and in the log.
 
     def _fail(self, job: Job, error: Exception) -> None:
-        self._release(job)
-        job.error = error
-        self._remember(job)
+        """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""
+        is_lost = self._runner.slots.remake_if_broken() | self._sampler.forget_if_broken()
+        for each in (job, *self._scheduler.running) if is_lost else (job,):
+            if not each.done:
+                try:
+                    self._release(each)
+                    self._remember(each)
+                finally:
+                    each.error = error
 
     def _remember(self, job: Job) -> None:
-        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other."""
-        if job.session is not None and job.started_s:
+        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other.
+
+        Of one that is not to be, what was pre-loaded is forgotten, also where the job never began.
+        """
+        if job.session is not None and (job.started_s or not job.session.is_kept):
             self._kv.remember(job.session)
 
     def _release(self, job: Job) -> None:

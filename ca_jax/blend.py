@@ -22,6 +22,7 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -30,18 +31,19 @@ import numpy as np
 from jax import lax
 
 from ca_jax.models import rope
-from ca_jax.models.attention import attend_chosen
+from ca_jax.models.attention import attend, attend_chosen
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.sharding import ModelSharding, by_device, constrain, replicated
 from ca_jax.models.transformer import Layer
 from ca_jax.overflow import OverflowConfig
-from ca_jax.steps.common import HEADS, KV_HEADS, Params, apply
+from ca_jax.steps.common import HEADS, KV_HEADS, Params, apply, slice_rotation
 from ca_jax.transfer import to_device
 
 _COUNT_STEP = 8  # Chosen tokens are a multiple of it: each number is compiled for.
 _UNFIT_TOKENS = 16  # First tokens move as no others do: nothing is fitted to them.
 _RIDGE = 3.0  # Of the fit, times the mean squared length of what it is fitted to.
+_LN_TOLERANCE = 16.0  # Of the fit, the natural logarithm of one over it: what f32 tells apart.
 
 
 @partial(jax.jit, static_argnames=("config", "window", "sharding"))
@@ -86,10 +88,7 @@ def blend_layer(
         carried: tuple[jax.Array, ...] | None,
     ) -> tuple[jax.Array, jax.Array]:
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
-        rest = kv if carried is None else carry_along(both, positions, kv, *carried)
-        fused = rest.at[:, positions].set(both, mode="drop", unique_indices=True, indices_are_sorted=True)
-        keys = rope.rotate(fused[0], all_rotations)
-        return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
+        return _attend_fused(q, both, positions, kv, rotation, all_rotations, carried, window)
 
     def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
         in_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ())
@@ -101,8 +100,29 @@ def blend_layer(
     return constrain(x, sharding), fused
 
 
+def _attend_fused(
+    q: jax.Array,
+    new: jax.Array,
+    positions: jax.Array,
+    kv: jax.Array,
+    rotation: rope.Rotation,
+    all_rotations: rope.Rotation,
+    carried: tuple[jax.Array, ...] | None,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Chosen tokens attend to KV `[2, S, K, H]` with their own `new [2, n, K, H]` in its places; also gives that KV."""
+    rest = kv if carried is None else carry_along(new, positions, kv, *carried)
+    fused = rest.at[:, positions].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
+    keys = rope.rotate(fused[0], all_rotations)
+    return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
+
+
 def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax.Array, moves: jax.Array) -> jax.Array:
     """Moves KV as some tokens' has moved: by the map of it, a ridge regression, that says best how these moved.
+
+    The ridge bounds how ill the regression can be conditioned, so that a fixed number of Newton's steps inverts it:
+    matrix products alone. LAPACK, asked for so small a matrix in each layer, took 2 to 40 times as long, the longer the
+    more other threads computed.
 
     Args:
       new: `[2, n, K, H]`, the tokens' KV as it is now.
@@ -111,21 +131,101 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
       fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in `kv`.
       moves: bool `[S]`, places that move.
     """
-    old, every = kv.at[:, positions].get(mode="clip").astype(jnp.float32), kv.astype(jnp.float32)
-    is_fitted = fitted[:, None, None]
-    old, moved = jnp.where(is_fitted, old, 0), jnp.where(is_fitted, new.astype(jnp.float32) - old, 0)
-    weights = fitted.astype(jnp.float32)  # [n]
-    count = jnp.maximum(weights.sum(), 1.0)
-    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    mean, mean_moved = (einsum("n,cnkh->ckh", weights, each)[:, None] / count for each in (old, moved))
-    centred, rest = (old - mean) * weights[:, None, None], (moved - mean_moved) * weights[:, None, None]
-    gram = einsum("cnkh,cnkg->ckhg", centred, centred)
-    size = jnp.trace(gram, axis1=-2, axis2=-1)[..., None, None] / count
-    eye = jnp.eye(gram.shape[-1], dtype=jnp.float32)
-    factor = jnp.linalg.cholesky(gram + (_RIDGE * size + 1e-12) * eye)  # LU took 300 ms where other threads were busy.
-    linear = jax.scipy.linalg.cho_solve((factor, True), einsum("cnkh,cnkg->ckhg", centred, rest))
-    carried = every + mean_moved + einsum("cskh,ckhg->cskg", every - mean, linear)
+    num_kv, head_dim = kv.shape[2:]
+
+    def by_head(kv: jax.Array) -> jax.Array:  # [2, T, K, H] to [2K, T, H]
+        return kv.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(2 * num_kv, -1, head_dim)
+
+    def dot(a: jax.Array, b: jax.Array, axis: int = 2) -> jax.Array:
+        return lax.dot_general(a, b, (((axis,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
+
+    every, is_fitted = by_head(kv), fitted[:, None]
+    old = jnp.where(is_fitted, by_head(kv.at[:, positions].get(mode="clip")), 0)
+    moved = jnp.where(is_fitted, by_head(new) - old, 0)
+    count = jnp.maximum(fitted.sum(), 1).astype(jnp.float32)
+    mean, mean_moved = (each.sum(1, keepdims=True) / count for each in (old, moved))
+    centred, rest = (jnp.where(is_fitted, each, 0) for each in (old - mean, moved - mean_moved))
+    gram = dot(centred, centred, axis=1)
+    size = jnp.trace(gram, axis1=1, axis2=2)[:, None, None] / count + 1e-12
+    eye = jnp.eye(head_dim, dtype=jnp.float32)
+    ridged = gram + _RIDGE * size * eye  # Its eigenvalues are from `_RIDGE` to `_RIDGE + count` times `size`.
+    inverse = 2 / ((2 * _RIDGE + count) * size) * eye
+    for _ in range(math.ceil(math.log2(_LN_TOLERANCE * (1 + new.shape[1] / (2 * _RIDGE))))):
+        inverse = dot(inverse, 2 * eye - dot(ridged, inverse))
+    linear = dot(inverse, dot(centred, rest, axis=1))
+    carried = dot(every, eye + linear) + mean_moved - dot(mean, linear)
+    carried = carried.reshape(2, num_kv, -1, head_dim).transpose(0, 2, 1, 3)
     return jnp.where(moves[:, None, None], carried.astype(kv.dtype), kv)
+
+
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
+def join_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    positions: jax.Array,
+    new_x: jax.Array,
+    history_length: jax.Array,
+    kv: jax.Array,
+    table: rope.Rotation,
+    carried: tuple[jax.Array, ...],
+    window: int | None = None,
+    sharding: ModelSharding | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`blend_layer` and, over what it gives, a layer of new tokens: weights are read once for both.
+
+    Args:
+      config: static.
+      layer_params: of this layer.
+      x: `[1, n, F]`, the chosen tokens.
+      positions: i32 `[n]`, see `blend_layer`.
+      new_x: `[1, T, F]`, tokens behind the history.
+      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
+      kv: this layer's unrotated KV `[2, S, K, H]`.
+      table: rotations of all positions.
+      carried: see `blend_layer`.
+      window: static, of the layer: `config.window_of`.
+      sharding: static.
+
+    Returns:
+      `x [1, n, F]` and `new_x [1, T, F]` for the next layer, `kv` as of `blend_layer`, and the new tokens' unrotated KV
+      `[2, T, K, H]`.
+    """
+    num_chosen = x.shape[1]
+    rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
+    new_rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, new_x.shape[1])))
+    all_rotations = slice_rotation(table, 0, kv.shape[1])
+
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        kv: jax.Array,
+        positions: jax.Array,
+        history_length: jax.Array,
+        rotations: tuple[rope.Rotation, ...],
+        carried: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        rotation, new_rotation, all_rotations = rotations
+        both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
+        of_chosen = (q[:, :num_chosen], both[:, :num_chosen], positions)
+        out, fused = _attend_fused(*of_chosen, kv, rotation, all_rotations, carried, window)
+        last = LayerKV(new.k[:, num_chosen:], new.v[:, num_chosen:])
+        past = LayerKV(fused[:1], fused[1:])
+        over = (q[:, num_chosen:], last, past, history_length[None], new_rotation, all_rotations)
+        return jnp.concatenate([out, attend(*over, window=window)], axis=1), fused, both[:, num_chosen:]
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        of_device = by_device(
+            attend_heads, sharding, (HEADS, KV_HEADS, KV_HEADS, (), (), (), ()), (HEADS, KV_HEADS, KV_HEADS)
+        )
+        rotations = (rotation, new_rotation, all_rotations)
+        out, fused, new_kv = of_device(q, new, kv, positions, history_length, rotations, carried)
+        return out, (fused, new_kv)
+
+    x = jnp.concatenate([x, new_x], axis=1)
+    x, (fused, new_kv) = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+    x = constrain(x, sharding)
+    return x[:, :num_chosen], x[:, num_chosen:], fused, new_kv
 
 
 @partial(jax.jit, static_argnames=("config", "sharding"))
@@ -311,14 +411,54 @@ class Blender:
             fused = jnp.where(jnp.arange(kv.shape[1])[:, None, None] < self._plan.num_tokens, fused, kv)
         return fused
 
+    def join(
+        self, layer: int, kv: jax.Array, new_x: jax.Array, history_length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`layer`, of a plan that spreads, and that layer of new tokens in one. In order of layers.
+
+        Args:
+          layer: which.
+          kv: its stored unrotated KV `[2, S, K, H]`.
+          new_x: `[1, T, F]`, what goes into it of tokens behind the history.
+          history_length: i32 scalar, tokens of history.
+
+        Returns:
+          KV as of `layer`; `new_x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`.
+        """
+        if not layer:
+            self._begin_spread(kv)
+        if self._carried is None:
+            raise ValueError("wanted a plan that spreads to join with new tokens, found one that chooses")
+        self._x, new_x, fused, new_kv = join_layer(
+            self._config,
+            self._layers[layer],
+            self._x,
+            self._positions,
+            new_x,
+            history_length,
+            kv,
+            self._table,
+            self._carried,
+            self._config.window_of(layer),
+            self._sharding,
+        )
+        return fused, new_x, new_kv
+
+    def _begin_spread(self, kv: jax.Array) -> None:
+        chosen, place = self._plan.places, np.arange(kv.shape[1])
+        num_rows = max(dataclasses.replace(self._plan, num_tokens=kv.shape[1]).counts[0], len(chosen))
+        places = kv.shape[1] + np.arange(num_rows, dtype=np.int32)  # As many for all plans over so many places.
+        places[: len(chosen)] = chosen
+        self._x = self._x[:, np.minimum(places, self._x.shape[1] - 1)]
+        self._positions = self._to_device(places)
+        start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of others.
+        is_fitted = (places >= max(start, _UNFIT_TOKENS)) & (places < kv.shape[1])
+        masks = is_fitted, (place >= start) & (place < self._plan.num_tokens)
+        self._carried = tuple(map(self._to_device, masks))
+
     def _spread(self, layer: int, kv: jax.Array) -> jax.Array:
         if not layer:
-            places = self._plan.places
-            self._x, self._positions = self._x[:, places], self._to_device(places)
-            start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of others.
-            place = np.arange(kv.shape[1])
-            masks = places >= max(start, _UNFIT_TOKENS), (place >= start) & (place < self._plan.num_tokens)
-            self._carried = tuple(map(self._to_device, masks))
+            self._begin_spread(kv)
         self._x, fused = blend_layer(
             self._config,
             self._layers[layer],
@@ -335,7 +475,7 @@ class Blender:
 
 def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> BlendPlan | None:
     """How many of a truncated context's tokens are computed anew in which layer; None where none are."""
-    if not num_tokens or not (overflow.anchor_tokens or overflow.repair_ratio):
+    if not num_tokens or not overflow.recomputes:
         return None
     plan = BlendPlan(
         num_layers=num_layers,

@@ -10,6 +10,7 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 from collections.abc import Sequence
 
@@ -40,6 +41,8 @@ class ChunkKV:
         self._write_buffer = write_buffer
         self._salt = salt
         self._coming: dict[str, Job] = {}  # By key, jobs that compute a chunk.
+        self._wanted: collections.Counter[str] = collections.Counter()  # By key, jobs of contexts that wait.
+        self._asked_for: set[str] = set()  # Keys of those that are computed whether such a job waits or not.
         self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
 
     def key(self, token_ids: Sequence[int], tenant: str) -> str:
@@ -64,10 +67,21 @@ class ChunkKV:
         if job.chunk is not None:
             self._coming[job.chunk.key] = job
 
+    def ask_for(self, key: str) -> None:
+        """A chunk that is coming is wanted for itself, not for a context alone."""
+        if key in self._coming:
+            self._asked_for.add(key)
+
+    def orphans(self, job: Job) -> list[Job]:
+        """Jobs that compute chunks of a job that was given up, which nobody else wants."""
+        coming = (span.key for span in _distinct(job.spans) if span.key in self._coming)
+        return [self._coming[key] for key in coming if key not in self._asked_for and not self._wanted[key]]
+
     def ended(self, job: Job) -> None:
         """A job has ended, well or not."""
         if job.chunk is not None and self._coming.get(job.chunk.key) is job:
             del self._coming[job.chunk.key]
+            self._asked_for.discard(job.chunk.key)
 
     def begin_saving(self, chunk: ChunkSpan, tenant: str) -> TurnSaver | None:
         """Opens the saving of a chunk; None where it is there, or on its way there, by now."""
@@ -100,11 +114,15 @@ class ChunkKV:
         """A job is queued: from here on its chunks are fetched early and evicted late."""
         for span in _distinct(job.spans):
             self._store.enqueue((job, span.key), span.key, job.priority)
+            self._wanted[span.key] += 1
 
     def withdraw(self, job: Job) -> None:
         """A job that was announced is not queued any more."""
         for span in _distinct(job.spans):
             self._store.dequeue((job, span.key))
+            self._wanted[span.key] -= 1
+            if not self._wanted[span.key]:
+                del self._wanted[span.key]
 
     def ready(self, job: Job, is_next: bool) -> bool:
         """Whether a queued job would find its chunks, or find that there are none, without waiting."""

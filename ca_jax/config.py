@@ -37,6 +37,10 @@ class EngineConfig:
     """What happens when a conversation outgrows the window. None: it is an error, or ends the answer."""
     blend: BlendConfig = dataclasses.field(default_factory=BlendConfig)
     """How prompts with chunks are served: what of the chunks' KV is used as it is stored."""
+    special_tokens_in_content: bool = False
+    """Whether special tokens that messages and chunks of text spell become those tokens, so that who writes them may
+    end a message and begin another's. False: only the chat template makes special tokens. A prompt of `Engine.generate`
+    is read as a whole either way."""
     max_batch_size: int = 8
     """Most jobs that decode together, each in a slot of its own."""
     prefill_chunk_tokens: int = 512
@@ -54,8 +58,9 @@ class EngineConfig:
     `auto` (where `read_buffer_gib` is set the paper's `S_buf` from measured rates, else all), or `off` (first all are
     loaded, then all computed)."""
     read_buffer_gib: float | None = None
-    """Cap of that buffer, GiB in all: each device holds its heads' share. None: room for all layers of a full context
-    window."""
+    """Cap of that buffer, GiB in all: each device holds its heads' share. Two layers come on top, one that is computed
+    on and one that is filled; and between the passes of a prompt that takes several, its history. None: room for all
+    layers of a full context window."""
     write_buffer_gib: float = 1.0
     """Cap of new KV on the devices that waits to be saved, GiB in all. Where it is full no prefill begins."""
     async_save: bool = True

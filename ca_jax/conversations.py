@@ -11,15 +11,21 @@ import hashlib
 import itertools
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Message = dict[str, str]
-"""One message: `role` ("system", "user", "assistant") and `content`."""
-_FORMAT = 3
+Message = dict[str, Any]
+"""One message: `role` ("system", "user", "assistant") and `content`. It may have a `context`: chunks, as text or as
+lists of token ids, that stand in front of its content and are part of it."""
+OTHERWISE = "otherwise"
+"""In `Conversation.cut_by`: the messages alone do not say which tokens left."""
+_FORMAT = 5
+_READABLE = (3, 4, _FORMAT)  # What was written before additions is one without any.
 _PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
+_GROWING = ("token_ids", "messages", "turn_starts", "positions", "states")  # Fields that a turn only adds to.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +53,18 @@ class Conversation:
     """First tokens some of whose KV the next prefill computes anew: those that were there when others left."""
     to_drift: list[int] = dataclasses.field(default_factory=list)
     """For each truncation since then, how many first tokens are left of those that drifted by it."""
+    generation: int = dataclasses.field(default=0, compare=False)
+    """Counts what changed the conversation or the KV that is kept of it: of two states the later one has more."""
+    stem: object = dataclasses.field(default_factory=object, compare=False, repr=False)
+    """The same of states each of which only adds to the one before; of this process alone."""
     chain: str = ""
-    """Names all that was said so far, messages that have left too, but for their contexts; see `chain_of`."""
+    """Names all that was said so far, contexts and messages that have left included; see `chain_of`."""
+    states: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    """Chain and number of tokens at the end of each turn since tokens left last: where it can be gone on with."""
+    cut_by: str = ""
+    """The rule by which tokens left, where that and the messages say which; "" where none left, else `OTHERWISE`."""
+    reached: str = ""
+    """How a server's clients have gone on with it: by `name`, or by `history`. Empty: in neither way yet."""
 
     @classmethod
     def begin(cls, messages: Sequence[Message] = ()) -> Conversation:
@@ -62,7 +78,7 @@ class Conversation:
 
     def slid(self, num_tokens: int) -> Conversation:
         """The same, of which only the KV behind its first `num_tokens` tokens is kept."""
-        return dataclasses.replace(self, num_slid=num_tokens)
+        return dataclasses.replace(self, num_slid=num_tokens, generation=self.generation + 1)
 
     def fused(self, num_tokens: int) -> Conversation:
         """The same, so many more tokens of which have the KV of chunks."""
@@ -75,7 +91,7 @@ class Conversation:
         answer: str,
         positions: Sequence[int] = (),
         attention: np.ndarray | None = None,
-        context: str = "",
+        given_ids: Sequence[int] = (),
     ) -> Conversation:
         """The conversation with a turn behind it.
 
@@ -85,12 +101,11 @@ class Conversation:
           answer: the assistant's.
           positions: at which its keys are used, where those are not their places.
           attention: that its tokens received, where that is measured.
-          context: what stood in front of the last message, part of it from now on, but not of the `chain`.
+          given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
         """
-        replied = {"role": "assistant", "content": answer}
-        said = [*messages, replied]
-        if context:
-            said = [*messages[:-1], {**messages[-1], "content": context + messages[-1]["content"]}, replied]
+        said = [*messages, {"role": "assistant", "content": answer}]
+        given = [{"role": "", "content": f"token ids {list(given_ids)}"}] if given_ids else []
+        chain = chain_of([*given, *said], self.chain)
         return dataclasses.replace(
             self,
             token_ids=list(token_ids),
@@ -98,29 +113,39 @@ class Conversation:
             turn_starts=[*self.turn_starts, (len(self.token_ids), len(self.messages))],
             positions=extended(positions, len(token_ids)) if len(positions) else [],
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
-            chain=chain_of([*messages, replied], self.chain),
+            chain=chain,
+            states=[*self.states, (chain, len(token_ids))],
+            generation=self.generation + 1,
         )
 
     def take(self, num_tokens: int) -> Conversation:
         """Its first tokens, and the messages of the turns that begin before their end.
 
-        One that ends in the middle of a turn has a chain that no messages have: those are not what its tokens say.
+        One that ends where no turn did has a chain that no messages have: those are not what its tokens say.
         """
         turn_starts = [start for start in self.turn_starts if start[0] < num_tokens]
         num_messages = self.turn_starts[len(turn_starts)][1] if len(turn_starts) < len(self.turn_starts) else None
         messages = self.messages[:num_messages]
-        chain = self.chain if num_messages is None else chain_of(messages)
-        if num_tokens not in (len(self.token_ids), *(start for start, _ in self.turn_starts)):
-            chain = chain_of([{"role": "", "content": f"cut short to {num_tokens} tokens"}], chain)
+        states = [state for state in self.states if state[1] <= num_tokens]
+        chain = chain_of([{"role": "", "content": f"cut short to {num_tokens} tokens"}], self.chain)
+        if num_tokens == len(self.token_ids):
+            chain = self.chain
+        elif states and states[-1][1] == num_tokens:
+            chain = states[-1][0]
+        elif not num_tokens and not self.num_dropped:
+            chain = chain_of(messages)
         return dataclasses.replace(
             self.with_kv_of(num_tokens),
             token_ids=self.token_ids[:num_tokens],
             messages=messages,
             chain=chain,
+            states=states,
             turn_starts=turn_starts,
             positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
+            generation=self.generation + 1,
+            stem=object(),
         )
 
     def forked(self, num_tokens: int) -> Conversation:
@@ -130,7 +155,7 @@ class Conversation:
         """
         taken = self.take(num_tokens)
         taken = dataclasses.replace(taken, positions=[], attention=[], to_drift=[])
-        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0)
+        return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0, reached="")
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
         """The same, the KV of whose first tokens the next prefill repairs; by their drift too, if they drifted."""
@@ -146,7 +171,12 @@ class Conversation:
         )
 
     def cut(
-        self, discarded: np.ndarray, *, keeps_positions: bool = False, others: np.ndarray | None = None
+        self,
+        discarded: np.ndarray,
+        *,
+        keeps_positions: bool = False,
+        others: np.ndarray | None = None,
+        by: str = OTHERWISE,
     ) -> Conversation:
         """What is left without some tokens.
 
@@ -156,6 +186,7 @@ class Conversation:
           discarded: bool `[T]`, True where a token leaves; the first `num_slid` leave in any case, having no KV.
           keeps_positions: whether keys are used at their old positions from now on.
           others: the same for the tokens of a turn that runs, which are not of the conversation yet.
+          by: the rule that says which leave, if the messages alone say it to the rule.
         """
         discarded = discarded | (np.arange(len(discarded)) < self.num_slid)
         everything = discarded if others is None else np.concatenate([discarded, others])
@@ -174,6 +205,9 @@ class Conversation:
             token_ids=[self.token_ids[i] for i in kept],
             messages=messages,
             chain=self.chain,
+            cut_by=by if self.cut_by in ("", by) else OTHERWISE,
+            reached=self.reached,
+            generation=self.generation + 1,
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
             lineage=self.lineage + int(everything[: left[-1]].sum() if len(left) else 0),
@@ -185,29 +219,52 @@ class Conversation:
 
     def to_bytes(self) -> bytes:
         """As compressed JSON, lists of numbers packed: of 12,800 tokens in under a millisecond."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return zlib.compress(self._packed({}), level=1)
+
+    def added_to(self, before: Conversation) -> bytes | None:
+        """What this one adds to an earlier state, to go behind the bytes of that; takes as long as that is large.
+
+        Args:
+          before: the earlier state.
+
+        Returns:
+          A line of JSON. None where it is no addition: tokens or messages of `before` are gone, or attention is
+          measured, which changes for all tokens.
+        """
+        num_before = {name: len(getattr(before, name)) for name in _GROWING}
+        grows = all(len(getattr(self, name)) >= num for name, num in num_before.items())
+        if self.stem is not before.stem or not grows or self.attention:
+            return None
+        return self._packed(num_before) + b"\n"
+
+    def _packed(self, num_before: dict[str, int]) -> bytes:
+        """As JSON, without the first ones of the lists that grow."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "stem"}
+        fields |= {name: fields[name][num:] for name, num in num_before.items()}
         for name, dtype in _PACKED.items():
             fields[name] = base64.b64encode(np.array(fields[name], dtype).tobytes()).decode("ascii")
-        return zlib.compress(json.dumps({"format": _FORMAT, **fields}).encode(), level=1)
+        return json.dumps({"format": _FORMAT, "behind": num_before, **fields}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Conversation:
-        """What `to_bytes` gave.
+        """What `to_bytes` gave, with what `added_to` gave behind it, in order.
 
         Raises:
           ValueError: the bytes are others, or of another version.
         """
         try:
-            fields = json.loads(zlib.decompress(data))
-            if fields["format"] != _FORMAT:
-                raise ValueError(f"wanted a conversation of format {_FORMAT}, found {fields['format']!r}")
-            packed = {
-                name: np.frombuffer(base64.b64decode(fields[name], validate=True), dtype).tolist()
-                for name, dtype in _PACKED.items()
-            }
-            if not np.isfinite(packed["attention"]).all():
+            unpacker = zlib.decompressobj()
+            whole = unpacker.decompress(data)
+            if not unpacker.eof:
+                raise ValueError("wanted all of it, found it cut short")
+            fields: dict[str, Any] = {}
+            for part in (whole, *unpacker.unused_data.splitlines()):
+                _add(fields, json.loads(part))
+            if not np.isfinite(fields["attention"]).all():
                 raise ValueError("wanted attention as finite numbers, found others")
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in fields["messages"]]
+            messages = [_message(each) for each in fields["messages"]]
+            if fields["format"] < _FORMAT:
+                fields |= _without_contexts(fields, messages)
             return cls(
                 messages=messages,
                 turn_starts=[(int(tokens), int(messages)) for tokens, messages in fields["turn_starts"]],
@@ -216,11 +273,29 @@ class Conversation:
                 num_slid=int(fields["num_slid"]),
                 num_to_repair=int(fields["num_to_repair"]),
                 to_drift=[int(num_tokens) for num_tokens in fields["to_drift"]],
-                chain=str(fields["chain"]) if "chain" in fields else chain_of(messages),
-                **packed,
+                chain=str(fields["chain"]),
+                states=[(str(chain), int(tokens)) for chain, tokens in fields["states"]],
+                cut_by=str(fields["cut_by"]),
+                reached=str(fields["reached"]),
+                generation=int(fields.get("generation", 0)),
+                **{name: fields[name] for name in _PACKED},
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error
+
+
+def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
+    """Puts what a part says of a conversation behind what those before it have said."""
+    if part["format"] not in _READABLE:
+        raise ValueError(f"wanted a conversation of format {_FORMAT}, found {part['format']!r}")
+    for name, dtype in _PACKED.items():
+        part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
+    behind = part.get("behind") or {}
+    if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
+        raise ValueError(f"wanted what comes behind what is there, found what comes behind {behind}")
+    for name in behind:
+        fields[name] += part.pop(name)
+    fields.update(part)
 
 
 def as_messages(new: str | Sequence[Message]) -> list[Message]:
@@ -231,12 +306,35 @@ def as_messages(new: str | Sequence[Message]) -> list[Message]:
 def chain_of(messages: Sequence[Message], chain: str = "") -> str:
     """A name for messages, in order, behind those that `chain` names: 32 hex digits of SHA-256 over name and message.
 
-    Equal names mean equal messages from the first on, character by character.
+    Equal names mean equal messages from the first on, character by character, and equal contexts, chunk by chunk; a
+    chunk of ids is another than a chunk of their text.
     """
     for message in messages:
-        said = json.dumps([chain, message["role"], message["content"]])
+        context = [message["context"]] if "context" in message else []
+        said = json.dumps([chain, message["role"], message["content"], *context])
         chain = hashlib.sha256(said.encode()).hexdigest()[:32]
     return chain
+
+
+def _message(read: Mapping[str, Any]) -> Message:
+    message: Message = {"role": str(read["role"]), "content": str(read["content"])}
+    if "context" in read:
+        message["context"] = [
+            chunk if isinstance(chunk, str) else [int(token) for token in chunk] for chunk in read["context"]
+        ]
+    return message
+
+
+def _without_contexts(fields: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+    """What a conversation of format 3 or 4, whose chain left contexts out, has of the newer fields.
+
+    No history finds it as it is. Where its messages do not prove that it has no context, its chain names no messages,
+    so that no history finds it later either.
+    """
+    chain = str(fields.get("chain", chain_of(messages)))
+    if fields["num_dropped"] or chain != chain_of(messages):
+        chain = chain_of([{"role": "", "content": "kept before contexts were part of a chain"}], chain)
+    return {"chain": chain, "states": [], "cut_by": OTHERWISE if fields["num_dropped"] else "", "reached": ""}
 
 
 def extended(positions: Sequence[int], num_tokens: int) -> list[int]:

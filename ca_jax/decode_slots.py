@@ -1,6 +1,6 @@
 """The decode slots: the running batch's working copy of KV, rotated, and everything that is done to it.
 
-Slots are donated from step to step and never saved. Nothing here waits for the device.
+Slots are donated from step to step and never saved. Nothing here waits for the device, unless something broke.
 
 Not here: prefill (runner), jitted code (steps), which job has which slot (scheduler).
 """
@@ -50,7 +50,8 @@ class DecodeSlots:
         packs_kv: bool = False,
         sharding: ModelSharding | None = None,
     ) -> None:
-        self.buffers = steps.make_slots(config, num_slots, capacity, dtype, sharding)
+        self._make = partial(steps.make_slots, config, num_slots, capacity, dtype, sharding)
+        self.buffers = self._make()
         """Per layer `[slots, K, C, H]`; donated by every call."""
         self._config = config
         self._params = params
@@ -78,6 +79,15 @@ class DecodeSlots:
             return (self._capacity,)
         doublings = range((self._capacity // SLOT_BLOCK).bit_length())
         return tuple(sorted({*(min(SLOT_BLOCK << n, self._capacity) for n in doublings), self._capacity}))
+
+    def remake_if_broken(self) -> bool:
+        """Makes the slots anew, empty, where a call that took them broke; whether one had. Waits for the device."""
+        try:
+            jax.block_until_ready(self.buffers)
+        except RuntimeError:
+            self.buffers = self._make()
+            return True
+        return False
 
     def insert(
         self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array, rotation: rope.Rotation | None = None

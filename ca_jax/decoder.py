@@ -1,8 +1,9 @@
 """Decoding ahead of the host: the next step is dispatched before the last one's tokens are read.
 
-The device then computes while Python hands out text and plans. A step that was dispatched and is not wanted, since the
-batch changed, is thrown away: it wrote keys and values only behind its jobs' lengths, where they are never attended to
-and are written again.
+The device then computes while Python hands out text and plans. Where an answer has penalties, which the host counts, a
+step's tokens are drawn once the last ones are read; its logits are computed ahead all the same. A step that was
+dispatched and is not wanted, since the batch changed, is thrown away: it wrote keys and values only behind its jobs'
+lengths, where they are never attended to and are written again.
 
 Not here: jitted code (steps), which jobs run (scheduler), when an answer ends (engine).
 """
@@ -44,7 +45,8 @@ class _Flight:
     batch: tuple[tuple[int, int, int], ...]  # job, slot, length
     lengths: np.ndarray
     dropped: np.ndarray
-    draw: Draw
+    logits: jax.Array
+    draw: Draw | None  # None: it depends on the last step's tokens.
     kv: jax.Array
     received: jax.Array | None
 
@@ -69,7 +71,7 @@ class Decoder:
 
         Args:
           rows: at least one, each of another slot.
-          run_ahead: whether all rows are likely to want another token, and nobody else waits for the device.
+          run_ahead: whether all rows are likely to want another token, and nobody else may begin before that.
           on_dispatched: called once all is dispatched, before it is waited for.
 
         Returns:
@@ -84,19 +86,21 @@ class Decoder:
             for row in rows:
                 tokens[row.slot], lengths[row.slot], dropped[row.slot] = row.token, row.length, row.num_dropped
             flight = self._dispatch(batch, tokens, lengths, dropped)
-        if run_ahead and not self._sampler.has_penalties:
+        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.dropped)
+        if run_ahead:
             lengths = flight.lengths.copy()
             for row in rows:
                 lengths[row.slot] += 1
             self._ahead = self._dispatch(
                 tuple((job, slot, length + 1) for job, slot, length in batch),
-                flight.draw.tokens,
+                draw.tokens,
                 lengths,
                 flight.dropped,
+                draws=not self._sampler.has_penalties,
             )
         on_dispatched()
         received = None if flight.received is None else to_host(flight.received)
-        return flight.draw.wait(), flight.kv, received
+        return draw.wait(), flight.kv, received
 
     def _dispatch(
         self,
@@ -104,6 +108,12 @@ class Decoder:
         tokens: np.ndarray | jax.Array,
         lengths: np.ndarray,
         dropped: np.ndarray,
+        *,
+        draws: bool = True,
     ) -> _Flight:
         logits, kv, received = self._runner.slots.decode(tokens, lengths)
-        return _Flight(batch, lengths, dropped, self._sampler.start(logits, lengths + dropped + 1), kv, received)
+        draw = self._draw(logits, lengths, dropped) if draws else None
+        return _Flight(batch, lengths, dropped, logits, draw, kv, received)
+
+    def _draw(self, logits: jax.Array, lengths: np.ndarray, dropped: np.ndarray) -> Draw:
+        return self._sampler.start(logits, lengths + dropped + 1)

@@ -30,7 +30,7 @@ from ca_jax import blend_costs
 from ca_jax.batch import Batch
 from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
-from ca_jax.conversations import Conversation, Message, as_messages, padded
+from ca_jax.conversations import Conversation, Message, as_messages, chain_of, padded
 from ca_jax.device_memory import check_buffers
 from ca_jax.drift import Drift
 from ca_jax.errors import (
@@ -46,17 +46,26 @@ from ca_jax.metrics import EngineMetrics
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import context_ids, messages_or_ids, prompt_ids, text_of, turn_ids, turn_parts
+from ca_jax.prompts import (
+    NewTurn,
+    context_ids,
+    given_chunks,
+    messages_or_ids,
+    new_turn,
+    prompt_ids,
+    text_of,
+)
 from ca_jax.rates import Rates
 from ca_jax.runner import Runner
 from ca_jax.sampler import Sampler
 from ca_jax.scheduler import Scheduler
-from ca_jax.session import Session
+from ca_jax.session import Session, Truncation
 from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
 from ca_jax.stored_sessions import StoredSessions
 from ca_jax.text_output import TextOutput
+from ca_jax.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
 from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.truncator import Truncator
 from ca_jax.wakeup import Wakeup
@@ -97,6 +106,8 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self._processes = processes or current()
+        if self.config.special_tokens_in_content and model.tokenizer is not None:
+            model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
         self.model = model = model.laid_out(_layout(self.config))
         num_parts = self.config.data_parallel_size
         self.metrics = EngineMetrics(model_load_s=model.load_s)
@@ -135,6 +146,9 @@ class Engine:
             timeline=timeline,
             sharding=model.sharding,
         )
+        kept, overflow = kept_window(model.config, self.config, self.window), self.config.overflow
+        if kept is not None and overflow is not None:  # What leaves is what no layer looks back to: none to repair.
+            overflow = dataclasses.replace(overflow, repair="none")
         layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
         self._kv = SessionKV(
@@ -145,13 +159,11 @@ class Engine:
             metrics=self.metrics,
             on_progress=self._wakeup.tell,
             processes=self._processes,
-            window=kept_window(model.config, self.config),
+            window=kept,
             timeline=timeline,
             store_wrapper=store_wrapper,
         )
-        self._truncator = Truncator(
-            self.config.overflow, drift, self._kv, self._runner, self.metrics, window=self.window
-        )
+        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics, window=self.window)
         self._batch = Batch(
             self._scheduler,
             self._runner,
@@ -224,7 +236,14 @@ class Engine:
             self._check_open()
             return self._find(session_id, tenant)
 
-    def fork(self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None) -> Session:
+    def fork(
+        self,
+        session: Session,
+        num_tokens: int | None = None,
+        *,
+        session_id: str | None = None,
+        is_kept: bool = True,
+    ) -> Session:
         """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
 
         What of their KV is as computing them would give is shared, in the store.
@@ -233,6 +252,8 @@ class Engine:
           session: what the new one begins with; its tenant and its time to live are the new one's.
           num_tokens: of how many tokens; None: all of those whose turns have ended.
           session_id: names the new one; made up if not given.
+          is_kept: False: nothing of what is said in the new one is stored, in any tier, nor noted; it goes with the
+            object. What others have stored is loaded for it.
 
         Raises:
           SessionClosedError: the engine is closed.
@@ -246,7 +267,12 @@ class Engine:
             if session_id is not None and self._find(session_id, session.tenant) is not None:
                 raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
             begun = session.conversation.forked(most if num_tokens is None else num_tokens)
-            return self._open(session_id, begun, session.tenant, session.ttl_s)
+            return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
+
+    @property
+    def truncation_rule(self) -> str:
+        """Names how tokens leave, where what was said is enough to tell which; see `Conversation.cut_by`."""
+        return self._truncator.rule
 
     @property
     def sessions(self) -> tuple[Session, ...]:
@@ -260,43 +286,84 @@ class Engine:
         params: SamplingParams,
         priority: int = 0,
         context: Sequence[str | Sequence[int]] | None = None,
+        texts: Texts | None = None,
+        truncation: Truncation = "auto",
     ) -> Job:
-        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised."""
-        submitted_s = time.perf_counter()  # What is dropped before it, and tokenised, it waits for.
+        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised.
+
+        Much text is rendered and tokenised without the engine's lock; if the conversation is another one by then, anew.
+
+        Args:
+          session: whose.
+          new: messages, or token ids.
+          params: how to draw.
+          priority: as of `Session.send`; so is `context`.
+          context: chunks.
+          texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
+          truncation: as of `Session.send`.
+        """
+        submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
+        while True:
+            try:
+                return self._submit_turn(session, new, params, priority, context, known, submitted_s, truncation)
+            except TextWork as work:
+                if texts is not None:
+                    raise
+                work.do()
+
+    def _submit_turn(
+        self,
+        session: Session,
+        new: str | Sequence[Message] | Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+        submitted_s: float,
+        truncation: Truncation,
+    ) -> Job:
         with self._lock:
             self._check_open()
             self._check_bias(params)
-            said, given_ids = messages_or_ids(self.model, new)
-            chunks = [] if context is None else context_ids(self.model, context)
-            if chunks and session.conversation.positions:
+            said, given_ids = messages_or_ids(self.model, new, context)
+            may_drop = truncation == "auto" and self.config.overflow is not None
+            begun, history = session.conversation, None
+            turn = self._new_turn(begun, said, given_ids, context, texts)
+            if may_drop and said and not begun.token_ids and len(turn.ids) >= self.window:
+                history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
+                begun = history or begun
+                turn = self._new_turn(begun, said, given_ids, context, texts)
+            if turn.chunks and begun.positions:
                 raise InvalidRequestError(
                     "context wanted a conversation whose keys are used at their places, found one that was truncated "
                     "naively (overflow method nkvt)"
                 )
-            before, behind = self._turn_parts(session.conversation, said, bool(chunks)) if said else ([], given_ids)
-            num_new = len(before) + sum(map(len, chunks)) + len(behind)
-            if chunks:
-                self._check_context(len(before) + len(behind), chunks)
-            discarded = self._truncator.for_prompt(session, num_new)
+            self._check_chunks(turn)
+            discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
             num_leaving = 0 if discarded is None else int(discarded.sum())
             if said and discarded is not None and discarded.all():  # It begins anew, with this message.
-                before, behind = self._turn_parts(session.conversation.take(0), said, bool(chunks))
-                num_new = len(before) + sum(map(len, chunks)) + len(behind)
-            self._check_length(len(session.token_ids) - num_leaving + num_new)
-            if discarded is not None:
+                turn = self._new_turn(begun.take(0), said, given_ids, context, texts)
+            self._check_length(len(begun.token_ids) - num_leaving + len(turn.ids))
+            if history is not None:
+                session.resume(self._truncator.without(history, discarded))
+            elif discarded is not None:
                 self._truncator.cut(session, discarded)
-            ids = [*session.token_ids, *before, *itertools.chain.from_iterable(chunks), *behind]
-            job = self._make_job(ids, params, session, priority)
+            held = session.conversation
+            job = self._make_job([*held.token_ids, *turn.ids], params, session, priority)
             job.submitted_s = submitted_s
-            job.messages = said or as_messages(text_of(self.model, given_ids))
-            job.context = "".join(text_of(self.model, ids) for ids in chunks)
-            job.dropped_tokens, job.positions = num_leaving, session.conversation.positions
-            job.num_gone = session.conversation.num_dropped
+            job.messages, job.given_ids = said, given_ids
+            if given_ids:
+                job.messages = as_messages(text_of(self.model, given_ids))
+                if context is not None:
+                    job.messages[-1]["context"] = given_chunks(context)
+            job.dropped_tokens, job.positions, job.may_drop = num_leaving, held.positions, may_drop
+            job.num_gone = held.num_dropped
             if self._runner.with_attention:
-                job.attention = padded(session.conversation.attention, len(session.token_ids))
-            job.context_tokens = sum(map(len, chunks))
-            job.spans = self._spans(chunks, len(session.token_ids) + len(before), session.tenant)
-            self._submit_chunks(job, session.tenant)
+                job.attention = padded(held.attention, len(held.token_ids))
+            job.context_tokens = sum(num_tokens for _, num_tokens in turn.chunks)
+            job.spans = self._spans(turn, len(held.token_ids), session.tenant)
+            if session.is_kept:
+                self._submit_chunks(job, session.tenant)
             self._kv.announce(job, session)
             self._scheduler.submit(job)
             return job
@@ -334,11 +401,13 @@ class Engine:
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
+        each = context_ids(self.model, chunks)
         with self._lock:
             self._check_open()
-            each = context_ids(self.model, chunks)
             self._check_context(0, each, at_once=False)
             jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
+            for ids in each:
+                self._kv.chunks.ask_for(self._kv.chunks.key(ids, tenant))
             for job in jobs:
                 if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
                     self._kv.chunks.keep_on_ssd(job.chunk.key)
@@ -370,11 +439,12 @@ class Engine:
         )
         if len(each) != len(prompts):
             raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
+        ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._lock:
             self._check_open()
             for one in each:
                 self._check_bias(one)
-            jobs = [self._make_job(prompt_ids(self.model, p), q) for p, q in zip(prompts, each, strict=True)]
+            jobs = list(map(self._make_job, ids, each))
             for job in jobs:
                 self._scheduler.submit(job)
         try:
@@ -390,7 +460,8 @@ class Engine:
         """Runs the engine until `job` ends and yields its text as it comes.
 
         Raises:
-          Exception: whatever broke the job; the engine and all other jobs go on.
+          Exception: whatever broke the job, or a step or the slots that it shared with others; the engine goes on, and
+            all jobs that had no part in it.
         """
         while True:
             ended = job.done  # Asked before its text is taken: another thread may end it in between.
@@ -566,6 +637,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._kv.truncate(session, num_tokens)
+            self._kv.note(session)  # SSD may have forgotten it with its KV.
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
@@ -620,10 +692,14 @@ class Engine:
         kept = self._kv.recall(session_id, tenant)
         return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
 
-    def _open(self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None) -> Session:
+    def _open(
+        self, session_id: str | None, begun: Conversation, tenant: str, ttl_s: float | None, is_kept: bool = True
+    ) -> Session:
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
-        session = self._sessions[name] = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s)
-        self._kv.opened(session)
+        session = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s, is_kept=is_kept)
+        if is_kept:
+            self._sessions[name] = session
+            self._kv.opened(session)
         return session
 
     def _make_job(
@@ -659,14 +735,65 @@ class Engine:
 
     # Chunks.
 
-    def _turn_parts(
-        self, conversation: Conversation, new: list[Message], has_context: bool
-    ) -> tuple[list[int], list[int]]:
-        """New ids of a turn: those before its context, and those behind it."""
-        token_ids, messages = conversation.token_ids, conversation.messages
-        if has_context:
-            return turn_parts(self.model, token_ids, messages, new)
-        return [], turn_ids(self.model, token_ids, messages, new)[len(token_ids) :]
+    def _new_turn(
+        self,
+        conversation: Conversation,
+        said: list[Message],
+        given_ids: list[int],
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+    ) -> NewTurn:
+        """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
+        if said:
+            messages = conversation.messages
+            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
+            return texts.get(size, self._turn_behind, conversation.token_ids[-1:], messages, said)
+        chunks = [] if context is None else texts.get(num_chars(context), self._context_ids, context)
+        starts = itertools.accumulate(map(len, chunks), initial=0)
+        spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
+        return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
+
+    def _turn_behind(self, last_ids: list[int], messages: list[Message], said: list[Message]) -> NewTurn:
+        """What messages put behind those whose last token id is given; none before the first turn."""
+        return new_turn(self.model, last_ids, messages, said)
+
+    def _context_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return context_ids(self.model, context)
+
+    def _turn_with_replies(self, messages: list[Message]) -> NewTurn:
+        return new_turn(self.model, [], [], messages, finds_replies=True)
+
+    def _told(
+        self, begun: Conversation, said: list[Message], texts: Texts
+    ) -> tuple[Conversation | None, list[Message]]:
+        """A history that is told at once as a conversation that was held, and the messages behind its last reply.
+
+        No conversation, and all of the messages, where there is no reply before the last of them.
+        """
+        num_before = len(begun.messages)
+        everything = [*begun.messages, *said]
+        turn = texts.get(_num_chars(everything), self._turn_with_replies, everything)
+        ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
+        if not ends:
+            return None, said
+        num_tokens, num_messages = ends[-1]
+        messages = everything[:num_messages]
+        chain = chain_of(messages[num_before:], begun.chain)
+        history = Conversation(
+            token_ids=turn.ids[:num_tokens],
+            messages=messages,
+            turn_starts=[(0, num_before), *ends[:-1]],
+            chain=chain,
+            states=[(chain, num_tokens)],
+            generation=begun.generation,
+        )
+        return history, said[num_messages - num_before :]
+
+    def _check_chunks(self, turn: NewTurn) -> None:
+        """Raises where a turn's chunks do not fit the window, each alone or all with the turn's other tokens."""
+        if turn.chunks:
+            chunks = [turn.ids[start : start + num_tokens] for start, num_tokens in turn.chunks]
+            self._check_context(len(turn.ids) - sum(map(len, chunks)), chunks)
 
     def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
         """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""
@@ -684,14 +811,13 @@ class Engine:
                 f"leave out {num_tokens - self.window + 1} tokens of the chunks or more"
             )
 
-    def _spans(self, chunks: list[list[int]], start: int, tenant: str) -> tuple[ChunkSpan, ...]:
-        """Where chunks are in a prompt, the first at `start`; none where their KV is not to be reused."""
+    def _spans(self, turn: NewTurn, start: int, tenant: str) -> tuple[ChunkSpan, ...]:
+        """Where a turn's chunks are in a prompt, the turn at `start`; none where their KV is not to be reused."""
         if not self.config.blend.reuses_chunks:
             return ()
-        starts = itertools.accumulate(map(len, chunks), initial=start)
         return tuple(
-            ChunkSpan(self._kv.chunks.key(ids, tenant), start, len(ids))
-            for ids, start in zip(chunks, starts, strict=False)
+            ChunkSpan(self._kv.chunks.key(turn.ids[at : at + num_tokens], tenant), start + at, num_tokens)
+            for at, num_tokens in turn.chunks
         )
 
     def _submit_chunks(self, job: Job, tenant: str) -> None:
@@ -781,3 +907,8 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages and in the texts of their contexts."""
+    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 
 from ca_jax import blend_costs, costs
 from ca_jax.chunk_kv import ChunkKV
@@ -249,9 +250,9 @@ class Histories:
         Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
         layer looks back to them, all that a layer does look back to is loaded, or nothing.
         """
-        prompt_ids, num_slid, lineage = job.prompt_ids[kept.num_slid :], kept.num_slid, kept.kv_lineage
+        prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
         spans = self._worth_loading(job)
-        own_ids = job.prompt_ids[num_slid : spans[0].start] if spans else prompt_ids[:-1]
+        own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
         held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
         try:
             found = 0 if held[0] is None else held[0].num_tokens
@@ -297,9 +298,9 @@ class Histories:
         is_asked_for = self._config.blend.recompute_ratio is not None
         return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
 
-    def _hold(self, token_ids: list[int], key: str, lineage: int) -> LoadTicket | None:
+    def _hold(self, token_ids: np.ndarray, key: str, lineage: int) -> LoadTicket | None:
         """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
-        if not token_ids:
+        if not len(token_ids):
             return None
         return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
 
@@ -399,3 +400,9 @@ class Histories:
         if self._config.read_buffer == "off":
             return costs.blocking_s(load_s, compute_s, rates.num_layers)
         return costs.pipeline_s(load_s, compute_s, rates.num_layers, depth, head_start_s=0.0)
+
+
+def packed_prompt(job: Job) -> np.ndarray:
+    """A job's prompt, int32 `[T]`: only what is new in it is looked at one by one."""
+    known = np.zeros(0, np.int32) if job.session is None else job.session.packed_ids
+    return np.concatenate([known, np.fromiter(job.prompt_ids[len(known) :], np.int32)])

@@ -134,6 +134,8 @@ class Usage:
     """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
     dropped_tokens: int = 0
     """Tokens of the conversation that left in this turn, since the context window was full."""
+    num_dropped: int = 0
+    """Tokens that have left the conversation by its end, in earlier turns and by `Session.discard` too."""
     repaired_tokens: int = 0
     """Cached tokens whose KV was computed anew, since others had left or stand before them; of some layers alone, times
     their share of the layers."""
@@ -211,8 +213,10 @@ class Job:
     """Whose turn it is; its KV is loaded and saved. None keeps nothing."""
     messages: list[Message] = dataclasses.field(default_factory=list)
     """What was said since the last answer, the user's message mostly."""
-    context: str = ""
-    """What stands in front of the last message, as text."""
+    given_ids: list[int] = dataclasses.field(default_factory=list)
+    """New tokens that were given as ids, without template; none where messages were given."""
+    may_drop: bool = True
+    """Whether tokens may leave its conversation, before it and in its middle, where the window is full."""
     context_tokens: int = 0
     """Tokens of its prompt that are chunks."""
     spans: tuple[ChunkSpan, ...] = ()
@@ -350,6 +354,7 @@ class Job:
             decode_s=max(self.finished_s - self.first_token_s, 0.0),
             token_times_s=tuple(time_s - self.submitted_s for time_s in self.token_times_s),
             dropped_tokens=self.dropped_tokens,
+            num_dropped=self.num_gone - len(self.slid_ids),
             repaired_tokens=self.repaired_tokens,
             missed_chunks=self.missed_chunks,
             recompute_ratio=self.recompute_ratio,

@@ -27,10 +27,16 @@ def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayou
     )
 
 
-def kept_window(model: ModelConfig, config: EngineConfig) -> int | None:
-    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them."""
-    overflow = config.overflow
-    return model.kv_window if overflow is None or overflow.changes_nothing else None
+def kept_window(model: ModelConfig, config: EngineConfig, window: int) -> int | None:
+    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them.
+
+    Args:
+      model: of the session.
+      config: of the engine.
+      window: the engine's, tokens.
+    """
+    slides = model.kv_window is not None and model.kv_window < window
+    return model.kv_window if slides and not (config.overflow and config.overflow.needs_everything) else None
 
 
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:

@@ -20,6 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,10 @@ CPU each look takes a core from what computes."""
 _DEVICE_AHEAD = 1
 """Copies to an accelerator that are issued before the layer in front of them is dispatched: a copy into a new buffer
 waits for whatever was dispatched before that buffer was allocated."""
+
+
+class LoadError(RuntimeError):
+    """What is stored could not be read."""
 
 
 class StagingInUseError(RuntimeError):
@@ -151,7 +156,11 @@ class LayerLoad:
     def layer(self, layer: int) -> jax.Array:
         """A layer's unrotated KV on the device, `[2, S, K, H]`; places behind the ticket's tokens hold anything.
 
-        Waits until its bytes are in staging, and lets a failed read's exception through.
+        Waits until its bytes are in staging.
+
+        Raises:
+          LoadError: they could not be read.
+          StagingInUseError: there is no room for them.
         """
         if layer:
             self._give_up_if_short(layer - 1)
@@ -182,14 +191,16 @@ class LayerLoad:
 
     def used(self, layer: int, result: jax.Array) -> None:
         """Says that all else that reads a layer was dispatched, which gives `result`; that must not be donated."""
-        self._stages[layer].used = result
+        stage = self._stages[layer]
+        stage.used, stage.array = result, None  # Its memory on the device is free once they are done.
 
     def release(self) -> None:
         """Ends the load, however far it is. Waits for copies under way, and for what reads arrays no `used` told of."""
         for stage in self._stages:
             stage.future.exception()  # Waits. An error has been raised by `layer`, or the load was given up.
             if stage.used is None:
-                jax.block_until_ready((stage.array, stage.computed))
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # What broke reads nothing any more.
+                    jax.block_until_ready((stage.array, stage.computed))
                 stage.is_free = True
         self._loader.forget(self)
 
@@ -209,20 +220,20 @@ class LayerLoad:
         if self._loader.device_ahead:
             self._put(self.num_issued)
 
-    def reclaim(self, layer: int) -> jax.Array | None:
-        """Has a region that is computed given up; None if it is not computed."""
-        if self._reclaim is None or self._stages[layer].computed is None:
-            return None
-        return self._reclaim(layer)
+    def reclaim(self, layer: int) -> bool:
+        """Has a layer given up that is computed, if it is not; whether it is."""
+        stage = self._stages[layer]
+        if stage.used is None and stage.computed is not None and self._reclaim is not None:
+            self.used(layer, self._reclaim(layer))
+        return stage.used is not None
 
     def _give_up_if_short(self, layer: int) -> None:
         """Has a computed layer given up at once where a later one is to lie in its region: nothing is before it then.
 
         Later on that would wait for all that was dispatched meanwhile, and the link for that.
         """
-        stage, num_regions = self._stages[layer], self._loader.buffer.memory.nbytes // self._num_bytes
-        if layer + num_regions < self.num_layers and stage.used is None:
-            stage.used = self.reclaim(layer)
+        if layer + self._loader.buffer.memory.nbytes // self._num_bytes < self.num_layers:
+            self.reclaim(layer)
 
     @property
     def _num_bytes(self) -> int:
@@ -253,10 +264,12 @@ class LayerLoad:
             if idle_since_s is None and (before is None or transfer.is_ready(before)):
                 idle_since_s = time.perf_counter()
             with contextlib.suppress(TimeoutError):
-                stage.future.result(_LOOK_S)
+                stage.future.exception(_LOOK_S)
         if idle_since_s is not None:
             self.stall_s += time.perf_counter() - idle_since_s
-        stage.future.result()
+        error = stage.future.exception()
+        if error is not None:
+            raise LoadError(f"layer {stage.layer} could not be read: {error}") from error
 
     def _issue(self, region: Region) -> None:
         layer = self.num_issued
@@ -282,7 +295,7 @@ class LayerLoad:
     def _put(self, stop: int) -> None:
         """Puts layers up to `stop` on the device whose bytes are there."""
         for stage in self._stages[:stop]:
-            if stage.array is None and stage.future.done():
+            if stage.array is None and stage.used is None and stage.future.done():
                 stage.array = transfer.staging_to_device(stage.view, self._loader.sharding, self._loader.heads)
 
 
@@ -315,21 +328,30 @@ class LayerLoader:
         self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.
         self._loads: list[LayerLoad] = []
         self._is_pinned = False
+        self._pinning = threading.Lock()  # Between whoever touches and whoever closes.
+        self._closed = threading.Event()
 
     def touch(self) -> float:
-        """Makes staging resident and registers it for DMA; seconds it took. Any thread may call it, once."""
+        """Makes staging resident and registers it for DMA; seconds it took. Any thread may call it, once.
+
+        Ends early, and registers nothing, when the loader is closed.
+        """
         started_s = time.perf_counter()
-        self.buffer.touch()
-        self._is_pinned = transfer.pin_host_memory(self.buffer.memory) if self.device_ahead else False
+        self.buffer.touch(self._closed.is_set)
+        with self._pinning:
+            if self.device_ahead and not self._closed.is_set():
+                self._is_pinned = transfer.pin_host_memory(self.buffer.memory)
         return time.perf_counter() - started_s
 
     def close(self) -> None:
         """Ends what is open and lets go of pinned memory."""
         for load in tuple(self._loads):
             load.release()
-        if self._is_pinned:
-            self._is_pinned = False
-            transfer.unpin_host_memory(self.buffer.memory)
+        self._closed.set()
+        with self._pinning:
+            if self._is_pinned:
+                self._is_pinned = False
+                transfer.unpin_host_memory(self.buffer.memory)
 
     def open(
         self,
@@ -351,7 +373,11 @@ class LayerLoader:
         """
         load = LayerLoad(self, ticket, padded_tokens, depth, all_at_once, job)
         self._loads.append(load)
-        self.pump()
+        try:
+            self.pump()
+        except Exception:
+            load.release()
+            raise
         return load
 
     def pump(self) -> None:
@@ -378,9 +404,7 @@ class LayerLoader:
         """
         while (region := self.room(num_bytes)) is None:
             load, stage = self.staged[0]
-            if stage.used is None:
-                stage.used = load.reclaim(stage.layer)
-            if stage.used is None:
+            if not load.reclaim(stage.layer):
                 raise StagingInUseError(f"wanted {num_bytes} bytes of staging, found all of it held by other loads")
             jax.block_until_ready((stage.computed, stage.used))
         return region

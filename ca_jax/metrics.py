@@ -77,6 +77,9 @@ class EngineMetrics:
     """Loads that broke and were recomputed."""
     failed_saves: int = 0
     """Saves that broke and were given up."""
+    refused_notes: int = 0
+    """States of conversations that the log of notes had no room for or could not write: they outlive the process once
+    they are on SSD."""
     first_touch_s: float = 0.0
     """Seconds of making host memory resident, in the background."""
     model_load_s: float = 0.0

@@ -27,9 +27,10 @@ METHODS = ("ca", "tt", "of", "nkvt")
 computed anew. `of`: as `tt`, since what is stored has its positions in it and is lost. `nkvt`: it is used at its old
 positions, which is wrong, and here to be compared with."""
 
-REPAIRS = ("deviating", "spread")
-"""Which tokens `repair_ratio` has computed anew. `deviating`: those whose KV is farthest from what they would have, as
-CacheBlend chooses them. `spread`: as many evenly apart, and all others are moved as these have moved, see `blend`."""
+REPAIRS = ("none", "deviating", "spread")
+"""Which of the tokens that stay have their KV computed anew. `none`: no token, the way of the paper. `deviating`: the
+anchors, and the tokens whose KV is farthest from what computing it anew would give, as CacheBlend chooses them.
+`spread`: the anchors and tokens evenly apart, and all others are moved as these have moved, see `blend`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,16 @@ class OverflowConfig:
     """Share of the window that leaves at once, in (0, 1]. Half, as in the paper: less overflows more often."""
     keep_first_tokens: int = 4
     """First tokens that never leave. Models put the attention they have no use for there."""
-    anchor_tokens: int = 0
-    """First tokens, of those that stay, whose KV is computed anew, as the beginning that they are now."""
-    repair_ratio: float = 0.0
-    """Share of the tokens that stay whose KV is computed anew, in [0, 1]."""
-    repair: str = "deviating"
-    """Which tokens these are, one of `REPAIRS`."""
+    repair: str = "spread"
+    """Which of the tokens that stay have their KV computed anew, one of `REPAIRS`: with the next turn's prefill, once.
+    The default, with the two numbers below, is what was chosen on half of LongEval's questions, see
+    `results/quality.md`. Other methods than `ca` ignore it, and so do models whose layers all see less than the context
+    window: what leaves there is first what no layer looks back to."""
+    anchor_tokens: int = 32
+    """First tokens, of those that stay, that `repair` computes anew, as the beginning that they are now; in the middle
+    of an answer at once."""
+    repair_ratio: float = 0.1
+    """Share of the tokens that stay that `repair` computes anew, the anchors among them, in [0, 1]."""
     drift: str | None = None
     """File of the model's drift (`ca_jax.drift`), which is added to what stays; None adds nothing."""
     whole_turns: bool = False
@@ -91,11 +96,15 @@ class OverflowConfig:
         return make_discarder(self.discarder) if isinstance(self.discarder, str) else self.discarder
 
     @property
-    def changes_nothing(self) -> bool:
-        """Whether what stays is used as it is, and nothing of it is looked at to choose what leaves."""
-        repairs = self.drift is not None or self.anchor_tokens or self.repair_ratio
+    def recomputes(self) -> bool:
+        """Whether some of what stays is computed anew, and the rest used as it is stored."""
+        return self.method == "ca" and self.repair != "none" and bool(self.anchor_tokens or self.repair_ratio)
+
+    @property
+    def needs_everything(self) -> bool:
+        """Whether KV that no layer looks back to has a use: what stays is changed by it, or what leaves chosen."""
         looks = self.token_discarder.needs_attention or self.token_discarder.needs_kv
-        return self.method == "ca" and not repairs and not looks
+        return self.method != "ca" or self.drift is not None or looks
 
     def check_window(self, window: int) -> None:
         """Refuses what does not fit a window of so many tokens.
@@ -108,6 +117,11 @@ class OverflowConfig:
                 f"keep_first_tokens wanted fewer than the context window of {window} tokens, "
                 f"found {self.keep_first_tokens}"
             )
+
+
+def leaving_at_once(config: OverflowConfig, window: int) -> int:
+    """How many tokens leave a full window at once, unless more are in the way."""
+    return max(1, round(config.truncation_ratio * window))
 
 
 def num_leaving(config: OverflowConfig, *, window: int, num_tokens: int, num_wanted: int) -> int:
@@ -126,7 +140,7 @@ def num_leaving(config: OverflowConfig, *, window: int, num_tokens: int, num_wan
     excess = num_tokens + num_wanted - window
     if excess <= 0:
         return 0
-    share = max(1, round(config.truncation_ratio * window))
+    share = leaving_at_once(config, window)
     return max(0, min(math.ceil(excess / share) * share, num_tokens - config.keep_first_tokens))
 
 

@@ -22,11 +22,11 @@ from ca_jax.errors import ProcessesError
 from ca_jax.fused_history import FusedHistory
 from ca_jax.histories import History
 from ca_jax.jobs import Job
-from ca_jax.layer_loader import LayerLoad
+from ca_jax.layer_loader import LayerLoad, LoadError
 from ca_jax.metrics import EngineMetrics
-from ca_jax.processes import Processes, all_agree
+from ca_jax.processes import Processes, least
 from ca_jax.repair import RepairedHistory
-from ca_jax.runner import Prefill, Runner
+from ca_jax.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.session import Session
 from ca_jax.session_kv import SessionKV
 from ca_jax.shared_load import SharedLoad
@@ -130,7 +130,8 @@ class Prefilling:
     def run_pass(self, num_tokens: int, is_alone: bool) -> jax.Array | None:
         """Dispatches some of the tokens that are left.
 
-        A load that breaks is a miss and a recompute of everything, never a failed turn.
+        A load that breaks is a miss and a recompute of everything, never a failed turn. Whatever else breaks is raised,
+        and costs nothing that is stored.
 
         Args:
           num_tokens: how many.
@@ -152,7 +153,7 @@ class Prefilling:
                 self._kv.histories.complete(self.job, history)
                 if self._mended is not None:
                     self._save_mended(self._mended)
-            except Exception:  # Whatever it is: if it was not the load, it will break again, and end the job.
+            except LoadError:
                 _LOG.warning("the load of job %d broke: it begins anew without", self.job.job_id, exc_info=True)
                 self._begin_anew()
                 return self.run_pass(min(self.num_left, self._runner.chunk_tokens), is_alone)
@@ -188,8 +189,8 @@ class Prefilling:
                 each.add_to(received)
             self.job.attention = received
         new_tokens = len(self._prefill.tokens)
-        is_fused = self._history is not None and bool(self._history.chunks)
-        if not self._was_alone or new_tokens > self._runner.chunk_tokens or is_fused:
+        was_mended = self.job.repaired_tokens or (self._history is not None and bool(self._history.chunks))
+        if not self._was_alone or new_tokens > self._runner.chunk_tokens or was_mended:
             return
         load = None if self._history is None else self._history.load
         padded_history, padded_new = self._runner.padded(self._prefill.history_length, new_tokens)
@@ -225,7 +226,10 @@ class Prefilling:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
         self._layer_since_s = time.perf_counter()
-        self._runner.run_pass(prefill, num_tokens, history, self._take_layer)
+        joined = None
+        if isinstance(history, RepairedHistory) and history.may_join and len(tokens) == prefill.num_left:
+            joined = history if len(tokens) <= JOINED_TOKENS else None
+        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, joined)
         if self.saver is not None:
             self.saver.end_pass()
 
@@ -237,9 +241,18 @@ class Prefilling:
         self._layer_since_s = time.perf_counter()
 
     def _check_load(self) -> None:
-        """Raises where the load broke, on any process: what was computed from it is nothing then."""
-        if isinstance(self._load, SharedLoad) and not all_agree(self._processes, "loaded", self._load.error is None):
-            raise ProcessesError("a shard of the history could not be loaded") from self._load.error
+        """Raises where the load broke, or staging it, on any process: what was computed from it is nothing then."""
+        if not isinstance(self._load, SharedLoad):
+            return
+        error = self._load.error
+        is_loaded, is_sound = least(
+            self._processes, "loaded", (error is None, error is None or isinstance(error, LoadError))
+        )
+        if not is_sound:
+            self._forget_pass()
+            raise ProcessesError("a shard of the history could not be brought to its devices") from error
+        if not is_loaded:
+            raise LoadError("a shard of the history could not be read") from error
 
     def _begin_anew(self) -> None:
         """Forgets what was computed from the history: all of the prompt is prefilled.
@@ -250,12 +263,10 @@ class Prefilling:
         if history is None or job.session is None:
             raise RuntimeError(f"job {job.job_id} has no history that could break")
         jax.block_until_ready(self._prefill.outputs)
-        if self.saver is not None:
-            self.saver.give_up()
-            self._kv.write_buffer.end(self.saver)
+        self._give_up_saving()
         has_others = bool(history.broken) and self._processes.count == 1
         self._kv.fail_history(history)
-        self._history = self._load = self._mended = self.saver = None
+        self._history = self._load = self._mended = None
         if has_others:  # Fewer each time: what broke is forgotten.
             job.skip_none()
             self.begin()
@@ -265,6 +276,20 @@ class Prefilling:
         self.saver = self._kv.begin_saving(job.session, 0)
         job.cached_tokens = 0
         self._prefill = self._start(0)
+
+    def _forget_pass(self) -> None:
+        """Forgets what the first pass has saved behind the history, which itself is sound, and lets go of that."""
+        session, history = self.job.session, self._history
+        if session is not None and history is not None and self.saver is not None:
+            self._give_up_saving()
+            self.release()
+            self._kv.truncate(session, history.num_slid + history.num_stored)
+
+    def _give_up_saving(self) -> None:
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.give_up()
+            self._kv.write_buffer.end(saver)
 
     def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
         """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
@@ -281,18 +306,22 @@ class Prefilling:
         if session is None:
             raise RuntimeError(f"job {self.job.job_id} has a history and no session")
         self._mended = None
-        self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
-        num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
-        self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
-        parts = (
-            (self.job.prompt_ids[: prefill.history_length], 0, mended.layers),
-            (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
-        )
-        for token_ids, start, layers in parts:
-            self.saver.begin_pass(token_ids, start)
-            for layer, kv in enumerate(layers):
-                self.saver.add_layer(layer, self._runner.at_rest(kv))
-            self.saver.end_pass()
+        if session.is_kept:
+            self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
+            num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
+            parts = [  # All of it before what is stored gives way to it.
+                (token_ids, start, [self._runner.at_rest(kv) for kv in layers])
+                for token_ids, start, layers in (
+                    (self.job.prompt_ids[: prefill.history_length], 0, mended.layers),
+                    (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
+                )
+            ]
+            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
+            for token_ids, start, layers in parts:
+                self.saver.begin_pass(token_ids, start)
+                for layer, kv in enumerate(layers):
+                    self.saver.add_layer(layer, kv)
+                self.saver.end_pass()
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
         self._metrics.blended_turns += isinstance(mended, FusedHistory)

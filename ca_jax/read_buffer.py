@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -37,9 +38,9 @@ class ReadBuffer:
         """All of it."""
         self._regions: collections.deque[Region] = collections.deque()
 
-    def touch(self) -> float:
-        """Makes it resident; seconds it took. Any thread may call it."""
-        return touch(self.memory)
+    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
+        """Makes it resident, unless it is `stopped`; seconds it took. Any thread may call it."""
+        return touch(self.memory, stopped=stopped)
 
     def take(self, num_bytes: int) -> Region | None:
         """The next free piece of that size; None where it lies in one that was not given back.

@@ -48,6 +48,8 @@ class RepairedHistory:
         """Tokens computed anew; of some layers alone, times their share of the layers."""
         self.num_plain = drifts_from
         """First tokens that had seen no token that left."""
+        self.may_join = plan is not None and plan.spreads and not runner.with_attention
+        """Whether it may be repaired in one pass with new tokens."""
         self._load = load
         self._runner = runner
         self._drift = drift
@@ -56,23 +58,39 @@ class RepairedHistory:
         self._blender: Blender | None = None
         if plan is not None:
             self.num_recomputed = plan.num_recomputed
-            self._blender = runner.blender(plan, token_ids[: plan.num_tokens])
+            self._blender = runner.blender(plan, token_ids)
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`."""
-        kv = loaded = self._runner.unpacked(self._load.layer(layer))
+        kv = loaded = self._loaded(layer)
+        if self._blender is not None:
+            kv = self._blender.layer(layer, kv)
+        if kv is loaded and not self._stops:
+            raise RuntimeError(f"layer {layer} was to be repaired, and nothing is to be done to it")
+        self._took(layer, kv)
+        return kv
+
+    def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `runner.JoinedSource`; only where `may_join`."""
+        if self._blender is None:
+            raise RuntimeError("wanted a plan to join with new tokens, found none")
+        kv, new_x, new_kv = self._blender.join(layer, self._loaded(layer), new_x, length)
+        self._took(layer, kv)
+        return kv, new_x, new_kv
+
+    def _loaded(self, layer: int) -> jax.Array:
+        kv = self._runner.unpacked(self._load.layer(layer))
         if self._drift is not None:
             drift = self._runner.to_device(self._drift.values[layer])
             for stop in self._stops:
                 kv = add_drift(kv, drift, self._start, stop)
-        if self._blender is not None:
-            kv = self._blender.layer(layer, kv)
-        if kv is loaded:
-            raise RuntimeError(f"layer {layer} was to be repaired, and nothing is to be done to it")
+        return kv
+
+    def _took(self, layer: int, kv: jax.Array) -> None:
+        """The layer is repaired, and what was loaded is read no more when that is computed."""
         self._load.computed(layer, kv)
         self._load.used(layer, kv)
         self.layers.append(kv)
-        return kv
 
     def computed(self, layer: int, result: jax.Array) -> None:
         """See `runner.LayerSource`; what is repaired is not in staging."""

@@ -29,6 +29,9 @@ from ca_jax.timeline import NO_TIMELINE, Timeline
 from ca_jax.transfer import to_device, to_host
 
 _TIMED_RUNS = 3
+JOINED_TOKENS = 64
+"""New tokens, at most, that are computed together with the repair of their history, and what they are padded to: more
+take long enough by themselves, and each length is compiled for."""
 
 
 class LayerSource(Protocol):
@@ -42,6 +45,13 @@ class LayerSource(Protocol):
 
     def used(self, layer: int, result: jax.Array) -> None:
         """Nothing else reads what `layer` gave when `result` is ready."""
+
+
+class JoinedSource(Protocol):
+    """A history that is repaired in the pass that reads it; see `repair.RepairedHistory`."""
+
+    def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The history `[2, S, K, H]`, and of new tokens behind it what goes into the next layer and their KV."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +235,7 @@ class Runner:
         num_tokens: int,
         history: LayerSource | None = None,
         on_layer: Callable[[int, jax.Array], None] = _no_layer,
+        joined: JoinedSource | None = None,
     ) -> None:
         """Runs some of the new tokens over all that is before them, layer by layer. Does not wait for the device.
 
@@ -233,11 +244,12 @@ class Runner:
           num_tokens: how many; one of `pass_sizes`, unless they are the last.
           history: of the first pass, where there is a history.
           on_layer: called with each layer's new unrotated KV `[2, T, K, H]` as soon as that is dispatched.
+          joined: the history, where it is repaired in this pass: the only one, of at most `JOINED_TOKENS`.
         """
         start = prefill.history_length + prefill.num_done
         part = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         is_last = len(part) == prefill.num_left
-        padded = np.zeros((1, pad_to(self.new_token_buckets, len(part))), np.int32)
+        padded = np.zeros((1, JOINED_TOKENS if joined else pad_to(self.new_token_buckets, len(part))), np.int32)
         padded[0, : len(part)] = part
         x = self._embed(padded)
         length = self.to_device(start, np.int32)
@@ -245,10 +257,13 @@ class Runner:
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
         for i, layer_params in enumerate(self._layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
-                if history is not None:
-                    with self._timeline.annotate("engine", f"await {i}", layer=i):
-                        prefill.past[i] = history.layer(i)
-                x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
+                if joined is not None:
+                    prefill.past[i], x, kv = joined.join(i, x, length)
+                else:
+                    if history is not None:
+                        with self._timeline.annotate("engine", f"await {i}", layer=i):
+                            prefill.past[i] = history.layer(i)
+                    x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)
                 if history is not None:
@@ -298,6 +313,7 @@ class Runner:
         if past is None or layer in prefill.inserted:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
+        prefill.past[layer] = None  # No later pass reads it.
         rotation = self._past_rotation(prefill, past)
         return self.slots.insert(
             layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation
@@ -369,7 +385,7 @@ class Runner:
 
         Args:
           plan: how many in which layer.
-          token_ids: the history's first tokens; those that may be chosen.
+          token_ids: the history's; those that may be chosen come first.
         """
         row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
         row[0, : len(token_ids)] = token_ids
@@ -384,9 +400,15 @@ class Runner:
             kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
         if plan is not None:
             blender = self.blender(plan, [0] * plan.num_tokens)
-            alike = len(self._kinds) == 1
-            for layer in range(min(plan.check_layers + 2, plan.num_layers) if alike else plan.num_layers):
+            num_layers = plan.num_layers
+            if len(self._kinds) == 1:
+                num_layers = 1 if plan.spreads else min(plan.check_layers + 2, num_layers)
+            for layer in range(num_layers):
                 blender.layer(layer, kv)
+            if plan.spreads and not self.with_attention:
+                x, blender = self._embedded(JOINED_TOKENS), self.blender(plan, [0] * plan.num_tokens)
+                for layer in range(num_layers):
+                    _, x, _ = blender.join(layer, kv, x, zero)
 
     def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
         """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.

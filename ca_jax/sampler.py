@@ -106,6 +106,16 @@ class Sampler:
         self._params[slot] = None
         self._rows.clear()
 
+    def forget_if_broken(self) -> bool:
+        """Lets go of what a call that broke has left of its arrays; whether one had. All slots are to be freed then."""
+        try:
+            jax.block_until_ready((self._seen, self._addends))
+        except RuntimeError:
+            self._seen = self._addends = None
+            self._added.clear()
+            return True
+        return False
+
     @property
     def has_penalties(self) -> bool:
         """Whether a draw depends on tokens that must be marked first."""

@@ -78,6 +78,11 @@ class Scheduler:
         return self._prefilling
 
     @property
+    def may_take(self) -> bool:
+        """Whether a job waits and there is a slot for it."""
+        return bool(self._queue) and bool(self._free_turns)
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self._queue and not self._running

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import numpy.typing as npt
 
 from ca_jax.conversations import Conversation, Message, as_messages
 from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
+from ca_jax.text_work import Texts
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine
+
+Truncation = Literal["auto", "disabled"]
+"""What becomes of a turn that the window has no room for; see `Session.send`."""
 
 
 class Answer(Iterator[str]):
@@ -71,17 +76,21 @@ class Session:
         *,
         tenant: str = "",
         ttl_s: float | None = None,
+        is_kept: bool = True,
     ) -> None:
         self._engine = engine
         self._job: Job | None = None
         self._closed = False
         self._conversation = conversation
+        self._packed_ids: np.ndarray | None = None
         self.session_id = session_id
         """Names the conversation in the store."""
         self.tenant = tenant
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
         """How long its KV is kept after its last use, seconds; None: as the store's config says."""
+        self.is_kept = is_kept
+        """Whether its turns are stored and it is found by its name. Else stored KV is read for it, and none written."""
         self.usage: Usage | None = None
         """Of the last turn that has ended."""
         self.finish_reason: FinishReason | None = None
@@ -113,6 +122,13 @@ class Session:
         return self._conversation.token_ids
 
     @property
+    def packed_ids(self) -> np.ndarray:
+        """`token_ids` as int32 `[T]`; once asked for it is kept, and what a turn adds is put behind."""
+        if self._packed_ids is None:
+            self._packed_ids = np.fromiter(self.token_ids, np.int32)
+        return self._packed_ids
+
+    @property
     def num_dropped(self) -> int:
         """Tokens that have left, since the context window was full or by `discard`."""
         return self._conversation.num_dropped
@@ -125,6 +141,7 @@ class Session:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        truncation: Truncation = "auto",
     ) -> Answer:
         """Queues a turn and returns its answer, piece by piece.
 
@@ -132,29 +149,34 @@ class Session:
         go of it ends the turn: what was generated so far stays part of the conversation.
 
         Args:
-          message: of the user; or messages, each a `role` and its `content`, where more was said since the last answer:
-            those of a conversation that was held elsewhere, say.
-          context: chunks of text, or token ids, that stand in front of the last message, part of it: documents that
-            were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk
+          message: of the user; or messages, each a `role`, its `content` and possibly its `context`, where more was
+            said since the last answer: those of a conversation that was held elsewhere, say.
+          context: the last message's: chunks of text, or token ids, that stand in front of it, part of it: documents
+            that were found for it, say. The KV of each is computed once, alone, and used wherever in a prompt the chunk
             comes (`EngineConfig.blend`), by all sessions of the tenant; `Engine.precompute` does that in advance. A
             text is tokenised alone, a blank line behind it.
           max_tokens: in place of the one in `sampling`.
           sampling: how to draw; greedy if not given.
           priority: turns of lower values go first; none waits forever.
+          truncation: `auto` has tokens leave where the window is full, as `EngineConfig.overflow` says, those of a
+            history that is given whole too; `disabled` is an error there, and ends an answer that fills the window.
 
         Raises:
           SessionClosedError: the session or its engine is closed.
           SessionBusyError: the last turn still runs.
           EmptyMessageError: the message is blank or there is none, or a chunk, or there is a context without chunks.
-          InvalidRequestError: `max_tokens` below 1, a priority that is no whole number, an id in `logit_bias` that is
-            outside the vocabulary, or messages that the model's chat template refuses.
+          InvalidRequestError: `max_tokens` below 1, an unknown `truncation`, a context given twice, a priority that is
+            no whole number, an id in `logit_bias` that is outside the vocabulary, or messages that the model's chat
+            template refuses.
           ContextWindowError: the message and its context leave no room for an answer (it says by how much), or the
             history does and none of it may be dropped (`EngineConfig.overflow`). The session stays as it was.
 
         Source: `context` is CacheBlend (Yao et al., EuroSys 2025).
         """
         params = _with_max_tokens(sampling, max_tokens)
-        job = self.submit(as_messages(message), context=context, sampling=params, priority=priority)
+        job = self.submit(
+            as_messages(message), context=context, sampling=params, priority=priority, truncation=truncation
+        )
         return Answer(self._engine, job)
 
     def send_ids(
@@ -165,6 +187,7 @@ class Session:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        truncation: Truncation = "auto",
     ) -> Answer:
         """Queues a turn whose new tokens are given as they are, without template; otherwise as `send`.
 
@@ -174,7 +197,7 @@ class Session:
           SessionClosedError: as for `send`; so are SessionBusyError and ContextWindowError.
         """
         params = _with_max_tokens(sampling, max_tokens)
-        job = self.submit(token_ids, context=context, sampling=params, priority=priority)
+        job = self.submit(token_ids, context=context, sampling=params, priority=priority, truncation=truncation)
         return Answer(self._engine, job)
 
     def submit(
@@ -184,18 +207,25 @@ class Session:
         context: Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | None = None,
         priority: int = 0,
+        texts: Texts | None = None,
+        truncation: Truncation = "auto",
     ) -> Job:
         """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
 
-        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does.
+        Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
+        `TextWork`, as `Engine.submit_turn` says.
         """
         self._check_ready()
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
+        if truncation not in ("auto", "disabled"):
+            raise InvalidRequestError(f"truncation must be 'auto' or 'disabled', got {truncation!r}")
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("wanted a message with text in it, found a blank one")
-        self._job = self._engine.submit_turn(self, new, sampling or SamplingParams(), priority, context)
+        self._job = self._engine.submit_turn(
+            self, new, sampling or SamplingParams(), priority, context, texts, truncation
+        )
         return self._job
 
     def rewind(self, num_tokens: int) -> None:
@@ -237,6 +267,8 @@ class Session:
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""
+        if conversation.token_ids is not self._conversation.token_ids:
+            self._packed_ids = None
         self._conversation = conversation
 
     def _check_ready(self) -> None:
@@ -246,18 +278,22 @@ class Session:
         if self.is_busy:
             raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
 
-    def adopt(self, job: Job) -> None:
-        """Makes an ended turn part of the conversation; for the engine."""
+    def adopt(self, job: Job, reason: FinishReason) -> None:
+        """Makes a turn that ends for a reason part of the conversation; for the engine."""
+        num_before = len(self.token_ids)
         self._conversation = self._conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
             job.messages,
             job.output.text,
             job.positions,
             job.attention,
-            job.context,
+            job.given_ids,
         )
+        if self._packed_ids is not None:
+            added = np.fromiter(self.token_ids[num_before:], np.int32)
+            self._packed_ids = np.concatenate([self._packed_ids, added])
         self.usage = job.usage()
-        self.finish_reason = job.finish_reason
+        self.finish_reason = reason
 
     def end(self) -> None:
         """Takes no more turns; for the engine."""

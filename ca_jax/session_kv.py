@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.note_log import Noted, NoteLog, log_bytes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -116,7 +116,8 @@ class SessionKV:
             timeline=timeline,
         )
         try:
-            log = None if shard.ssd_directory is None else NoteLog(shard.ssd_directory)
+            directory = shard.ssd_directory
+            log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))
         except CatalogError:
             store.close()
             raise
@@ -144,16 +145,17 @@ class SessionKV:
         self.histories = Histories(
             self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
         )
-        self._sliding = SlidingKV(self._store, self.write_buffer, processes, window)
-        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s)
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, metrics)
+        self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
+        self._closing = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
         self._toucher.start()
 
     def wait_until_resident(self) -> None:
-        """Returns when all host memory has had its first touch. Any thread may call it."""
+        """Returns when all host memory has had its first touch, or it is closed. Any thread may call it."""
         self._toucher.join()
 
     def key(self, session_id: str, tenant: str = "") -> str:
@@ -228,7 +230,6 @@ class SessionKV:
         """
         key = self.key(session.session_id, session.tenant)
         if not self.histories.is_preloaded(job):
-            self.write_buffer.settle(key)
             self._take_prefix(job, session)
         history = self.histories.open(job, key, session.conversation)
         self.withdraw(job)
@@ -246,8 +247,13 @@ class SessionKV:
         self._metrics.failed_loads += 1
         self._metrics.lost_chunks += len(broken - {history.key})
 
-    def begin_saving(self, session: Session, start_token: int) -> TurnSaver:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored."""
+    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
+
+        None where nothing of it is to be.
+        """
+        if not session.is_kept:
+            return None
         key = self.key(session.session_id, session.tenant)
         return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
 
@@ -278,13 +284,18 @@ class SessionKV:
         self.conversations.collect()
 
     def remember(self, session: Session) -> None:
-        """Has a conversation kept with its KV, as it is now."""
+        """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
         key = self.key(session.session_id, session.tenant)
+        if not session.is_kept:
+            self.drop(key)
+            return
         self.conversations.remember(key, session)
         self._sliding.ended(key, session)
 
     def note(self, session: Session) -> None:
         """Has a conversation outlive the process as it is now; its KV was cut with it."""
+        if not session.is_kept:
+            return
         self.conversations.note(self.key(session.session_id, session.tenant), session)
 
     def recall(self, session_id: str, tenant: str) -> Conversation | None:
@@ -314,23 +325,29 @@ class SessionKV:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
+        Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
         """
         key = self.key(session.session_id, session.tenant)
-        self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
         num_stored = self._sliding.stays(key, session, num_tokens)
-        self._store.truncate(key, num_stored, note=None if left is None else left.to_bytes())
+        if not num_stored:
+            self.drop(key)
+            return
+        note = None if left is None else self.conversations.pack(key, left)
+        self.histories.give_up_preloaded(key)
+        self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
 
     def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
 
-        On SSD it is kept with what is `left` of the conversation from then on, both at once.
+        On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
+        for what is on its way.
         """
         key = self.key(session.session_id, session.tenant)
         self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
         self._sliding.forget(key)
-        self._store.discard(key, discarded[session.conversation.num_slid :], note=left.to_bytes())
+        stored = discarded[session.conversation.num_slid :]
+        note = self.conversations.pack(key, left) if session.is_kept else None
+        self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
 
     def invalidate(self, session: Session) -> None:
         """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
@@ -344,7 +361,7 @@ class SessionKV:
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
         """
         self.write_buffer.finish_so_far(saver)
-        self._store.discard(saver.key, discarded, note=left.to_bytes())
+        self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
     def read(self, session: Session, token_ids: list[int]) -> KVCache:
@@ -371,9 +388,9 @@ class SessionKV:
         return KVCache(tuple(arrays), to_device(lengths))
 
     def drop(self, key: str) -> None:
-        """Forgets all of a session. No turn of it may run."""
+        """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
         self.histories.give_up_preloaded(key)
-        self.write_buffer.settle(key)
+        self.write_buffer.give_up(key)
         self._store.drop(key)
 
     def is_running(self, key: str) -> bool:
@@ -383,6 +400,17 @@ class SessionKV:
     def list(self) -> tuple[EntryInfo, ...]:
         """What is stored, or being stored."""
         return self._store.list()
+
+    def owned(self) -> Iterator[tuple[str, Owner | Noted]]:
+        """Key and owner of what outlives the process, the latest first; chunks among them."""
+        noted = {each.key: each for each in reversed(self.conversations.noted())}
+        yield from noted.items()
+        if self.conversations.outlive:
+            yield from ((key, owner) for key, owner in self._store.owners() if key not in noted)
+
+    def pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that their owner has pinned."""
+        return self._store.names_pinned(tenant)
 
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """The same, of one session id, whatever its tenant."""
@@ -419,7 +447,7 @@ class SessionKV:
     def close(self) -> None:
         """Finishes what was submitted and lets go of memory."""
         self.histories.give_up_preloaded()
-        self._toucher.join()
+        self._closing.set()
         self.settle()
         self.conversations.close()
         self._saver.close()
@@ -487,8 +515,10 @@ class SessionKV:
 
     def _touch(self) -> None:
         """Makes host memory resident in the background, so that no load or save pays for its first touch."""
-        self._metrics.first_touch_s = self._loader.touch() + self._store.touch()
+        self._metrics.first_touch_s = self._loader.touch() + self._store.touch(self._closing.is_set)
 
 
 def _owner(session: Session) -> Owner:
+    if not session.is_kept:
+        return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
     return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

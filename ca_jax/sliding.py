@@ -11,6 +11,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ca_jax.kept_conversations import KeptConversations
 from ca_jax.processes import Processes, least
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
@@ -23,15 +24,22 @@ class SlidingKV:
     Args:
       store: where it is.
       write_buffer: what is on its way there.
+      conversations: what is kept beside it.
       processes: what is kept is the same on all of them.
       window: how far all layers look back, tokens, the one that looks among them; None: nothing is ever forgotten.
     """
 
     def __init__(
-        self, store: AttentionStore, write_buffer: WriteBuffer, processes: Processes, window: int | None
+        self,
+        store: AttentionStore,
+        write_buffer: WriteBuffer,
+        conversations: KeptConversations,
+        processes: Processes,
+        window: int | None,
     ) -> None:
         self._store = store
         self._write_buffer = write_buffer
+        self._conversations = conversations
         self._processes = processes
         self._window = window
         self._ended: dict[str, Session] = {}  # By key, those with turns since they were looked at.
@@ -84,5 +92,5 @@ class SlidingKV:
         if num_leaving < self._store.layout.block_tokens:
             return
         left = session.conversation.slid(session.conversation.num_slid + num_leaving)
-        self._store.discard(key, np.ones(num_leaving, bool), note=left.to_bytes())
+        self._store.discard(key, np.ones(num_leaving, bool), note=self._conversations.pack(key, left))
         session.resume(left)

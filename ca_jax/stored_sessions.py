@@ -5,7 +5,9 @@ Not here: conversations that are open (engine), the tool for a directory that no
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Collection
 
 from ca_jax.conversations import Conversation
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
@@ -41,6 +43,36 @@ class StoredSessions:
             stored = sorted(self._kv.list(), key=lambda info: info.last_used_s, reverse=True)
             known: tuple[EntryInfo | Noted, ...] = (*self._kv.conversations.noted(), *stored)
             return tuple(dict.fromkeys((each.tenant, each.session_id) for each in known if self.is_own(each)))
+
+    def page(
+        self, opened: Collection[str], limit: int, *, after: str | None = None, tenant: str = ""
+    ) -> tuple[str, ...]:
+        """Names of a tenant's sessions that this engine goes on with: those that are open, then others, latest first.
+
+        Takes as long as the page is, and as finding its beginning takes; nothing is described.
+
+        Args:
+          opened: names of those that are open.
+          limit: most names.
+          after: the name behind which they begin; None: all do.
+          tenant: whose.
+
+        Raises:
+          UnknownSessionError: none has the name `after`.
+        """
+        with self._lock:
+            owned = ((key, owner.session_id) for key, owner in self._kv.owned() if owner.tenant == tenant)
+            others = (each for each in owned if each[1] not in opened)
+            names = itertools.chain(((None, name) for name in opened), others)
+            if after is not None and not any(name == after for _, name in names):
+                raise UnknownSessionError(f"after must be the name of a session, got {after!r}")
+            own = (name for key, name in names if key is None or self._kv.key(name, tenant) == key)  # No chunk.
+            return tuple(itertools.islice(own, limit))
+
+    def pinned(self, *, tenant: str = "") -> set[str]:
+        """Names of a tenant's sessions that are pinned."""
+        with self._lock:
+            return self._kv.pinned(tenant)
 
     def is_own(self, info: EntryInfo | Noted) -> bool:
         """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""

@@ -9,18 +9,19 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
 from ca_jax.blend import repair_plan
-from ca_jax.conversations import extended, padded
-from ca_jax.discarding import DiscardContext, check_discarded
+from ca_jax.conversations import OTHERWISE, Conversation, extended, padded
+from ca_jax.discarding import DiscardContext, OldestFirst, check_discarded
 from ca_jax.drift import Drift
 from ca_jax.errors import ContextWindowError, InvalidRequestError
 from ca_jax.jobs import Job
 from ca_jax.layer_loader import LayerLoad
 from ca_jax.metrics import EngineMetrics
-from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow import OverflowConfig, leaving_at_once, num_leaving, oldest_first
 from ca_jax.repair import RepairedHistory
 from ca_jax.runner import Runner
 from ca_jax.session import Session
@@ -59,12 +60,30 @@ class Truncator:
         self._window = window
 
     @property
+    def rule(self) -> str:
+        """Names how tokens leave: by this rule and what was said anybody could tell which; `OTHERWISE` if not."""
+        overflow = self._overflow
+        if overflow is None or overflow.whole_turns or not isinstance(overflow.token_discarder, OldestFirst):
+            return OTHERWISE
+        return f"{self._share} of {self._window} behind {overflow.keep_first_tokens}"
+
+    @property
+    def _share(self) -> int:
+        return 0 if self._overflow is None else leaving_at_once(self._overflow, self._window)
+
+    def _rule_of(self, discarded: np.ndarray) -> str:
+        """By which rule these tokens of a context leave, bool `[T]`."""
+        overflow, count = self._overflow, int(discarded.sum())
+        if overflow is None or count % self._share or discarded.all():
+            return OTHERWISE
+        oldest = oldest_first(len(discarded), count, overflow.keep_first_tokens)
+        return self.rule if np.array_equal(discarded, oldest) else OTHERWISE
+
+    @property
     def repairs(self) -> bool:
         """Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill."""
         overflow = self._overflow
-        if overflow is None or overflow.method != "ca":
-            return False
-        return bool(self._drift is not None or overflow.anchor_tokens or overflow.repair_ratio)
+        return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
 
     def repaired(self, session: Session, load: LayerLoad | SharedLoad, token_ids: list[int]) -> RepairedHistory | None:
         """A history of a session as its prefill should read it, if that is not as it is stored.
@@ -96,21 +115,29 @@ class Truncator:
         overflow = self._overflow
         if overflow is None:
             return
-        num_left = max(self._window - max(1, round(overflow.truncation_ratio * self._window)), 1)
+        num_left = max(self._window - self._share, 1)
         self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift)
         if overflow.method != "ca":
             return
-        if overflow.anchor_tokens:
+        if overflow.recomputes and overflow.anchor_tokens:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
         if self.repairs:
-            self._runner.warm_up_repair(repair_plan(overflow, self._runner.num_layers, num_left), self._drift)
+            for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
+                plan = repair_plan(overflow, self._runner.num_layers, min(size, self._window))
+                self._runner.warm_up_repair(plan, self._drift)
 
     # Between turns.
 
-    def for_prompt(self, session: Session, num_new: int) -> np.ndarray | None:
-        """Which tokens of a session's history leave so that new tokens and one of their answer fit.
+    def for_prompt(self, session: Session, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
+        """Which tokens of a history leave so that new tokens and one of their answer fit.
 
         Where the first tokens that stay are in the way, all of it leaves.
+
+        Args:
+          session: whose.
+          num_new: how many tokens come.
+          history: what was told of it at once, of which nothing is computed: the oldest leave, whatever the discarder
+            would look at; None: the session's own.
 
         Returns:
           bool `[T]`; None where all may stay, or none may leave.
@@ -118,10 +145,11 @@ class Truncator:
         Raises:
           ContextWindowError: the new tokens alone do not fit.
         """
-        overflow, num_history = self._overflow, len(session.token_ids)
+        conversation = session.conversation if history is None else history
+        overflow, num_history = self._overflow, len(conversation.token_ids)
         if overflow is None or num_history + num_new < self._window:
             return None
-        slid = np.arange(num_history) < session.conversation.num_slid
+        slid = np.arange(num_history) < conversation.num_slid
         if slid.any() and num_history - slid.sum() + num_new < self._window:
             return slid
         if num_new >= self._window:
@@ -132,11 +160,20 @@ class Truncator:
         count = num_leaving(overflow, window=self._window, num_tokens=num_history, num_wanted=num_wanted)
         if num_history - count + num_wanted > self._window:
             return np.ones(num_history, bool)
-        starts = [*(start for start, _ in session.conversation.turn_starts), num_history]
+        starts = [*(start for start, _ in conversation.turn_starts), num_history]
         num_needed = num_history + num_wanted - self._window
-        return slid | self._choose(
-            session, session.token_ids, count, starts, num_needed, session.conversation.attention
-        )
+        if history is not None:
+            starts = starts if overflow.whole_turns else []
+            return oldest_first(num_history, count, overflow.keep_first_tokens, starts, num_needed)
+        return slid | self._choose(session, session.token_ids, count, starts, num_needed, conversation.attention)
+
+    def without(self, history: Conversation, discarded: np.ndarray | None) -> Conversation:
+        """What is left of a history of which nothing is computed, without some tokens, bool `[T]`."""
+        if discarded is None:
+            return history
+        left = history.cut(discarded, by=self._rule_of(discarded))
+        self._count(discarded)
+        return left.forked(len(left.token_ids))
 
     def cut(self, session: Session, discarded: np.ndarray, *, by_hand: bool = False) -> None:
         """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
@@ -144,7 +181,8 @@ class Truncator:
         What leaves by hand is not what drift was measured with: then it is not added.
         """
         method = "ca" if self._overflow is None else self._overflow.method
-        left = session.conversation.cut(discarded, keeps_positions=method == "nkvt")
+        by = OTHERWISE if by_hand else self._rule_of(discarded)
+        left = session.conversation.cut(discarded, keeps_positions=method == "nkvt", by=by)
         if method in ("ca", "nkvt"):
             if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
@@ -162,7 +200,8 @@ class Truncator:
 
     def may_go_on(self, job: Job) -> bool:
         """Whether a job whose context is full can be made room for: one of a session, of which tokens may leave."""
-        return self._overflow is not None and job.session is not None and self._num_leaving_from(job) > 0
+        may_drop = self._overflow is not None and job.session is not None and job.may_drop
+        return may_drop and self._num_leaving_from(job) > 0
 
     def cut_running(self, job: Job, saver: TurnSaver | None) -> None:
         """Drops tokens of a job that decodes: from its context, its slot, its session and the store.
@@ -185,7 +224,10 @@ class Truncator:
         discarded = self._choose(session, job.token_ids[:-1], self._num_leaving_from(job), starts, 1, attention)
         kept = np.flatnonzero(~discarded)
         left = session.conversation.cut(
-            discarded[:num_history], keeps_positions=overflow.method == "nkvt", others=discarded[num_history:]
+            discarded[:num_history],
+            keeps_positions=overflow.method == "nkvt",
+            others=discarded[num_history:],
+            by=self._rule_of(discarded),
         )
         if self.repairs:
             left = left.with_repair(len(kept), drifts=True)
@@ -206,7 +248,7 @@ class Truncator:
         elif not recomputes:
             drift, keep_first = self._drift if overflow.method == "ca" else None, overflow.keep_first_tokens
             self._runner.slots.cut(slot, kept, rotates=overflow.method == "ca", drift=drift, drifts_from=keep_first)
-            if overflow.method == "ca" and overflow.anchor_tokens and len(kept):
+            if overflow.recomputes and overflow.anchor_tokens and len(kept):
                 self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
         job.dropped_tokens += int(discarded.sum())
         job.num_gone += int(discarded.sum())
@@ -259,14 +301,19 @@ class Truncator:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} decodes without a slot")
         prefill = self._runner.start_prefill(job.slot, token_ids, 0)
+
+        def save(layer: int, kv: jax.Array) -> None:
+            if saver is not None:
+                saver.add_layer(layer, self._runner.at_rest(kv))
+
         while prefill.num_left:
             tokens = prefill.tokens[prefill.num_done : prefill.num_done + self._runner.chunk_tokens]
-            if saver is None:
-                self._runner.run_pass(prefill, len(tokens))
-                continue
-            saver.begin_pass(tokens, prefill.num_done)
-            self._runner.run_pass(prefill, len(tokens), on_layer=saver.add_layer)
-            saver.end_pass()
+            if saver is not None:
+                self._kv.write_buffer.make_room(len(tokens))
+                saver.begin_pass(tokens, prefill.num_done)
+            self._runner.run_pass(prefill, len(tokens), on_layer=save)
+            if saver is not None:
+                saver.end_pass()
         self._runner.insert(prefill)
 
     def _count(self, discarded: np.ndarray) -> None:

@@ -10,11 +10,13 @@ Source: asynchronous saving with a write buffer, CachedAttention (Gao et al., US
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ca_jax.async_saver import AsyncSaver, SaveAbandonedError
 from ca_jax.metrics import EngineMetrics
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import Owner
+from ca_jax.storage.tickets import TicketState
 from ca_jax.turn_saver import TurnSaver
 
 
@@ -52,6 +54,7 @@ class WriteBuffer:
         self._turns: dict[str, TurnSaver] = {}
         self._ending: dict[str, TurnSaver] = {}  # Of turns that ended, while what they submitted is being copied.
         self._held: dict[str, TurnSaver] = {}  # Of turns that ended before the store had room for all of their KV.
+        self._awaiting: dict[str, list[Callable[[], object]]] = {}  # What is done once a session's KV is saved.
 
     @property
     def num_bytes(self) -> int:
@@ -107,8 +110,26 @@ class WriteBuffer:
         return key in self._turns and key not in self._held
 
     def is_unsaved(self, key: str) -> bool:
-        """Whether KV of a session's ended turns is not in the store yet, and has not been given up."""
-        return key in self._held or self._saver.is_open(key)
+        """Whether KV of a session's ended turns is not in the store yet, or something waits for that it is."""
+        return key in self._awaiting or self._is_on_its_way(key)
+
+    def when_saved(self, key: str, act: Callable[[], object]) -> None:
+        """Does something once the KV of a session's ended turns is in the store or given up: now, or in a `collect`."""
+        if self.is_unsaved(key):
+            self._awaiting.setdefault(key, []).append(act)
+        else:
+            act()
+
+    def give_up(self, key: str) -> None:
+        """Gives up what of a session is not in the store yet, and what waits for it. No turn of it may run.
+
+        Waits for no more than a copy under way.
+        """
+        self._awaiting.pop(key, None)
+        if key in self._held:
+            self._held[key].give_up()
+            self._close(self._held[key])
+        self._store.abort_saves(key)
 
     def admits(self, num_tokens: int) -> bool:
         """Whether there is room for the KV of so many more tokens, or nothing waits."""
@@ -149,23 +170,32 @@ class WriteBuffer:
                 if self._store.complete_save(result.ticket):
                     self._note_published(saved, len(result.ticket.token_ids))
             else:
-                self._store.abort_save(result.ticket)
                 self._metrics.failed_saves += not isinstance(result.error, SaveAbandonedError)
-                if saved in self._turns:
-                    self._turns[saved].give_up()
+                if result.ticket.state is TicketState.OPEN:  # Else it is of a state of the session that was given up.
+                    self._store.abort_save(result.ticket)
+                    if saved in self._turns:
+                        self._turns[saved].give_up()
         for saved in {result.ticket.key for result in results} & self._ending.keys():
             if not self._saver.is_open(saved):
                 self._ending.pop(saved).times.ended = True
+        for saved in tuple(self._awaiting):
+            if not self._is_on_its_way(saved):
+                for act in self._awaiting.pop(saved):
+                    act()
 
-    def settle(self, key: str | None = None) -> None:
-        """Has all saves of a session, or of all, published or given up, those included that wait for room."""
-        self.collect(wait=True, key=key)
-        for held in tuple(self._held) if key is None else (key,):
+    def settle(self) -> None:
+        """Has all saves published or given up, those included that wait for room. Waits for the store."""
+        self.collect(wait=True)
+        for held in tuple(self._held):
             while held in self._held and self._store.settle():  # Others get to SSD, and make room.
                 self.collect(wait=True)
             if held in self._held:
                 self._held[held].give_up()
                 self._close(self._held[held])
+        self.collect()  # What waited for those that were given up.
+
+    def _is_on_its_way(self, key: str) -> bool:
+        return key in self._held or self._saver.is_open(key)
 
     @property
     def _held_bytes(self) -> int:

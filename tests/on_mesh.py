@@ -306,8 +306,8 @@ def test_jobs_together_on_two_parts_of_the_slots():
 
 REPAIRS = {
     "attention": OverflowConfig(discarder="heavy_hitters"),
-    "deviating": OverflowConfig(anchor_tokens=4, repair_ratio=0.8),
-    "spread": OverflowConfig(repair="spread", repair_ratio=0.5),
+    "deviating": OverflowConfig(repair="deviating", anchor_tokens=4, repair_ratio=0.8),
+    "spread": OverflowConfig(anchor_tokens=4, repair_ratio=0.5),
     "computed anew": OverflowConfig(method="tt"),
     "old positions": OverflowConfig(method="nkvt"),
 }

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax import steps
+from ca_jax.blend import Blender, BlendPlan, repair_plan
 from ca_jax.discarding import DiscardContext, TokenDiscarder
 from ca_jax.drift import Drift
 from ca_jax.engine import Engine
@@ -83,6 +85,15 @@ class SlicedCache:
         fresh.feed(self.token_ids[:num_tokens])
         self.kv = np.concatenate([fresh.kv, self.kv[:, :, num_tokens:]], axis=2)
 
+    def blend(self, plan: BlendPlan) -> None:
+        """Has some of the tokens' KV computed anew, layer by layer, and the others move as these have."""
+        config, params = self.model.config, self.model.params["params"]
+        x = steps.embed(config, {"params": params}, jnp.asarray([self.token_ids[: plan.num_tokens]], jnp.int32))
+        table = steps.rotation_table(config, self.window, self.window)
+        blender = Blender(config, [params[f"layer_{i}"] for i in range(config.num_layers)], table, plan, x)
+        layers = [blender.layer(i, jnp.asarray(layer)) for i, layer in enumerate(self.kv)]
+        self.kv = np.stack([np.asarray(layer) for layer in layers])
+
     def _feed(self, part: list[int]) -> np.ndarray:
         model, length = self.model, len(self.token_ids)
         num_rows = 1 if len(part) == 1 else _STEP
@@ -119,7 +130,7 @@ class Conversation:
     """A conversation under a window, as an engine with this `OverflowConfig` should hold it.
 
     Args:
-      overflow: the engine's. Of `repair_ratio` only 0 and 1, which need no choice of tokens.
+      overflow: the engine's. If it repairs tokens that deviate, only none of them or all, which needs no choice.
       window: most tokens of it.
       drift: what the config's file has.
       model: whose; None: the tiny one.
@@ -185,7 +196,7 @@ class Conversation:
 
     def _answer(self, token_ids: Sequence[int], max_tokens: int, given: Sequence[int]) -> list[int]:
         self._make_room(len(self.token_ids), len(token_ids) + 1)
-        self.cache.compute_anew(min(self.num_to_repair, len(self.cache.token_ids)))
+        self._repair(min(self.num_to_repair, len(self.cache.token_ids)))
         self.num_to_repair = 0
         self.turn_starts.append(len(self.token_ids))
         self.num_cached = len(self.cache.token_ids)
@@ -238,11 +249,18 @@ class Conversation:
             return
         if self.drift is not None and not by_hand:
             self.cache.kv[:, :, overflow.keep_first_tokens :] += self.drift.values[:, :, None]
-        if overflow.anchor_tokens:
+        if overflow.recomputes and overflow.anchor_tokens:
             num_anchors = -(-overflow.anchor_tokens // _REPAIR_STEP) * _REPAIR_STEP
             self.cache.compute_anew(min(num_anchors, num_left))
-        if overflow.repair_ratio == 1:
+        if overflow.recomputes and overflow.repair_ratio:
             self.num_to_repair = num_left
+
+    def _repair(self, num_tokens: int) -> None:
+        """What the next prefill does to the first tokens of what has stayed."""
+        if self.overflow.repair_ratio == 1:
+            self.cache.compute_anew(num_tokens)
+        elif (plan := repair_plan(self.overflow, len(self.cache.kv), num_tokens)) is not None:
+            self.cache.blend(plan)
 
 
 class Recorded:
@@ -267,9 +285,15 @@ class Recorded:
         return self.choices[-1]
 
 
+def plain(**changes: object) -> OverflowConfig:
+    """An `OverflowConfig` that repairs nothing but what is said; what deviates, unless that is said too."""
+    repair = "deviating" if {"anchor_tokens", "repair_ratio"} & changes.keys() else "none"
+    return OverflowConfig(**{"repair": repair, "anchor_tokens": 0, "repair_ratio": 0.0, **changes})
+
+
 def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> OverflowConfig:
-    """An `OverflowConfig`."""
-    return OverflowConfig(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
+    """The same, by shorter names."""
+    return plain(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
 
 
 def dram_store(num_blocks: int = 1000) -> StoreConfig:

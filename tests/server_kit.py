@@ -47,7 +47,7 @@ class Running:
         return self.state.service
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=DEADLINE_S, **options)
 
     def http(self, key: str | None = None) -> httpx2.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

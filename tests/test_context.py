@@ -293,7 +293,7 @@ def test_texts_make_a_turn_like_any_other():
         kit.drain(session.send("What is green?", context=texts, max_tokens=8))
         prompt = session.token_ids[: session.usage.prompt_tokens]
         assert session.token_ids[len(prompt) :] == kit.greedy_answer(prompt, 8)
-        assert session.messages[1]["content"] == "The sky is green.\n\nGrass is blue.\nWhat is green?"
+        assert session.messages[1] == {"role": "user", "content": "What is green?", "context": texts}
         text = engine.model.tokenizer.decode(prompt)
         assert "Be brief." in text
         assert "The sky is green.\n\nGrass is blue.\nWhat is green?" in text

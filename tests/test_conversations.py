@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.conversations import Conversation, as_messages, chain_of, extended, padded
+from ca_jax.conversations import OTHERWISE, Conversation, as_messages, chain_of, extended, padded
 
 
 def numbers(values: list, dtype: str) -> str:
@@ -20,7 +20,7 @@ def numbers(values: list, dtype: str) -> str:
 
 
 GOOD = {
-    "format": 3,
+    "format": 5,
     "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
@@ -32,6 +32,10 @@ GOOD = {
     "to_drift": [2, 1],
     "num_slid": 1,
     "chain": "0123abcd",
+    "states": [["0123abcd", 3]],
+    "cut_by": "a rule",
+    "reached": "name",
+    "generation": 7,
 }
 INT32 = st.integers(0, 2**31 - 1)
 JSON = st.recursive(
@@ -65,8 +69,10 @@ def test_it_comes_back_as_it_was(token_ids, messages, turn_starts, rest):
 
 
 def test_every_field_is_among_the_bytes():
-    assert {field.name for field in dataclasses.fields(Conversation)} == GOOD.keys() - {"format"}
-    assert Conversation.from_bytes(packed(GOOD)) == Conversation(
+    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == GOOD.keys() - {"format"}
+    found = Conversation.from_bytes(packed(GOOD))
+    assert found.generation == 7
+    assert found == Conversation(
         token_ids=[1, 2, 3],
         messages=[{"role": "user", "content": "hi"}],
         turn_starts=[(0, 0)],
@@ -78,9 +84,31 @@ def test_every_field_is_among_the_bytes():
         num_slid=1,
         to_drift=[2, 1],
         chain="0123abcd",
+        states=[("0123abcd", 3)],
+        cut_by="a rule",
+        reached="name",
     )
-    older = Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != "chain"}))
-    assert older.chain == chain_of([{"role": "user", "content": "hi"}])
+
+
+def of_older_format(number, **changes):
+    newer = ("states", "cut_by", "reached", *(["generation"] if number == 3 else []))
+    older = {name: value for name, value in GOOD.items() if name not in newer} | {"format": number}
+    return Conversation.from_bytes(packed(older | changes))
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_one_of_an_older_format_is_found_by_no_history_and_goes_on_by_name(number):
+    """Its chain leaves contexts out: one that has any may not be taken for one that has none."""
+    hi = {"role": "user", "content": "hi"}
+    plain = of_older_format(number, num_dropped=0, chain=chain_of([hi]))
+    assert (plain.chain, plain.states, plain.cut_by) == (chain_of([hi]), [], "")
+    with_context = {**hi, "content": "a document\n\nhi"}
+    for other in (
+        of_older_format(number, num_dropped=0, chain=chain_of([hi]), messages=[with_context]),
+        of_older_format(number),
+    ):
+        assert other.chain not in (chain_of([hi]), chain_of([with_context]), GOOD["chain"])
+        assert (other.states, other.token_ids) == ([], [1, 2, 3])
 
 
 def test_it_is_smaller_than_its_text():
@@ -105,6 +133,8 @@ def test_other_bytes_are_refused(data):
 @example(field="token_ids", value=[float("inf")])
 @example(field="token_ids", value=[float("nan")])
 @example(field="messages", value=[{"role": "user"}])
+@example(field="messages", value=[{"role": "user", "content": "", "context": [None]}])
+@example(field="states", value=[["a"]])
 @example(field="messages", value=None)
 @example(field="turn_starts", value=[[1, 2, 3]])
 @example(field="format", value=1)
@@ -120,7 +150,7 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     except ValueError:
         return
     assert all(type(token) is int for token in found.token_ids)
-    assert all(type(text) is str for message in found.messages for text in message.values())
+    assert all(type(message[name]) is str for message in found.messages for name in ("role", "content"))
     assert all(type(number) is int for start in found.turn_starts for number in start)
     assert all(
         type(number) is int for number in (found.num_dropped, found.lineage, found.num_to_repair, *found.to_drift)
@@ -129,15 +159,70 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
-@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"chain"}))
+@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"generation"}))
 def test_a_field_that_is_missing_is_named(missing):
     with pytest.raises(ValueError, match=missing):
         Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="wanted a conversation of format 3, found 1"):
+    with pytest.raises(ValueError, match="wanted a conversation of format 5, found 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
+
+
+def grown(conversation: Conversation, data) -> Conversation:
+    """After something that may happen to a conversation."""
+    num_tokens = len(conversation.token_ids)
+    change = data.draw(st.sampled_from(["turn", "turn", "turn", "slid", "fused", "repair", "cut", "take"]))
+    if change == "turn":
+        ids = [*conversation.token_ids, *data.draw(st.lists(INT32, max_size=5))]
+        user, answer = data.draw(st.text(max_size=5)), data.draw(st.text(max_size=5))
+        return conversation.with_turn(ids, as_messages(user), answer, conversation.positions)
+    if change == "cut":
+        gone = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), bool)
+        return conversation.cut(gone, keeps_positions=data.draw(st.booleans()))
+    number = data.draw(st.integers(0, num_tokens))
+    changes = {
+        "slid": lambda: conversation.slid(number),
+        "fused": lambda: conversation.fused(number),
+        "repair": lambda: conversation.with_repair(number, drifts=True),
+        "take": lambda: conversation.take(number),
+    }
+    return changes[change]()
+
+
+@given(data=st.data())
+def test_with_what_was_added_behind_it_it_is_what_it_has_become(data):
+    conversation = Conversation.begin([SYSTEM])
+    before, note = conversation, conversation.to_bytes()
+    for _ in range(data.draw(st.integers(1, 8))):
+        generation = conversation.generation
+        conversation = grown(conversation, data)
+        assert conversation.generation >= generation
+        if data.draw(st.booleans()):
+            added = conversation.added_to(before)
+            before, note = conversation, conversation.to_bytes() if added is None else note + added
+        found = Conversation.from_bytes(note)
+        assert (found, found.generation) == (before, before.generation)
+
+
+def test_what_is_added_is_as_large_as_what_is_new():
+    before = of_turns(*[10] * 200)
+    after = before.with_turn([*before.token_ids, *range(10)], as_messages("a message"), "an answer")
+    assert len(after.added_to(before)) < 1000 < len(before.to_bytes())
+    assert before.added_to(before.cut(mask(2000, 3))) is None
+    assert before.added_to(after) is None
+    other = before.with_turn(before.token_ids, as_messages("a message"), "", attention=np.ones(2000))
+    assert other.added_to(before) is None, "attention changes for all tokens"
+
+
+def test_what_is_added_to_another_state_is_refused():
+    before = of_turns(10, 20)
+    after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
+    with pytest.raises(ValueError, match="wanted what comes behind"):
+        Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])
 
 
 @pytest.mark.parametrize("value", [[], "text", 3, None])
@@ -188,6 +273,7 @@ def test_a_turn_goes_behind_what_there_is():
         num_to_repair=4,
         to_drift=[3],
         chain=chain_of(messages_of(0, 1)),
+        states=[(chain_of(messages_of(0)), 10), (chain_of(messages_of(0, 1)), 30)],
     )
     assert before.messages == messages_of(0)  # As it was.
 
@@ -214,7 +300,6 @@ def test_a_turn_brings_the_attention_that_is_known():
 def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     whole = dataclasses.replace(
         of_turns(10, 20, 30),
-        num_dropped=7,
         lineage=5,
         positions=list(range(60)),
         attention=[1.0] * 60,
@@ -226,10 +311,10 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     assert (taken.chain == chain_of(messages_of(*turns))) == is_whole
     assert taken == Conversation(
         chain=taken.chain,
+        states=[state for state in whole.states if state[1] <= num_tokens],
         token_ids=list(range(num_tokens)),
         messages=messages_of(*turns),
         turn_starts=[((0, 10, 30)[turn], 1 + 2 * turn) for turn in turns],
-        num_dropped=7,
         lineage=5,
         positions=list(range(num_tokens)),
         attention=[1.0] * num_tokens,
@@ -238,16 +323,35 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     )
 
 
-def test_a_chain_names_all_that_was_said_and_no_context():
+def test_a_chain_names_all_that_was_said_with_its_contexts():
     whole = of_turns(10, 20, 30)
     assert whole.chain == chain_of(messages_of(0, 1, 2)) == chain_of(messages_of(0, 1, 2)[1:], chain_of([SYSTEM]))
     assert whole.cut(mask(60, *range(35))).chain == whole.chain, "what has left was said all the same"
     asked, told = said(3)
-    after = whole.with_turn(list(range(70)), [asked], told["content"], context="a document\n\n")
-    assert after.messages[-2:] == [{**asked, "content": f"a document\n\n{asked['content']}"}, told]
-    assert after.chain == chain_of(messages_of(0, 1, 2, 3))
+    contexts = (["a", "b"], ["b", "a"], ["ab"], [[97], "b"], ["[97]", "b"], [[97, 98]], [[9, 7, 98]], ["a", "b", ""])
+    chains = {chain_of(messages_of(0, 1, 2, 3))}
+    for context in contexts:
+        after = whole.with_turn(list(range(70)), [{**asked, "context": context}], told["content"])
+        assert Conversation.from_bytes(after.to_bytes()) == after
+        assert after.chain == chain_of([*messages_of(0, 1, 2), {**asked, "context": context}, told])
+        chains.add(after.chain)
+    chains.add(whole.with_turn(list(range(70)), [asked], told["content"], given_ids=[60, 61]).chain)
+    assert len(chains) == len(contexts) + 2
     others = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert len({chain_of(each) for each in (others, others[:1], others[::-1], [], [{**others[0], "role": "x"}])}) == 5
+
+
+def test_states_are_those_since_tokens_left_and_a_rule_is_that_of_every_cut():
+    whole = of_turns(10, 20, 30)
+    assert [num_tokens for _, num_tokens in whole.states] == [10, 30, 60]
+    cut = whole.cut(mask(60, *range(4, 14)), by="a rule")
+    assert (cut.states, cut.cut_by) == ([], "a rule")
+    more = cut.with_turn([*cut.token_ids, 1], as_messages("on"), "so")
+    assert more.states == [(more.chain, 51)]
+    assert more.cut(mask(51, 5), by="a rule").cut_by == "a rule"
+    assert more.cut(mask(51, 5)).cut_by == more.cut(mask(51, 5)).cut(mask(50, 5), by="a rule").cut_by == OTHERWISE
+    left = more.take(20)
+    assert left.chain not in (chain_of(left.messages), more.chain), "what left is not what its messages say"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +385,7 @@ def test_a_turn_that_left_takes_its_messages_with_it(gone, turns, starts):
 def test_a_conversation_without_turns_loses_tokens_alone():
     bare = Conversation(token_ids=[5, 6, 7], messages=[SYSTEM], turn_starts=[])
     assert bare.cut(mask(3, 0)) == Conversation(
-        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1
+        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1, cut_by=OTHERWISE
     )
 
 

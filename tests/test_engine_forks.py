@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ca_jax.engine import Engine
+from ca_jax.overflow import METHODS, OverflowConfig
 from ca_jax.session import Session
 from tests import engine_kit as kit
 from tests.test_engine_ssd import ssd_store
@@ -89,3 +90,30 @@ def test_branches_share_blocks_on_ssd_and_go_on_in_another_engine(tmp_path, driv
             assert expect_right_answer(session, [65]) == len(SYSTEM) + 5 + 11
         again = engine.session()
         assert expect_right_answer(again, [*SYSTEM, 65]) == len(SYSTEM)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fork_that_is_not_kept_answers_alike_and_leaves_nothing(method, tmp_path):
+    """Also where its context overflows, before a turn and in the middle of an answer."""
+    with kit.small_engine(overflow=OverflowConfig(method=method), store=ssd_store(tmp_path)) as engine:
+        source = engine.session()
+        expect_right_answer(source, SYSTEM)
+        engine.wait_for_saves()
+
+        def stored():
+            engine.wait_for_saves()
+            return {info.key: (info.num_tokens, info.num_blocks, info.ssd_tokens) for info in engine.stored.list()}
+
+        before, num_flushed = stored(), engine.store_stats().ssd.flushed_bytes
+        passing = engine.fork(source, is_kept=False)
+        assert expect_right_answer(passing, kit.prompt(20)) == 81, "what is stored is read"
+        assert passing.session_id not in {session.session_id for session in engine.sessions}
+        said = ["".join(passing.send_ids(kit.prompt(number), max_tokens=420)) for number in (30, 200)]
+        assert passing.usage.completion_tokens == 420
+        assert passing.num_dropped
+        assert stored() == before
+        assert engine.store_stats().ssd.flushed_bytes == num_flushed
+        assert engine.find_session(passing.session_id) is None
+        kept = engine.fork(source)
+        expect_right_answer(kept, kit.prompt(20))
+        assert "".join(kept.send_ids(kit.prompt(30), max_tokens=420)) == said[0]

@@ -488,6 +488,22 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         assert min(metrics.loaded_histories, metrics.mixed_histories, metrics.recomputed_histories) > 0
 
 
+@pytest.mark.parametrize(("rest_dtype", "head_dim"), [("model", 20), ("int8", 36)])
+def test_none_comes_after_warmup_where_contexts_are_cut_and_repaired(tmp_path, rest_dtype, head_dim):
+    """Before messages of any length, in the middle of an answer, and by hand."""
+    with engine_like_no_other(tmp_path, head_dim, num_layers=2, kv_rest_dtype=rest_dtype) as engine:
+        engine.warmup()
+        with CompileCounter() as after:
+            session = engine.session()
+            for length, max_tokens in ((400, 6), (150, 6), (300, 6), (33, 200), (5, 6), (3, 150), (80, 6)):
+                kit.say(session, kit.prompt(length), max_tokens)
+            session.discard(range(10, 40))
+            kit.say(session, kit.prompt(20), 6)
+        assert after.count == 0
+        assert engine.metrics.truncations > 4
+        assert engine.metrics.repaired_tokens > 4 * 32
+
+
 @pytest.mark.parametrize(("rest_dtype", "head_dim"), [("model", 44), ("int8", 52)])
 def test_none_comes_after_warmup_for_contexts_of_chunks_of_the_lengths_it_was_told(tmp_path, rest_dtype, head_dim):
     blend = ca_jax.BlendConfig(recompute_ratio=0.5)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 
+import numpy as np
 import pytest
 
 from ca_jax.errors import TenantError
 from ca_jax.overflow import OverflowConfig
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.catalog_file import CatalogFullError
+from ca_jax.storage.note_log import LOG_NAME, NoteLog
+from ca_jax.storage.records import Owner, Residency
 from tests import engine_kit as kit
+from tests import overlap_kit
 from tests.reliability import workload
+from tests.storage.ssd_helpers import StoppedClock
+from tests.storage.store_helpers import open_gated
 from tests.test_engine_ssd import PROMPTS, expect_right_answer, ssd_store
 
 
@@ -175,3 +182,255 @@ def test_kv_from_before_a_truncation_is_not_that_of_the_conversation_behind_it(t
         assert again.conversation == session.conversation
         cached = expect_right_answer(again, kit.prompt(10))
         assert sum(cached.values()) <= 4
+
+
+@pytest.mark.parametrize("how", ["ends", "is cancelled", "breaks"])
+def test_a_turn_is_done_when_it_is_in_the_log(tmp_path, monkeypatch, how):
+    """Whoever is told that it has ended may be told what it took, and finds it after a crash."""
+    reached, may_write = threading.Event(), threading.Event()
+
+    def put(log, *args, original=NoteLog.put, **options):
+        reached.set()
+        assert may_write.wait(60)
+        return original(log, *args, **options)
+
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        session = engine.session(session_id="one")
+        answer = session.send_ids(PROMPTS[0], max_tokens=5)
+        next(answer)
+        if how == "breaks":
+            monkeypatch.setattr(answer.job.output, "push", None)
+        monkeypatch.setattr(NoteLog, "put", put)
+        with contextlib.ExitStack() as stack:
+            if how == "breaks":
+                stack.enter_context(pytest.raises(TypeError))
+            stack.enter_context(overlap_kit.in_thread(answer.close if how == "is cancelled" else lambda: [*answer]))
+            assert reached.wait(60)
+            try:
+                assert not answer.job.done
+                assert session.is_busy
+            finally:
+                may_write.set()
+        assert answer.job.done
+        assert session.token_ids == ([] if how == "breaks" else [*PROMPTS[0], *answer.job.output_ids])
+        assert session.usage == (None if how == "breaks" else answer.job.usage())
+
+
+# Turns that were told, and cannot be written to SSD for a while.
+
+
+def no_space(engine, monkeypatch, gates):
+    """The disk has no room."""
+    monkeypatch.setattr(workload.ssd_of(engine)._space._tier._space, "_free_bytes", lambda: 0)
+
+
+def deadline(engine, monkeypatch, gates):
+    """The disk does not answer."""
+    gates[0].writes.close()
+
+
+def catalog(engine, monkeypatch, gates):
+    """The catalog cannot be changed."""
+    keeper = workload.ssd_of(engine)._worker._keeper
+    for name in ("publish", "set_note"):
+        monkeypatch.setattr(keeper._catalog, name, unwritable)
+
+
+def quota(engine, monkeypatch, gates):
+    """The tenant may hold no more, and the catalog cannot be changed: its note cannot be written either."""
+    monkeypatch.setattr(workload.ssd_of(engine)._blocks, "admits", lambda tenant, num_blocks: False)
+    catalog(engine, monkeypatch, gates)
+
+
+def unwritable(*_):
+    raise CatalogFullError("wanted room on the disk, found none")
+
+
+FAILURES = {"no_space": no_space, "deadline": deadline, "catalog": catalog, "quota": quota}
+
+
+def keep_until(engine, reached, gates=()):
+    """Keeps the store's tiers going until something is so."""
+    for _ in range(600):
+        seen = engine._wakeup.count
+        engine.keep()
+        if reached():
+            return
+        for gate in gates:
+            gate.let_time_pass(10.0)
+        engine._wakeup.wait(seen, 0.1)
+    raise AssertionError("wanted the store to get there, found it where it was")
+
+
+def num_failed(engine):
+    return sum(engine.store_stats().ssd.failed_flushes.values())
+
+
+@pytest.mark.parametrize("end", ["let go of", "closed"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_turn_whose_flush_fails_is_known_though_dram_let_go_of_it(tmp_path, monkeypatch, failure, end):
+    gates = open_gated(monkeypatch)
+    store = ssd_store(tmp_path, dram_free_fraction=0.995)
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        engine.wait_for_saves()
+        with monkeypatch.context() as patch:
+            FAILURES[failure](engine, patch, gates)
+            kit.say(session, PROMPTS[1])
+            told = session.conversation
+            keep_until(engine, lambda: num_failed(engine) > 0, gates)
+            keep_until(engine, lambda: engine.stored.find("one").residency is Residency.SSD)
+            if end == "let go of":
+                engine.release(session)
+            for _ in range(3):
+                engine.keep()
+            assert engine.stored.conversation("one") == told
+            engine._kv.conversations.close()  # As `Engine.close` does, before the disk goes on.
+            engine._kv.conversations._log = None
+        gates[0].writes.open()
+        engine._kv._store._placement._dirty.clear()
+    for _ in range(2):  # The second time it was opened, and nothing was said.
+        with kit.small_engine(store=store) as engine:
+            again = engine.session(session_id="one")
+            assert again.conversation == told
+    with kit.small_engine(store=store) as engine:
+        expect_right_answer(engine.session(session_id="one"), [65])
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, monkeypatch, failure):
+    """With its KV, if that is in DRAM still: nobody has to say anything more."""
+    gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
+    with kit.small_engine(store=ssd_store(tmp_path / "a")) as engine:
+        engine._kv._store._placement._clock = clock
+        session = engine.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        engine.wait_for_saves()
+        with monkeypatch.context() as patch:
+            FAILURES[failure](engine, patch, gates)
+            kit.say(session, PROMPTS[1])
+            keep_until(engine, lambda: num_failed(engine) > 0, gates)
+            gates[0].writes.open()
+        keep_until(engine, lambda: not workload.ssd_of(engine).busy)
+        assert engine.stored.find("one").ssd_tokens == 51
+        failed = num_failed(engine)
+        engine.keep()
+        assert num_failed(engine) == failed, "not before its time"
+        clock.now_s += 300.0
+        keep_until(engine, lambda: kept_on_ssd(engine, session))
+        assert engine.stored.find("one").ssd_tokens == len(session.token_ids) - 1
+        engine.release(session)
+        engine.keep()
+        (tmp_path / "a" / LOG_NAME).unlink()  # As another boot would find it: SSD alone counts.
+        after = as_killed(tmp_path / "a", tmp_path / "b")
+    with kit.small_engine(store=after) as engine:
+        assert engine.session(session_id="one").conversation == session.conversation
+
+
+def kept_on_ssd(engine, session):
+    generation = session.conversation.generation
+    return engine._kv._store.has_note_on_ssd(engine._kv.key(session.session_id), generation)
+
+
+@pytest.mark.parametrize("change", ["rewound", "discarded"])
+def test_what_is_taken_back_while_a_flush_fails_is_gone(tmp_path, monkeypatch, change):
+    gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
+    with kit.small_engine(store=ssd_store(tmp_path / "a")) as engine:
+        engine._kv._store._placement._clock = clock
+        session = engine.session(session_id="one")
+        kit.converse(session, PROMPTS[:2])
+        engine.wait_for_saves()
+        with monkeypatch.context() as patch:
+            no_space(engine, patch, gates)
+            kit.say(session, PROMPTS[2])
+            keep_until(engine, lambda: num_failed(engine) > 0)
+            if change == "rewound":
+                session.rewind(60)
+            else:
+                session.discard(range(20, 50))
+            told = session.conversation
+            engine.keep()
+            killed = as_killed(tmp_path / "a", tmp_path / "b")
+        clock.now_s += 300.0
+        keep_until(engine, lambda: kept_on_ssd(engine, session))
+        (tmp_path / "a" / LOG_NAME).unlink()
+        after = as_killed(tmp_path / "a", tmp_path / "c")
+    for directory in (killed, after):
+        with kit.small_engine(store=directory) as engine:
+            again = engine.session(session_id="one")
+            assert again.conversation == told
+            if change == "rewound":  # What is behind a gap has seen what is gone.
+                expect_right_answer(again, [65])
+
+
+def test_kv_that_is_stored_without_its_conversation_does_not_take_it_from_the_log(tmp_path):
+    """A turn of a conversation that only the log has is given up before it began: some KV of its may be stored."""
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        session = engine.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        engine.wait_for_saves()
+        engine.drop_stored(session)
+        told = session.conversation
+        engine.release(session)
+        engine.keep()
+        store = engine._kv._store
+        key = engine._kv.key("one")
+        ticket = store.prepare_save(key, 0, told.token_ids[:20], Owner(session_id="one"))
+        ticket.write_all(np.zeros((store.layout.num_layers, 2, 20, *store.layout.block_shape[3:]), np.float32))
+        store.complete_save(ticket)
+        engine.wait_for_saves()
+        engine.keep()
+        assert engine.stored.find("one").ssd_tokens == 20
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        assert engine.session(session_id="one").conversation == told
+
+
+def test_a_log_that_took_nothing_is_tried_again(tmp_path, monkeypatch):
+    clock = StoppedClock()
+    with kit.small_engine(store=ssd_store(tmp_path / "a")) as engine, nothing_gets_to_ssd(engine):
+        kept = engine._kv.conversations
+        kept._clock = clock
+        session = engine.session(session_id="one")
+        kit.say(session, PROMPTS[0])
+        num_bytes, kept._log._max_bytes = kept._log._max_bytes, 0
+        kit.say(session, PROMPTS[1])
+        assert engine.metrics.refused_notes == 1
+        told = session.conversation
+        engine.release(session)
+        engine.keep()
+        assert engine.stored.conversation("one") == told, "this process knows it"
+        kept._log._max_bytes = num_bytes
+        clock.now_s += 60.0
+        engine.keep()
+        after = as_killed(tmp_path / "a", tmp_path / "b")
+    with kit.small_engine(store=after) as engine:
+        assert engine.session(session_id="one").conversation == told
+
+
+def test_where_the_log_is_full_what_ssd_has_goes_first(tmp_path, monkeypatch):
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        log = engine._kv.conversations._log
+        monkeypatch.setattr(log, "lacks", lambda num_bytes: len(log.list()) - 2)  # Notes of some KB, not pages, count.
+
+        def tell(name):
+            kit.say(engine.session(session_id=name), PROMPTS[0], max_tokens=2)
+            return [each.session_id for each in log.list()]
+
+        for name in ("on ssd", "on ssd too"):
+            tell(name)
+            engine.wait_for_saves()
+            engine.keep()
+        with nothing_gets_to_ssd(engine):
+            tell("let go of")
+            engine.release(engine.session(session_id="let go of"))
+            assert tell("open") == ["on ssd too", "let go of", "open"]
+            assert tell("open too") == ["let go of", "open", "open too"]
+            assert engine.metrics.refused_notes == 0
+            assert tell("open as well") == ["open", "open too", "open as well"]
+            assert engine.metrics.refused_notes == 1
+            assert tell("one too many") == ["open", "open too", "open as well"]
+            assert engine.metrics.refused_notes == 2
+        told = engine.session(session_id="one too many").conversation
+    with kit.small_engine(store=ssd_store(tmp_path)) as engine:
+        assert engine.session(session_id="one too many").conversation == told, "it was on SSD in time"

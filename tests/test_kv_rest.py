@@ -176,6 +176,17 @@ def test_what_stays_after_a_cut_is_the_rounded_cache_sliced(store):
         assert pair.session.usage.dropped_tokens > 0
 
 
+@pytest.mark.parametrize("method", ["tt", "of"])
+def test_what_is_computed_again_in_the_middle_of_an_answer_is_saved_rounded(store, method):
+    with int8_engine(ok.config(4, 0.5, method=method), store=store) as engine:
+        pair = Pair(engine)
+        pair.turn(kit.prompt(40), 100)  # Overflows while it decodes.
+        assert pair.session.usage.dropped_tokens > 0
+        engine.wait_for_saves()
+        assert engine.metrics.failed_saves == 0
+        pair.turn(kit.prompt(12), 8)  # Loads it.
+
+
 def test_repair_computes_anew_over_rounded_kv_and_keeps_it_rounded(store):
     with int8_engine(ok.config(4, 0.5, repair_ratio=1.0), store=store) as engine:
         pair = Pair(engine)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ca_jax import costs, layer_loader, transfer
-from ca_jax.layer_loader import LayerLoad, LayerLoader, StagingInUseError
+from ca_jax.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -267,12 +267,12 @@ class _MovingFuture(Future):
         self._timer = timer
         future.add_done_callback(lambda done: self.set_result(done.result()))
 
-    def result(self, timeout: float | None = None) -> object:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         while not self.done():
             self._timer.advance(1)
             if timeout is not None and not self.done():
                 raise TimeoutError
-        return super().result()
+        return super().exception()
 
 
 @pytest.fixture
@@ -469,7 +469,7 @@ def test_a_read_that_breaks_later_is_told_when_its_layer_is_taken(store, broken,
     for held in gate.held:
         gate.let_through(held, error=OSError("no such sector") if held.layer == broken else None)
     rig.loader.pump()
-    with pytest.raises(OSError, match="no such sector"):
+    with pytest.raises(LoadError, match=f"layer {broken} could not be read: no such sector"):
         take_good_layers(load, broken)
     load.release()
     rig.store.abort_load(load.ticket)
@@ -484,9 +484,35 @@ def test_a_read_that_cannot_begin_is_told_when_its_layer_is_taken(store, depth, 
     load = rig.loader.open(ticket, PADDED, depth)
     store.abort_load(ticket)
     load.begin(refuse_to_reclaim)
-    with pytest.raises(ValueError, match="wanted an open load of 'a', found one that is aborted"):
+    with pytest.raises(LoadError, match="wanted an open load of 'a', found one that is aborted"):
         take_good_layers(load, depth)
     load.release()
+    assert rig.is_free
+
+
+def broken(*_: object) -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+
+def test_a_load_that_cannot_be_put_on_the_device_when_it_is_opened_holds_nothing(store, monkeypatch):
+    gate = GatedTransfers()
+    gate.open()
+    rig = Rig(store, gate, device_ahead=1)
+    monkeypatch.setattr(transfer, "staging_to_device", broken)
+    ticket = rig.store.prepare_load("a", range(NUM_TOKENS))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        rig.loader.open(ticket, PADDED, LAYERS)
+    assert rig.is_free
+    rig.store.abort_load(ticket)
+
+
+def test_a_load_whose_layer_could_not_be_computed_is_let_go_of(store):
+    rig = Rig(store, None)
+    load = rig.open("a", LAYERS)
+    load.begin(refuse_to_reclaim)
+    load.layer(0)
+    load.computed(0, Computation(broken))
+    rig.end(load)
     assert rig.is_free
 
 

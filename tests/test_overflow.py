@@ -122,7 +122,7 @@ def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, k
         ({"anchor_tokens": 1.5}, "anchor_tokens wanted a number of tokens >= 0, found 1.5"),
         ({"repair_ratio": -0.1}, r"repair_ratio wanted a share of the tokens in \[0, 1\], found -0.1"),
         ({"repair_ratio": 1.5}, "found 1.5"),
-        ({"repair": "all"}, "repair wanted one of deviating, spread; found 'all'"),
+        ({"repair": "all"}, "repair wanted one of none, deviating, spread; found 'all'"),
         ({"discarder": "youngest"}, "token discarder wanted one of oldest, sinks, heavy_hitters; found 'youngest'"),
         ({"whole_turns": True, "discarder": "sinks"}, "whole_turns wanted the oldest to leave first, found .* 'sinks'"),
         ({"whole_turns": True, "discarder": HeavyHitters()}, "found the discarder 'heavy_hitters'"),

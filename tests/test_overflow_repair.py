@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,6 +151,9 @@ REPAIRS = {
     "drift and anchor": {"drift": True, "anchor_tokens": 16, "keep_first": 0},
     "drift, then all": {"drift": True, "repair_ratio": 1.0},
     "all, spread": {"repair_ratio": 1.0, "repair": "spread"},
+    "spread": {"repair_ratio": 0.5, "repair": "spread", "anchor_tokens": 8},
+    "drift, then spread": {"drift": True, "repair_ratio": 0.5, "repair": "spread", "keep_first": 0},
+    "default": {name: getattr(OverflowConfig(), name) for name in ("repair", "repair_ratio", "anchor_tokens")},
 }
 
 
@@ -195,8 +199,23 @@ def test_repair_after_cuts_in_an_answer(name, max_tokens, num_cuts, drift):
         assert pair.session.usage.repaired_tokens == 0
 
 
+@pytest.mark.parametrize("num_new", [1, 64, 65, 80])
+@pytest.mark.parametrize("name", ["spread", "default", "drift, then spread"])
+def test_the_repair_is_the_same_with_a_message_in_one_pass_and_in_a_pass_of_its_own(name, num_new, drift):
+    overflow, values = repairing(name, drift)
+    with ok.engine_of(overflow) as engine:
+        pair = ok.Pair(engine, drift=values)
+        pair.turns(36)
+        pair.discard(np.arange(44) % 8 == 1)
+        pair.turn(kit.prompt(num_new), 4)
+        assert pair.session.usage.repaired_tokens == expected_repaired(overflow, pair.reference.num_cached)
+        pair.expect_stored_kv()
+
+
 def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
-    return num_tokens if overflow.repair_ratio == 1 else min(overflow.anchor_tokens, num_tokens)
+    if overflow.repair_ratio == 1:
+        return num_tokens
+    return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)
 
 
 def test_all_of_it_repaired_is_a_fresh_prefill():
@@ -381,6 +400,29 @@ def test_a_load_that_breaks_while_it_is_repaired_is_recomputed(name, layer, drif
         pair.expect_stored_kv()
         pair.turns(10, seed=3)
         assert pair.session.usage.repaired_tokens == 0
+
+
+@pytest.mark.parametrize("broken", ["run_pass", "at_rest"])
+@pytest.mark.parametrize("name", ["all", "drift and anchor"])
+def test_a_repair_that_breaks_otherwise_is_done_by_the_next_turn(name, broken, drift, monkeypatch):
+    """Computing it, or packing it to be saved: what is stored gives way to nothing less than all of it."""
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    overflow, values = repairing(name, drift)
+    with ok.engine_of(overflow) as engine:
+        pair = ok.Pair(engine, drift=values)
+        pair.turns(60)
+        pair.discard(np.arange(68) % 3 == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, broken, fail)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+                ok.say(pair.session, kit.prompt(20), 4)
+        pair.turns(10)
+        assert pair.session.usage.repaired_tokens > 0
+        assert engine.metrics.failed_loads == 0
+        pair.expect_stored_kv()
 
 
 @pytest.mark.parametrize("name", ["all", "drift"])

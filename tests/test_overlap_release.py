@@ -10,12 +10,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+import jax
 import pytest
 
-from ca_jax import steps
+from ca_jax import sampling, steps, transfer
+from ca_jax.decode_slots import DecodeSlots
 from ca_jax.engine import Engine
-from ca_jax.jobs import FinishReason
-from ca_jax.layer_loader import LayerLoader
+from ca_jax.histories import Histories
+from ca_jax.jobs import FinishReason, SamplingParams
+from ca_jax.layer_loader import LayerLoad, LayerLoader
+from ca_jax.overflow import OverflowConfig
 from ca_jax.prefilling import Prefilling
 from ca_jax.session import Answer, Session
 from ca_jax.storage.attention_store import AttentionStore
@@ -24,6 +28,7 @@ from ca_jax.testing.paced import GatedTransfers
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS
+from tests.test_engine_ssd import ssd_store
 
 NUM_NEW = 150  # Passes of 64, 64 and 23 tokens, with the last one of the history.
 NUM_PASSES = 3
@@ -84,6 +89,26 @@ def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
             overlap_kit.expect_right(each)
             assert each.usage.num_cached_tokens == each.usage.prompt_tokens - 12, "its KV is not stored any more"
         overlap_kit.assert_nothing_is_held(engine)
+
+
+def fail(at: Scene, monkeypatch, owner: object, name: str, num_calls: int, num_failures: float = math.inf) -> None:
+    """Has the turn fail with what breaks in it, and another find all that was stored before."""
+    before, stored = at.session.token_ids, at.engine.stored.find(at.session.session_id)
+    assert bool(stored.ssd_tokens) == (at.engine.config.store.ssd_dir is not None)
+    answer = at.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing_from(num_calls, getattr(owner, name), num_failures=num_failures))
+        with pytest.raises(OSError, match="on fire"):
+            kit.drain(answer)
+    assert at.session.token_ids == before
+    assert at.engine.metrics.failed_loads == 0
+    at.engine.wait_for_saves()
+    left = at.engine.stored.find(at.session.session_id)
+    assert left.num_tokens >= stored.num_tokens
+    assert left.ssd_tokens >= stored.ssd_tokens
+    kit.say(at.session, kit.prompt(9))
+    overlap_kit.expect_right(at.session)
+    assert at.session.usage.num_cached_tokens >= len(before) - 1
 
 
 def failing_from(num_calls: int, original: Callable, *, num_failures: float = math.inf) -> Callable:
@@ -186,29 +211,29 @@ def test_a_read_that_breaks_at_any_layer_is_a_miss(layer, is_preloaded):
         assert at.session.usage.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("num_failures", [1, math.inf])
 @pytest.mark.parametrize("num_calls", range(NUM_PASSES * NUM_LAYERS))
-def test_a_prefill_that_breaks_at_any_layer_of_any_pass(monkeypatch, num_calls):
-    """In the first pass over history it may be the load that broke, so that all is recomputed: which breaks too."""
+def test_a_prefill_that_breaks_at_any_layer_of_any_pass(monkeypatch, num_calls, num_failures):
+    """Its job fails; what was stored before is read by the next."""
     with scene() as at:
-        before = at.session.token_ids
-        answer = at.begin()
-        with monkeypatch.context() as patch:
-            patch.setattr(steps, "prefill_layer", failing_from(num_calls, steps.prefill_layer))
-            with pytest.raises(OSError, match="on fire"):
-                next(answer)
-        assert at.session.token_ids == before
-        assert at.engine.metrics.failed_loads == (num_calls < NUM_LAYERS)
+        fail(at, monkeypatch, steps, "prefill_layer", num_calls, num_failures)
 
 
-@pytest.mark.parametrize("num_calls", range(NUM_LAYERS))
-def test_a_first_pass_that_breaks_once_is_recomputed(monkeypatch, num_calls):
-    with scene() as at:
-        answer = at.begin(max_tokens=8)
-        with monkeypatch.context() as patch:
-            patch.setattr(steps, "prefill_layer", failing_from(num_calls, steps.prefill_layer, num_failures=1))
-            kit.drain(answer)
-        overlap_kit.expect_right(at.session)
-        assert at.engine.metrics.failed_loads == 1
+@pytest.mark.parametrize("driver", [None, "zarr3", "raw"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (transfer, "staging_to_device"),
+        (LayerLoad, "begin"),
+        (Histories, "complete"),
+        (steps, "prefill_layer"),
+    ],
+)
+def test_a_first_pass_that_breaks_otherwise_than_by_its_load_costs_no_kv(monkeypatch, tmp_path, owner, name, driver):
+    """Out of memory, a compile error: the bytes at rest are sound, in DRAM and on SSD."""
+    store = kit.SMALL.store if driver is None else ssd_store(tmp_path, ssd_driver=driver)
+    with scene(store=store) as at:
+        fail(at, monkeypatch, owner, name, 0)
 
 
 @pytest.mark.parametrize(
@@ -272,3 +297,110 @@ def test_room_that_cannot_be_asked_for(monkeypatch, num_calls):
             patch.setattr(AttentionStore, "prepare_save", failing_from(num_calls, AttentionStore.prepare_save))
             with pytest.raises(OSError, match="on fire"):
                 kit.drain(answer)
+
+
+def test_a_pass_that_breaks_while_others_decode_is_its_own_jobs_failure(monkeypatch):
+    """What the device was asked for may break when somebody waits for it: here whoever decodes beside it."""
+    with scene() as at:
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, 64))
+        with monkeypatch.context() as patch:
+            patch.setattr(Prefilling, "await_pass", failing_from(0, Prefilling.await_pass))
+            at.engine.step()
+        expect_end(answer)
+
+
+# The decode slots.
+
+
+def breaking(slots: DecodeSlots, *, loses: bool) -> Callable:
+    """A method of the slots that breaks before it takes the donated buffers or, if it loses them, after."""
+
+    def call(*_: object, **__: object) -> None:
+        if loses:
+            jax.tree.map(lambda buffer: buffer.delete(), slots.buffers)
+        raise OSError("the device is on fire")
+
+    return call
+
+
+def expect_end(answer: Answer) -> None:
+    with pytest.raises(OSError, match="on fire"):
+        kit.drain(answer)
+
+
+@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("who_runs", ["its caller", "another"])
+def test_a_slot_that_cannot_be_filled_is_not_decoded(monkeypatch, loses, who_runs):
+    """Where the slots went with it no job that is in one goes on."""
+    with scene() as at:
+        before = at.session.token_ids
+        answer = at.begin()
+        at.step_until(at.is_prefilling(answer, NUM_NEW + 1))
+        with monkeypatch.context() as patch:
+            slots = at.engine._runner.slots
+            patch.setattr(slots, "insert", breaking(slots, loses=loses))
+            if who_runs == "another" and not loses:
+                at.engine.step()
+            elif who_runs == "another":
+                expect_end(at.going_on)
+            expect_end(answer)
+        assert at.session.token_ids == before
+        assert not at.engine._runner.slots.remake_if_broken()
+        if loses:
+            with contextlib.suppress(OSError):
+                kit.drain(at.going_on)
+            assert at.going_on.job.error is not None
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_decode_step_that_breaks_ends_all_that_it_was_of(monkeypatch, loses):
+    with scene() as at:
+        answer = at.begin()
+        overlap_kit.take(answer, 3)
+        with monkeypatch.context() as patch:
+            slots = at.engine._runner.slots
+            patch.setattr(slots, "decode", breaking(slots, loses=loses))
+            expect_end(answer)
+            expect_end(at.going_on)
+
+
+def test_slots_that_are_lost_to_a_cut_end_all_that_are_in_one(monkeypatch):
+    with kit.small_engine(overflow=OverflowConfig(), context_window=128) as engine:
+        cut, other = engine.session(), engine.session()
+        beside = other.send_ids(kit.prompt(20), max_tokens=60)
+        next(beside)
+        with monkeypatch.context() as patch:
+            slots = engine._runner.slots
+            patch.setattr(slots, "cut", breaking(slots, loses=True))
+            expect_end(cut.send_ids(kit.prompt(110), max_tokens=40))
+        expect_end(beside)
+        for each in (cut, other):
+            kit.say(each, kit.prompt(10))
+            overlap_kit.expect_right(each)
+
+
+@pytest.mark.parametrize("num_calls", [0, 3])
+def test_a_text_that_cannot_be_shown_ends_its_answer_alone(monkeypatch, num_calls):
+    """The first token's and a later one's: whoever runs the engine, others in the batch get theirs."""
+    with scene() as at:
+        answer = at.begin()
+        monkeypatch.setattr(answer.job.output, "push", failing_from(num_calls, answer.job.output.push))
+        kit.drain(at.going_on)
+        expect_end(answer)
+
+
+def test_addends_that_are_lost_end_all_that_are_in_a_slot(monkeypatch):
+    def lose(addends: jax.Array, *_: object) -> None:
+        addends.delete()
+        raise OSError("the device is on fire")
+
+    params = SamplingParams(max_tokens=10, frequency_penalty=1.0, ignore_eos=True)
+    with kit.small_engine() as engine:
+        expected = engine.generate([kit.prompt(20)], params)[0].token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "set_addend", lose)
+            with pytest.raises(OSError, match="on fire"):
+                engine.generate([kit.prompt(20), kit.prompt(21)], params)
+        assert engine.generate([kit.prompt(20)], params)[0].token_ids == expected
+        overlap_kit.assert_nothing_is_held(engine)

@@ -9,11 +9,14 @@ import concurrent.futures
 import dataclasses
 import functools
 import shutil
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import pytest
 
+from ca_jax import transfer
 from ca_jax.engine import Engine
 from ca_jax.errors import ProcessesError, TenantError
 from ca_jax.metrics import EngineMetrics
@@ -125,6 +128,30 @@ def test_a_load_that_breaks_on_one_is_begun_anew_on_all():
         assert found.answers == expected()[0]
         assert found.cached == [0, 0, 0]
         assert found.metrics.failed_loads == 2
+
+
+def test_what_one_cannot_put_on_its_device_fails_on_all_and_costs_no_kv(monkeypatch):
+    out_of_memory: set[int] = set()
+
+    def put(*args: object, original=transfer.staging_to_device) -> jax.Array:
+        if threading.get_ident() in out_of_memory:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return original(*args)
+
+    def run(processes: ThreadProcesses) -> tuple[list[int], int]:
+        with engine_of(processes) as engine:
+            session = engine.session(session_id="one")
+            kit.say(session, PROMPTS[0])
+            if processes.index == 1:
+                out_of_memory.add(threading.get_ident())
+            with pytest.raises(ProcessesError, match="could not be brought to its devices"):
+                kit.say(session, PROMPTS[1])
+            out_of_memory.discard(threading.get_ident())
+            return kit.say(session, PROMPTS[1]), session.usage.num_cached_tokens
+
+    monkeypatch.setattr(transfer, "staging_to_device", put)
+    answers, cached = expected()
+    assert run_together(2, run) == [(answers[1], cached[1])] * 2
 
 
 @pytest.mark.parametrize("lost", ["nothing", "shard", "turn"])

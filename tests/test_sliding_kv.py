@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
+from ca_jax.kv_layout import kept_window
 from ca_jax.models.transformer import Transformer
 from ca_jax.overflow import OverflowConfig
 from ca_jax.pretrained import LoadedModel
@@ -144,6 +145,7 @@ def test_a_full_context_loses_what_has_slid_first():
             everything += answer
             num_stored(served)
         assert served.metrics.truncations > 0
+        assert served.metrics.repaired_tokens == 0, "nothing is lost that could be repaired"
         assert session.num_dropped + len(session.token_ids) == len(everything)
 
 
@@ -162,13 +164,19 @@ def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
         expect_right_answers(session, [PROMPTS[1]])
 
 
-@pytest.mark.parametrize("changes", [{}, {"overflow": OverflowConfig(anchor_tokens=4)}])
-def test_where_a_layer_looks_further_or_truncation_may_everything_is_stored(changes):
+@pytest.mark.parametrize("changes", [{}, {"overflow": OverflowConfig(discarder="heavy_hitters")}])
+def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored(changes):
     loaded = model() if changes else model(full_layers=(1,))
     with Engine(loaded, dataclasses.replace(kit.SMALL, **changes)) as served:
         session = served.session()
         kit.converse(session, PROMPTS[:3])
         assert num_stored(served) == [len(session.token_ids) - 1]
+
+
+@pytest.mark.parametrize(("context_window", "kept"), [(SLIDING, None), (SLIDING + 1, SLIDING)])
+def test_nothing_slides_where_the_context_is_no_longer_than_what_a_layer_sees(context_window, kept):
+    """There what is left of a full context has seen what left, and is repaired."""
+    assert kept_window(model().config, kit.SMALL, context_window) == kept
 
 
 def test_processes_that_serve_as_one_keep_the_same():

@@ -161,7 +161,7 @@ def test_a_turn_runs_until_it_ends_and_is_unsaved_until_its_saves_are_taken_in(r
     assert not rig.store.list()[0].pinned
     rig.expect_stored("a", 6)
     rig.buffer.end(rig.begin("a", 5, start=6))
-    rig.buffer.settle("a")
+    rig.buffer.settle()
     rig.expect_stored("a", 11)
 
 
@@ -172,13 +172,35 @@ def test_a_held_turn_does_not_run_and_is_unsaved(rig):
     assert rig.num_tokens == 6
 
 
-def test_settling_one_session_does_not_wait_for_others(rig):
+def test_what_waits_for_a_session_to_be_saved_is_done_in_order_and_the_session_is_unsaved_until_then(rig):
+    done = []
+    rig.buffer.when_saved("a", lambda: done.append(0))
+    assert done == [0], "nothing of it is unsaved"
     for key in ("a", "b"):
         rig.buffer.end(rig.begin(key, 3))
+    for number in (1, 2):
+        rig.buffer.when_saved("a", lambda number=number: done.append(number))
+    rig.buffer.collect()
+    assert (done, rig.buffer.is_unsaved("a")) == ([0], True)
     rig.write_out(LAYOUT.num_layers)
-    rig.buffer.settle("a")
+    rig.buffer.collect(wait=True, key="a")
+    assert done == [0, 1, 2]
     assert (rig.buffer.is_unsaved("a"), rig.buffer.is_unsaved("b")) == (False, True)
     rig.expect_stored("a", 3)
+
+
+def test_what_was_given_up_with_its_session_says_nothing_of_the_turn_behind_it(rig):
+    rig.buffer.end(rig.begin("a", 3))
+    rig.buffer.when_saved("a", lambda: pytest.fail("it is not saved"))
+    rig.gate.wait_held()
+    rig.buffer.give_up("a")
+    rig.expect_stored("a", 0)
+    turn = rig.begin("a", 4)
+    rig.gate.let_through(error=OSError("worn out"))
+    rig.gate.open()
+    rig.buffer.end(turn)
+    rig.buffer.settle()
+    rig.expect_stored("a", 4)
 
 
 def test_settling_gives_up_what_the_store_has_no_room_for_in_the_end(rig):
@@ -192,7 +214,7 @@ def test_settling_gives_up_what_the_store_has_no_room_for_in_the_end(rig):
     rig.is_room_coming = True
     rig.gate.open()
     rig.buffer.end(rig.begin("a", 3))
-    rig.buffer.settle("a")
+    rig.buffer.settle()
     assert settled == [0, 1, 2]
     assert (rig.buffer.is_unsaved("a"), rig.num_tokens) == (False, 0)
     rig.expect_stored("a", 0)

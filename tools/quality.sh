@@ -3,15 +3,20 @@
 #
 #   tools/quality.sh DATA [TASK...]    DATA has wikitext2_*_unk_tokens.txt, c4_sample.jsonl, longeval/, mmlu_dev/
 #
-# Tasks: drift, ppl, repair, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
+# Tasks: drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; all by default. Hours on 2 CPU cores.
+# choose and default: what was chosen as the default on odd rows of LongEval, and what that is worth on even ones.
 set -eu
 data=$1
 shift
-tasks=${*:-drift ppl repair longeval mmlu agreement page}
+tasks=${*:-drift ppl repair choose default longeval mmlu agreement page}
 python=${PYTHON:-.venv/bin/python}
 out=results/quality
 text=$data/wikitext2_test_unk_tokens.txt
-spread=ca:repair=spread
+halves=$out/halves
+plain=ca:repair=none
+spread=ca:repair=spread:anchor_tokens=0
+few=ca:repair=deviating:anchor_tokens=0
+anchor=ca:repair=deviating:repair_ratio=0
 mkdir -p "$out"
 
 evaluate() { # name, flags
@@ -39,39 +44,56 @@ for task in $tasks; do
                 case $name$window in
                 c4512) other= ;;
                 c42048) other=$spread:repair_ratio=0.15, ;;
-                *) other=ca:anchor_tokens=72:drift=$out/drift_$window.npz, ;;
+                *) other=$anchor:anchor_tokens=72:drift=$out/drift_$window.npz, ;;
                 esac
                 evaluate "ppl_${name}_$window" --task=ppl --data="$file" --window="$window" --max_tokens=51200 \
                     --step_tokens="$(step_of "$window")" --plot_out="$out/ppl_${name}_$window.png" \
-                    --method="tt,ca,${other}ca:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
+                    --method="tt,$plain,${other}$few:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
             done
         done
         ;;
     repair)
         drift=$out/drift_1024.npz
         evaluate repair_curve --task=ppl --data="$text" --window=1024 --max_tokens=16384 --step_tokens=512 \
-            --method="tt,ca:keep_first_tokens=0,ca:keep_first_tokens=1,ca,ca:keep_first_tokens=16,ca:keep_first_tokens=64,ca:keep_first_tokens=0:anchor_tokens=16,ca:anchor_tokens=16,ca:anchor_tokens=72,ca:drift=$drift,ca:repair_ratio=0.1,ca:repair_ratio=0.15,ca:repair_ratio=0.3,ca:repair_ratio=0.5,ca:repair_ratio=0.15:drift=$drift,ca:repair_ratio=0.3:drift=$drift,ca:anchor_tokens=72:drift=$drift,$spread:repair_ratio=0.1,$spread:repair_ratio=0.15,$spread:repair_ratio=0.3,ca:discarder=heavy_hitters"
+            --method="tt,$plain:keep_first_tokens=0,$plain:keep_first_tokens=1,$plain,$plain:keep_first_tokens=16,$plain:keep_first_tokens=64,$anchor:keep_first_tokens=0:anchor_tokens=16,$anchor:anchor_tokens=16,$anchor:anchor_tokens=72,$plain:drift=$drift,$few:repair_ratio=0.1,$few:repair_ratio=0.15,$few:repair_ratio=0.3,$few:repair_ratio=0.5,$few:repair_ratio=0.15:drift=$drift,$few:repair_ratio=0.3:drift=$drift,$anchor:anchor_tokens=72:drift=$drift,$spread:repair_ratio=0.1,$spread:repair_ratio=0.15,$spread:repair_ratio=0.3,$plain:discarder=heavy_hitters"
+        ;;
+    choose)
+        mkdir -p "$halves"
+        awk 'NR % 2 == 1' "$data/longeval/200_lines.jsonl" >"$halves/200_lines_odd.jsonl"
+        s=ca:repair=spread:repair_ratio
+        evaluate longeval_choose --task=longeval --data="$halves/200_lines_odd.jsonl" --window=1024 --answer_tokens=8 \
+            --method="tt,$plain,$s=0.05:anchor_tokens=4,$s=0.1:anchor_tokens=4,$s=0.1:anchor_tokens=16,$s=0.1:anchor_tokens=32,$s=0.15:anchor_tokens=4,$s=0.15:anchor_tokens=16,$s=0.15:anchor_tokens=32"
+        ;;
+    default)
+        mkdir -p "$halves"
+        awk 'NR % 2 == 0' "$data/longeval/200_lines.jsonl" >"$halves/200_lines_even.jsonl"
+        evaluate longeval_held --task=longeval --data="$halves/200_lines_even.jsonl" --window=1024 --answer_tokens=8 \
+            --method="tt,ca,$plain"
+        evaluate ppl_default_wikitext2 --task=ppl --data="$text" --window=1024 --max_tokens=8192 --step_tokens=512 \
+            --method="tt,ca,$plain"
+        evaluate ppl_default_c4 --task=ppl --data="$data/c4_sample.jsonl" --window=1024 --max_tokens=8192 \
+            --step_tokens=512 --method="tt,ca,$plain"
         ;;
     longeval)
         evaluate longeval_200_lines --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
-            --method="tt,ca,$spread:repair_ratio=0.15,$spread:repair_ratio=0.1,nkvt"
+            --method="tt,$plain,$spread:repair_ratio=0.15,$spread:repair_ratio=0.1,nkvt"
         evaluate longeval_200_lines_anchored --task=longeval --data="$data/longeval/200_lines.jsonl" --window=1024 \
             --method="tt,$spread:repair_ratio=0.15:anchor_tokens=32"
         evaluate longeval_5_topics --task=longeval --data="$data/longeval/5_topics.jsonl" --window=1024 --max_items=20 \
-            --method="tt,ca,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
+            --method="tt,$plain,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     mmlu)
-        evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 --method=tt,ca,nkvt
+        evaluate mmlu --task=mmlu --data="$data/mmlu_dev" --window=1024 --method="tt,$plain,nkvt"
         ;;
     agreement)
         evaluate agreement --task=agreement --data="$text" --window=1024 --max_tokens=8192 \
-            --method="tt,ca,ca:repair_ratio=0.15:drift=$out/drift_1024.npz,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
+            --method="tt,$plain,$few:repair_ratio=0.15:drift=$out/drift_1024.npz,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     page)
         "$python" -m ca_jax.launch.evaluate_report --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
         ;;
     *)
-        echo "wanted one of drift, ppl, repair, longeval, mmlu, agreement, page; found $task" >&2
+        echo "wanted one of drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; found $task" >&2
         exit 1
         ;;
     esac

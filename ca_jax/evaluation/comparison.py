@@ -83,16 +83,16 @@ class Comparison:
     def setting(self, name: str) -> dict[str, Any]:
         """What a method's row says of it, by the names of the row's fields."""
         overflow = self.by_name[name]
-        is_ca = overflow.method == "ca"  # The others have no use for what follows.
+        recomputes, is_ca = overflow.recomputes, overflow.method == "ca"  # The others have no use for what follows.
         return {
             "name": name,
             "method": overflow.method,
             "window": self.window,
             "truncation_ratio": overflow.truncation_ratio,
             "keep_first_tokens": overflow.keep_first_tokens,
-            "anchor_tokens": overflow.anchor_tokens if is_ca else 0,
-            "repair_ratio": overflow.repair_ratio if is_ca else 0.0,
-            "repair": overflow.repair if is_ca and overflow.repair_ratio else None,
+            "anchor_tokens": overflow.anchor_tokens if recomputes else 0,
+            "repair_ratio": overflow.repair_ratio if recomputes else 0.0,
+            "repair": overflow.repair if recomputes and overflow.repair_ratio else None,
             "drift": overflow.drift if is_ca else None,
             "discarder": overflow.token_discarder.name,
         }
@@ -121,9 +121,9 @@ def name_of(overflow: OverflowConfig) -> str:
         parts.append(overflow.token_discarder.name)
     if overflow.keep_first_tokens:
         parts.append(f"keep {overflow.keep_first_tokens}")
-    if overflow.anchor_tokens and overflow.method == "ca":
+    if overflow.anchor_tokens and overflow.recomputes:
         parts.append(f"anchor {overflow.anchor_tokens}")
-    if overflow.repair_ratio and overflow.method == "ca":
+    if overflow.repair_ratio and overflow.recomputes:
         parts.append(f"{_REPAIR[overflow.repair]} {100 * overflow.repair_ratio:.4g}%")
     if overflow.drift is not None and overflow.method == "ca":
         parts.append("drift")

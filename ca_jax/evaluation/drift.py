@@ -39,7 +39,7 @@ def measure_drift(
     Raises:
       ValueError: the text is too short to overflow.
     """
-    again = dataclasses.replace(overflow, method="tt", anchor_tokens=0, repair_ratio=0.0, drift=None)
+    again = dataclasses.replace(overflow, method="tt", drift=None)
     stream = ContextStream(model, again, window=window)
     count = num_leaving(again, window=window, num_tokens=window, num_wanted=1)
     settled = again.keep_first_tokens + round(_UNSETTLED * window)

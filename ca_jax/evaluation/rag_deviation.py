@@ -83,8 +83,9 @@ def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> li
             each.append(of.compared(of.ask(kv)))
     rows = []
     for point, each in found.items():
-        layers = np.mean([one.deviations for one in each], axis=0)
-        reused_mean = np.mean([one.deviations for one in found[_Point(point.selection, 0.0)]])
+        layers, reused_layers = (
+            np.mean([one.deviations for one in some], axis=0) for some in (each, found[_Point(point.selection, 0.0)])
+        )
         rows.append(
             AttentionRow(
                 selection=point.selection,
@@ -92,7 +93,7 @@ def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> li
                 num_items=len(each),
                 attention_deviation=float(layers.mean()),
                 interval=paired_interval([float(one.deviations.mean()) for one in each], range(len(each))),
-                share=float(layers.mean() / reused_mean),
+                share=float(layers.mean() / reused_layers.mean()),
                 layer_deviations=[float(each) for each in layers],
                 mean_kl=float(np.mean([one.kl for one in each])),
             )

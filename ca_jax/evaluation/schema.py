@@ -190,7 +190,7 @@ class MethodRow:
     repair_ratio: float
     """See `OverflowConfig`."""
     repair: str | None
-    """See `OverflowConfig`; None where nothing is repaired."""
+    """See `OverflowConfig`; None where no share is repaired."""
     drift: str | None
     """See `OverflowConfig`."""
     discarder: str

@@ -22,6 +22,7 @@ from ca_jax.launch.bench_peers import PEER_PACKAGES
 from ca_jax.launch.bench_schema import ENGINE_SUITES, BenchConfig
 from ca_jax.launch.bench_serving_schema import SERVING_SUITES, ThroughputBenchConfig, TtftBenchConfig
 from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
+from ca_jax.launch.refused_flags import refuse_flags
 from ca_jax.models.presets import PRESETS
 from ca_jax.overflow import METHODS
 from ca_jax.storage.config import SSD_DRIVERS
@@ -62,6 +63,30 @@ PLOTTED_SUITES = ("ttft", *OVERFLOW_SUITES, *BLEND_SUITES)
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is measured unless another one is asked for."""
 
+_SUITES_OF = {
+    "history_tokens": ("reuse", "tiers"),
+    "new_tokens": ("reuse", "tiers"),
+    "prefill_tokens": ("prefill",),
+    "batch_sizes": ("decode",),
+    "context_tokens": ("decode",),
+    "decode_steps": ("decode",),
+    "dram_gib": ("reuse", "prefill", "decode"),
+    "ssd_dir": ("tiers",),
+    "ssd_driver": ("tiers",),
+}
+"""Fields of `BenchConfig`, which several suites share, and the suites that read them; all read the others."""
+_SETTLED: dict[type[Any], tuple[str, ...]] = {
+    BenchConfig: ("max_batch_size", "recompute_if_faster"),
+    TtftBenchConfig: ("max_batch_size", "recompute_if_faster"),
+    PreloadBenchConfig: ("max_batch_size", "recompute_if_faster", "read_buffer"),
+    SaveBenchConfig: ("max_batch_size", "async_save"),
+    OverflowBenchConfig: ("recompute_if_faster",),
+    **dict.fromkeys(
+        (BlendBenchConfig, BlendThroughputBenchConfig),
+        ("max_batch_size", "recompute_if_faster", "blend_mode", "blend_recompute_ratio", "min_recompute_ratio"),
+    ),
+}
+"""Flags of the engine that suites set themselves, by config."""
 _WITHOUT = ("method", "whole_turns")  # Of overflow: methods are lists here, and no suite has turns of its own.
 _LISTS: dict[str, tuple[Callable[[str], Any], tuple[Any, ...], str]] = {
     "history_tokens": (int, BenchConfig.history_tokens, "reuse, tiers, ttft: tokens whose KV is stored."),
@@ -316,8 +341,11 @@ def config(kind: type[Config], *, flag_values: flags.FlagValues = flags.FLAGS) -
       flag_values: where flags were defined, parsed.
 
     Raises:
-      ValueError: a value that is none, or outside its range; the message names the flag.
+      ValueError: a value that is none, or outside its range, or a flag that the suite does not read; the message names
+        the flag.
     """
+    suite = str(flag_values["suite"].value)
+    refuse_flags(_unread(kind, suite), f"suite {suite}", flag_values=flag_values)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if field.name == "engine":
@@ -325,6 +353,19 @@ def config(kind: type[Config], *, flag_values: flags.FlagValues = flags.FLAGS) -
         elif flag_values[field.name].present:
             values[field.name] = _value(field.name, flag_values[field.name].value)
     return kind(**values)
+
+
+def _unread(kind: type[Any], suite: str) -> set[str]:
+    """The flags that a suite does not read."""
+    read = {field.name for field in dataclasses.fields(kind)}
+    if kind is BenchConfig:
+        read -= {name for name, suites in _SUITES_OF.items() if suite not in suites}
+    unread = {*_LISTS, *_INTEGERS, *_NUMBERS, "ssd_dir", "ssd_driver", "data"} - read
+    if "engine" in read:
+        return unread.union(_SETTLED.get(kind, ())) - {"seed"}  # The seed is also that of random weights.
+    engine = flags.FlagValues()
+    engine_flags.define(flag_values=engine)
+    return unread | set(engine) | ({"model", "model_preset", "dtype"} - read)
 
 
 def _value(name: str, value: Any) -> Any:

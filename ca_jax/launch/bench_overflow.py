@@ -123,7 +123,8 @@ def summarize_overflow(rows: Sequence[OverflowRow]) -> dict[str, Any]:
     the same of the seconds of each group (least and largest), and the points of hit rate that it is below `ca`; beside
     `of`, `paper_hit_rate_drop_points`. `same_turns`, whether all methods had the same turns and truncations.
     `discard_ms`, by tier. `extra_decode_steps`, by method the most of its rows. `recomputed_tokens`, of the turn behind
-    a truncation, by method the most of its rows; `next_turn_ttft_over_ca`, the same. `recompiles`.
+    a truncation, by method the most of its rows; `next_turn_ttft_over_ca`, the same; `overflow_ttft_ratio`, over turns
+    without an overflow, the same. `recompiles`.
     """
     conversations = {row.method: row for row in rows if isinstance(row, ConversationsRow)}
     gaps = [row for row in rows if isinstance(row, GapRow)]
@@ -145,6 +146,7 @@ def summarize_overflow(rows: Sequence[OverflowRow]) -> dict[str, Any]:
         summary["extra_decode_steps"] = _largest((row.method, row.extra_steps) for row in gaps)
     if next_turns:
         summary["recomputed_tokens"] = _largest((row.method, row.recomputed_tokens) for row in next_turns)
+        summary["overflow_ttft_ratio"] = _largest((row.method, row.overflow_ratio) for row in next_turns)
         ratios = [(row.method, row.ratio) for row in next_turns if row.ratio is not None and row.method != "ca"]
         if ratios:
             summary["next_turn_ttft_over_ca"] = _largest(ratios)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job, SamplingParams
-from ca_jax.launch.bench_overflow_schema import PLACES, GapRow, NextTurnRow, OverflowBenchConfig
+from ca_jax.launch.bench_overflow_schema import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.launch.bench_schema import SETTLING_STEPS, BenchError, Samples
 from ca_jax.launch.bench_suites import send_turn
 from ca_jax.metrics import CompileCounter
@@ -155,7 +155,7 @@ def next_turn_rows(
     Raises:
       BenchError: a turn did not overflow where it should have.
     """
-    cells = [(method, place) for place in PLACES for method in config.next_turn_methods]
+    cells = [(method, place) for place in (*PLACES, NOWHERE) for method in config.next_turn_methods]
     found: dict[tuple[str, str], list[_NextTurn]] = {cell: [] for cell in cells}
     recompiles: collections.Counter[tuple[str, str]] = collections.Counter()
     for (method, place), is_measured in _rounds("next_turn", cells, config.repeats, progress):
@@ -167,8 +167,9 @@ def next_turn_rows(
     rows = []
     for (method, place), turns in found.items():
         samples = Samples()
-        for turn, of_ca in zip(turns, found.get(("ca", place), turns), strict=True):
-            samples.add(ttft_s=turn.ttft_s, ratio=turn.ttft_s / of_ca.ttft_s)
+        for turn, of_ca, plain in zip(turns, found.get(("ca", place), turns), found[method, NOWHERE], strict=True):
+            ratios = {"ratio": turn.ttft_s / of_ca.ttft_s, "overflow_ratio": turn.ttft_s / plain.ttft_s}
+            samples.add(ttft_s=turn.ttft_s, **ratios)
         row = NextTurnRow(
             method=method,
             overflowed=place,
@@ -179,6 +180,7 @@ def next_turn_rows(
             repaired_tokens=max(turn.repaired_tokens for turn in turns),
             ttft_s=samples.median("ttft_s"),
             ratio=samples.median("ratio") if ("ca", place) in found else None,
+            overflow_ratio=samples.median("overflow_ratio"),
             recompiles=recompiles[method, place],
             spread=samples.spread(),
         )
@@ -188,7 +190,7 @@ def next_turn_rows(
 
 @dataclasses.dataclass(frozen=True)
 class _NextTurn:
-    """One turn behind a truncation."""
+    """One turn behind a truncation, or where there was none."""
 
     ttft_s: float
     history_tokens: int
@@ -198,8 +200,10 @@ class _NextTurn:
 
 def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.Generator) -> _NextTurn:
     session = engine.session()
-    if place == "prompt":
+    if place != "answer":
         num_history = engine.window - num_new // 2
+        if place == NOWHERE and engine.config.overflow is not None:
+            num_history -= round(engine.config.overflow.truncation_ratio * engine.window)
         send_turn(engine, session, _ids(engine, num_history, rng))
     else:
         ids = _ids(engine, engine.window - _TOKENS_BEFORE, rng)

@@ -19,6 +19,8 @@ OVERFLOW_SUITES = ("overflow",)
 """What can be measured of conversations that outgrow the context window."""
 PLACES = ("prompt", "answer")
 """Where a window overflows: before a turn's prefill, or in the middle of an answer."""
+NOWHERE = "nowhere"
+"""Of a turn over as many tokens as an overflow leaves, that never overflowed."""
 TIERS = ("dram", "ssd")
 """Where KV is that is cut: in DRAM alone, or on SSD too."""
 _LEAST_WINDOW = 128  # Room for the tokens around a truncation that is measured, and for those that decode beside it.
@@ -237,7 +239,7 @@ class NextTurnRow:
     method: str
     """See `overflow.METHODS`."""
     overflowed: str
-    """One of `PLACES`: by this turn's message, or in the middle of the answer before."""
+    """One of `PLACES`: by this turn's message, or in the middle of the answer before; or `NOWHERE`."""
     history_tokens: int
     """That were left."""
     new_tokens: int
@@ -252,6 +254,8 @@ class NextTurnRow:
     """From sending to the first token, as the caller sees it, the truncation included; median."""
     ratio: float | None
     """`ttft_s` over that of `ca` in the same round, median; None without `ca`."""
+    overflow_ratio: float
+    """`ttft_s` over that of the same method in the same round where nothing overflowed, median."""
     recompiles: int
     """Functions compiled while sampling; 0 unless the first round, which is for nothing, missed one."""
     spread: Spread

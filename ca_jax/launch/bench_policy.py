@@ -1,4 +1,5 @@
-"""Measures what bookkeeping costs with many sessions and jobs, how long a store takes to open, what choices are worth.
+"""Measures bookkeeping with many sessions and jobs: what choices and searches cost and are worth, and how long a store
+takes to open.
 
 Not here: what rows hold (`bench_storage_schema`), flags and main (`bench`), tests of the same choices.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,8 @@ import numpy as np
 
 from ca_jax.launch.bench_disk import can_drop, drop_cached, scratch_directory
 from ca_jax.launch.bench_schema import BenchError, Samples
-from ca_jax.launch.bench_storage_schema import DecisionRow, LoopRow, PolicyBenchConfig, PolicyRow, StartupRow
+from ca_jax.launch.bench_storage_schema import DecisionRow, LoopRow, PolicyBenchConfig, PolicyRow, PrefixRow, StartupRow
+from ca_jax.launch.bench_turn import measure_turns
 from ca_jax.pretrained import Progress
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.books import Entry, EntryTable, SsdCopy
@@ -34,6 +37,7 @@ from ca_jax.storage.policy import (
     look_ahead_window,
     make_policy,
 )
+from ca_jax.storage.prefix import prefix_hashes
 from ca_jax.storage.records import Owner
 from ca_jax.storage.returns import ReturnTimes
 from ca_jax.testing.loop_workload import hits_of_one_tier, loop_trace
@@ -46,9 +50,12 @@ _PARTS = ("queue", "lookup", "plan", "victims")
 # The smallest blocks there are: of the start-up only the catalog is real, and its size does not depend on them.
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=128)
 _STORED_BLOCK_BYTES = 4096
+_BLOCKS_URL = "memory://benchmark"  # There are none, and no room on the disk is wanted for them.
 _WEIGHTS = "benchmark"
 _BATCH_SESSIONS = 1000
 _VOCAB_SIZE = 49_152
+_SHARED = np.arange(4 * _LAYOUT.block_tokens, dtype=np.int32)  # All sessions begin with as much of it as they have.
+_PROMPT_TOKENS = 16 * _LAYOUT.block_tokens  # Of a new conversation.
 
 _LOOP_ROUNDS = 8
 _OVER_CAPACITY = 0.05
@@ -66,15 +73,16 @@ def run_policy_suite(config: PolicyBenchConfig, progress: Progress) -> list[Poli
       BenchError: the disk has no room, or a store did not find what was written.
     """
     rows: list[PolicyRow] = []
+    with scratch_directory(config.ssd_dir) as directory:  # First: memory is measured.
+        try:
+            rows += _measure_startup(config, directory, progress)
+            rows += measure_turns(config, directory)
+        except (OSError, ValueError, CatalogError) as error:
+            raise BenchError(f"no start-up of {config.num_sessions} sessions in {directory.parent}: {error}") from error
     progress("decisions", 0, len(EVICTION_POLICIES))
     for done, name in enumerate(EVICTION_POLICIES, 1):
         rows.append(_measure_decisions(config, name))
         progress("decisions", done, len(EVICTION_POLICIES))
-    with scratch_directory(config.ssd_dir) as directory:
-        try:
-            rows.append(_measure_startup(config, directory, progress))
-        except (OSError, ValueError, CatalogError) as error:
-            raise BenchError(f"no start-up of {config.num_sessions} sessions in {directory.parent}: {error}") from error
     return rows + _measure_loop(config, progress)
 
 
@@ -177,8 +185,11 @@ def _make_entry(i: int, num_blocks: int, in_dram: bool) -> Entry:
     return entry
 
 
-def _measure_startup(config: PolicyBenchConfig, directory: Path, progress: Progress) -> StartupRow:
-    """Opens a store on a catalog of many sessions, once for nothing (files are made then) and then with a clock."""
+def _measure_startup(config: PolicyBenchConfig, directory: Path, progress: Progress) -> list[PolicyRow]:
+    """Opens a store on a catalog of many sessions with a clock.
+
+    The first time is for nothing (files are made then) but what the store takes and how it finds prefixes.
+    """
     num_held, num_blocks = _write_catalog(config, directory, progress)
     catalog = directory / CATALOG_NAME
     store_config = StoreConfig(
@@ -186,20 +197,26 @@ def _measure_startup(config: PolicyBenchConfig, directory: Path, progress: Progr
         block_tokens=_LAYOUT.block_tokens,
         ssd_dir=str(directory),
         ssd_gib=(num_blocks + 1) * _STORED_BLOCK_BYTES / GIB,
-        ssd_free_floor_gib=0.0,
+        ssd_url=_BLOCKS_URL,
     )
+
+    prefixes: list[PrefixRow] = []
 
     def open_store() -> float:
         gc.collect()  # A process that has just started holds nothing of a store that was closed before.
         started_s = time.perf_counter()
         store = AttentionStore(_LAYOUT, store_config, weights=_WEIGHTS)
         elapsed_s = time.perf_counter() - started_s
+        memory.append(_resident_bytes())
         num_found = store.stats().num_sessions
+        if not prefixes and num_found:
+            prefixes.append(_measure_prefixes(config, store))
         store.close()
         if num_found != config.num_sessions:
             raise BenchError(f"wanted {config.num_sessions} sessions after a restart, found {num_found}")
         return elapsed_s
 
+    memory = [_resident_bytes()]
     can_be_cold = can_drop(directory)
     samples = Samples()
     progress("start-up", 0, 1 + config.repeats)
@@ -213,37 +230,76 @@ def _measure_startup(config: PolicyBenchConfig, directory: Path, progress: Progr
         if i:
             samples.add(startup_s=warm_s)
         progress("start-up", i + 1, 1 + config.repeats)
-    return StartupRow(
+    before, after = memory[:2]
+    startup = StartupRow(
         num_sessions=config.num_sessions,
         num_blocks=num_held,
         catalog_bytes=catalog.stat().st_size,
         startup_s=samples.median("startup_s"),
         cold_startup_s=samples.median_or_none("cold_startup_s"),
+        store_bytes=None if before is None or after is None else max(after - before, 0),
         spread=samples.spread(),
     )
+    return [startup, *prefixes]
+
+
+def _measure_prefixes(config: PolicyBenchConfig, store: AttentionStore) -> PrefixRow:
+    """Times new conversations' searches, each after a turn of some session: what that changed is put in its place."""
+    rng = np.random.default_rng(config.seed)
+    searches_ms = []
+    for _ in range(config.num_steps):
+        with store.pinned(_key(int(rng.integers(config.num_sessions)))):
+            prompt = np.concatenate([_SHARED, rng.integers(_VOCAB_SIZE, size=_PROMPT_TOKENS - len(_SHARED))])
+        started_s = time.perf_counter()
+        found = store.find_prefix("", prompt)
+        searches_ms.append((time.perf_counter() - started_s) * 1e3)
+        if found is None:
+            raise BenchError(f"wanted one of {config.num_sessions} sessions that share a prompt, found none")
+    return PrefixRow(
+        num_sessions=config.num_sessions,
+        shared_tokens=len(_SHARED),
+        prompt_tokens=_PROMPT_TOKENS,
+        p50_ms=float(np.percentile(searches_ms, 50)),
+        p99_ms=float(np.percentile(searches_ms, 99)),
+        max_ms=max(searches_ms),
+    )
+
+
+def _resident_bytes() -> int | None:
+    """Memory that the process has; None where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def _key(session: int) -> str:
+    return f"{session:064x}"
 
 
 def _write_catalog(config: PolicyBenchConfig, directory: Path, progress: Progress) -> tuple[int, int]:
     """Publishes the sessions, with holes between their blocks; how many blocks they hold, and holes included."""
     rng = np.random.default_rng(config.seed)
     num_held = next_block = 0
-    with Catalog(directory, Namespace(weights=_WEIGHTS, layout=_LAYOUT)) as catalog:
+    with Catalog(directory, Namespace(weights=_WEIGHTS, layout=_LAYOUT, location=_BLOCKS_URL)) as catalog:
         progress("catalog", 0, config.num_sessions)
         for start in range(0, config.num_sessions, _BATCH_SESSIONS):
             stop = min(start + _BATCH_SESSIONS, config.num_sessions)
             with catalog.batch():
                 for i in range(start, stop):
                     size = int(rng.integers(1, _MAX_BLOCKS, endpoint=True))
+                    token_ids = rng.integers(_VOCAB_SIZE, size=size * _LAYOUT.block_tokens)
+                    token_ids[: len(_SHARED)] = _SHARED[: len(token_ids)]
                     record = SessionRecord(
-                        key=f"{i:064x}",
+                        key=_key(i),
                         tenant="",
                         session_id=f"session-{i}",
                         block_ids=np.arange(next_block, next_block + size),
-                        num_tokens=size * _LAYOUT.block_tokens,
+                        num_tokens=len(token_ids),
+                        prefixes=prefix_hashes(token_ids, _LAYOUT.block_tokens),
                         created_s=float(i),
                         last_used_s=float(i),
                     )
-                    token_ids = rng.integers(_VOCAB_SIZE, size=record.num_tokens)
                     catalog.publish(record, token_ids, np.zeros((size, _LAYOUT.num_layers), np.uint64))
                     num_held, next_block = num_held + size, next_block + size + 1
             progress("catalog", stop, config.num_sessions)

@@ -24,9 +24,11 @@ from ca_jax.launch.bench_storage_schema import (
     LoopRow,
     PolicyBenchConfig,
     PolicyRow,
+    PrefixRow,
     StartupRow,
     StoreBenchConfig,
     StoreRow,
+    TurnRow,
 )
 
 Report = dict[str, Any]
@@ -149,13 +151,16 @@ def summarize_store(rows: Sequence[StoreRow]) -> dict[str, float]:
 
 
 def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
-    """What one step of the bookkeeping and a start-up cost, and what the scheduler-aware choice is worth.
+    """What a step of the bookkeeping, a start-up and a turn's host work cost, and what scheduler-aware choice is worth.
 
-    `p50_ms`, `p99_ms`, `startup_100k_s` and `loop_vs_belady` at the queue depth that was asked for (the one that LRU
-    has a row of), `loop_lru`. Keys are named for the default sizes; rows have those that were measured.
+    `p50_ms`, `p99_ms`, `startup_100k_s`, `prefix_p99_ms` and `loop_vs_belady` at the queue depth that was asked for
+    (the one that LRU has a row of), `loop_lru`, `turn_100k_ms`. Keys are named for the default sizes; rows have those
+    that were measured.
     """
     (decision,) = [row for row in rows if isinstance(row, DecisionRow) and row.policy == "scheduler_aware"]
     (startup,) = [row for row in rows if isinstance(row, StartupRow)]
+    (prefix,) = [row for row in rows if isinstance(row, PrefixRow)]
+    turns = [row for row in rows if isinstance(row, TurnRow)]
     loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
     (lru,) = [row for row in loop.values() if row.policy == "lru"]
     return {
@@ -163,8 +168,10 @@ def summarize_policy(rows: Sequence[PolicyRow]) -> dict[str, float | None]:
         "p99_ms": decision.p99_ms,
         "startup_100k_s": startup.startup_s,
         "startup_100k_cold_s": startup.cold_startup_s,
+        "prefix_p99_ms": prefix.p99_ms,
         "loop_vs_belady": loop["scheduler_aware", lru.queue_depth].vs_belady,
         "loop_lru": lru.hit_rate,
+        "turn_100k_ms": max(turns, key=lambda row: row.history_tokens).total_ms,
     }
 
 

@@ -116,7 +116,7 @@ class PolicyBenchConfig:
     num_jobs: int = 10_000
     """Jobs that wait when choices are timed."""
     num_steps: int = 2000
-    """Choices timed for each eviction policy: what the percentiles are of."""
+    """Choices timed for each eviction policy, and searches for a prefix: what the percentiles are of."""
     loop_sessions: int = 1000
     """Sessions of the loop: revisited in the same order, 5 % over capacity."""
     queue_depth: float = 0.5
@@ -173,8 +173,30 @@ class StartupRow:
     """With the catalog in the page cache, as after a restart of the process."""
     cold_startup_s: float | None
     """With an empty page cache, as after a restart of the machine; None where it cannot be emptied."""
+    store_bytes: int | None
+    """How much larger the process is with the store open, but for freed memory that it had; None where that is not
+    told."""
     spread: Spread
     """See `Spread`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixRow:
+    """A new conversation that looks for the session on SSD that it begins like: all of them share a prompt."""
+
+    measured: str = "prefix"
+    num_sessions: int
+    """On SSD."""
+    shared_tokens: int
+    """Of the prompt that they begin with."""
+    prompt_tokens: int
+    """Of the new conversation, the shared ones first."""
+    p50_ms: float
+    """Median of the searches, before each of which a session was used."""
+    p99_ms: float
+    """Of a hundred searches one is slower."""
+    max_ms: float
+    """The slowest search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,7 +218,26 @@ class LoopRow:
     """`hit_rate` over Belady's."""
 
 
-PolicyRow = DecisionRow | StartupRow | LoopRow
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnRow:
+    """The host's work for one turn behind a history whose KV is in DRAM, without a model's."""
+
+    measured: str = "turn"
+    history_tokens: int
+    """Tokens of the conversation before the turns that are timed."""
+    new_tokens: int
+    """Tokens of each of these."""
+    num_messages: int
+    """Of the conversation."""
+    total_ms: float
+    """Median of the turns."""
+    ms_of: dict[str, float]
+    """Medians of the parts: `render` (the chat template, not on the engine's thread where it is much), `queue` (the
+    prompt), `load` (what of it is stored, and how it is read), `save` (of what is new), `adopt` (the turn becomes part
+    of the conversation), `keep` (that outlives the process)."""
+
+
+PolicyRow = DecisionRow | StartupRow | PrefixRow | TurnRow | LoopRow
 
 
 def _check_positive(config: object, *names: str) -> None:

@@ -318,6 +318,7 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("repaired\ntokens", "repaired_tokens", str),
         ("TTFT ms", "ttft_s", _milliseconds),
         ("TTFT /\nca", "ratio", _ratio),
+        ("TTFT / no\noverflow", "overflow_ratio", _ratio),
         ("re-\ncompiles", "recompiles", str),
     ),
     "store": (
@@ -345,6 +346,22 @@ _COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("catalog MB", "catalog_bytes", lambda num_bytes: f"{num_bytes / 1e6:,.1f}"),
         ("start-up ms", "startup_s", _milliseconds),
         ("cold start-up ms", "cold_startup_s", _milliseconds),
+        ("memory MB", "store_bytes", lambda num_bytes: f"{num_bytes / 1e6:,.1f}"),
+    ),
+    "prefix": (
+        ("sessions", "num_sessions", str),
+        ("shared\ntokens", "shared_tokens", str),
+        ("prompt\ntokens", "prompt_tokens", str),
+        ("p50 ms", "p50_ms", "{:.3f}".format),
+        ("p99 ms", "p99_ms", "{:.3f}".format),
+        ("max ms", "max_ms", "{:.3f}".format),
+    ),
+    "turn": (
+        ("history", "history_tokens", str),
+        ("new", "new_tokens", str),
+        ("messages", "num_messages", str),
+        ("host ms", "total_ms", "{:.2f}".format),
+        ("of it", "ms_of", lambda parts: ", ".join(f"{part} {ms:.2f}" for part, ms in parts.items())),
     ),
     "loop": (
         ("policy", "policy", str),

@@ -32,8 +32,8 @@ _INTEGERS = {
 _NUMBERS = {
     "max_tpot_ms": "Most milliseconds between two tokens of an answer for the sake of others' prefill; by default a "
     "whole pass.",
-    "read_buffer_gib": "Most memory of the device that KV loaded ahead of its use takes, GiB; by default room for a "
-    "full context window.",
+    "read_buffer_gib": "Most memory of the device that KV loaded ahead of its use takes, GiB, beside the two layers in "
+    "use; by default room for a full context window.",
     "write_buffer_gib": "Most memory of the device that new KV waiting to be saved takes, GiB.",
 }
 _READ_BUFFER = (
@@ -47,6 +47,8 @@ _KV_REST_DTYPE = (
 _SWITCHES = {
     "async_save": "Save KV while computing; otherwise at the end of a turn, which waits for it.",
     "share_prefixes": "Begin new conversations with the stored KV of others that begin with the same tokens.",
+    "special_tokens_in_content": "Read special tokens that messages and documents spell as those tokens, not as text: "
+    "for trusted clients alone.",
     "recompute_if_faster": "Recompute stored KV where measured rates say that this is faster than to load it.",
 }
 

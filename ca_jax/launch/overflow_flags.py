@@ -38,11 +38,12 @@ _TEXT = {
     "wrong (nkvt).",
     "truncation_ratio": "Share of the context window that is dropped at once when a conversation outgrows it.",
     "keep_first_tokens": "First tokens of a conversation that are never dropped.",
-    "anchor_tokens": "ca: first tokens, of those that stay, whose KV is computed anew, as the beginning that they are "
+    "anchor_tokens": "ca: first tokens, of those that stay, that repair computes anew, as the beginning that they are "
     "now.",
-    "repair_ratio": "ca: share of the tokens that stay whose KV is computed anew.",
-    "repair": "ca: which tokens these are: those whose KV deviates most, or others evenly apart, as which all move "
-    "(spread).",
+    "repair_ratio": "ca: share of the tokens that stay that repair computes anew.",
+    "repair": "ca: which of the tokens that stay have their KV computed anew with the next turn: no token (none, the "
+    "paper's way), the anchors and those whose KV deviates most (deviating), the anchors and tokens evenly apart, as "
+    "which all others move (spread).",
     "drift": "ca: file of the model's drift, which is added to the KV of the tokens that stay; none by default.",
     "whole_turns": "Drop whole turns only, as far as that makes room.",
     "discarder": "Which tokens are dropped: the oldest, the oldest but for some first ones (sinks), those that "

@@ -1,28 +1,48 @@
 """Size on paper: what a model and an engine's config take of each device, and how many sessions each tier holds.
 
+    python -m ca_jax.launch.plan --model_preset=llama2-70b --tensor_parallel_size=4
+
 The arithmetic is the engine's own: where each weight lies (`models.sharding`), lengths that are padded to (`buckets`),
 staging (`device_memory`), blocks (`KVLayout`) and what they take on SSD. Nothing is read, written or put on a device.
 
-Not here: flags and tables (convert), how long anything takes.
+Not here: how long anything takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+from absl import app, flags
 
 from ca_jax.buckets import history_buckets, slot_tokens
 from ca_jax.config import EngineConfig
 from ca_jax.device_memory import wanted_bytes
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS
 from ca_jax.kv_layout import kept_window, rest_layout
+from ca_jax.launch import engine_flags, overflow_flags, store_flags
+from ca_jax.launch.refused_flags import refuse_flags
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
+from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import stored_block_bytes
+
+_READ = frozenset(
+    {
+        *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size"),
+        *("prefill_chunk_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
+        *("kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver", *overflow_flags.FLAG_OF.values()),
+    }
+)  # Flags that sizes depend on.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +144,7 @@ def make_plan(
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
-    stored_tokens, kept = session_tokens, kept_window(config, engine)
+    stored_tokens, kept = session_tokens, kept_window(config, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
     ssd_block_bytes = stored_block_bytes(layout, engine.store.ssd_driver)
@@ -209,3 +229,112 @@ def _of_blocks(name: str, num_bytes: int, block_bytes: int, layout: KVLayout, se
         num_tokens=num_blocks * layout.block_tokens,
         num_sessions=num_blocks // layout.num_blocks(session_tokens),
     )
+
+
+def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
+    """Shows a plan: a table of each device's memory, and one of the tiers."""
+    is_packed = plan.stored_token_bytes != plan.token_bytes
+    stored = f", {plan.stored_token_bytes / (1 << 20):.2f} stored" if is_packed else ""
+    console.print(
+        f"{title}: {plan.total_weight_bytes / 1e9:.1f} GB of weights, {plan.token_bytes / (1 << 20):.2f} MiB of KV a "
+        f"token{stored}; {plan.num_devices} {'device' if plan.num_devices == 1 else 'devices'} of "
+        f"{plan.device_bytes / GIB:.1f} GiB, {plan.device_bytes * plan.num_devices / 1e9:.0f} GB in all"
+    )
+    devices = rich.table.Table("of each device", title_justify="left")
+    devices.add_column("bytes", justify="right")
+    devices.add_column("GiB", justify="right")
+    for name, num_bytes in (
+        ("weights", plan.weight_bytes),
+        (f"decode slots, {plan.window:,} tokens each", plan.slot_bytes),
+        ("read buffer", plan.read_buffer_bytes),
+        ("write buffer", plan.write_buffer_bytes),
+        ("left, activations included", plan.left_bytes),
+    ):
+        devices.add_row(name, f"{num_bytes:,}", f"{num_bytes / GIB:.2f}")
+    console.print(devices)
+    tiers = rich.table.Table("tier")
+    for name in ("GiB", "tokens", f"sessions of {plan.session_tokens:,} tokens"):
+        tiers.add_column(name, justify="right")
+    for tier in plan.tiers:
+        tiers.add_row(tier.name, f"{tier.num_bytes / GIB:.1f}", f"{tier.num_tokens:,}", f"{tier.num_sessions:,}")
+    console.print(tiers)
+    console.print("HBM: the decode slots, and as many more as what is left would hold.")
+
+
+def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags.
+
+    Args:
+      flag_values: where they are defined.
+
+    Raises:
+      absl.flags.DuplicateFlagError: another flag has such a name.
+    """
+    here: dict[str, Any] = {"flag_values": flag_values}
+    flags.DEFINE_enum("model_preset", None, sorted(PRESETS), "Architecture that a plan is made for.", **here)
+    flags.DEFINE_enum(
+        "dtype",
+        None,
+        ["float32", "bfloat16", "float16"],
+        "Of weights and KV in a plan, by default bfloat16; of weights that are converted, by default float32.",
+        **here,
+    )
+    flags.DEFINE_float("device_gib", 80.0, "Memory of each device, GiB.", lower_bound=0.0, **here)
+    flags.DEFINE_integer(
+        "context_window", None, "Most tokens of a context; by default the model's, at most 4,096.", **here
+    )
+    flags.DEFINE_integer(
+        "session_tokens",
+        None,
+        "Tokens of the sessions that tiers are counted in; by default a full context window.",
+        **here,
+    )
+    engine_flags.define(flag_values=flag_values)
+    store_flags.define(flag_values=flag_values)
+
+
+def flag_names() -> list[str]:
+    """The names of the flags that `define` defines."""
+    values = flags.FlagValues()
+    define(flag_values=values)
+    return list(values)
+
+
+def run() -> None:
+    """Makes the plan that parsed flags ask for, and prints it.
+
+    Raises:
+      absl.app.UsageError: no model is named.
+      ValueError: as of `make_plan`, or a flag that changes nothing of a plan.
+    """
+    values = flags.FLAGS
+    if values.model_preset is None:
+        raise app.UsageError(f"--model_preset must be one of {', '.join(sorted(PRESETS))}; got none")
+    refuse_flags(set(flag_names()) - _READ, "a plan")
+    engine = dataclasses.replace(
+        engine_flags.engine_config(), context_window=values.context_window, store=store_flags.store_config()
+    )
+    dtype = values.dtype or "bfloat16"
+    plan = make_plan(
+        PRESETS[values.model_preset],
+        engine,
+        dtype=dtype,
+        device_bytes=int(values.device_gib * GIB),
+        session_tokens=values.session_tokens,
+    )
+    print_plan(plan, f"{values.model_preset} in {dtype}", rich.console.Console(soft_wrap=True))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
+    try:
+        run()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    define()
+    app.run(main)

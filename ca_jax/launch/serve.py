@@ -9,7 +9,8 @@
 for Prometheus, and http://127.0.0.1:8000/ shows the store at work. Ctrl-C or SIGTERM lets running answers end, saves
 what is not saved, and leaves; with --ssd_dir conversations are gone on with by the next server of the directory.
 
-With --api_keys_file=FILE requests need a key, and each tenant has KV of its own (`ca_jax.server.tenants`).
+With --api_keys_file=FILE requests need a key, and each tenant has KV of its own (`ca_jax.server.tenants`). Without one
+whoever reaches the address is served, and only for a `Host` that is an address, localhost or one of --allowed_hosts.
 
 Not here: the routes (`ca_jax.server`), the engine.
 """
@@ -35,6 +36,7 @@ from ca_jax.launch import engine_flags, store_flags
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.serve_flags import define_server_flags, server_config
 from ca_jax.server.app import make_app
+from ca_jax.server.hosts import is_loopback
 from ca_jax.server.tenants import Tenants
 
 FLAGS = flags.FLAGS
@@ -67,6 +69,29 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def load_engine(model: str, config: EngineConfig, *, warmup: bool = False, console: rich.console.Console) -> Engine:
+    """The engine of a model, which may serve at once; its host memory is made resident in the background.
+
+    Args:
+      model: as `load_model` takes it.
+      config: of the engine.
+      warmup: whether to compile what turns need.
+      console: is told how far it is, and why it failed.
+
+    Raises:
+      CaJaxError, ValueError, OSError, MemoryError: as `Engine.from_pretrained` does.
+    """
+    try:
+        with progress_bars(console) as progress:
+            engine = Engine.from_pretrained(model, config, progress=progress)
+            if warmup:
+                engine.warmup(progress=progress)
+    except (CaJaxError, ValueError, OSError, MemoryError) as error:
+        console.print(f"serve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise
+    return engine
+
+
 def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) > 1:
@@ -81,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
             engine_flags.engine_config(_DEFAULT_CONFIG),
             dtype=FLAGS.dtype,
             context_window=FLAGS.context_window,
-            store=dataclasses.replace(store, tenant_quotas=dict(store.tenant_quotas) | dict(tenants.quotas)),
+            store=dataclasses.replace(store, tenant_quotas=tenants.quotas(dict(store.tenant_quotas))),
         )
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -89,15 +114,7 @@ def main(argv: Sequence[str]) -> None:
     failed = threading.Event()
 
     def make_engine() -> Engine:
-        try:
-            with progress_bars(console) as progress:
-                engine = Engine.from_pretrained(FLAGS.model, engine_config, progress=progress)
-                if FLAGS.warmup:
-                    engine.warmup(progress=progress)
-        except (CaJaxError, ValueError, OSError, MemoryError) as error:
-            console.print(f"serve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise
-        engine.wait_until_ready()
+        engine = load_engine(FLAGS.model, engine_config, warmup=FLAGS.warmup, console=console)
         console.print(f"ready: {engine.model.name} on {url}", markup=False, highlight=False, soft_wrap=True)
         return engine
 
@@ -107,6 +124,9 @@ def main(argv: Sequence[str]) -> None:
 
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
     console.print(f"{engine_config}\n{config}", markup=False, highlight=False, soft_wrap=True, style="dim")
+    if not (tenants.asks_for_keys or is_loopback(FLAGS.host)):
+        warning = f"--host={FLAGS.host} without --api_keys_file: whoever reaches it is served, and reads conversations"
+        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     served = make_app(make_engine, config, tenants, on_failure=fail)
     server = _Server(
         uvicorn.Config(

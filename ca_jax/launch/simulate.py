@@ -28,6 +28,7 @@ from absl import app, flags, logging
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.launch.out_flags import out_path
 from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.refused_flags import refuse_flags
 from ca_jax.launch.simulate_flags import define_flags, paper_config, server_config, store_sizes, trace_source
 from ca_jax.launch.simulate_plot import plot_figure, plot_policies
 from ca_jax.launch.simulate_tables import print_figures, print_policies
@@ -37,6 +38,12 @@ from ca_jax.simulate.paper import FIGURES, PaperRow, PaperRuns, figure_rows
 from ca_jax.simulate.workload import num_turns, stored_tokens
 
 FLAGS = flags.FLAGS
+_OF_TRACES = (
+    *("model", "window", "num_devices", "cost", "policy", "dram_gb", "ssd_gb", "capacity_share", "ttl_s"),
+    "block_tokens",
+)
+_OF_SHAREGPT = ("chars_per_token", "max_turns", "arrival_rate", "think_time_s", "wait_for_answers", "seed")
+_OF_FIGURES = ("price_device", "price_dram_gb", "price_ssd_gb")
 _FILE_WIDTH = 120  # Of tables that are no terminal's.
 
 
@@ -117,6 +124,12 @@ def main(argv: Sequence[str]) -> None:
     if not console.is_terminal:
         console = rich.console.Console(width=_FILE_WIDTH)
     try:
+        if FLAGS.figure:
+            refuse_flags(_OF_TRACES, "figures")
+        else:
+            refuse_flags(_OF_FIGURES, "a trace")
+        if FLAGS.trace_format != "sharegpt":
+            refuse_flags(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
         json_out = out_path("json_out")
         plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
         if plot_dir is not None:

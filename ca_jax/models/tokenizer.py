@@ -7,8 +7,12 @@ Not here: how a checkpoint describes its tokenizer (`gguf_tokenizer`, `huggingfa
 from __future__ import annotations
 
 import codecs
+import copy
+import functools
 import re
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders
@@ -48,7 +52,13 @@ class Tokenizer:
         self.eos_id = eos_id
         self.add_bos = add_bos
         self.chat_template = chat_template
-        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self._added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, t in self._added.items() if t.special)
+        self._names = {self._added[i].content: i for i in self.special_ids}
+        longest_first = sorted(self._names, key=len, reverse=True)
+        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._mark = f"\uf8ff{secrets.randbits(64)}\uf8ff"  # Nobody can have written it, and no template changes it.
+        self._reads_content = False
 
     @property
     def vocab_size(self) -> int:
@@ -84,6 +94,101 @@ class Tokenizer:
         if self.bos_id is None:
             raise ValueError("add_bos wants a beginning-of-sequence token, found a tokenizer without one")
         return [self.bos_id, *ids]
+
+    def reading_content(self) -> Tokenizer:
+        """The same, for which special tokens that are spelled in what was said become those tokens, too."""
+        reading = copy.copy(self)
+        reading._reads_content = True
+        return reading
+
+    def said(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message for a chat template whose text `encode_said` reads: what it spells of special tokens is marked."""
+        if self._reads_content:
+            return dict(message)
+        return {key: self._marked(value) if isinstance(value, str) else value for key, value in message.items()}
+
+    def encode_said(self, text: str) -> list[int]:
+        """Token ids of what a chat template has made of messages that went through `said`.
+
+        Special tokens that the template writes become those tokens; what messages spell of them is text. Where they
+        spell none the ids are those of `encode`.
+        """
+        if self._mark not in text:
+            return self.encode(text, add_bos=False)
+        text = self._spelled.sub(lambda found: self._stand_in(self._names[found[0]]), text)
+        return self._encode_plain(text.replace(self._mark, ""))
+
+    def encode_content(self, text: str) -> list[int]:
+        """Token ids of a text that somebody has said, alone: special tokens that it spells are text."""
+        marked = text if self._reads_content else self._marked(text)
+        return self.encode(text, add_bos=False) if marked is text else self._encode_plain(text)
+
+    def _marked(self, text: str) -> str:
+        """A text with a mark in each special token that it spells, and where another text could complete one.
+
+        The same object where there is none.
+        """
+        marked = self._spelled.sub(lambda found: found[0][:1] + self._mark + found[0][1:], text)
+        begins, ends = self._parts
+        reach = range(1, 1 + min(len(text), max(map(len, self._names), default=0)))
+        if any(text[:count] in ends for count in reach):
+            marked = self._mark + marked
+        if any(text[-count:] in begins for count in reach):
+            marked += self._mark
+        normalizer = self.backend.normalizer
+        if marked == text and normalizer is not None and any(self._added[i].normalized for i in self.special_ids):
+            marked = self._mark + text if self._spelled.search(normalizer.normalize_str(text)) else text
+        return text if marked == text else marked
+
+    @functools.cached_property
+    def _parts(self) -> tuple[frozenset[str], frozenset[str]]:
+        """What special tokens begin with, and what they end with, whole ones left out."""
+        cuts = [(name[:cut], name[cut:]) for name in self._names for cut in range(1, len(name))]
+        return frozenset(begin for begin, _ in cuts), frozenset(end for _, end in cuts)
+
+    def _stand_in(self, token_id: int) -> str:
+        """What stands for a special token in a text for `_plain`."""
+        return f"\uf8fe{self._mark[1:-1]} {token_id}\uf8fe"
+
+    @functools.cached_property
+    def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The backend without special tokens, but with stand-ins for them; and the ids of both, where they differ."""
+        plain = tokenizers.Tokenizer(self.backend.model)  # The same model, not a copy.
+        if self.backend.normalizer is not None:
+            plain.normalizer = self.backend.normalizer
+        if self.backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self.backend.pre_tokenizer
+        ids: dict[int, int] = {}
+        for token_id, token in self._added.items():
+            text = self._stand_in(token_id) if token.special else token.content
+            plain.add_tokens(
+                [
+                    tokenizers.AddedToken(
+                        text,
+                        lstrip=token.lstrip,
+                        rstrip=token.rstrip,
+                        single_word=token.single_word,
+                        normalized=token.normalized and not token.special,
+                    )
+                ]
+            )
+            if (plain_id := plain.token_to_id(text)) is not None:
+                ids[plain_id] = token_id
+        return plain, ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which only stand-ins become special tokens."""
+        plain, ids = self._plain
+        unknown = getattr(self.backend.model, "unk_token", None)
+        found: list[int] = []
+        for token_id in plain.encode(text, add_special_tokens=False).ids:
+            name = plain.id_to_token(token_id) or ""
+            if token_id not in ids and token_id in self.special_ids and name != unknown:
+                # A word of the vocabulary that happens to be spelled like this: its characters, one by one.
+                found += [token.id for character in name for token in self.backend.model.tokenize(character)]
+            else:
+                found.append(ids.get(token_id, token_id))
+        return found
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are left out."""

@@ -62,6 +62,7 @@ def usage_body(usages: Sequence[Usage], num_choices: int = 1) -> dict[str, Any]:
             "prefill_s": round(first.prefill_s, 6),
             "decode_s": round(first.decode_s, 6),
             "dropped_tokens": first.dropped_tokens,
+            "num_dropped": first.num_dropped,
             "repaired_tokens": first.repaired_tokens,
             "missed_chunks": first.missed_chunks,
         },

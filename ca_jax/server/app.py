@@ -31,9 +31,10 @@ from ca_jax.server.body_limit import BodyLimit
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.description import OBJECT, answers, describe
 from ca_jax.server.errors import ApiError, as_api_error
-from ca_jax.server.metrics import CONTENT_TYPE, Reading, RequestMetrics
+from ca_jax.server.hosts import HostCheck
+from ca_jax.server.metrics import CONTENT_TYPE, RequestMetrics
 from ca_jax.server.service import Service
-from ca_jax.server.state import ServerState, service_of, state_of
+from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
 
 _LOG = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ def make_app(
     _add_error_handlers(app)
     describe(app, tenants.asks_for_keys)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if config.allowed_hosts or not tenants.asks_for_keys:
+        app.add_middleware(HostCheck, allowed=config.allowed_hosts)
     app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
     return app
 
@@ -99,7 +102,7 @@ async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failu
         engine = await asyncio.to_thread(make_engine)
         state.engine = engine
         metrics = RequestMetrics(state.config.served_model_name or engine.model.name)
-        state.service = Service(engine, state.config, metrics)
+        state.service = Service(engine, state.config, metrics, state.tenants)
         await state.service.begin()
     except Exception as error:
         state.failure = error
@@ -121,20 +124,23 @@ def _add_plain_routes(app: fastapi.FastAPI) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], responses=unready)
     async def health(request: fastapi.Request) -> JSONResponse:
-        """Whether requests are served: 200 once the engine is loaded and warm."""
+        """Whether requests are served: 200 once the engine is loaded and warm, and while it is not stuck."""
         state = state_of(request)
-        status = state.status
-        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
+        told = {"status": state.status}
+        step_s = 0.0 if state.service is None else state.service.loop.step_s
+        if told["status"] == "ok" and step_s > state.config.max_step_s:
+            told = {"status": "stuck", "reason": f"the engine has been at one step for {step_s:.0f} seconds"}
+        return JSONResponse(told, 200 if told["status"] == "ok" else 503)
 
     text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.head("/metrics", include_in_schema=False)
-    @app.get("/metrics", tags=["server"], response_class=Response, responses=answers(503, content=text))
-    async def metrics(request: fastapi.Request) -> Response:
-        """What Prometheus reads."""
-        service = service_of(request)
-        reading = await service.loop.call(Reading.of)
-        return Response(service.metrics.text(reading), media_type=CONTENT_TYPE)
+    @app.get("/metrics", tags=["server"], response_class=Response, responses=answers(401, 403, 503, content=text))
+    async def metrics(tenant: TheTenant, service: TheService) -> Response:
+        """What Prometheus reads: of all tenants. Where keys are asked for, one whose tenant may is."""
+        if not tenant.metrics:
+            raise ApiError(403, "metrics must be read with a key whose tenant may (metrics = true)", code="not_allowed")
+        return Response(await service.read_metrics(), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: fastapi.FastAPI) -> None:

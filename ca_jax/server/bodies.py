@@ -25,6 +25,7 @@ _Strict = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False, str_min_lengt
 _Tokens = Annotated[int, Field(ge=1)]
 _OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Chunks = Annotated[list[str | list[int]], Field(min_length=1)]
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
@@ -59,12 +60,16 @@ class ChatMessage(_Body):
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, description="Not looked at.")
+    context: _Chunks | None = Field(
+        None, description="What the request had as its context when this was its last message; of a reply: none."
+    )
 
     def message(self) -> Message:
-        """As the chat template takes it; a developer's message is the system's."""
+        """As the chat template takes it, with its context; a developer's message is the system's."""
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text for part in parts) if parts else self.content or ""
-        return {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        message: Message = {"role": "system" if self.role == "developer" else self.role, "content": str(text)}
+        return message if self.context is None else {**message, "context": self.context}
 
 
 class StreamOptions(_Body):
@@ -176,7 +181,9 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
     functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
     function_call: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = Field(None, description="Not served.")
+    store: Literal[False] | None = Field(
+        None, description="False: nothing of the request is kept when it has ended, neither what was said nor its KV."
+    )
     metadata: dict[str, str] | None = Field(None, description="Not looked at.")
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = Field(None, description="Not looked at.")
@@ -191,8 +198,15 @@ class ChatRequest(Sampling):
         None,
         description="What its latest answer said: if the session does not stand there any more, 409 and no answer.",
     )
-    context: Annotated[list[str | list[int]], Field(min_length=1)] | None = Field(
-        None, description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend)."
+    context: _Chunks | None = Field(
+        None,
+        description="Chunks in front of the last message, whose KV is reused wherever they stand (CacheBlend). They "
+        "are a part of it: who goes on by the whole history says them again, as that message's own context.",
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None,
+        description="auto, the default: where the history is longer than the window its oldest tokens leave, and "
+        "usage.ca_jax.num_dropped says how many; disabled: that is an error, context_length_exceeded.",
     )
 
     def check(self) -> None:
@@ -202,8 +216,18 @@ class ChatRequest(Sampling):
             raise ApiError(400, "top_logprobs wanted logprobs to be true", param="top_logprobs", code="invalid_value")
         if self.session_state is not None and self.session_id is None:
             raise ApiError(400, "session_state wanted a session_id", param="session_state", code="invalid_value")
+        if self.context is not None and self.messages[-1].context is not None:
+            message = "context must be given once, got it with the last message and beside it"
+            raise ApiError(400, message, param="context", code="invalid_value")
         if self.session_id is not None and self.num_choices > 1:
             raise ApiError(400, f"n wanted 1 with a session_id, found {self.n}", param="n", code="invalid_value")
+
+    def history(self) -> list[Message]:
+        """What was said, the request's context with its last message."""
+        messages = [message.message() for message in self.messages]
+        if self.context is not None:
+            messages[-1]["context"] = self.context
+        return messages
 
     @property
     def token_limit(self) -> int | None:
@@ -277,6 +301,6 @@ class Discard(_Body):
 class NewChunks(_Body):
     """Body of `POST /v1/chunks`."""
 
-    chunks: Annotated[list[str | list[int]], Field(min_length=1)]
+    chunks: _Chunks
     tier: Literal["dram", "ssd"] | None = None
     timeout_s: _Timeout = None

@@ -29,14 +29,28 @@ class ServerConfig:
     """Most bytes of a request's body; a larger one gets status 413."""
     max_choices: int = 16
     """Most answers that one request may ask for (`n`, prompts of `/v1/completions`)."""
+    max_chunks: int = 64
+    """Most chunks of text that one request may give (`context`, `/v1/chunks`): each may be a prefill of its own."""
+    max_chunk_tokens: int = 65_536
+    """Most tokens of all chunks of one `/v1/chunks`; a `context` has to fit the context window."""
+    max_lookups: int = 64
+    """Most requests of one tenant at a time that ask the engine for something else than answers, and most of its
+    streams of `/live`; others get status 429."""
     max_open_sessions: int = 4096
-    """Most conversations held in memory between turns; of others the store's copy on SSD is gone on with."""
+    """Most conversations held in memory between turns, an equal share of them for each tenant; of others the store's
+    copy on SSD is gone on with."""
+    max_step_s: float = 120.0
+    """Seconds that a step of the engine may take before `/health` says that it is stuck. A step may compile."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which the server is reached, beside addresses and localhost; a request for another `Host` gets status
+    403. Empty: where keys are asked for, any name is."""
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_body_bytes", "max_choices", "max_open_sessions"):
+        counts = ("max_queue", "max_body_bytes", "max_choices", "max_open_sessions")
+        for name in (*counts, "max_chunks", "max_chunk_tokens", "max_lookups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} wanted at least 1, found {getattr(self, name)}")
-        for name in ("request_timeout_s", "shutdown_grace_s"):
+        for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} wanted seconds >= 0, found {value}")

@@ -57,23 +57,27 @@ class ListedSession(pydantic.BaseModel):
 class ShownSession(ListedSession):
     """A session with what was said in it."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]] = pydantic.Field(description="Each with its role, content and, if any, context.")
 
 
 class SessionList(pydantic.BaseModel):
-    """Sessions of a tenant."""
+    """Sessions of a tenant, a page of them."""
 
     object: Literal["list"]
     data: list[ListedSession]
+    first_id: str | None = pydantic.Field(description="The first one's id; null where there is none.")
+    last_id: str | None = pydantic.Field(description="The last one's: what `after` is for the next page.")
+    has_more: bool = pydantic.Field(description="Whether others follow.")
 
 
 _COMES_AGAIN: dict[str, Any] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
 _ERRORS: dict[int, dict[str, Any]] = {
     400: {"description": "A body that is no JSON, or a field that is wrong, unknown or not served."},
     401: {"description": "No key, or one that is not known."},
+    403: {"description": "The key's tenant may not."},
     404: {"description": "No such model or session."},
     408: {"description": "The answer was not there in time."},
-    409: {"description": "A turn of the session runs."},
+    409: {"description": "A turn of the session runs, or it does not stand where the request says."},
     413: {"description": "The body is too large."},
     429: {"description": "Too many requests.", "headers": _COMES_AGAIN},
     503: {"description": "Not ready, or not any more.", "headers": _COMES_AGAIN},

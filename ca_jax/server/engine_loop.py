@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -115,6 +116,8 @@ class EngineLoop:
         self._live: dict[Job, LiveJob] = {}  # The engine's thread's.
         self._given: dict[Job, int] = {}  # Tokens of each that were delivered; the engine's thread's.
         self._num_live = 0
+        self._num_jobs = 0  # Of the engine, as its thread saw them last.
+        self._since_s: float | None = None  # When its thread began what it does; None while nothing is asked of it.
         self._thread = threading.Thread(target=self._run, name="ca_jax-engine", daemon=True)
         self._thread.start()
 
@@ -124,12 +127,25 @@ class EngineLoop:
         return self._num_live
 
     @property
+    def num_jobs(self) -> int:
+        """Jobs that wait or run, those of chunks that a context has computed among them."""
+        return max(self._num_live, self._num_jobs)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the engine's thread has been at the step that it is at; 0 while nothing is asked of it."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    @property
     def failure(self) -> Exception | None:
         """What broke the engine, if something did: then nothing is served any more."""
         return self._failure
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """What a function of the engine gives, run by its thread between two steps.
+
+        Not run any more where its caller is cancelled before that.
 
         Raises:
           SessionClosedError: the loop was stopped.
@@ -138,6 +154,8 @@ class EngineLoop:
         future: asyncio.Future[T] = self._events.create_future()
 
         def run() -> None:
+            if future.cancelled():
+                return
             try:
                 result = function(self._engine)
             except BaseException as error:
@@ -170,6 +188,7 @@ class EngineLoop:
             lives = [LiveJob(job, index, feed, job.num_prompt_tokens) for index, job in enumerate(jobs)]
             for live in lives:
                 self._live[live.job], self._given[live.job] = live, 0
+            self._num_jobs = sum(self._engine.num_jobs)
             self._post(self._begun, future, lives)
 
         self._ask(begin)
@@ -212,6 +231,7 @@ class EngineLoop:
             if self._stopping:
                 raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
             self._commands.append(command)
+            self._since_s = self._since_s or time.monotonic()
         self._asked.set()
         self._engine.wake()
 
@@ -220,11 +240,15 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._since_s = time.monotonic()
                 self._asked.clear()
                 self._obey()
                 ran = self._engine.step()
+                self._num_jobs = sum(self._engine.num_jobs)
                 self._deliver()
                 if not ran:
+                    with self._lock:
+                        self._since_s = self._since_s if self._commands else None
                     self._asked.wait()
         except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
             _LOG.exception("the engine broke: nothing is served any more")
@@ -250,7 +274,7 @@ class EngineLoop:
             self._deliver()
 
     def _obey(self) -> None:
-        while self._commands:
+        for _ in range(len(self._commands)):  # What is asked meanwhile comes behind the next step.
             self._commands.popleft()()
 
     def _deliver(self) -> None:

@@ -58,6 +58,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """What is told beside the body."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status in _NOT_AGAIN:
+            headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
@@ -76,6 +78,9 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
     return ApiError(500, "the server met an error that is not this request's fault", code="internal_error")
 
 
+_NOT_AGAIN = (408, 409)
+"""Statuses after which OpenAI's clients ask again by themselves unless they are told not to: the same deadline would
+run out again, and a session that has moved on, or still answers, is to be looked at first."""
 _KNOWN: tuple[tuple[type[CaJaxError], int, str | None], ...] = (
     (ContextWindowError, 400, "context_length_exceeded"),
     (EmptyMessageError, 400, "empty_message"),

@@ -17,13 +17,16 @@ from typing import Annotated
 
 import fastapi
 import pydantic
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from ca_jax.errors import CaJaxError
 from ca_jax.server.description import answers
+from ca_jax.server.errors import ApiError
 from ca_jax.server.live import LiveSnapshot, read_live
 from ca_jax.server.service import Service
 from ca_jax.server.state import KeyedRoute, ServerState, TheService, TheTenant, state_of
+from ca_jax.server.tenants import Tenant
+from ca_jax.server.waiting import EventStream
 
 ROUTES = fastapi.APIRouter(tags=["live"], route_class=KeyedRoute)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -37,13 +40,13 @@ SessionId = Annotated[
 ]
 
 
-@ROUTES.get("/live/snapshot", responses=answers(400, 401, 503) | {200: {"model": LiveSnapshot}})
+@ROUTES.get("/live/snapshot", responses=answers(400, 401, 408, 429, 503) | {200: {"model": LiveSnapshot}})
 async def live_snapshot(
     request: fastapi.Request, service: TheService, tenant: TheTenant, session_id: SessionId = None
 ) -> Response:
     """What engine and store are doing now: tiers, job queue, and one conversation of the caller's."""
     readings = _readings_of(request)
-    return Response(await readings.read(service, tenant.domain, session_id), media_type="application/json")
+    return Response(await readings.read(service, tenant, session_id), media_type="application/json")
 
 
 @ROUTES.get("/live", include_in_schema=False)  # It never ends: what reads the schema and tries each route would wait.
@@ -59,10 +62,11 @@ async def live(
     if once:
         return await live_snapshot(request, service, tenant, session_id)
     readings, state = _readings_of(request), state_of(request)
-    first = await readings.read(service, tenant.domain, session_id)  # So that what is wrong is a status.
-    events = _events(state, service, readings, tenant.domain, session_id, interval_s, first)
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(service.looking(tenant, is_stream=True))
+        first = await readings.read(service, tenant, session_id)  # So that what is wrong is a status.
+        events = _events(state, service, readings, tenant, session_id, interval_s, first)
+        return EventStream(events, stack.pop_all(), None)
 
 
 @dataclasses.dataclass
@@ -77,39 +81,40 @@ class _Readings:
     def __init__(self) -> None:
         self._latest: dict[tuple[str, str | None], _Reading] = {}
 
-    async def read(self, service: Service, tenant: str, session_id: str | None) -> bytes:
+    async def read(self, service: Service, tenant: Tenant, session_id: str | None) -> bytes:
         """A snapshot as JSON, no older than the shortest interval.
 
         Raises:
+          ApiError: as of `Service.ask`.
           SessionClosedError: the server is shutting down.
         """
         now_s = time.monotonic()
         for view in [view for view, reading in self._latest.items() if now_s - reading.at_s >= _MIN_INTERVAL_S]:
             if self._latest[view].told.done():
                 del self._latest[view]
-        reading = self._latest.get((tenant, session_id))
+        reading = self._latest.get((tenant.domain, session_id))
         if reading is None:
             told = asyncio.ensure_future(_read(service, tenant, session_id))
-            reading = self._latest[tenant, session_id] = _Reading(now_s, told)
+            reading = self._latest[tenant.domain, session_id] = _Reading(now_s, told)
         return await asyncio.shield(reading.told)  # Others may wait for it when this one goes.
 
 
-async def _read(service: Service, tenant: str, session_id: str | None) -> bytes:
-    return _JSON.dump_json(await service.loop.call(lambda engine: read_live(engine, tenant, session_id)))
+async def _read(service: Service, tenant: Tenant, session_id: str | None) -> bytes:
+    return _JSON.dump_json(await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id)))
 
 
 async def _events(
     state: ServerState,
     service: Service,
     readings: _Readings,
-    tenant: str,
+    tenant: Tenant,
     session_id: str | None,
     interval_s: float,
     first: bytes,
 ) -> AsyncIterator[bytes]:
     yield _event(first)
     told, told_s = _told(first), time.monotonic()
-    with contextlib.suppress(CaJaxError):  # The server is shutting down.
+    with contextlib.suppress(CaJaxError, ApiError):  # The server is shutting down, or busy: whoever looks comes again.
         while True:
             left_s = interval_s
             while left_s > 0 and not state.stopping:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,6 +44,8 @@ class Reading:
     num_waiting: int
     slots_used: float
     """Share of the decode slots' room for tokens that is taken."""
+    at_s: float = dataclasses.field(default_factory=time.monotonic)
+    """When; seconds of a clock that only goes on."""
 
     @classmethod
     def of(cls, engine: Engine) -> Reading:
@@ -138,6 +141,8 @@ class _Reader(Collector):
         """All of them."""
         if self.reading is None:
             return
+        age_s = time.monotonic() - self.reading.at_s
+        yield GaugeMetricFamily("ca_jax:reading_age_seconds", "Since engine and store said what is told.", value=age_s)
         yield from self._of_engine(self.reading)
         yield from _of_store(self.reading.store)
         yield from _of_rates(self.reading)
@@ -177,6 +182,7 @@ class _Reader(Collector):
             ("missed_chunks", "Chunks of contexts of which nothing was stored."),
             ("failed_loads", "Loads that broke and were recomputed."),
             ("failed_saves", "Saves that broke and were given up."),
+            ("refused_notes", "States of conversations that the log of notes did not take."),
         ):
             yield CounterMetricFamily(f"ca_jax:{name}", text, value=getattr(counted, name))
         for name, text in (

@@ -50,7 +50,7 @@ async def model(model: str, service: TheService, tenant: TheTenant) -> JSONRespo
 @ROUTES.post(
     "/chat/completions",
     response_class=Response,
-    responses=answers(400, 401, 404, 408, 409, 413, 429, 503, content=STREAMED),
+    responses=answers(400, 401, 403, 404, 408, 409, 413, 429, 503, content=STREAMED),
 )
 async def chat_completions(
     body: ChatRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
@@ -63,7 +63,7 @@ async def chat_completions(
 
 
 @ROUTES.post(
-    "/completions", response_class=Response, responses=answers(400, 401, 404, 408, 413, 429, 503, content=STREAMED)
+    "/completions", response_class=Response, responses=answers(400, 401, 403, 404, 408, 413, 429, 503, content=STREAMED)
 )
 async def completions(
     body: CompletionRequest, request: fastapi.Request, service: TheService, tenant: TheTenant
@@ -87,7 +87,7 @@ async def _answer(
 ) -> Response:
     """Begins a request's answers, so that what is wrong with it is a status, and gives them whole or piece by piece."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(service.admitted(tenant, num_answers))
+        stack.enter_context(service.admitted(tenant, num_answers, body.priority))
         if not body.stream:
             return await while_connected(request, _whole(service, tenant, body, writer, begun))
         try:
@@ -182,7 +182,7 @@ def _logprobs(
 
 def _session(tenant: Tenant, body: ChatRequest | CompletionRequest, turns: Turns) -> Session:
     """Of a chat: what its next turn may say instead of its history."""
-    if not isinstance(body, ChatRequest) or len(turns.sessions) > 1:
+    if not isinstance(body, ChatRequest) or len(turns.sessions) > 1 or not turns.sessions[0].is_kept:
         return {}
     return {"session_id": client_name(tenant.domain, turns.sessions[0].session_id)}
 

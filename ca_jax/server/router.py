@@ -1,15 +1,20 @@
 """Which stored conversation a request goes on with.
 
-OpenAI's clients send the whole history with every turn. It is found again by what was said: each state of a
-conversation that a turn has ended in has a name, its message chain, which the history is looked up by from its longest
-beginning on:
+OpenAI's clients send the whole history with every turn. It is found again by what was said, contexts included: each
+state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by, up to
+its last reply:
 
     history     system, user, assistant, user, assistant, user
-    names       c1      c2    c3         c4    c5                    c5 known: go on there; else c3, else begin anew
+    names       c1      c2    c3         c4    c5                    c5 known: go on there; else begin anew
 
 A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
 is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
-is known of no conversation begins anew, and the store still finds KV of the same first tokens.
+is known of no conversation begins anew, and the store still finds KV of the same first tokens. So does what is known
+only of one that has lost other tokens than the whole history would lose: what is answered depends on the request alone.
+
+A request is answered from text that its own client has sent or named. Two clients may have said the same so far, and
+hold the name of one conversation: once it was gone on with by its history, a request that names it must also show where
+it stands. One that is gone on with by its name is forked for whoever sends its history.
 
 Belongs to the engine's thread.
 
@@ -20,26 +25,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import uuid
 from collections.abc import Sequence
 
-from ca_jax.conversations import Conversation, Message, chain_of
+from ca_jax.conversations import OTHERWISE, Conversation, Message, chain_of
 from ca_jax.engine import Engine
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, TenantError, UnknownSessionError
 from ca_jax.jobs import Job
 from ca_jax.session import Session
 from ca_jax.storage.catalog_file import CatalogLateError
+from ca_jax.text_work import MESSAGE_CHARS, Texts, num_chars
 
+_BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.
 
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A conversation at the end of one of its turns."""
-
-    session_id: str
-    num_tokens: int
-    """Tokens it had by then, those that had left by then counted too."""
+_HASHED_CHARS = 100  # As many characters are hashed in the time that one takes to be rendered and tokenised.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +50,43 @@ class Found:
     session: Session
     messages: list[Message]
     """Of the request, what is new to it."""
+    reached: str
+    """What the conversation's `reached` is from this request on."""
     is_new: bool
     """Whether it was begun or forked for this request: nobody misses it if the request fails."""
 
 
 class Router:
-    """States of the conversations of all tenants by name. Keeps open conversations, and those known, under a cap.
+    """States of the conversations of all tenants by name. Keeps each tenant's open ones, and those known, under a cap.
 
     Args:
       engine: whose conversations.
-      max_open_sessions: most that are open; of those, what was used least recently is released to the store.
+      max_open_sessions: most of a tenant that are open; of its own, what was used least recently is released to the
+        store.
     """
 
     def __init__(self, engine: Engine, max_open_sessions: int) -> None:
         self._engine = engine
         self._max_open = max_open_sessions
         self.max_known = _KNOWN_PER_OPEN * max_open_sessions
-        """Most conversations that are found by their history."""
-        self._states: dict[tuple[str, str], _State] = {}
-        self._chains: collections.OrderedDict[tuple[str, str], list[str]] = collections.OrderedDict()
-        self._used: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
+        """Most conversations of a tenant that are found by their history."""
+        self._states: dict[tuple[str, str], str] = {}  # Names of sessions, by tenant and chain.
+        # By tenant and session; those that are open likewise.
+        self._chains: dict[str, collections.OrderedDict[str, list[str]]] = collections.defaultdict(
+            collections.OrderedDict
+        )
+        self._used: dict[str, collections.OrderedDict[str, None]] = collections.defaultdict(collections.OrderedDict)
 
-    def by_id(self, tenant: str, session_id: str, messages: Sequence[Message], state: str | None = None) -> Found:
+    def by_id(
+        self, tenant: str, session_id: str, messages: Sequence[Message], texts: Texts, state: str | None = None
+    ) -> Found:
         """The conversation of a name, and those of a request's messages that are new to it.
 
         Args:
           tenant: whose request it is.
           session_id: of a conversation of that tenant.
           messages: new ones alone, or the whole conversation with new ones behind it.
+          texts: as of `by_history`.
           state: the chain that it must end with.
 
         Raises:
@@ -86,8 +96,6 @@ class Router:
           InvalidRequestError: the messages are neither.
         """
         session = self.find(tenant, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         if session.is_busy:
             raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
         if state is not None and session.conversation.chain != state:
@@ -96,37 +104,42 @@ class Router:
                 f"{len(session.messages)} messages; it was gone on with, perhaps by an answer that never arrived, "
                 "or lost its last turns as the system went down: send the whole history"
             )
-        self._use(session)
-        num_known = _num_known(session.conversation, messages)
+        num_known = _num_known(session.conversation, messages, texts)
+        reached = session.conversation.reached or _BY_NAME
+        if reached == _BY_HISTORY and state is None and not num_known:
+            raise SessionMovedError(
+                f"session {session_id!r} was gone on with by its whole history: with its name must come the "
+                "session_state of its last answer, or all of its messages"
+            )
         if num_known:
-            return Found(session, list(messages[num_known:]), is_new=False)
+            return Found(session, list(messages[num_known:]), reached, is_new=False)
         others = sorted({message["role"] for message in messages} - {"user"})
         if others and session.token_ids:
             raise InvalidRequestError(
                 f"messages wanted what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"found messages of {', '.join(others)} that are not the session's"
             )
-        return Found(session, list(messages), is_new=False)
+        return Found(session, list(messages), reached, is_new=False)
 
-    def by_history(self, tenant: str, messages: Sequence[Message]) -> Found:
+    def by_history(self, tenant: str, messages: Sequence[Message], texts: Texts, *, may_drop: bool = True) -> Found:
         """A conversation that stands where a history ends, and what of it is new: it is found, forked or begun.
 
         Args:
           tenant: whose request it is.
-          messages: the whole history, oldest first.
+          messages: the whole history, oldest first, with its contexts.
+          texts: has their names, or raises `TextWork` where that is much to hash.
+          may_drop: whether it may be one that tokens have left.
         """
-        chains, chain = [], ""
-        for message in messages:
-            chain = chain_of([message], chain)
-            chains.append(chain)
-        for num_known in range(len(messages) - 1, 0, -1):
-            state = self._states.get((tenant, chains[num_known - 1]))
-            if state is None:
-                continue
-            session = self._at(tenant, state, messages[:num_known], chains[num_known - 1])
-            if session is not None:
-                return Found(session, list(messages[num_known:]), is_new=session.session_id != state.session_id)
-        return Found(self.begin(tenant), list(messages), is_new=True)
+        # Behind an earlier reply more than one turn would come at once: that begins anew, and is cut as what is told.
+        replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
+        num_known = max(replies, default=0)
+        chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
+        name = self._states.get((tenant, chain))
+        session = None if name is None else self._at(tenant, name, chain, may_drop)
+        if session is not None:
+            is_new = session.session_id != name
+            return Found(session, list(messages[num_known:]), "" if is_new else _BY_HISTORY, is_new)
+        return Found(self.begin(tenant), list(messages), "", is_new=True)
 
     def begin(
         self, tenant: str, session_id: str | None = None, *, system: str | None = None, ttl_s: float | None = None
@@ -137,20 +150,40 @@ class Router:
           InvalidRequestError: there is one of that name.
         """
         taken = InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
-        if session_id is not None and self.find(tenant, session_id) is not None:
+        if session_id is not None and self.look(tenant, session_id) is not None:
             raise taken
         name = engine_name(tenant, session_id or uuid.uuid4().hex)
         try:
             session = self._engine.session(session_id=name, system=system, tenant=tenant, ttl_s=ttl_s)
         except TenantError:
             raise taken from None
-        self._use(session)
+        self.use(session)
         return session
 
-    def find(self, tenant: str, session_id: str) -> Session | None:
-        """The conversation of a client's name; None if there is none, or what is stored by that name is not its own."""
+    def find(self, tenant: str, session_id: str) -> Session:
+        """The conversation of a client's name, which is open from now on.
+
+        Raises:
+          UnknownSessionError: there is none, or what is stored by that name is not its own.
+        """
+        unknown = UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         try:
-            return self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+            session = self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
+        except TenantError:
+            raise unknown from None
+        if session is None:
+            raise unknown
+        self.use(session)
+        return session
+
+    def look(self, tenant: str, session_id: str) -> Conversation | None:
+        """The conversation of a client's name, open or not, to look at: it is not opened. None where `find` raises."""
+        name = engine_name(tenant, session_id)
+        opened = self._engine.opened(name, tenant=tenant)
+        if opened is not None:
+            return opened.conversation
+        try:
+            return self._engine.stored.conversation(name, tenant=tenant)
         except TenantError:
             return None
 
@@ -162,29 +195,37 @@ class Router:
                 self._engine.release(session)
 
     def sibling(self, session: Session, num_tokens: int) -> Session:
-        """Another conversation that begins like one that is about to go on, for another answer to the same."""
-        forked = self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
-        self._use(forked)
-        return forked
+        """Another conversation that begins like one that is about to go on, for another answer to the same.
+
+        Not in use yet: with all that one request goes on with it would count, and the first could be released.
+        """
+        return self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
+
+    def goes_on(self, found: Found) -> None:
+        """Notes that a request goes on with what was found for it."""
+        if found.session.conversation.reached != found.reached:
+            found.session.resume(dataclasses.replace(found.session.conversation, reached=found.reached))
 
     def ended(self, job: Job) -> str | None:
         """Notes where a turn's conversation stands now that it has ended; its chain."""
-        if job.session is None:
+        if job.session is None or not job.session.is_kept:
             return None
         if job.output_ids:
             self.note(job.session.tenant, job.session.session_id, job.session.conversation)
         return job.session.conversation.chain
 
     def note(self, tenant: str, session_id: str, conversation: Conversation) -> None:
-        """Notes where a conversation stands."""
-        key = (tenant, conversation.chain)
-        self._states[key] = _State(session_id, conversation.num_dropped + len(conversation.token_ids))
-        chains = self._chains.setdefault((tenant, session_id), [])
-        self._chains.move_to_end((tenant, session_id))
+        """Notes where a conversation stands, if a history may find it there."""
+        if self._tokens_at(conversation, conversation.chain) is None:
+            return
+        self._states[tenant, conversation.chain] = session_id
+        known = self._chains[tenant]
+        chains = known.setdefault(session_id, [])
+        known.move_to_end(session_id)
         if not chains or chains[-1] != conversation.chain:
             chains.append(conversation.chain)
-        while len(self._chains) > self.max_known:
-            self.forget(*next(iter(self._chains)))
+        while len(known) > self.max_known:
+            self.forget(tenant, next(iter(known)))
 
     def learn(self, tenant: str, session_id: str, engine: Engine) -> None:
         """Notes where a stored conversation stands that is not open; not of one that cannot be read in time."""
@@ -197,48 +238,67 @@ class Router:
 
     def forget(self, tenant: str, session_id: str) -> None:
         """Forgets the states of a conversation that there is no more."""
-        for chain in self._chains.pop((tenant, session_id), ()):
-            state = self._states.get((tenant, chain))
-            if state is not None and state.session_id == session_id:
+        for chain in self._chains[tenant].pop(session_id, ()):
+            if self._states.get((tenant, chain)) == session_id:
                 del self._states[tenant, chain]
-        self._used.pop((tenant, session_id), None)
+        self._used[tenant].pop(session_id, None)
 
     @property
     def num_states(self) -> int:
         """States that are known."""
         return len(self._states)
 
-    def _at(self, tenant: str, state: _State, messages: Sequence[Message], chain: str) -> Session | None:
-        """A conversation in a state, itself or a fork; None if it cannot be had any more."""
-        session = self._engine.find_session(state.session_id, tenant=tenant)
+    def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
+        """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
+        session = self._engine.find_session(session_id, tenant=tenant)
         if session is None:
-            self.forget(tenant, state.session_id)
+            self.forget(tenant, session_id)
             return None
-        self._use(session)
+        self.use(session)
         conversation = session.conversation
-        if conversation.chain == chain and not session.is_busy:
-            return session
-        num_tokens = state.num_tokens - conversation.num_dropped
-        if conversation.chain == chain:
-            num_tokens = len(conversation.token_ids)
-        ends = {start for start, _ in conversation.turn_starts} | {len(conversation.token_ids)}
-        if num_tokens not in ends or not _ends_alike(conversation.take(num_tokens).messages, messages):
+        num_tokens = self._tokens_at(conversation, chain)
+        if num_tokens is None or (conversation.num_dropped and not may_drop):
             return None
-        return self.sibling(session, num_tokens)
+        is_free = not session.is_busy and conversation.reached != _BY_NAME
+        if num_tokens == len(conversation.token_ids) and is_free:
+            return session
+        forked = self.sibling(session, num_tokens)
+        self.use(forked)
+        return forked
 
-    def _use(self, session: Session) -> None:
-        """Notes a use; releases what was not used for longest where too many are open."""
-        self._used[session.tenant, session.session_id] = None
-        self._used.move_to_end((session.tenant, session.session_id))
-        while len(self._used) > self._max_open:
-            tenant, session_id = next(iter(self._used))
-            oldest = self._engine.find_session(session_id, tenant=tenant)
+    def _tokens_at(self, conversation: Conversation, chain: str) -> int | None:
+        """How many tokens a conversation had where a history ends; None if it is not to go on there.
+
+        That is so where others of its tokens have left since than would leave a history that is told anew.
+        """
+        is_as_told = not conversation.cut_by or conversation.cut_by == self._engine.truncation_rule != OTHERWISE
+        found = (num_tokens for name, num_tokens in conversation.states if name == chain)
+        return next(found, None) if is_as_told else None
+
+    def use(self, session: Session) -> None:
+        """Notes a use; releases what its tenant has not used for longest where that has too many open."""
+        used = self._used[session.tenant]
+        used[session.session_id] = None
+        used.move_to_end(session.session_id)
+        while len(used) > self._max_open:
+            session_id = next(iter(used))
+            oldest = self._engine.opened(session_id, tenant=session.tenant)
             if oldest is not None and oldest.is_busy:
-                self._used.move_to_end((tenant, session_id))
+                used.move_to_end(session_id)
                 return
             if oldest is not None:
                 self._engine.release(oldest)
-            del self._used[tenant, session_id]
+            del used[session_id]
+
+
+def _chains_of(messages: Sequence[Message], texts: Texts) -> list[str]:
+    """The chain behind each message; raises `TextWork` where there is much to hash."""
+    size = sum(num_chars([each["content"], *(each.get("context") or ())]) for each in messages) // _HASHED_CHARS
+    return texts.get(size + len(messages) * MESSAGE_CHARS, _chains, messages)
+
+
+def _chains(messages: Sequence[Message]) -> list[str]:
+    return list(itertools.accumulate(messages, lambda chain, message: chain_of([message], chain), initial=""))[1:]
 
 
 def engine_name(tenant: str, session_id: str) -> str:
@@ -251,20 +311,7 @@ def client_name(tenant: str, name: str) -> str:
     return name.removeprefix(f"{tenant}/") if tenant else name
 
 
-def _num_known(conversation: Conversation, messages: Sequence[Message]) -> int:
+def _num_known(conversation: Conversation, messages: Sequence[Message], texts: Texts) -> int:
     """How many of the first messages are all that was said in a conversation; 0 where none are."""
-    chain = ""
-    for number, message in enumerate(messages[:-1], 1):
-        chain = chain_of([message], chain)
-        if chain == conversation.chain:
-            return number
-    return 0
-
-
-def _ends_alike(kept: Sequence[Message], said: Sequence[Message]) -> bool:
-    """Whether what a truncation has kept of messages is a beginning and an end of those that were said."""
-    num_first = 0
-    while num_first < min(len(kept), len(said)) and kept[num_first] == said[num_first]:
-        num_first += 1
-    num_last = len(kept) - num_first
-    return num_last <= len(said) - num_first and list(kept[num_first:]) == list(said[len(said) - num_last :])
+    chains = _chains_of(messages[:-1], texts)
+    return chains.index(conversation.chain) + 1 if conversation.chain in chains else 0

@@ -7,27 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import heapq
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.jobs import Job, Usage
-from ca_jax.prompts import prompt_ids
+from ca_jax.prompts import context_ids, prompt_ids
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
 from ca_jax.server.errors import ApiError
-from ca_jax.server.metrics import RequestMetrics
+from ca_jax.server.metrics import Reading, RequestMetrics
 from ca_jax.server.router import Router
-from ca_jax.server.tenants import Tenant
+from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.waiting import too_late
 from ca_jax.session import Session
+from ca_jax.text_work import Texts, TextWork, num_chars
 
-_KEPT_TIMES = 64  # Of the latest requests: how long others will have to wait is told by them.
+_TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
+_KEPT_TIMES = 64  # Of the latest answers: how long others will have to wait is told by them.
+_LATE_S = 1.0  # How much later than it was told a client may come and find the place that is kept for it.
+_READING_S = 0.25  # How long metrics wait for the engine's thread; then they are what it said before.
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +66,21 @@ class Service:
       engine: warm; nobody else runs it.
       config: how.
       metrics: where requests are counted.
+      tenants: whose they are.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, engine: Engine, config: ServerConfig, metrics: RequestMetrics, tenants: Tenants | None = None
+    ) -> None:
         self.config = config
         self.metrics = metrics
         self.model_name = config.served_model_name or engine.model.name
         """The name that clients give."""
+        self._model = engine.model
         self.tokenizer = engine.model.tokenizer
         """Of the model; None where it has none."""
-        self.router = Router(engine, config.max_open_sessions)
+        self._tenants = (tenants or Tenants()).all
+        self.router = Router(engine, max(config.max_open_sessions // len(self._tenants), 1))
         """Which conversation a request goes on with; for the engine's thread alone."""
         self.loop = EngineLoop(engine, on_ended=self._ended)
         """The way to the engine."""
@@ -76,17 +90,26 @@ class Service:
         """Whether all is known that was stored before."""
         self._slots = engine.config.max_batch_size
         self._most_tokens = max(engine.window // 2, 1)  # Of an answer, where a request does not say.
-        self._of_tenant: collections.Counter[str] = collections.Counter()
+        self._of_tenant: collections.Counter[str] = collections.Counter()  # Answers that are generated.
+        self._looking: collections.Counter[tuple[str, bool]] = collections.Counter()
+        self._reading: asyncio.Future[Reading] | None = None
         self._num_requests = 0
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
-        self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
+        self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
+        self._told: list[float] = []  # When those come again that were told to, the first of them first: a heap.
+        self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)  # In a slot, by answer.
+        self._ended_s = 0.0  # When the last one ended, or the first of those began that are there.
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
 
+        self._last = await self.loop.call(Reading.of)
         names = await self.loop.call(lambda engine: engine.stored.names())
-        for tenant, name in reversed(names[: self.router.max_known]):  # Those used last stay known for longest.
-            await self.loop.call(functools.partial(self.router.learn, tenant, name))
+        for tenant in self._tenants:
+            own = (name for whose, name in names if whose == tenant.domain)
+            known = tuple(itertools.islice(own, self.router.max_known))
+            for name in reversed(known):  # Those used last stay known for longest.
+                await self.loop.call(functools.partial(self.router.learn, tenant.domain, name))
         self.is_ready = True
 
     @property
@@ -101,28 +124,75 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     @contextlib.contextmanager
-    def admitted(self, tenant: Tenant, num_jobs: int) -> Iterator[None]:
-        """Counts a request in for as long as it is served.
+    def admitted(self, tenant: Tenant, num_answers: int, priority: int | None = None) -> Iterator[None]:
+        """Counts a request in for as long as it is served, each of its answers by itself.
 
         Raises:
-          ApiError: its tenant has too many (429, with a time to come again), or the server is shutting down (503).
+          ApiError: it asks for more than it ever may have (400, 403), its tenant has too many now (429, with a time to
+            come again), or the server is shutting down (503).
         """
-        if self.closing or self.loop.failure is not None:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
-        if num_jobs > self.config.max_choices:
-            message = f"wanted at most {self.config.max_choices} answers of one request, found {num_jobs}"
+        self._check_serving()
+        most = min(self.config.max_choices, tenant.max_requests or self.config.max_choices)
+        if num_answers > most:
+            message = f"the answers of one request must be at most {most}, got {num_answers}"
             raise ApiError(400, message, param="n", code="invalid_value")
-        if tenant.max_requests is not None and self._of_tenant[tenant.name] >= tenant.max_requests:
-            raise self._busy(f"{tenant.max_requests} requests of this key's tenant are being served, and no more may")
-        self._of_tenant[tenant.name] += 1
+        if priority is not None and priority < tenant.best_priority:
+            message = f"priority must be at least {tenant.best_priority} for this key's tenant, got {priority}"
+            raise ApiError(403, message, param="priority", code="priority_not_allowed")
+        if tenant.max_requests is not None and self._of_tenant[tenant.name] + num_answers > tenant.max_requests:
+            why = f"this key's tenant may have {tenant.max_requests} answers at a time"
+            raise self._busy(why, max(self._num_there, self._slots))
+        self._of_tenant[tenant.name] += num_answers
         self._num_requests += 1
-        started_s = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds.append(time.perf_counter() - started_s)
-            self._of_tenant[tenant.name] -= 1
+            self._of_tenant[tenant.name] -= num_answers
             self._num_requests -= 1
+
+    @contextlib.contextmanager
+    def looking(self, tenant: Tenant, *, is_stream: bool = False) -> Iterator[None]:
+        """Counts in what asks the engine for something else than answers, for as long as it does.
+
+        Raises:
+          ApiError: its tenant has too many (429), or the server is shutting down (503).
+        """
+        self._check_serving()
+        if self._looking[tenant.name, is_stream] >= self.config.max_lookups:
+            message = f"{self.config.max_lookups} such requests are being served already, and no more may"
+            raise ApiError(429, f"the server is busy: {message}", code="rate_limit_exceeded", retry_after_s=1)
+        self._looking[tenant.name, is_stream] += 1
+        try:
+            yield
+        finally:
+            self._looking[tenant.name, is_stream] -= 1
+
+    async def ask(self, tenant: Tenant, function: Callable[[Engine], T]) -> T:
+        """What a function of the engine gives, for a request of a tenant that is no answer.
+
+        Raises:
+          ApiError: as of `looking`, or the engine's thread did not come to it in time (408).
+          Exception: whatever the function raises.
+        """
+        with self.looking(tenant):
+            try:
+                async with self.deadline(None):
+                    return await self.loop.call(function)
+            except TimeoutError as error:
+                raise too_late() from error
+
+    async def read_metrics(self) -> bytes:
+        """What Prometheus reads. The engine's thread is asked once for all who ask meanwhile.
+
+        Where it does not answer at once they are given what it said before, and how old that is.
+        """
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.ensure_future(self.loop.call(Reading.of))
+        reading = self._reading
+        await asyncio.wait((reading,), timeout=_READING_S)
+        if reading.done():
+            self._last = reading.result()
+        return self.metrics.text(self._last)
 
     @contextlib.asynccontextmanager
     async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Turns]:
@@ -131,29 +201,48 @@ class Service:
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
-        messages = [message.message() for message in request.messages]
+        messages = request.history()
         sessions: list[Session] = []
+        chunks = [chunk for message in messages for chunk in message.get("context", ())]
+        num_chunks = self._checked_chunks(chunks, "context")
+
+        texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
+            sessions.clear()
             if request.session_id is not None:
-                found = self.router.by_id(tenant.domain, request.session_id, messages, request.session_state)
+                found = self.router.by_id(tenant.domain, request.session_id, messages, texts, request.session_state)
             else:
-                found = self.router.by_history(tenant.domain, messages)
+                may_drop = request.truncation != "disabled"
+                found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
             held = len(found.session.token_ids)
-            siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
-            sessions.extend([found.session, *siblings])
+            siblings: list[Session] = []
+            if request.store is False:
+                sessions.extend(engine.fork(found.session, is_kept=False) for _ in range(request.num_choices))
+                self.router.let_go([found.session] if found.is_new else [])
+            else:
+                siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
+                sessions.extend([found.session, *siblings])
             jobs: list[Job] = []
-            with self._all_or_none(engine, jobs, sessions if found.is_new else siblings):
+            with self._all_or_none(engine, jobs, [found.session, *siblings] if found.is_new else siblings):
                 for choice, each in enumerate(sessions):
                     params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
                     jobs.append(
                         each.submit(
-                            found.messages, context=request.context, sampling=params, priority=request.priority or 0
+                            found.messages,
+                            sampling=params,
+                            priority=request.priority or 0,
+                            texts=texts,
+                            truncation=request.truncation or "auto",
                         )
                     )
+            if request.store is not False:
+                self.router.goes_on(found)
+            for each in siblings:
+                self.router.use(each)
             return jobs
 
-        async with self._running(submit, request.num_choices) as (lives, feed):
+        async with self._running(submit, request.num_choices, num_chunks) as (lives, feed):
             yield Turns(lives, sessions, feed)
 
     @contextlib.asynccontextmanager
@@ -161,14 +250,15 @@ class Service:
         """The answers to plain prompts, otherwise as `chat`. What is stored of each is found by others' prefixes."""
         prompts = [prompt for prompt in request.prompts() for _ in range(request.num_choices)]
         sessions: list[Session] = []
+        texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
+            tokenised = texts.get(num_chars(prompts), self._prompt_ids, prompts)
             with self._all_or_none(engine, jobs, sessions):
-                for index, prompt in enumerate(prompts):
+                for index, ids in enumerate(tokenised):
                     params = request.sampling(index, request.max_tokens or 16, request.logprobs)
                     sessions.append(self.router.begin(tenant.domain))
-                    ids = prompt_ids(engine.model, prompt)
                     jobs.append(sessions[-1].submit(ids, sampling=params, priority=request.priority or 0))
             return jobs
 
@@ -184,13 +274,20 @@ class Service:
         """Computes and stores chunks; how many were not stored yet.
 
         Raises:
+          ApiError: more chunks, or more tokens in them, than one request may give (400).
           CaJaxError: a chunk that is blank, too long, or has a wrong id.
         """
 
-        def submit(engine: Engine) -> list[Job]:
-            return engine.submit_chunks(chunks, tenant=tenant.domain, tier=tier)
+        texts = Texts()
 
-        async with self._running(submit, len(chunks)) as (lives, feed):
+        def submit(engine: Engine) -> list[Job]:
+            each = texts.get(num_chars(chunks), self._chunk_ids, chunks)
+            if (num_tokens := sum(map(len, each))) > self.config.max_chunk_tokens:
+                message = f"chunks must be at most {self.config.max_chunk_tokens} tokens together, got {num_tokens}"
+                raise ApiError(400, message, param="chunks", code="invalid_value")
+            return engine.submit_chunks(each, tenant=tenant.domain, tier=tier)
+
+        async with self._running(submit, self._checked_chunks(chunks, "chunks")) as (lives, feed):
             async for _ in feed.parts(len(lives)):
                 pass
             return len(lives)
@@ -203,6 +300,7 @@ class Service:
         """Ends what runs, and the engine's thread. The engine is not closed."""
         self.closing = True
         await self.loop.stop()
+        self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, job: Job) -> str | None:
         """Notes a job that has ended, whether anybody still listens or not, and says where its conversation stands.
@@ -211,26 +309,32 @@ class Service:
         """
         if job.chunk is not None:
             return None
+        if job.started_s and job.finished_s:
+            self._seconds.append(job.finished_s - job.started_s)
+            self._ended_s = time.monotonic()
         self.metrics.add(job)
         return self.router.ended(job)
 
     @contextlib.asynccontextmanager
     async def _running(
-        self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int
+        self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int, num_chunks: int = 0
     ) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
         """Jobs that a function queues, ended with the block.
+
+        Args:
+          submit: queues them.
+          num_jobs: how many they are.
+          num_chunks: how many more it may queue, for chunks that are not stored.
 
         Raises:
           ApiError: too many wait (429, with a time to come again).
         """
-        num_there = self.loop.num_live + self._num_coming
-        num_waiting = max(num_there - self._slots, 0)
-        if num_there and num_there - self._slots + num_jobs > self.config.max_queue:
-            raise self._busy(f"{num_waiting} turns wait already, and {self.config.max_queue} may")
+        num_jobs += num_chunks
+        self._make_wait(num_jobs)
         feed = Feed()
         self._num_coming += num_jobs
         try:
-            lives = await self.loop.submit(submit, feed)
+            lives = await self._submitted(submit, feed)
         finally:
             self._num_coming -= num_jobs
         try:
@@ -238,6 +342,20 @@ class Service:
         finally:
             for live in lives:
                 self.loop.cancel(live)
+
+    def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        return [prompt_ids(self._model, prompt) for prompt in prompts]
+
+    def _chunk_ids(self, chunks: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        return context_ids(self._model, chunks)
+
+    async def _submitted(self, submit: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
+        """As `EngineLoop.submit`; what it needs of texts first is made on a thread for that."""
+        while True:
+            try:
+                return await self.loop.submit(submit, feed)
+            except TextWork as work:
+                await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
 
     @contextlib.contextmanager
     def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:
@@ -250,9 +368,55 @@ class Service:
             self.router.let_go(begun)
             raise
 
-    def _busy(self, why: str) -> ApiError:
-        """How long to wait: as long as the latest requests took, for each batch of those that wait."""
+    def _check_serving(self) -> None:
+        if self.closing or self.loop.failure is not None:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=1)
+
+    def _checked_chunks(self, chunks: Sequence[object], param: str) -> int:
+        """How many chunks a request gives; raises ApiError where it may not give so many."""
+        if len(chunks) > self.config.max_chunks:
+            message = f"{param} must be at most {self.config.max_chunks} chunks, got {len(chunks)}"
+            raise ApiError(400, message, param=param, code="invalid_value")
+        return len(chunks)
+
+    def _make_wait(self, num_jobs: int) -> None:
+        """Refuses jobs for which the queue has no place; one is kept for each request that was told to come again.
+
+        Whoever finished would take it otherwise, being there first.
+
+        Raises:
+          ApiError: there is none (429, with a time to come again).
+        """
+        now_s = asyncio.get_running_loop().time()
+        while self._told and self._told[0] + _LATE_S < now_s:
+            heapq.heappop(self._told)  # It has not come.
+        comes_again = bool(self._told) and self._told[0] <= now_s
+        if comes_again:
+            heapq.heappop(self._told)
+        num_there, most = self._num_there, self.config.max_queue
+        if not num_there:
+            self._told.clear()  # Who comes finds a place, for as long as no others do.
+            self._ended_s = time.monotonic()
+            return
+        num_kept = 0 if comes_again or num_there < self._slots else len(self._told)
+        if num_there - self._slots + num_jobs + num_kept <= most:
+            return
+        num_waiting = max(num_there - self._slots, 0)
+        num_before = num_waiting + num_jobs + num_kept - most
+        error = self._busy(f"{num_waiting} turns wait already, and {most} may", num_before)
+        heapq.heappush(self._told, now_s + (error.retry_after_s or 0))
+        raise error
+
+    @property
+    def _num_there(self) -> int:
+        return self.loop.num_jobs + self._num_coming
+
+    def _busy(self, why: str, num_before: int) -> ApiError:
+        """How long to wait: until so many answers have ended, by what the latest took of a slot's time.
+
+        Where none has ended for longer than that (a step compiles, say), as long again.
+        """
         typical_s = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 1.0
-        batches = max(self.loop.num_live / self._slots, 1.0)
-        seconds = max(1, min(math.ceil(typical_s * batches), 60))
+        wait_s = max(typical_s * num_before / self._slots, time.monotonic() - self._ended_s)
+        seconds = max(1, min(math.ceil(wait_s), 60))
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)

@@ -5,102 +5,114 @@ Not here: answering (`openai_routes`), what goes when the store is full (`ca_jax
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import fastapi
 from fastapi.responses import JSONResponse
 
+from ca_jax.conversations import Conversation
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
 from ca_jax.server.description import ListedSession, SessionList, ShownSession, answers
+from ca_jax.server.errors import ApiError
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
 from ca_jax.server.state import KeyedRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.waiting import too_late, while_connected
-from ca_jax.session import Session
-from ca_jax.storage.records import EntryInfo
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
+_MOST_LISTED = 100
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
-@ROUTES.get("/sessions", responses=answers(400, 401, 503, model=SessionList))
-async def list_sessions(service: TheService, tenant: TheTenant, limit: int = 1000) -> JSONResponse:
-    """Conversations of the caller's tenant, open ones and stored ones."""
+@ROUTES.get("/sessions", responses=answers(400, 401, 404, 408, 429, 503, model=SessionList))
+async def list_sessions(
+    service: TheService,
+    tenant: TheTenant,
+    limit: Annotated[int, fastapi.Query(ge=1, le=_MOST_LISTED, description="Most of them.")] = 20,
+    after: Annotated[str | None, fastapi.Query(max_length=256, description="The id behind which they begin.")] = None,
+) -> JSONResponse:
+    """Conversations of the caller's tenant: open ones, then stored ones, those that are newer first."""
 
-    def read(engine: Engine) -> list[dict[str, Any]]:
-        infos = engine.stored.list(tenant=tenant.domain)
-        stored = {info.session_id: info for info in infos if engine.stored.is_own(info)}
-        opened = {session.session_id: session for session in engine.sessions if session.tenant == tenant.domain}
-        # Without SSD nothing is kept of what was let go of but KV that others may begin with.
-        keeps = engine.config.store.ssd_dir is not None
-        known = (name for whose, name in engine.stored.names() if keeps and whose == tenant.domain)
-        names = dict.fromkeys((*opened, *known))
-        return [_described(tenant, name, opened.get(name), stored.get(name)) for name in [*names][: max(limit, 0)]]
+    def read(engine: Engine) -> tuple[list[dict[str, Any]], bool]:
+        opened = {each.session_id: each for each in reversed(engine.sessions) if each.tenant == tenant.domain}
+        behind = None if after is None else engine_name(tenant.domain, after)
+        names = engine.stored.page(opened, limit + 1, after=behind, tenant=tenant.domain)
+        said = {name: opened[name].conversation if name in opened else None for name in names[:limit]}
+        return [_described(engine, tenant, name, said[name]) for name in said], len(names) > limit
 
-    return JSONResponse({"object": "list", "data": await service.loop.call(read)})
+    data, has_more = await service.ask(tenant, read)
+    ids = [each["id"] for each in data]
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
 
 
-@ROUTES.post("/sessions", status_code=201, responses=answers(400, 401, 413, 503, status=201, model=ListedSession))
+@ROUTES.post(
+    "/sessions", status_code=201, responses=answers(400, 401, 408, 413, 429, 503, status=201, model=ListedSession)
+)
 async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Begins a conversation of a name, with a system message."""
-    session = await service.loop.call(
-        lambda engine: service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
-    )
-    return JSONResponse(_described(tenant, session.session_id, session, None), 201)
+
+    def begin(engine: Engine) -> dict[str, Any]:
+        session = service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
+        return _described(engine, tenant, session.session_id, session.conversation)
+
+    return JSONResponse(await service.ask(tenant, begin), 201)
 
 
-@ROUTES.get("/sessions/{session_id}", responses=answers(401, 404, 503, model=ShownSession))
+@ROUTES.get("/sessions/{session_id}", responses=answers(401, 404, 408, 429, 503, model=ShownSession))
 async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """One conversation: its messages, and where its KV is."""
-    return JSONResponse(await _shown(service, tenant, session_id))
+    return JSONResponse(await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id)))
 
 
-@ROUTES.post("/sessions/{session_id}", responses=answers(400, 401, 404, 413, 503, model=ShownSession))
+@ROUTES.post("/sessions/{session_id}", responses=answers(400, 401, 403, 404, 408, 413, 429, 503, model=ShownSession))
 async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Pins a conversation in the store, lets it go like others again, or says how long it is kept."""
     name = engine_name(tenant.domain, session_id)
 
-    def change(engine: Engine) -> None:
-        if service.router.find(tenant.domain, session_id) is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+    def change(engine: Engine) -> dict[str, Any]:
+        _shown(service, engine, tenant, session_id)
+        if body.pinned and tenant.max_pinned is not None:
+            pinned = engine.stored.pinned(tenant=tenant.domain)
+            if name not in pinned and len(pinned) >= tenant.max_pinned:
+                message = f"pinned must be false: {tenant.max_pinned} sessions of this key's tenant may be, and are"
+                raise ApiError(403, message, param="pinned", code="pinning_not_allowed")
         if body.pinned is not None:
             (engine.stored.pin if body.pinned else engine.stored.unpin)(name, tenant=tenant.domain)
         if body.ttl_s is not None:
             engine.stored.set_ttl(name, body.ttl_s, tenant=tenant.domain)
+        return _shown(service, engine, tenant, session_id)
 
-    await service.loop.call(change)
-    return JSONResponse(await _shown(service, tenant, session_id))
+    return JSONResponse(await service.ask(tenant, change))
 
 
-@ROUTES.post("/sessions/{session_id}/discard", responses=answers(400, 401, 404, 409, 413, 503, model=ShownSession))
+@ROUTES.post(
+    "/sessions/{session_id}/discard", responses=answers(400, 401, 404, 408, 409, 413, 429, 503, model=ShownSession)
+)
 async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
-    def discard(engine: Engine) -> None:
+    def discard(engine: Engine) -> dict[str, Any]:
         session = service.router.find(tenant.domain, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
+        return _shown(service, engine, tenant, session_id)
 
-    await service.loop.call(discard)
-    return JSONResponse(await _shown(service, tenant, session_id))
+    return JSONResponse(await service.ask(tenant, discard))
 
 
-@ROUTES.delete("/sessions/{session_id}", responses=answers(401, 404, 503))
+@ROUTES.delete("/sessions/{session_id}", responses=answers(401, 404, 408, 429, 503))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
     def delete(engine: Engine) -> None:
         session = service.router.find(tenant.domain, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
         session.close()
         service.router.forget(tenant.domain, session.session_id)
 
-    await service.loop.call(delete)
+    await service.ask(tenant, delete)
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
@@ -118,31 +130,28 @@ async def precompute_chunks(
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
 
 
-async def _shown(service: Service, tenant: Tenant, session_id: str) -> dict[str, Any]:
-    def read(engine: Engine) -> dict[str, Any]:
-        session = service.router.find(tenant.domain, session_id)
-        if session is None:
-            raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
-        stored = engine.stored.find(session.session_id, tenant=tenant.domain)
-        shown = _described(tenant, session.session_id, session, stored)
-        return {**shown, "messages": session.messages}
-
-    return await service.loop.call(read)
+def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> dict[str, Any]:
+    conversation = service.router.look(tenant.domain, session_id)
+    if conversation is None:
+        raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+    described = _described(engine, tenant, engine_name(tenant.domain, session_id), conversation)
+    return {**described, "messages": conversation.messages}
 
 
-def _described(tenant: Tenant, name: str, session: Session | None, stored: EntryInfo | None) -> dict[str, Any]:
+def _described(engine: Engine, tenant: Tenant, name: str, conversation: Conversation | None) -> dict[str, Any]:
+    """A session of the engine's `name`, with what its conversation says where that is given."""
+    stored, session = engine.stored.find(name, tenant=tenant.domain), engine.opened(name, tenant=tenant.domain)
     described: dict[str, Any] = {
         "id": client_name(tenant.domain, name),
         "object": "session",
-        "num_tokens": stored.num_tokens if session is None and stored is not None else 0,
-        "busy": False,
+        "num_tokens": 0 if stored is None else stored.num_tokens,
+        "busy": session is not None and session.is_busy,
         "stored": None,
     }
-    if session is not None:
-        dropped = session.num_dropped
-        said = next((message["content"] for message in session.messages if message["role"] == "user"), "")
-        described |= {"num_tokens": len(session.token_ids), "num_dropped": dropped, "busy": session.is_busy}
-        described |= {"title": said[:_TITLE_CHARS], "session_state": session.conversation.chain}
+    if conversation is not None:
+        said = next((message["content"] for message in conversation.messages if message["role"] == "user"), "")
+        described |= {"num_tokens": len(conversation.token_ids), "num_dropped": conversation.num_dropped}
+        described |= {"title": said[:_TITLE_CHARS], "session_state": conversation.chain}
     if stored is not None:
         described["stored"] = {
             "tier": stored.residency.value,

@@ -19,7 +19,8 @@ from typing import Any
 
 from ca_jax.storage.config import GIB
 
-_FIELDS = {"keys", "keys_sha256", "salt", "quota_gib", "max_requests"}
+_FIELDS = {"keys", "keys_sha256", "salt", "quota_gib", "max_requests", "best_priority", "max_pinned", "metrics"}
+_BEST_PRIORITY = -1000  # That a body may name.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -34,7 +35,14 @@ class Tenant:
     quota_gib: float | None = None
     """Most it may hold in DRAM, and on SSD, GiB; None: as the store's config says."""
     max_requests: int | None = None
-    """Most requests of it that are served at a time; None: no limit but the server's."""
+    """Most answers of it that are generated at a time, a request of `n` answers being n; None: no limit but the
+    server's."""
+    best_priority: int = 0
+    """Lowest, and so best, `priority` that its requests may name; 0 is that of requests that name none."""
+    max_pinned: int | None = 0
+    """Most sessions that it may pin in the store; None: no limit."""
+    metrics: bool = False
+    """Whether its keys read `/metrics`, which counts what all tenants do."""
 
     @property
     def domain(self) -> str:
@@ -42,8 +50,8 @@ class Tenant:
         return f"{self.name}.{hashlib.sha256(self.salt.encode()).hexdigest()[:16]}" if self.salt else self.name
 
 
-EVERYBODY = Tenant()
-"""Whose requests are where keys are not asked for."""
+EVERYBODY = Tenant(best_priority=_BEST_PRIORITY, max_pinned=None, metrics=True)
+"""Whose requests are where keys are not asked for: nobody is there to be protected from."""
 
 
 class Tenants:
@@ -66,11 +74,23 @@ class Tenants:
         """Each tenant once."""
         return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (EVERYBODY,)
 
-    @property
-    def quotas(self) -> tuple[tuple[str, int], ...]:
-        """Most bytes of a tier that each may hold who has a quota of its own."""
-        given = ((tenant.domain, tenant.quota_gib) for tenant in self.all)
-        return tuple((domain, int(quota * GIB)) for domain, quota in given if quota is not None)
+    def quotas(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Most bytes of a tier that each may hold who has a quota of its own, by the engine's name of it.
+
+        Args:
+          given: bytes by the tenant's own name, beside those that the file gives.
+
+        Raises:
+          ValueError: there is no such tenant, or the file gives it a quota too.
+        """
+        quotas = {tenant.name: int(tenant.quota_gib * GIB) for tenant in self.all if tenant.quota_gib is not None}
+        domains = {tenant.name: tenant.domain for tenant in self.all}
+        for name in given:
+            if name not in domains:
+                raise ValueError(f"tenant_quotas must name tenants of the file of API keys, got {name!r}")
+            if name in quotas:
+                raise ValueError(f"tenant_quotas must leave out tenants that have a quota_gib, got {name!r}")
+        return {domains[name]: num_bytes for name, num_bytes in (quotas | dict(given)).items()}
 
     def of_header(self, authorization: str | None) -> Tenant | None:
         """Whose a request with that `Authorization` header is; None where that says no known key."""
@@ -94,7 +114,13 @@ class Tenants:
             keys = ["sk-..."]            # or keys_sha256 = ["<hex>"], so that the file does not tell them
             salt = "any text"            # optional
             quota_gib = 2.0              # optional
-            max_requests = 16            # optional
+            max_requests = 16            # optional: answers at a time
+            best_priority = -10          # optional: the lowest `priority` that requests may name, else 0
+            max_pinned = 8               # optional: sessions that it may pin, else 0
+
+            [prometheus]
+            keys = ["..."]
+            metrics = true               # may read /metrics
 
         Raises:
           ValueError: the file is not like that; the message says where.
@@ -133,7 +159,22 @@ def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
         raise ValueError(f"tenant {name}: quota_gib wanted a number above 0, found {quota!r}")
     if most is not None and not (isinstance(most, int) and most > 0):
         raise ValueError(f"tenant {name}: max_requests wanted a whole number above 0, found {most!r}")
-    tenant = Tenant(name=name, salt=salt, quota_gib=quota, max_requests=most)
+    priority, pinned, metrics = table.get("best_priority", 0), table.get("max_pinned", 0), table.get("metrics", False)
+    if type(priority) is not int or priority < _BEST_PRIORITY:
+        raise ValueError(f"tenant {name}: best_priority must be a whole number from {_BEST_PRIORITY}, got {priority!r}")
+    if type(pinned) is not int or pinned < 0:
+        raise ValueError(f"tenant {name}: max_pinned must be a whole number from 0, got {pinned!r}")
+    if not isinstance(metrics, bool):
+        raise ValueError(f"tenant {name}: metrics must be true or false, got {metrics!r}")
+    tenant = Tenant(
+        name=name,
+        salt=salt,
+        quota_gib=quota,
+        max_requests=most,
+        best_priority=priority,
+        max_pinned=pinned,
+        metrics=metrics,
+    )
     digests = []
     for key in _texts(name, table, "keys"):
         if len(key) < 8:

@@ -29,7 +29,9 @@ class EventStream(StreamingResponse):
       until_s: when no more comes, seconds of the event loop's clock; a client has a little longer to read it.
     """
 
-    def __init__(self, events: AsyncIterator[str], ends: contextlib.AsyncExitStack, until_s: float | None) -> None:
+    def __init__(
+        self, events: AsyncIterator[str] | AsyncIterator[bytes], ends: contextlib.AsyncExitStack, until_s: float | None
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._ends = ends

@@ -70,6 +70,7 @@ class ServerConfig:
     store: StoreSizes | None = None
     """Where KV is kept between turns; None to recompute it."""
     overflow: OverflowConfig = dataclasses.field(default_factory=lambda: OverflowConfig(keep_first_tokens=0))
-    """What happens when a context is full; `method` `ca`, or `of` where what is stored is lost then."""
+    """What happens when a context is full; `method` `ca`, or `of` where what is stored is lost then. Repair takes no
+    simulated time."""
     warmup_turns: int = 0
     """First turns that are not counted."""

@@ -14,13 +14,12 @@ import numpy as np
 
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.catalog_records import PrefixMatch
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.quota import TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tier import BlockAllocator
 
 
@@ -77,11 +76,7 @@ class SimulatedSsd:
     def contents(self, key: str) -> Contents | None:
         """See `SsdContents`."""
         token_ids = self._token_ids.get(key)
-        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals, prefixes=())
-
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """See `SsdContents`: no session is begun with the KV of another."""
-        return None
+        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals)
 
     @property
     def num_changes(self) -> int:
@@ -107,15 +102,16 @@ class SimulatedSsd:
         """See `SsdMover`."""
         self._token_ids[key] = self._token_ids[key][kept]
 
-    def change(
-        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
-    ) -> None:
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+        """See `SsdMover`: nothing outlives the simulation."""
+
+    def set_note(self, key: str, note: bytes) -> None:
         """See `SsdMover`: nothing outlives the simulation."""
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """See `SsdMover`: nothing outlives the simulation."""
 
-    def take_ended(self) -> TaskEnd | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """See `SsdMover`."""
         return self._ended.popleft() if self._ended else None
 

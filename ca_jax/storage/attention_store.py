@@ -147,7 +147,7 @@ class AttentionStore:
             free_fraction=config.dram_free_fraction,
             clock=clock,
         )
-        self._cutting = Cutting(self._dram, self._blocks, self._placement, self._ssd)
+        self._cutting = Cutting(self._dram, self._blocks, self._placement, self._ssd, self._progressed)
         self._desk = TicketDesk(
             self._dram,
             self._blocks,
@@ -165,13 +165,13 @@ class AttentionStore:
         """The shape of a block."""
         return self._layout
 
-    def touch(self, progress: Callable[[int, int], None] | None = None) -> float:
+    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `DramTier.touch`.
 
         The one method meant for another thread than the bookkeeping one. Ends early, without an error, when the store
         is closed.
         """
-        return self._dram.touch(progress)
+        return self._dram.touch(stopped)
 
     # What is stored.
 
@@ -201,6 +201,16 @@ class AttentionStore:
         """Describes every session stored or being stored, in the order in which they came. Not a use."""
         self._check_open()
         return tuple(self._describe(entry) for entry in self._entries)
+
+    def owners(self) -> Iterator[tuple[str, Owner]]:
+        """Key and owner of every session stored or being stored, the latest to come first; to be used at once."""
+        self._check_open()
+        return ((entry.key, entry.owner) for entry in reversed(self._entries))
+
+    def names_pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that were pinned by `set_pinned`. Not a use."""
+        self._check_open()
+        return {entry.owner.session_id for entry in self._entries if entry.pinned and entry.owner.tenant == tenant}
 
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """Describes the sessions that their owners, of whatever tenant, know by a name. Not a use."""
@@ -255,7 +265,7 @@ class AttentionStore:
         return self._ssd.note(key)
 
     def set_note(self, key: str, note: bytes) -> None:
-        """Has `note` kept with a session, on SSD, from its next flush on, or at once if it is in no other place.
+        """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
 
         For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
         had room for any of its KV.
@@ -268,18 +278,13 @@ class AttentionStore:
             self._entries.expect(key, note)
             return
         entry.note = note
-        if entry.block_ids:
-            self._placement.changed(entry)
-        else:
-            self._ssd.set_note(entry)
+        self._placement.changed(entry)
 
-    def has_note_on_ssd(self, key: str) -> bool:
-        """Whether the note that was last set for a session is on SSD: another process would find it there."""
+    def has_note_on_ssd(self, key: str, generation: int) -> bool:
+        """Whether SSD is known to have a session's `Note` of a generation, or a later one, durably."""
         self._check_open()
         entry = self._entries.get(key)
-        if entry is None or entry.ssd is None or self._ssd is None:
-            return False
-        return entry.note is None or not (entry.block_ids or entry.flush is not None or self._ssd.busy)
+        return entry is not None and entry.ssd is not None and entry.noted >= generation
 
     def find_prefix(self, tenant: str, token_ids: npt.ArrayLike, *, in_dram: bool = False) -> str | None:
         """The tenant's session that begins with the same tokens for longest, at least a block of them. Not a use.
@@ -289,8 +294,7 @@ class AttentionStore:
         it anew costs no more than what else a first token takes. Of a session from which tokens were dropped only those
         before the first of them count.
 
-        Reads a file, unless DRAM has all full blocks: under a millisecond where the system has it in memory, and
-        `ssd_deadline_s` at most.
+        Costs what the prompt is long, however many sessions begin like it. Reads no file.
 
         Args:
           tenant: whose sessions; others' are never found.
@@ -302,16 +306,12 @@ class AttentionStore:
         """
         self._check_open()
         wanted = as_token_ids(token_ids)
-        near = self._entries.find_prefix(tenant, wanted)
-        num_near = 0 if near is None else near.num_tokens
-        size, far = self._layout.block_tokens, None
-        if self._ssd is not None and not in_dram and num_near < len(wanted) // size * size:
-            far = self._ssd.find_prefix(tenant, wanted)
-        if far is not None and far.num_tokens > num_near:
-            entry = self._entries.get(far.key)
-            if entry is not None and entry.ssd is not None and not entry.num_reserved_tokens:  # It would be fetched.
-                return far.key
-        return None if near is None else near.key
+        num_near, near = self._entries.find_prefix(tenant, wanted)
+        if self._ssd is not None and not in_dram:
+            num_far, far = self._entries.find_prefix_on_ssd(tenant, wanted)
+            if num_far > num_near:
+                return far
+        return near or None
 
     # The job queue, and what goes on in the background.
 
@@ -362,7 +362,9 @@ class AttentionStore:
     def poll(self) -> None:
         """Takes in what has moved, begins what is due: flushes, fetches, evictions, expiry. Never blocks."""
         self._check_open()
+        self._cutting.step()  # First: what is copied together need not be written before.
         self._placement.step()
+        self._cutting.step()  # And what waited for a flush.
 
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
         """Waits until all that can be on SSD is there, durably, and nothing moves; at most `timeout_s` seconds.
@@ -376,10 +378,11 @@ class AttentionStore:
         give_up_s = time.monotonic() + timeout_s
         while True:
             self._progress.clear()
-            self._placement.step()
+            self.poll()
             left_s = give_up_s - time.monotonic()
-            if not self._placement.busy or self._placement.is_late or left_s <= 0:
-                return not self._placement.busy
+            moves = self._placement.busy and not self._placement.is_late
+            if not (moves or self._cutting.busy) or left_s <= 0:
+                return not (self._placement.busy or self._cutting.busy)
             self._progress.wait(left_s)
 
     # Pins.
@@ -426,7 +429,7 @@ class AttentionStore:
             return False
         entry.pinned = pinned
         if self._ssd is not None:
-            self._ssd.set_pinned(entry)
+            self._ssd.write_down(entry)
         self._entries.place(entry)
         return True
 
@@ -446,7 +449,7 @@ class AttentionStore:
             return False
         entry.ttl_s = ttl_s
         if self._ssd is not None:
-            self._ssd.set_ttl(entry)
+            self._ssd.write_down(entry)
         self._placement.used(entry)
         return True
 
@@ -480,6 +483,11 @@ class AttentionStore:
         """Gives a save up, and all later ones of its session; their blocks are free again."""
         self._check_open()
         self._desk.abort_save(ticket)
+
+    def abort_saves(self, key: str) -> None:
+        """Gives up all open saves of a session; their blocks are free again. Waits for copies under way."""
+        self._check_open()
+        self._desk.abort_saves(key)
 
     def prepare_load(
         self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
@@ -619,6 +627,7 @@ class AttentionStore:
         self._entries.clear_pins()
         settled = self.settle(timeout_s)
         self._closed = True
+        self._cutting.close()
         if self._ssd is not None:
             self._ssd.close(timeout_s if settled else _CLOSE_UNSETTLED_S)
         self._dram.close()

@@ -12,18 +12,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ca_jax.storage.catalog_records import PrefixMatch
+from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.orders import TierOrders
 from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.policy import StoredEntry, StoreView
-from ca_jax.storage.prefix_index import PrefixIndex, Published
+from ca_jax.storage.prefix import HASH_BYTES, prefix_hashes
+from ca_jax.storage.prefix_index import PrefixIndex, Published, as_units
 from ca_jax.storage.records import FlushFailure, MissReason, Owner, Residency, SkipReason
 from ca_jax.storage.returns import ReturnTimes
 from ca_jax.storage.ssd_copy import SsdCopy
 from ca_jax.storage.ssd_tasks import FetchTask, FlushTask
 from ca_jax.storage.tickets import SaveTicket
+
+_TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -71,7 +74,11 @@ class Entry:
     waits_for_flush: bool = False
     """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
     note: bytes | None = None
-    """What its owner wants kept with it and is not on SSD yet."""
+    """What its owner wants kept with it and is not on SSD yet, durably."""
+    noted: int = -1
+    """Generation of what is kept with it on SSD, durably; -1 where that is not known: of an earlier process, say."""
+    pause_s: float = 0.0
+    """How long after the last failure it is written again."""
     requested: bool = False
     """A job of it would run if its KV were here: what is fetched stays until it does."""
     miss: MissReason | None = None
@@ -155,8 +162,11 @@ class EntryTable:
         self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
+        self._expiry = ExpiryQueue()
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
-        self._prefixes = PrefixIndex(self._published, block_tokens)
+        self._block_tokens = block_tokens
+        self._prefixes = PrefixIndex(self._published, _TOKEN_BYTES, block_tokens)
+        self._far_prefixes = PrefixIndex(self._published_on_ssd, HASH_BYTES)
 
         look_ahead.watch(self._requeue)
 
@@ -166,6 +176,10 @@ class EntryTable:
     def __iter__(self) -> Iterator[Entry]:
         """In the order in which they were added."""
         return iter(self._entries.values())
+
+    def __reversed__(self) -> Iterator[Entry]:
+        """The other way round."""
+        return reversed(self._entries.values())
 
     @property
     def num_in_dram(self) -> int:
@@ -185,12 +199,27 @@ class EntryTable:
         """The entries of that session id, of whatever tenant."""
         return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
 
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
         """The tenant's session in DRAM that begins with the same tokens for longest, at least a block of them.
 
         Of a session from which tokens were dropped only those before the first of them count.
+
+        Returns:
+          How many tokens agree, and its key; 0 and an empty one where there is none.
         """
-        return self._prefixes.find(tenant, token_ids)
+        return self._prefixes.find(tenant, as_units(token_ids))
+
+    def find_prefix_on_ssd(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
+        """The same among sessions that are on SSD and not in DRAM, counted in full blocks. Reads no file."""
+        hashes = prefix_hashes(token_ids, self._block_tokens)
+        num_blocks, key = self._far_prefixes.find(tenant, hashes)
+        return num_blocks * self._block_tokens, key
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Is faster where very many entries are added in a `with` block."""
+        with self._prefixes.loading(), self._far_prefixes.loading():
+            yield
 
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used, with the note that waits for it."""
@@ -202,7 +231,8 @@ class EntryTable:
     def remove(self, entry: Entry) -> None:
         """Takes an entry out of everything."""
         del self._entries[entry.key]
-        self._prefixes.changed(entry.key)
+        self._share_changed(entry.key)
+        self._expiry.discard(entry.key)
         names = self._by_name[entry.owner.session_id]
         names.discard(entry.key)
         if not names:
@@ -241,11 +271,26 @@ class EntryTable:
             self.add_pins(key, -num_pins)
 
     def use(self, entry: Entry, now_s: float) -> None:
-        """Marks an entry as the last used."""
+        """Marks an entry as the last used, from when on its time to live counts."""
         entry.last_used_s = now_s
+        self.expire_after(entry, now_s)
         for orders in (self._in_dram, self._on_ssd, self._to_fetch):
             if entry.key in orders:
                 orders.use(entry.key)
+
+    def expire_after(self, entry: Entry, used_s: float) -> None:
+        """Counts an entry's time to live from then on; not of one that is gone."""
+        if self._entries.get(entry.key) is entry:
+            self._expiry.set(entry.key, used_s, entry.ttl_s)
+
+    def pop_expired(self, now_s: float) -> tuple[Entry, ...]:
+        """The entries whose time is over, once: of one that stays it is to be counted anew."""
+        return tuple(self._entries[key] for key in self._expiry.pop_expired(now_s))
+
+    @property
+    def num_expiring(self) -> int:
+        """Entries that have a time to live."""
+        return len(self._expiry)
 
     def place(self, entry: Entry) -> None:
         """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.
@@ -254,7 +299,7 @@ class EntryTable:
         """
         if self._entries.get(entry.key) is not entry:  # Gone, and there may be another one of its name.
             return
-        self._prefixes.changed(entry.key)
+        self._share_changed(entry.key)
         if not entry.requested and self._look_ahead.next_ticket(entry.key) is None:
             entry.miss = None  # No job is left to be told.
         in_dram = bool(entry.block_ids)
@@ -315,12 +360,23 @@ class EntryTable:
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
 
+    def _share_changed(self, key: str) -> None:
+        self._prefixes.changed(key)
+        self._far_prefixes.changed(key)
+
     def _published(self, key: str) -> Published | None:
         entry = self._entries.get(key)
         if entry is None or not entry.num_tokens:
             return None
         num_plain = entry.lineage.plain_tokens(entry.num_tokens)
-        return Published(tenant=entry.owner.tenant, token_ids=entry.token_ids, num_plain=num_plain)
+        return Published(tenant=entry.owner.tenant, units=entry.token_ids, num_units=num_plain)
+
+    def _published_on_ssd(self, key: str) -> Published | None:
+        entry = self._entries.get(key)
+        if entry is None or entry.ssd is None or entry.num_reserved_tokens:  # Otherwise it would be fetched.
+            return None
+        prefixes = entry.ssd.prefixes
+        return Published(tenant=entry.owner.tenant, units=prefixes, num_units=len(prefixes) // HASH_BYTES)
 
     def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
         if belongs != (entry.key in orders):

@@ -36,7 +36,6 @@ from ca_jax.storage.catalog_rows import (
     DamagedRecordError,
     session_from_row,
     session_to_row,
-    split_prefixes,
 )
 from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.lineage import Lineage
@@ -109,9 +108,8 @@ class Catalog(CatalogReader):
             raise ValueError(
                 f"seals wanted uint64[{record.num_blocks}, {layout.num_layers}], found {seals.dtype}{list(seals.shape)}"
             )
-        contents = Contents(token_ids=tokens, seals=seals, prefixes=self._prefixes(record, tokens), note=note)
         with self._transaction():
-            return self._write(record, contents)
+            return self._write(record, Contents(token_ids=tokens, seals=seals, note=note))
 
     def cut(
         self, key: str, kept: np.ndarray, lineage: Lineage | None = None, note: bytes | None = None
@@ -140,7 +138,9 @@ class Catalog(CatalogReader):
             copy, blocks = record.copy.keep(
                 kept, record.lineage if lineage is None else lineage, self._namespace.layout.block_tokens
             )
-            record = dataclasses.replace(record, num_tokens=copy.num_tokens, block_ids=copy.block_ids, cuts=copy.cuts)
+            record = dataclasses.replace(
+                record, num_tokens=copy.num_tokens, block_ids=copy.block_ids, cuts=copy.cuts, prefixes=copy.prefixes
+            )
             record.check(self._namespace.layout)
             contents = dataclasses.replace(
                 contents,
@@ -148,8 +148,7 @@ class Catalog(CatalogReader):
                 seals=contents.seals[blocks],
                 note=contents.note if note is None else note,
             )
-            prefixes = self._prefixes(record, contents.token_ids)
-            return self._write(record, dataclasses.replace(contents, prefixes=prefixes))
+            return self._write(record, contents)
 
     def set_note(self, key: str, note: bytes) -> bool:
         """Says what is kept with a session. Durable. Returns whether it is stored; not if what is said is damaged."""
@@ -160,6 +159,28 @@ class Catalog(CatalogReader):
                 return False
             self._write(found[0], dataclasses.replace(found[1], note=note))
             return True
+
+    def add_prefixes(self, record: SessionRecord) -> SessionRecord:
+        """Writes down what a session is found by that lacks it, as version 2 left it; not if its tokens cannot be read.
+
+        Returns:
+          The record as it is stored now.
+        """
+        try:
+            contents = self.contents(record.key)
+        except (DamagedRecordError, catalog_file.CatalogCorruptError):
+            contents = None
+        if contents is None:
+            return record
+        record = dataclasses.replace(record, prefixes=record.prefixes_of(contents.token_ids, self._namespace.layout))
+        with self._transaction():
+            self._all(
+                f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE namespace = ? AND key = ?",
+                *session_to_row(record),
+                self._namespace_id,
+                record.key,
+            )
+        return record
 
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
@@ -264,8 +285,7 @@ class Catalog(CatalogReader):
     def compact(self) -> None:
         """Gives the space of what was forgotten back to the disk. Needs as much again while it runs; seconds a GB."""
         with self._transaction():
-            for table in ("contents", "prefixes"):  # What the contents of a damaged row did not tell.
-                self._all(f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions)")
+            self._all("DELETE FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
         self._all("VACUUM")
         self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -325,12 +345,7 @@ class Catalog(CatalogReader):
         return record
 
     def _replace_contents(self, session: int, contents: Contents | None, key: str = "") -> None:
-        """Writes a session's contents, or forgets them; of its prefixes, only those that change."""
-        row = self._one("SELECT prefixes FROM contents WHERE session = ?", session)
-        before = set(split_prefixes(row[0])) if row else set()
-        after = set(contents.prefixes) if contents else set()
-        self._many("DELETE FROM prefixes WHERE hash = ? AND session = ?", [(h, session) for h in before - after])
-        self._many("INSERT OR IGNORE INTO prefixes VALUES (?, ?)", [(h, session) for h in after - before])
+        """Writes a session's contents, or forgets them."""
         if contents:
             self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?)", session, *contents.to_row(key))
         else:

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import socket
 import sqlite3
 import time
@@ -25,8 +26,9 @@ CATALOG_NAME = "catalog.sqlite3"
 """The file's name in the store's directory."""
 LOCK_NAME = "catalog.lock"
 """The lock's name beside it."""
-SCHEMA_VERSION = 2
-"""Of the tables. A catalog of another version is neither read nor changed."""
+SCHEMA_VERSION = 3
+"""Of the tables. A catalog of version 2 is brought to this one when it is opened for writing; others are neither read
+nor changed."""
 _ASIDE = ".corrupt-"  # In the name of a catalog that was moved aside.
 _APPLICATION_ID = 0x63614A58  # "caJX"
 
@@ -59,7 +61,8 @@ CREATE TABLE sessions (
   ttl_s REAL,
   state TEXT NOT NULL,
   generation INTEGER NOT NULL,
-  checksum INTEGER NOT NULL
+  checksum INTEGER NOT NULL,
+  prefix_hashes BLOB NOT NULL DEFAULT x''  -- what others find it by: of each full block; none where not known
 );
 {SESSION_INDEX};
 -- What a load reads: large rows, by session.
@@ -67,15 +70,18 @@ CREATE TABLE contents (
   session INTEGER PRIMARY KEY REFERENCES sessions (id),
   token_ids BLOB NOT NULL,  -- int32
   seals BLOB NOT NULL,  -- uint64 [num_blocks, L]
-  prefixes BLOB NOT NULL,  -- the session's hashes in `prefixes`, joined
+  prefixes BLOB NOT NULL,  -- of version 2, empty since
   note BLOB NOT NULL,  -- its owner's
   checksum INTEGER NOT NULL
 );
-CREATE TABLE prefixes (
-  hash BLOB NOT NULL,
-  session INTEGER NOT NULL REFERENCES sessions (id),
-  PRIMARY KEY (hash, session)
-) WITHOUT ROWID;
+"""
+# Whoever opens the sessions then puts in what they are found by.
+_FROM_VERSION_2 = """
+BEGIN;
+ALTER TABLE sessions ADD COLUMN prefix_hashes BLOB NOT NULL DEFAULT x'';
+DROP TABLE prefixes;
+PRAGMA user_version = 3;
+COMMIT;
 """
 
 
@@ -161,7 +167,7 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
             raise CatalogAccessError(f"wanted a file to write, found {path}: {error}") from error
         db = _connect(f"{path.absolute().as_uri()}?mode=rw")
         try:
-            is_new = _check_header(db, path)
+            is_new = _check_header(db, path, may_change=True)
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise CatalogAccessError(
@@ -237,6 +243,8 @@ def translated(path: Path) -> Iterator[None]:
     """Turns sqlite's errors into those of this module."""
     try:
         yield
+    except UnicodeDecodeError as error:  # sqlite's message quotes a name that is damaged.
+        raise CatalogCorruptError(f"wanted a catalog, found {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF  # None: Python's own, of a wrong call.
         found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
@@ -274,8 +282,8 @@ def _decode(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _check_header(db: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file is empty; raises if it is neither that nor a catalog of this version."""
+def _check_header(db: sqlite3.Connection, path: Path, *, may_change: bool = False) -> bool:
+    """Whether the file is empty; raises if it is neither that nor a catalog of this version, which it may become."""
     schema = _schema_of(db)
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -283,10 +291,15 @@ def _check_header(db: sqlite3.Connection, path: Path) -> bool:
         return True
     if application_id != _APPLICATION_ID:
         raise CatalogCorruptError(f"wanted a catalog, found another application's database: {path}")
+    if version == 2 and may_change:
+        _bring_from_version_2(db, path)
+        return _check_header(db, path)
     if version != SCHEMA_VERSION:
+        advice = "go on with the release that wrote it, or name another ssd_dir, which begins empty"
+        if version == 2:
+            advice = "an engine that opens it brings it to that version"
         raise CatalogVersionError(
-            f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; go on with the release "
-            "that wrote it, or name another ssd_dir, which begins empty"
+            f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; {advice}"
         )
     with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(_SCHEMA)
@@ -295,9 +308,20 @@ def _check_header(db: sqlite3.Connection, path: Path) -> bool:
     return False
 
 
-def _schema_of(db: sqlite3.Connection) -> dict[str, str | None]:
-    """How each table and index was made; None for those that sqlite made itself."""
-    return dict(db.execute("SELECT name, sql FROM sqlite_master"))
+def _bring_from_version_2(db: sqlite3.Connection, path: Path) -> None:
+    """Changes the tables, all or none. No row changes but for a column without a value: that takes no time."""
+    try:
+        db.executescript(_FROM_VERSION_2)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+            raise
+        raise CatalogCorruptError(f"wanted the tables of version 2, found others: {path}: {error}") from error
+
+
+def _schema_of(db: sqlite3.Connection) -> dict[str, str]:
+    """How each table and index was made, without comments and space; nothing for those that sqlite made itself."""
+    rows = db.execute("SELECT name, sql FROM sqlite_master")
+    return {name: re.sub(r"--.*|\s", "", sql or "") for name, sql in rows}
 
 
 def _create(db: sqlite3.Connection) -> None:

@@ -30,7 +30,7 @@ class CatalogKeeper:
 
     Args:
       catalog: the keeper's from now on.
-      on_lost: called with the key of a session that had to be forgotten, since it could not be cut.
+      on_lost: called with the key of a session that had to be forgotten, since it could not be cut, or was not there.
     """
 
     def __init__(self, catalog: Catalog, on_lost: Callable[[str], None]) -> None:
@@ -96,28 +96,36 @@ class CatalogKeeper:
         if error is not None:
             _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
 
-    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        """Forgets some of a session's tokens, see `Catalog.cut`; all of it, where that cannot be written down."""
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> bool:
+        """Forgets some of a session's tokens, see `Catalog.cut`; all of it, where that cannot be written down.
+
+        Returns:
+          Whether the session is there still.
+        """
         if key in self._unforgotten:
-            return
+            return False
         try:
-            self._catalog.cut(key, kept, lineage, note)
+            if self._catalog.cut(key, kept, lineage, note) is not None:
+                return True
+            self._on_lost(key)
         except (CatalogError, ValueError) as error:  # ValueError: the catalog has not what the books thought.
             _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
             self._on_lost(key)
             self.forget((key,))
+        return False
 
-    def change(self, key: str, pinned: bool | None, note: bytes | None, ttl_s: float | None) -> None:
-        """Writes down a session's pin or note (if not None) or else its time to live."""
-        try:
-            if pinned is not None:
-                self._catalog.set_pinned(key, pinned)
-            elif note is not None:
-                self._catalog.set_note(key, note)
-            else:
-                self._catalog.set_ttl(key, ttl_s)
-        except CatalogError as error:
-            _LOG.warning("a session's pin, note or time to live was not written down: %s", error)
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> BlockIoError | None:
+        """Writes down a session's pin and time to live; why not, if that cannot be."""
+
+        def change() -> bool:
+            with self._catalog.batch():
+                return self._catalog.set_pinned(key, pinned) and self._catalog.set_ttl(key, ttl_s)
+
+        return self._changed(key, change)
+
+    def set_note(self, key: str, note: bytes) -> BlockIoError | None:
+        """Writes down what is kept with a session; why not, if that cannot be."""
+        return self._changed(key, lambda: self._catalog.set_note(key, note))
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Writes down when sessions were last used, seconds since the epoch."""
@@ -137,6 +145,16 @@ class CatalogKeeper:
             _LOG.warning("a damaged catalog stays where it is: %s", error)
         else:
             _LOG.warning("the catalog is damaged, and was moved to %s", moved)
+
+    def _changed(self, key: str, change: Callable[[], bool]) -> BlockIoError | None:
+        try:
+            if change():
+                return None
+        except CatalogError as error:
+            _LOG.warning("a session's pin, note or time to live is not written down yet: %s", error)
+            return self._failure(error)
+        self._on_lost(key)
+        return BlockIoError(IoFailure.MISSING, f"the catalog wanted session {key!r}, found none")
 
     def _failure(self, error: CatalogError) -> BlockIoError:
         self._is_beyond_use |= isinstance(error, CatalogCorruptError)

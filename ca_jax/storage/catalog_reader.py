@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ca_jax.storage import catalog_file
-from ca_jax.storage.catalog_records import Namespace, NamespaceInfo, PrefixMatch, Problem, SessionRecord, SessionState
+from ca_jax.storage.catalog_records import Namespace, NamespaceInfo, Problem, SessionRecord
 from ca_jax.storage.catalog_rows import (
     BLOCK_ID_BYTES,
     SESSION_COLUMNS,
@@ -25,7 +25,6 @@ from ca_jax.storage.catalog_rows import (
     contents_from_row,
     session_from_row,
 )
-from ca_jax.storage.prefix import prefix_hashes
 
 _QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
 
@@ -140,41 +139,6 @@ class CatalogReader:
         contents = self.contents(key)
         return None if contents is None else contents.token_ids
 
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """Finds the tenant's session that agrees with `token_ids` for longest, counted in full blocks.
-
-        Among equals the last used one. Of a session from which tokens were dropped only those before the first of them
-        count: the KV of the others has seen tokens that the caller's has not.
-
-        Args:
-          tenant: whose sessions; others' are never found.
-          token_ids: `[T]`, integers that fit int32.
-
-        Returns:
-          The session; None where not even a first block agrees.
-        """
-        block_tokens = self._namespace.layout.block_tokens
-        hashes = prefix_hashes(tenant, self._namespace.fingerprint, token_ids, block_tokens)
-        known, unknown = 0, len(hashes) + 1  # Hash n is there wherever hash n + 1 is.
-        while unknown - known > 1:
-            middle = (known + unknown) // 2
-            if self._one("SELECT 1 FROM prefixes WHERE hash = ? LIMIT 1", hashes[middle - 1]):
-                known = middle
-            else:
-                unknown = middle
-        for num_blocks in range(known, 0, -1):  # Once, unless sessions were found damaged.
-            row = self._one(
-                "SELECT key FROM prefixes JOIN sessions ON id = session "
-                "WHERE hash = ? AND namespace = ? AND tenant = ? AND state = ? ORDER BY last_used_s DESC LIMIT 1",
-                hashes[num_blocks - 1],
-                self._namespace_id,
-                tenant,
-                SessionState.READY.value,
-            )
-            if row:
-                return PrefixMatch(key=row[0], num_tokens=num_blocks * block_tokens)
-        return None
-
     def has_sessions(self) -> bool:
         """Whether the namespace has any session, sound or damaged."""
         return self._one("SELECT 1 FROM sessions WHERE namespace = ? LIMIT 1", self._namespace_id) is not None
@@ -211,13 +175,9 @@ class CatalogReader:
         def report(key: str | None, reason: str) -> None:
             found.append(Problem(key=key, found=reason))
 
-        for table in ("contents", "prefixes"):
-            sql = f"SELECT count(*) FROM {table} WHERE session NOT IN (SELECT id FROM sessions)"
-            (num_orphans,) = self._one(sql)
-            if num_orphans:
-                report(
-                    None, f"wanted {table} of stored sessions, found {num_orphans} of others; `compact` removes them"
-                )
+        (num_orphans,) = self._one("SELECT count(*) FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
+        if num_orphans:
+            report(None, f"wanted contents of stored sessions, found {num_orphans} of others; `compact` removes them")
         holders: dict[int, SessionRecord] = {}
         seals: dict[str, dict[int, list[int]]] = {}  # By session and block, of those that share any.
         for record in self.load_all(report):
@@ -262,17 +222,8 @@ class CatalogReader:
             return
         if contents is None:
             return  # Gone since its row was read: an engine is at work.
-        if contents.prefixes != self._prefixes(record, contents.token_ids):
+        if record.prefixes and record.prefixes != record.prefixes_of(contents.token_ids, self._namespace.layout):
             yield "wanted the prefix hashes of its tokens, found others"
-        listed = self._all(
-            f"SELECT 1 FROM prefixes, sessions WHERE hash IN ({','.join('?' * len(contents.prefixes))}) "
-            "AND session = id AND namespace = ? AND key = ?",
-            *contents.prefixes,
-            self._namespace_id,
-            record.key,
-        )
-        if len(listed) != len(contents.prefixes):
-            yield f"wanted to be found by {len(contents.prefixes)} prefixes, found {len(listed)}"
 
     def _seals(self, record: SessionRecord) -> dict[int, list[int]]:
         """By block, what seals a session; nothing where that is damaged, or gone."""
@@ -283,12 +234,6 @@ class CatalogReader:
         if contents is None or len(contents.seals) != record.num_blocks:
             return {}
         return dict(zip(record.block_ids.tolist(), contents.seals.tolist(), strict=True))
-
-    def _prefixes(self, record: SessionRecord, token_ids: np.ndarray) -> tuple[bytes, ...]:
-        """The hashes that a session is to be found by: of the tokens that have seen none which was dropped."""
-        namespace = self._namespace
-        token_ids = token_ids[: record.lineage.plain_tokens(len(token_ids))]
-        return prefix_hashes(record.tenant, namespace.fingerprint, token_ids, namespace.layout.block_tokens)
 
     def _open(self) -> sqlite3.Connection:
         return catalog_file.open_for_reading(self._directory)

@@ -15,6 +15,7 @@ import numpy as np
 from ca_jax.storage.expiry import check_ttl
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.prefix import prefix_hashes
 from ca_jax.storage.ssd_copy import Cuts, SsdCopy
 
 
@@ -90,6 +91,8 @@ class SessionRecord:
     """Tokens whose KV is stored, > 0."""
     cuts: Cuts | None = None
     """What cutting has left of it; None if it was never cut."""
+    prefixes: bytes = b""
+    """As `SsdCopy.prefixes`; empty where they are not known."""
     created_s: float
     """When it was first saved; seconds since the epoch."""
     last_used_s: float
@@ -106,7 +109,7 @@ class SessionRecord:
     @property
     def copy(self) -> SsdCopy:
         """What of the session is stored, and where."""
-        return SsdCopy(num_tokens=self.num_tokens, block_ids=self.block_ids, cuts=self.cuts)
+        return SsdCopy(num_tokens=self.num_tokens, block_ids=self.block_ids, cuts=self.cuts, prefixes=self.prefixes)
 
     @property
     def num_rows(self) -> int:
@@ -117,6 +120,10 @@ class SessionRecord:
     def lineage(self) -> Lineage:
         """What was dropped from it."""
         return self.copy.lineage
+
+    def prefixes_of(self, token_ids: np.ndarray, layout: KVLayout) -> bytes:
+        """`prefixes` as these tokens, int32 `[num_tokens]`, have them."""
+        return prefix_hashes(token_ids[: self.lineage.plain_tokens(self.num_tokens)], layout.block_tokens)
 
     @property
     def num_blocks(self) -> int:
@@ -167,16 +174,6 @@ class SessionRecord:
                 f"written, found {self.cuts.num_rows}"
             )
         check_ttl(self.ttl_s)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefixMatch:
-    """Answer of `Catalog.find_prefix`."""
-
-    key: str
-    """The session that begins with the same tokens."""
-    num_tokens: int
-    """How many of them, counted in full blocks; what follows may agree too."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

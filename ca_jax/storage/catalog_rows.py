@@ -17,14 +17,13 @@ from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.catalog_records import SessionRecord, SessionState
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.prefix import HASH_BYTES
 from ca_jax.storage.ssd_copy import Cuts
 
 BLOCK_ID_BYTES = 8
 """Of one entry of a block table."""
 SESSION_COLUMNS = (
     "key, tenant, session_id, block_ids, num_tokens, runs, num_rows, num_dropped, num_plain, created_s, last_used_s, "
-    "pinned, ttl_s, state, generation, checksum"
+    "pinned, ttl_s, state, generation, checksum, prefix_hashes"
 )
 """Of table `sessions`, in the order of `to_row` and `from_row`."""
 
@@ -41,8 +40,6 @@ class Contents:
     """int32 `[num_tokens]`, read-only."""
     seals: np.ndarray
     """uint64 `[num_blocks, L]`, read-only: a digest of each block's layer, by which a wrong block is known."""
-    prefixes: tuple[bytes, ...]
-    """The hashes by which the session is found, of its first 1, 2, … blocks."""
     note: bytes = b""
     """What the session's owner wants kept with it; nothing here looks into it."""
 
@@ -51,7 +48,7 @@ class Contents:
         blobs = (
             np.ascontiguousarray(self.token_ids, "<i4").tobytes(),
             np.ascontiguousarray(self.seals, "<u8").tobytes(),
-            b"".join(self.prefixes),
+            b"",
             self.note,
         )
         return (*blobs, _contents_checksum(key, *blobs))
@@ -77,14 +74,8 @@ def contents_from_row(key: str, row: tuple[Any, ...], *, num_tokens: int, num_bl
     return Contents(
         token_ids=np.frombuffer(token_ids, "<i4"),
         seals=np.frombuffer(seals, "<u8").reshape(num_blocks, num_layers),
-        prefixes=split_prefixes(prefixes),
         note=note,
     )
-
-
-def split_prefixes(joined: bytes) -> tuple[bytes, ...]:
-    """The hashes that `Contents.to_row` joined."""
-    return tuple(joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES))
 
 
 def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
@@ -102,7 +93,8 @@ def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
         record.ttl_s,
         record.state.value,
         record.generation,
-        _session_checksum(*named, record.generation),
+        _session_checksum(*named, record.generation, record.prefixes),
+        record.prefixes,
     )
 
 
@@ -113,10 +105,10 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
       DamagedRecordError: it is another.
     """
     key, tenant, session_id, table, num_tokens, runs, num_rows, num_dropped, num_plain = row[:9]
-    created_s, used_s, pinned, ttl_s, state, generation, checksum = row[9:]
+    created_s, used_s, pinned, ttl_s, state, generation, checksum, prefixes = row[9:]
     try:
         cut = runs, num_rows, num_dropped, num_plain
-        if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation):
+        if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation, prefixes):
             raise ValueError("wanted a row that passes its checksum, found another")
         cuts = None
         if runs or num_rows != num_tokens or num_dropped or num_plain is not None:
@@ -132,6 +124,7 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
             block_ids=np.frombuffer(table, "<i8"),
             num_tokens=num_tokens,
             cuts=cuts,
+            prefixes=prefixes,
             created_s=float(created_s),
             last_used_s=float(used_s),
             pinned=bool(pinned),
@@ -157,11 +150,13 @@ def _session_checksum(
     num_dropped: int,
     num_plain: int | None,
     generation: int,
+    prefixes: bytes,
 ) -> int:
     """Of what never changes without a new row, and must not be served if it does."""
     numbers = "\0".join(map(str, (num_tokens, num_rows, num_dropped, num_plain, generation, len(runs))))
     named = f"{key}\0{tenant}\0{session_id}\0{numbers}"
-    return zlib.crc32(table, zlib.crc32(runs, zlib.crc32(named.encode("utf-8", "surrogateescape"))))
+    checksum = zlib.crc32(table, zlib.crc32(runs, zlib.crc32(named.encode("utf-8", "surrogateescape"))))
+    return zlib.crc32(prefixes, checksum)  # Last: a row of version 2, which has none, passes as it stands.
 
 
 def _contents_checksum(key: str, *blobs: bytes) -> int:

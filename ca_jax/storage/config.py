@@ -53,7 +53,7 @@ class StoreConfig:
     that sessions share count once."""
     tenant_quotas: Mapping[str, int] | Iterable[tuple[str, int]] = ()
     """The same for tenants that are named, bytes by tenant, in place of `tenant_quota_gib`: a mapping or pairs, kept as
-    sorted pairs."""
+    sorted pairs. By the engine's name of a tenant: on a server that is `Tenant.domain`, which a salt is part of."""
     block_tokens: int = 128
     """Tokens in a block. Measured on 2 CPU cores, 2,048 tokens of 30 layers x 3 KV heads x 64, fp32: loads ran at
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session

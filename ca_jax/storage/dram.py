@@ -59,16 +59,16 @@ class DramTier:
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
         return self._slab
 
-    def touch(self, progress: Callable[[int, int], None] | None = None) -> float:
+    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the slab resident, keeping what it holds; meant for a background thread. Ends early on `close`.
 
         Args:
-          progress: called with bytes done and bytes in all.
+          stopped: asked now and then; True ends it early too.
 
         Returns:
           Seconds it took.
         """
-        return touch(self._slab, progress, stopped=self._closed.is_set)
+        return touch(self._slab, stopped=lambda: self._closed.is_set() or stopped())
 
     def close(self) -> None:
         """Lets go of the slab. No copy may be under way."""

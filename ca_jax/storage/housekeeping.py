@@ -199,6 +199,10 @@ def collect_garbage(
             if not dry_run:
                 _claim(inspector, namespace)
                 catalog.forget([each.key for each in forgotten])
+                with contextlib.closing(NoteLog(inspector.directory)) as log:
+                    for each in forgotten:
+                        if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
+                            log.remove(each.key)
             garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
             collected.append(_delete_unheld(inspector, garbage, dry_run))
     compacted_bytes, not_compacted = None, None

@@ -222,9 +222,15 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
+    with catalog.batch():  # Of version 2.
+        sound = [catalog.add_prefixes(record) if _lacks_prefixes(record, tier.layout) else record for record in sound]
     tier.allocator.take(np.flatnonzero(np.bincount(_all_block_ids(sound))))  # Each once: sessions share blocks.
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
+
+
+def _lacks_prefixes(record: SessionRecord, layout: KVLayout) -> bool:
+    return not record.prefixes and record.lineage.plain_tokens(record.num_tokens) >= layout.block_tokens
 
 
 def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int) -> dict[int, str]:

@@ -14,17 +14,24 @@ Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import collections
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
 from ca_jax.storage.books import Counters, Entry, EntryTable
-from ca_jax.storage.expiry import ExpiryQueue
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.lineage import PLAIN
 from ca_jax.storage.lookahead import LookAhead
 from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.policy import (
+    EvictionPolicy,
+    FifoPolicy,
+    LruPolicy,
+    PrefetchPolicy,
+    StoredEntry,
+    look_ahead_window,
+)
 from ca_jax.storage.quota import ChargedBlocks
 from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
 from ca_jax.storage.reuse_gaps import ReuseGaps
@@ -32,6 +39,8 @@ from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_books import SsdBooks
 
 _MAX_FETCHES = 8  # Sessions on their way to DRAM at once.
+_FIRST_PAUSE_S = 2.0  # Before what could not be written to SSD is tried again; each time twice as long,
+_LONGEST_PAUSE_S = 120.0  # up to this.
 
 
 class Placement:
@@ -73,18 +82,13 @@ class Placement:
         self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
         self._clock = clock
         self._gaps = ReuseGaps(clock)
-        self._expiry = ExpiryQueue()
-        self._dirty: dict[str, None] = {}  # What is to be flushed, oldest first.
-        for entry in table:
-            self._expiry.set(entry.key, entry.last_used_s, entry.ttl_s)
+        self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
 
     # What happens.
 
     def used(self, entry: Entry) -> None:
         """A session was used now."""
-        now_s = self._clock()
-        self._table.use(entry, now_s)
-        self._expiry.set(entry.key, now_s, entry.ttl_s)
+        self._table.use(entry, self._clock())
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
@@ -108,10 +112,10 @@ class Placement:
         return self._gaps.histogram()
 
     def changed(self, entry: Entry) -> None:
-        """A session has in DRAM what SSD has not."""
+        """A session has what SSD has not, in DRAM or kept with it."""
         if self._ssd is not None:
-            entry.waits_for_flush = not self._ssd.is_late
-            self._dirty[entry.key] = None
+            entry.waits_for_flush = bool(entry.block_ids) and not self._ssd.is_late
+            self._dirty[entry.key] = 0.0
         self._table.place(entry)
 
     def place(self, entry: Entry) -> None:
@@ -121,7 +125,7 @@ class Placement:
     def saving(self, entry: Entry) -> None:
         """A save of a session was begun."""
         if self._ssd is not None:
-            self._dirty[entry.key] = None
+            self._dirty[entry.key] = 0.0
 
     def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
         """A job of a session waits."""
@@ -165,8 +169,11 @@ class Placement:
     def step(self) -> None:
         """Takes in what has ended and begins what is due."""
         if self._ssd is not None:
-            for entry in self._ssd.poll():
+            lost, failed = self._ssd.poll()
+            for entry in lost:
                 self.changed(entry)
+            for entry in failed:
+                self._put_off(entry)
             if self._ssd.is_late:
                 self._stop_waiting()
             self._flush()
@@ -177,9 +184,7 @@ class Placement:
     @property
     def busy(self) -> bool:
         """Whether anything moves, or could be flushed now."""
-        if self._ssd is None:
-            return False
-        return self._ssd.busy or any(map(_can_flush, filter(None, map(self._table.get, self._dirty))))
+        return self._ssd is not None and (self._ssd.busy or any(True for _ in self._due()))
 
     @property
     def windows(self) -> LookAheadWindows:
@@ -248,7 +253,10 @@ class Placement:
             entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
-            self._dirty.pop(entry.key, None)
+            if entry.ssd is None:
+                self._dirty.pop(entry.key, None)
+            elif entry.key in self._dirty:  # What is kept with it can be written without its KV.
+                self._dirty[entry.key] = 0.0
         self._table.place(entry)
 
     def evict(self, entry: Entry) -> None:
@@ -320,14 +328,33 @@ class Placement:
     def _flush(self) -> None:
         if self._ssd is None or not self._ssd.can_flush:
             return
-        for key in tuple(self._dirty):
-            entry = self._table.get(key)
-            if entry is None or entry.num_pins or not _can_flush(entry):  # Most that are dirty run, and are pinned.
-                continue
-            if self._ssd.flush(entry):
-                del self._dirty[key]
+        for entry in self._due():
+            if not entry.num_tokens:
+                self._ssd.write_down(entry)
+                self._ssd.set_note(entry)
+                del self._dirty[entry.key]
+            elif self._ssd.flush(entry):
+                del self._dirty[entry.key]
             if not self._ssd.can_flush:
                 return
+
+    def _due(self) -> Iterator[Entry]:
+        """What can be written to SSD now."""
+        now_s = self._clock() if any(self._dirty.values()) else 0.0
+        for key, from_s in tuple(self._dirty.items()):
+            entry = self._table.get(key)
+            if entry is None:
+                del self._dirty[key]
+            elif from_s <= now_s and _can_flush(entry):  # Most that are dirty run, and are pinned.
+                yield entry
+
+    def _put_off(self, entry: Entry) -> None:
+        """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
+        if self._table.get(entry.key) is entry:
+            entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
+            entry.waits_for_flush = False
+            self._dirty[entry.key] = self._clock() + entry.pause_s
+            self._table.place(entry)
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
@@ -356,12 +383,10 @@ class Placement:
             window_jobs=self._prefetch_window(),
             free_blocks=self._blocks.num_free,
             reserve_blocks=self._reserve_blocks,
+            admits=self._within_quotas(),
         )
-        admitted = [entry for entry in filter(None, map(self._table.get, plan.fetch)) if self._may_prefetch(entry)]
-        if not admitted:
-            return
         self._evict_all(plan.evict)
-        for entry in admitted:
+        for entry in filter(None, map(self._table.get, plan.fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 self._fetch(entry)
 
@@ -373,29 +398,36 @@ class Placement:
         mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
         return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
 
-    def _may_prefetch(self, entry: Entry) -> bool:
-        """Whether nothing but room is against fetching a session early; its tenant's quota may be."""
-        num_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
-        return (
-            self._ssd is not None
-            and self._ssd.can_fetch(entry)
-            and not self._blocks.excess(entry.owner.tenant, num_blocks)
-        )
+    def _within_quotas(self) -> Callable[[StoredEntry], bool]:
+        """Admits sessions to a plan while each tenant's fit its quota together.
+
+        Behind the first of a tenant's that does not fit none of them is admitted: a small one must not take the room of
+        one that is needed sooner.
+        """
+        planned: collections.Counter[str] = collections.Counter()
+
+        def admits(stored: StoredEntry) -> bool:
+            entry = self._table.get(stored.key)
+            if entry is None:
+                return False
+            tenant = entry.owner.tenant
+            planned[tenant] += stored.num_blocks
+            return not self._blocks.excess(tenant, planned[tenant])
+
+        return admits
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for key in self._expiry.pop_expired(now_s):
-            entry = self._table.get(key)
-            if entry is None:
-                continue
-            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(key) is not None:
-                self._expiry.set(key, now_s, entry.ttl_s)
+        for entry in self._table.pop_expired(now_s):
+            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(entry.key) is not None:
+                self._table.expire_after(entry, now_s)
                 continue
             self._counters.num_expired += 1
-            self.give_up(key)
+            self.give_up(entry.key)
             self.forget(entry)
 
 
 def _can_flush(entry: Entry) -> bool:
     """Whether nothing of a session is about to change, or on its way."""
-    return bool(entry.num_tokens and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))
+    is_somewhere = entry.num_tokens or entry.ssd is not None
+    return bool(is_somewhere and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))

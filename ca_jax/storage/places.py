@@ -149,11 +149,31 @@ class TokenPlaces:
         table = blocks[is_first]
         return TokenPlaces.of(places + (np.cumsum(is_first) - 1 - blocks) * block_tokens), table
 
+    def stretches(self, block_tokens: int) -> tuple[list[tuple[int, int, int]], tuple[BlockRows, ...]]:
+        """The tokens of whole blocks side by side, and those of other blocks: quick where there are few runs.
+
+        Returns:
+          First token, first block and number of blocks of each stretch of whole blocks; and what `by_block` gives of
+          all other blocks.
+        """
+        starts, lengths = np.array(self.runs, np.int64).reshape(-1, 2).T
+        heads, tails = -(-starts // block_tokens), (starts + lengths) // block_tokens
+        firsts = np.cumsum(lengths) - lengths + heads * block_tokens - starts
+        whole = np.stack([firsts, heads, tails - heads], axis=1)[heads < tails].tolist()
+        is_part = np.ones(self.num_tokens, bool)
+        for first, _, num_blocks in whole:
+            is_part[first : first + num_blocks * block_tokens] = False
+        return [(first, head, count) for first, head, count in whole], self._rows(block_tokens, np.flatnonzero(is_part))
+
     def by_block(self, block_tokens: int) -> tuple[BlockRows, ...]:
         """The tokens of each block that has any, in their order."""
-        if not self.runs:
+        return self._rows(block_tokens, np.arange(self.num_tokens))
+
+    def _rows(self, block_tokens: int, tokens: np.ndarray) -> tuple[BlockRows, ...]:
+        """The same, of blocks that have these tokens, int64 `[n]`: each has all of its own among them."""
+        if not len(tokens):
             return ()
-        blocks, rows = np.divmod(self.to_array(), block_tokens)
+        blocks, rows = np.divmod(self.to_array()[tokens], block_tokens)
         firsts = np.flatnonzero(np.diff(blocks, prepend=-1))
         stops = np.append(firsts[1:], len(blocks))
         lasts = rows[stops - 1]
@@ -163,5 +183,5 @@ class TokenPlaces:
         ):
             side_by_side = last - row == stop - first - 1
             where = slice(row, last + 1) if side_by_side else rows[first:stop]
-            found.append(BlockRows(index, first, stop - first, where))
+            found.append(BlockRows(index, int(tokens[first]), stop - first, where))
         return tuple(found)

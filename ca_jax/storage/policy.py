@@ -14,7 +14,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Reversible, Sequence
+from collections.abc import Callable, Iterable, Iterator, Reversible, Sequence
 from typing import Protocol
 
 
@@ -186,7 +186,14 @@ class PrefetchPolicy:
             raise ValueError(f"max_fetches must be positive, found {self.max_fetches}")
 
     def plan(
-        self, on_ssd: StoreView, in_dram: StoreView, *, window_jobs: int, free_blocks: int, reserve_blocks: int = 0
+        self,
+        on_ssd: StoreView,
+        in_dram: StoreView,
+        *,
+        window_jobs: int,
+        free_blocks: int,
+        reserve_blocks: int = 0,
+        admits: Callable[[StoredEntry], bool] = lambda entry: True,
     ) -> PrefetchPlan:
         """Plans fetches for the first `window_jobs` waiting jobs.
 
@@ -200,6 +207,8 @@ class PrefetchPolicy:
           window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
           free_blocks: free blocks in DRAM.
           reserve_blocks: how many of them should be free again when the plan is carried out: the host buffer.
+          admits: whether a session may be fetched beside those that it admitted before. One that may not takes no place
+            in the plan, and no room is made for it.
 
         Returns:
           The plan: all the room that its fetches need, or fewer fetches. The first that lacks room ends it, so that a
@@ -213,6 +222,8 @@ class PrefetchPolicy:
             position = entry.queue_position
             if position is None or position >= window_jobs or len(fetch) == self.max_fetches:
                 break
+            if not admits(entry):
+                continue
             lacking += entry.num_blocks
             if lacking > 0:
                 victims = self.eviction.choose_victims(in_dram, lacking, needed_at=position)

@@ -1,6 +1,6 @@
 """Names for token prefixes: a chain of hashes, one for each full block, so that equal prefixes are found by equality.
 
-Not here: where the names are kept (catalog).
+Not here: where the names are kept (ssd_copy, catalog_rows) and looked for (prefix_index).
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ import hashlib
 
 import numpy as np
 
-HASH_BYTES = 16
-"""Kept of each SHA-256: 128 bits. A match is a hint; loads compare the tokens themselves."""
+HASH_BYTES = 8
+"""Kept of each SHA-256, and chained. A match is a hint: loads compare the tokens themselves."""
 
 
-def prefix_hashes(tenant: str, namespace: str, token_ids: np.ndarray, block_tokens: int) -> tuple[bytes, ...]:
-    """Hashes of the first 1, 2, … full blocks of a sequence.
+def prefix_hashes(token_ids: np.ndarray, block_tokens: int, known: bytes = b"") -> bytes:
+    """Hashes of the first 1, 2, … full blocks of a sequence, joined.
 
-    Each is SHA-256 over the whole hash before it and its block's tokens, the first over tenant and namespace: sequences
-    of different tenants, weights or layouts never share one, and equal n-th hashes mean n equal blocks.
+    Each is of the hash before it and its block's tokens: equal n-th hashes mean n equal blocks.
 
     Args:
-      tenant: whose sequence it is.
-      namespace: fingerprint of weights and layout.
       token_ids: `[T]`, integers that fit int32.
       block_tokens: tokens in a block.
+      known: hashes of leading blocks that are known already; only the blocks behind them are read.
 
     Returns:
       `T // block_tokens` hashes of `HASH_BYTES` bytes.
     """
-    tokens = np.ascontiguousarray(token_ids, "<i4")
-    chain = hashlib.sha256(f"{len(tenant)}:{tenant}{namespace}".encode("utf-8", "surrogatepass")).digest()
-    hashes = []
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        chain = hashlib.sha256(chain + tokens[start : start + block_tokens].tobytes()).digest()
-        hashes.append(chain[:HASH_BYTES])
-    return tuple(hashes)
+    hashes = bytearray(known)
+    for start in range(len(known) // HASH_BYTES * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
+        block = np.ascontiguousarray(token_ids[start : start + block_tokens], "<i4").tobytes()
+        hashes += hashlib.sha256(hashes[-HASH_BYTES:] + block).digest()[:HASH_BYTES]
+    return bytes(hashes)

@@ -84,6 +84,19 @@ class FlushFailure(enum.StrEnum):
     """The session was shortened, dropped, or the store closed meanwhile."""
 
 
+class Note(bytes):
+    """What a session's owner wants kept with it."""
+
+    generation: int
+    """Later states of a session have more."""
+
+    def __new__(cls, data: bytes, generation: int) -> Note:
+        """Of bytes, and the generation of what they say."""
+        note = super().__new__(cls, data)
+        note.generation = generation
+        return note
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
     """Whose a session is, told once, when its first save is prepared."""

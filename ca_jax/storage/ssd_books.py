@@ -20,21 +20,22 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ca_jax.storage.block_io import IoFailure
+from ca_jax.storage.block_io import BlockIoError, IoFailure
 from ca_jax.storage.books import Entry, EntryTable, SsdCounters
 from ca_jax.storage.catalog_file import CatalogError, CatalogLateError
-from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.disk_tier import SsdBlocks
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.policy import EvictionPolicy
+from ca_jax.storage.prefix import HASH_BYTES, prefix_hashes
 from ca_jax.storage.quota import ChargedBlocks, TenantQuota
-from ca_jax.storage.records import FlushFailure, MissReason, Owner, SsdStats
+from ca_jax.storage.records import FlushFailure, MissReason, Note, Owner, SsdStats
 from ca_jax.storage.reuse_gaps import ReuseGaps
 from ca_jax.storage.room import FreeingPolicy, choose_room
 from ca_jax.storage.ssd_copy import Cuts, rows_left
 from ca_jax.storage.ssd_moves import Cut, Move
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
+from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -84,10 +85,12 @@ class SsdBooks:
         self._counters = SsdCounters(num_lost_sessions=num_lost)
         self._gaps = ReuseGaps(clock)
         self._moves: dict[FetchTask | FlushTask, Move] = {}
+        self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
-        for record in sorted(records, key=lambda record: record.created_s):
-            table.add(_adopted(record))
+        with table.loading():
+            for record in sorted(records, key=lambda record: record.created_s):
+                table.add(_adopted(record))
         for record in records:  # The least recently used first.
             entry = table.get(record.key)
             if entry is not None:
@@ -184,7 +187,7 @@ class SsdBooks:
 
         Returns:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
-          more. If not, room may come when other moves have settled.
+          more; `poll` says whether to try again. If not, room may come when other moves have settled.
         """
         num_places = entry.places.num_places
         num_blocks = self._layout.num_blocks(num_places)
@@ -199,7 +202,7 @@ class SsdBooks:
         if failure is not None and self._moves:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return False
-        if failure is not None and entry.ssd is not None:  # Rather its new state alone than its old one.
+        if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
             failure = self._make_room(entry, num_blocks - self._policy.frees([entry.key]))
             if failure is None:
                 self._forget_copy(entry)
@@ -209,7 +212,7 @@ class SsdBooks:
             new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
         if new_ids is None:
             self._blocks.free(entry.owner.tenant, shared_ids)
-            return self._skip_flush(entry, FlushFailure.NO_ROOM)
+            return self._skip_flush(entry, failure or FlushFailure.NO_ROOM)
         old_ids, num_rows = [], num_places
         if entry.ssd is not None:
             old_ids = entry.ssd.block_ids[:num_kept].tolist()
@@ -222,6 +225,7 @@ class SsdBooks:
             block_ids=np.array([*old_ids, *shared_ids, *new_ids], np.int64),
             num_tokens=entry.num_tokens,
             cuts=Cuts.of(entry.places, num_rows, entry.lineage),
+            prefixes=self._prefixes(entry),
             created_s=entry.created_s,
             last_used_s=entry.last_used_s,
             pinned=entry.pinned,
@@ -240,11 +244,11 @@ class SsdBooks:
         self._begin(entry, entry.flush, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids))
         return True
 
-    def poll(self) -> list[Entry]:
+    def poll(self) -> tuple[list[Entry], list[Entry]]:
         """Takes in what the worker has done. Never waits.
 
         Returns:
-          Sessions that SSD had to forget, and DRAM has.
+          Sessions that SSD had to forget, and DRAM has; and those of which something could not be written.
         """
         lost: list[Entry] = []
         if self._worker.is_late:
@@ -257,6 +261,11 @@ class SsdBooks:
                     self._table.place(entry)
                     if entry.num_tokens:
                         lost.append(entry)
+                continue
+            if isinstance(end, Changed):
+                entry = self._table.get(end.key)
+                if entry is not None and entry.ssd is not None:
+                    self._take_in_note(entry, end.note, end.error)
                 continue
             move = self._moves.get(end.task)
             if move is None:  # Settled already: told of twice, in the other order.
@@ -275,7 +284,8 @@ class SsdBooks:
                 self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
                 self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
             self._table.place(move.entry)
-        return lost
+        failed, self._failed = self._failed, []
+        return lost, failed
 
     def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
@@ -312,8 +322,6 @@ class SsdBooks:
         if entry.ssd.num_tokens > num_tokens:
             kept = np.arange(entry.ssd.num_tokens) < num_tokens
             self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), entry.ssd.num_tokens)
-        elif note is not None and not entry.num_tokens:
-            self.set_note(entry)
 
     def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
@@ -346,10 +354,8 @@ class SsdBooks:
             self._moves[entry.flush].left = True
 
     def relaid(self, entry: Entry) -> None:
-        """A session was copied to other blocks of DRAM, and lies otherwise in them than on SSD."""
+        """A session that is not being flushed was copied to other blocks of DRAM: it lies otherwise on SSD."""
         entry.num_same_rows = 0
-        if entry.flush is not None:
-            self._moves[entry.flush].relaid = True
 
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
@@ -389,32 +395,15 @@ class SsdBooks:
             return b""
         return b"" if contents is None else contents.note
 
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """The tenant's session on SSD that begins with the same tokens for longest; see `Catalog`. Reads a file."""
-        if self.is_late:
-            return None
-        try:
-            return self._contents.find_prefix(tenant, token_ids)
-        except CatalogLateError:
-            self._missed_deadline()
-            return None
-        except CatalogError:
-            return None
-
-    def set_pinned(self, entry: Entry) -> None:
-        """Writes a session's pin down."""
+    def write_down(self, entry: Entry) -> None:
+        """Writes a session's pin and time to live down, if it is on SSD."""
         if entry.ssd is not None:
-            self._worker.change(entry.key, pinned=entry.pinned)
+            self._worker.change(entry.key, entry.pinned, entry.ttl_s)
 
     def set_note(self, entry: Entry) -> None:
-        """Writes down what a session's owner wants kept with it; its KV there stays as it is."""
+        """Writes down what a session's owner wants kept with it; its KV there stays as it is. No flush may run."""
         if entry.ssd is not None and entry.note is not None:
-            self._worker.change(entry.key, note=entry.note)
-
-    def set_ttl(self, entry: Entry) -> None:
-        """Writes a session's time to live down."""
-        if entry.ssd is not None:
-            self._worker.change(entry.key, ttl_s=entry.ttl_s)
+            self._worker.set_note(entry.key, entry.note)
 
     def close(self, timeout_s: float) -> bool:
         """Ends the worker and closes the files. Whoever wants moves to end first polls until there are none.
@@ -480,6 +469,7 @@ class SsdBooks:
             if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
                 self.forget(entry)
                 reason = IoFailure.CATALOG
+            self._failed.append(entry)
             known = reason in set(FlushFailure)
             self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
             return
@@ -487,16 +477,24 @@ class SsdBooks:
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
         entry.ssd = task.record.copy
         entry.num_same_tokens = entry.ssd.num_tokens
-        entry.num_same_rows = 0 if move.relaid else entry.ssd.places.num_places
-        if entry.note is task.note:
-            entry.note = None
-        if entry.pinned != task.record.pinned:  # Changed while it was on its way.
-            self.set_pinned(entry)
-        if entry.ttl_s != task.record.ttl_s:
-            self.set_ttl(entry)
+        entry.num_same_rows = entry.ssd.places.num_places
+        self._take_in_note(entry, task.note)
+        if (entry.pinned, entry.ttl_s) != (task.record.pinned, task.record.ttl_s):  # Changed while it was on its way.
+            self.write_down(entry)
         self._counters.num_flushes += 1
         self._counters.flushed_bytes += task.num_written_blocks * self._layout.block_bytes
         move.ssd_blocks = []
+
+    def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:
+        """SSD keeps this with a session now, or could not. Its owner may want something else by now."""
+        if error is not None:
+            self._failed.append(entry)
+            return
+        entry.pause_s = 0.0
+        if note is not None:
+            entry.noted = note.generation if isinstance(note, Note) else 0
+            if entry.note is note:
+                entry.note = None
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
@@ -511,9 +509,14 @@ class SsdBooks:
             )
         if victims is None:
             return FlushFailure.NO_ROOM
-        for victim in filter(None, map(self._table.get, victims)):
+        evicted = [entry for entry in map(self._table.get, victims) if entry is not None]
+        try:
+            for victim in evicted:
+                self._take_note_back(victim)
+        except CatalogLateError:
+            return FlushFailure.DEADLINE
+        for victim in evicted:
             num_free = self._space.allocator.num_free
-            self._take_note_back(victim)
             self._let_go(victim)
             self._counters.num_evictions += 1
             self._gaps.evicted(victim.key)
@@ -532,6 +535,13 @@ class SsdBooks:
         if is_same and entry.num_same_rows == entry.places.num_places:
             return entry.ssd.num_blocks
         return entry.num_same_rows // self._layout.block_tokens
+
+    def _prefixes(self, entry: Entry) -> bytes:
+        """What a session in DRAM is to be found by on SSD. Costs what is new: of what is there it is known."""
+        size, num_plain = self._layout.block_tokens, entry.lineage.plain_tokens(entry.num_tokens)
+        num_known = min(entry.num_same_tokens, num_plain) // size
+        known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
+        return prefix_hashes(entry.token_ids[:num_plain], size, known)
 
     def _blocks_of_others(self, entry: Entry) -> list[int] | None:
         """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
@@ -560,6 +570,9 @@ class SsdBooks:
     def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
         self._counters.failed_flushes[failure] += 1
         entry.waits_for_flush = False
+        self.set_note(entry)
+        if failure is not FlushFailure.TOO_LARGE:  # Room may come; what is too large stays so.
+            self._failed.append(entry)
         self._table.place(entry)
         return True
 
@@ -590,14 +603,19 @@ class SsdBooks:
 
     def _forget_copy(self, entry: Entry, *, published: bool = False) -> None:
         """Forgets what is on SSD of a session that goes on in DRAM, with its note."""
-        self._take_note_back(entry)
+        with contextlib.suppress(CatalogLateError):
+            self._take_note_back(entry)
         self.forget(entry, published=published)
 
     def _take_note_back(self, entry: Entry) -> None:
-        """Keeps a session's note for its next flush, before SSD forgets it."""
+        """Keeps a session's note for its next flush, before SSD forgets it.
+
+        Raises:
+          CatalogLateError: it cannot be read in time.
+        """
         if entry.note is None and entry.ssd is not None and entry.num_tokens:
-            with contextlib.suppress(CatalogLateError):
-                entry.note = self.note(entry.key)
+            note = self.note(entry.key)
+            entry.note = Note(note, entry.noted if note else -1)
 
     def _blocks_on_ssd(self, key: str) -> Sequence[int]:
         entry = self._table.get(key)
@@ -607,6 +625,7 @@ class SsdBooks:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
         entry.ssd = None
+        entry.noted = -1
         entry.num_same_tokens = entry.num_same_rows = 0
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ca_jax.storage.lineage import PLAIN, Lineage
 from ca_jax.storage.places import TokenPlaces
+from ca_jax.storage.prefix import HASH_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class SsdCopy:
     """The block table: int64 `[num_blocks]`, in token order."""
     cuts: Cuts | None = None
     """What cutting has left of it; None if it was never cut."""
+    prefixes: bytes = b""
+    """`prefix_hashes` of its leading tokens that others may have the KV of: what it is found by."""
 
     @property
     def num_blocks(self) -> int:
@@ -82,8 +85,13 @@ class SsdCopy:
         """
         places, table = self.places.keep(kept, block_tokens)
         num_rows = rows_left(self.num_rows, table, block_tokens)
-        cuts = Cuts.of(places, num_rows, lineage)
-        return SsdCopy(num_tokens=places.num_tokens, block_ids=self.block_ids[table], cuts=cuts), table
+        num_plain = lineage.plain_tokens(len(kept) if kept.all() else int(np.argmin(kept)))
+        return SsdCopy(
+            num_tokens=places.num_tokens,
+            block_ids=self.block_ids[table],
+            cuts=Cuts.of(places, num_rows, lineage),
+            prefixes=self.prefixes[: num_plain // block_tokens * HASH_BYTES],
+        ), table
 
     def find_in(self, before: SsdCopy, block_tokens: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Which tokens and blocks of an earlier state these are; None if they are none of it.

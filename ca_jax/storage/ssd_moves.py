@@ -47,8 +47,6 @@ class Move:
         self.read_blocks = read_blocks
         self.cuts: list[Cut] = []
         """Of the session meanwhile: what a flush brings to SSD is cut so when it has ended."""
-        self.relaid = False
-        """Whether the session lies otherwise in DRAM now."""
         self.left = False
         """Whether what is in DRAM now is another state of the session."""
         self.ended = False

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ca_jax.storage.block_io import BlockIoError
-from ca_jax.storage.catalog_records import PrefixMatch, SessionRecord
+from ca_jax.storage.catalog_records import SessionRecord
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.ssd_copy import SsdCopy
@@ -78,6 +78,18 @@ class Lost:
     """Of the session."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Changed:
+    """What became of a change of what the catalog says of a session."""
+
+    key: str
+    """Of the session."""
+    note: bytes | None = None
+    """What it was to keep with it from then on; None: what it kept."""
+    error: BlockIoError | None = None
+    """Why it failed."""
+
+
 class SsdMover(Protocol):
     """Does tasks, and changes of the catalog in the order in which they were asked for. Nothing here waits."""
 
@@ -112,17 +124,19 @@ class SsdMover(Protocol):
         """
         ...
 
-    def change(
-        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
-    ) -> None:
-        """Has a session's pin or note (if not None) or else its time to live written down."""
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+        """Has a session's pin and time to live written down; `take_ended` says what became of it."""
+        ...
+
+    def set_note(self, key: str, note: bytes) -> None:
+        """Has written down what is kept with a session; likewise."""
         ...
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Has written down when sessions were last used, seconds since the epoch."""
         ...
 
-    def take_ended(self) -> TaskEnd | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """The next thing that happened, in order; None where there is none."""
         ...
 
@@ -144,10 +158,6 @@ class SsdContents(Protocol):
 
     def contents(self, key: str) -> Contents | None:
         """What is kept with a session; None where it is unknown."""
-        ...
-
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """The tenant's session that begins with the same tokens for longest."""
         ...
 
     def close(self) -> object:

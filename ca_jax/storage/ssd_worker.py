@@ -39,7 +39,7 @@ from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.host_memory import host_array
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.seal import seal_block, verify_block
-from ca_jax.storage.ssd_tasks import FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.step_thread import StepThread
 from ca_jax.timeline import ArgValue, Timeline, Track
 
@@ -82,7 +82,7 @@ class SsdWorker:
         self._fetching = BusyPeriods(on_fetch)
         self._timeline = timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
-        self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
+        self._ended: collections.deque[TaskEnd | Changed | Lost] = collections.deque()
         self._bounces: list[np.ndarray] = []
         self._deadline_s = deadline_s
         self._was_late = False
@@ -114,13 +114,24 @@ class SsdWorker:
 
     def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """See `SsdMover`."""
-        self._change_catalog(functools.partial(self._keeper.cut, key, kept, lineage, note))
 
-    def change(
-        self, key: str, *, pinned: bool | None = None, note: bytes | None = None, ttl_s: float | None = None
-    ) -> None:
+        def cut() -> None:
+            if self._keeper.cut(key, kept, lineage, note):
+                self._ended.append(Changed(key=key, note=note))
+
+        self._change_catalog(cut)
+
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
         """See `SsdMover`."""
-        self._change_catalog(functools.partial(self._keeper.change, key, pinned, note, ttl_s))
+        self._change_catalog(
+            lambda: self._ended.append(Changed(key=key, error=self._keeper.change(key, pinned, ttl_s)))
+        )
+
+    def set_note(self, key: str, note: bytes) -> None:
+        """See `SsdMover`."""
+        self._change_catalog(
+            lambda: self._ended.append(Changed(key=key, note=note, error=self._keeper.set_note(key, note)))
+        )
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Has written down when sessions were last used, seconds since the epoch."""
@@ -131,7 +142,7 @@ class SsdWorker:
         """Changes of the catalog that were asked for and not tried yet."""
         return self._num_changes
 
-    def take_ended(self) -> TaskEnd | Lost | None:
+    def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """The next thing that happened, in order; None where there is none."""
         return self._ended.popleft() if self._ended else None
 

@@ -163,6 +163,12 @@ class TicketDesk:
         if ticket.state is not TicketState.ABORTED:
             self._abort_saves(self._entry_of(ticket), first=ticket)
 
+    def abort_saves(self, key: str) -> None:
+        """Gives up all open saves of a session. Waits for writes under way."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.open_saves:
+            self._abort_saves(entry, first=entry.open_saves[0])
+
     # Loads.
 
     def prepare_load(
@@ -302,8 +308,7 @@ class TicketDesk:
     def abort_all(self) -> None:
         """Gives up every open save and load, and waits for their copies."""
         for entry in tuple(self._entries):
-            if entry.open_saves:
-                self._abort_saves(entry, first=entry.open_saves[0])
+            self.abort_saves(entry.key)
         for ticket in tuple(self._open_loads):
             self.abort_load(ticket)
 

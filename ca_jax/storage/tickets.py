@@ -201,7 +201,7 @@ class LoadTicket:
             raise ValueError(f"wanted 1 to {self.num_tokens} tokens, found {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
-        self.__dict__.pop("_plan", None)
+        self.__dict__.pop("plan", None)
 
     def read(self, layer: int, dst: np.ndarray) -> ts.Future:
         """Copies one layer's KV into `dst[:, :num_tokens]`, and touches nothing beyond. Does not wait for the copy.
@@ -233,7 +233,7 @@ class LoadTicket:
                 f"found {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []
-        stretches, parts = self._plan
+        stretches, parts = self.plan
         for first_token, blocks in stretches:
             staging = dst[:, first_token : first_token + blocks.shape[0] * layout.block_tokens]
             staging = _as_blocks(staging, layout.block_tokens).transpose(1, 0, 2, 3, 4)
@@ -256,22 +256,11 @@ class LoadTicket:
         self._reads.clear()
 
     @functools.cached_property
-    def _plan(self) -> tuple[list[tuple[int, ts.TensorStore]], list[BlockRows]]:
+    def plan(self) -> tuple[list[tuple[int, ts.TensorStore]], tuple[BlockRows, ...]]:
         """How the tokens are read: stretches of whole blocks, each with its first token, and parts of blocks."""
-        size = self._tier.layout.block_tokens
-        parts: list[BlockRows] = []
-        stretches: list[list[BlockRows]] = []
-        for rows in self._places.by_block(size):
-            if rows.num_tokens < size:
-                parts.append(rows)
-            elif stretches and stretches[-1][-1].first_token + size == rows.first_token:
-                stretches[-1].append(rows)
-            else:
-                stretches.append([rows])
-        return [
-            (whole[0].first_token, self._tier.blocks[self._block_ids[[rows.index for rows in whole]]])
-            for whole in stretches
-        ], parts
+        stretches, parts = self._places.stretches(self._tier.layout.block_tokens)
+        blocks = self._tier.blocks
+        return [(token, blocks[self._block_ids[first : first + count]]) for token, first, count in stretches], parts
 
 
 def _all_of(futures: Sequence[ts.Future]) -> ts.Future:

@@ -6,19 +6,13 @@ Not here: what becomes of a deadline that was missed (ssd_books).
 from __future__ import annotations
 
 import concurrent.futures
-import functools
-from collections.abc import Callable
-from typing import TypeVar
-
-import numpy as np
 
 from ca_jax.storage.catalog_file import CatalogLateError
 from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import Namespace, PrefixMatch
+from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.catalog_rows import Contents
 from ca_jax.storage.step_thread import StepThread
 
-_Answer = TypeVar("_Answer")
 _CLOSE_S = 1.0
 
 
@@ -34,7 +28,7 @@ class TimelyContents:
         self._reader = reader
         self._deadline_s = deadline_s
         self._thread = StepThread("ca_jax-ssd-catalog")
-        self._asked: concurrent.futures.Future[object] | None = None
+        self._asked: concurrent.futures.Future[Contents | None] | None = None
 
     @property
     def namespace(self) -> Namespace:
@@ -43,27 +37,13 @@ class TimelyContents:
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdContents`."""
-        return self._ask(functools.partial(self._reader.contents, key))
-
-    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> PrefixMatch | None:
-        """See `SsdContents`."""
-        return self._ask(functools.partial(self._reader.find_prefix, tenant, token_ids))
-
-    def close(self) -> None:
-        """See `SsdContents`. The file of a reader that does not answer stays open."""
-        self._thread.end()
-        if self._thread.join(_CLOSE_S):
-            self._reader.close()
-
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         if self._asked is not None and not self._asked.done():
             raise CatalogLateError("the catalog must answer one question at a time, and has not answered the last")
-        future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
-        self._asked = future  # type: ignore[assignment]
+        future = self._asked = concurrent.futures.Future[Contents | None]()
 
         def answer() -> None:
             try:
-                future.set_result(question())
+                future.set_result(self._reader.contents(key))
             except BaseException as error:  # Whoever asks is told.
                 future.set_exception(error)
 
@@ -72,3 +52,9 @@ class TimelyContents:
             return future.result(self._deadline_s)
         except TimeoutError:
             raise CatalogLateError(f"the catalog must answer within {self._deadline_s} s, and did not") from None
+
+    def close(self) -> None:
+        """See `SsdContents`. The file of a reader that does not answer stays open."""
+        self._thread.end()
+        if self._thread.join(_CLOSE_S):
+            self._reader.close()

@@ -1,5 +1,7 @@
 """What is compared: names, settings, refusals, and which tokens survive everywhere."""
 
+import dataclasses
+
 import pytest
 
 from ca_jax.evaluation.comparison import Comparison, EvaluationError, name_of
@@ -11,12 +13,14 @@ def test_a_name_says_what_a_method_has():
     assert name_of(OverflowConfig(method="tt", keep_first_tokens=0)) == "tt"
     assert name_of(OverflowConfig(method="tt", keep_first_tokens=4, anchor_tokens=3)) == "tt, keep 4"
     full = OverflowConfig(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
-    assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, repair 12.5%"
-    assert name_of(OverflowConfig(drift="a.npz")) == "ca, keep 4, drift"
-    assert name_of(OverflowConfig(repair="spread", repair_ratio=0.1)) == "ca, keep 4, spread repair 10%"
-    assert name_of(OverflowConfig(repair="spread")) == "ca, keep 4"
+    assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, spread repair 12.5%"
+    assert name_of(dataclasses.replace(full, repair="deviating")).endswith("anchor 16, repair 12.5%")
+    assert name_of(OverflowConfig()) == "ca, keep 4, anchor 32, spread repair 10%"
+    assert name_of(OverflowConfig(repair="none", drift="a.npz")) == "ca, keep 4, drift"
+    assert name_of(OverflowConfig(repair="none", repair_ratio=0.1)) == "ca, keep 4"
+    assert name_of(OverflowConfig(anchor_tokens=0, repair_ratio=0.0)) == "ca, keep 4"
     assert name_of(OverflowConfig(method="of", drift="a.npz")) == "of, keep 4"
-    assert name_of(OverflowConfig(discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
+    assert name_of(OverflowConfig(repair="none", discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
 
 
 def test_the_first_tt_is_what_others_are_held_against():
@@ -36,7 +40,7 @@ def test_the_first_tt_is_what_others_are_held_against():
     ("changes", "message"),
     [
         ({"methods": ()}, "at least one method, found none"),
-        ({"methods": (OverflowConfig(), OverflowConfig())}, "each method once, found 'ca, keep 4' more often"),
+        ({"methods": (OverflowConfig(), OverflowConfig())}, "each method once, found 'ca, keep 4, .*' more often"),
         ({"window": 64, "step_tokens": 65}, "step_tokens <= window, found step_tokens=65 and window=64"),
         ({"step_tokens": 0}, "0 < step_tokens"),
         (

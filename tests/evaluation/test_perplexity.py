@@ -12,6 +12,7 @@ from ca_jax.evaluation.perplexity import loss_curve, run_perplexity
 from ca_jax.evaluation.schema import PerplexityConfig
 from ca_jax.overflow import OverflowConfig
 from tests import engine_kit as kit
+from tests import overflow_kit as ok
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on; nobody minds, the fox least of all. " * 3
 
@@ -21,7 +22,7 @@ def ignore(*_: object) -> None:
 
 
 def overflow(method: str, **changes: object) -> OverflowConfig:
-    return OverflowConfig(**{"method": method, "keep_first_tokens": 4, **changes})
+    return ok.plain(**{"method": method, "keep_first_tokens": 4, **changes})
 
 
 def ask(path: Path, *methods: OverflowConfig, window: int = 48, max_tokens: int = 80) -> PerplexityConfig:

@@ -16,8 +16,8 @@ from ca_jax.drift import Drift
 from ca_jax.errors import ContextWindowError, InvalidRequestError
 from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow import OverflowConfig
 from tests import engine_kit as kit
+from tests import overflow_kit as ok
 from tests.kv_rest_kit import as_kept
 from tests.tolerances import LOGITS_ATOL
 
@@ -31,7 +31,7 @@ TOKENS = kit.prompt(300)
 def a_stream(
     method: str = "ca", *, window: int = WINDOW, step_tokens: int = STEP, rounds_kv: bool = False, **overflow: object
 ) -> ContextStream:
-    config = OverflowConfig(**{"method": method, "keep_first_tokens": KEEP, **overflow})
+    config = ok.plain(**{"method": method, "keep_first_tokens": KEEP, **overflow})
     return ContextStream(kit.tiny_model(), config, window=window, step_tokens=step_tokens, rounds_kv=rounds_kv)
 
 

@@ -87,6 +87,15 @@ def test_the_flags_of_overflow_are_the_engines_too():
         (["--suite=ttft", "--history_tokens="], "history_tokens wanted one or more numbers"),
         (["--suite=overflow", "--gap_methods=ca,kept"], "gap_methods wanted different ones of ca, tt, of, nkvt"),
         (["--suite=throughput", "--read_buffer=deep"], "read_buffer wanted a number of layers or one of"),
+        (["--suite=decode", "--history_tokens=9"], "history_tokens must be left out of suite decode"),
+        (["--suite=tiers", "--dram_gib=9"], "dram_gib must be left out of suite tiers"),
+        (["--suite=ttft", "--num_jobs=9"], "num_jobs must be left out of suite ttft"),
+        (["--suite=ttft", "--norecompute_if_faster"], "recompute_if_faster must be left out of suite ttft"),
+        (["--suite=preload", "--read_buffer=3"], "read_buffer must be left out of suite preload"),
+        (["--suite=throughput", "--data=x.json"], "data must be left out of suite throughput"),
+        (["--suite=policy", "--max_batch_size=3"], "max_batch_size must be left out of suite policy"),
+        (["--suite=policy", "--model=x.gguf"], "model must be left out of suite policy"),
+        (["--suite=policy", "--dtype=bfloat16"], "dtype must be left out of suite policy"),
     ],
 )
 def test_what_a_config_refuses_is_said_with_the_name_of_the_flag(arguments, message):

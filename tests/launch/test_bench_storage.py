@@ -21,9 +21,11 @@ from ca_jax.launch.bench_storage_schema import (
     DecisionRow,
     LoopRow,
     PolicyBenchConfig,
+    PrefixRow,
     StartupRow,
     StoreBenchConfig,
     StoreRow,
+    TurnRow,
 )
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
@@ -264,6 +266,16 @@ def test_policy_measures_choices_start_up_and_loop(tmp_path: Path) -> None:
     for name, (least, largest) in startup.spread.items():
         assert 0 < least <= getattr(startup, name) <= largest
     assert "startup_s" in startup.spread
+    assert startup.store_bytes is None or startup.store_bytes >= 0
+    (prefix,) = [row for row in rows if isinstance(row, PrefixRow)]
+    assert (prefix.num_sessions, prefix.shared_tokens, prefix.prompt_tokens) == (60, 512, 2048)
+    assert 0 < prefix.p50_ms <= prefix.p99_ms <= prefix.max_ms
+    turns = [row for row in rows if isinstance(row, TurnRow)]
+    assert [(row.history_tokens, row.new_tokens) for row in turns] == [(1_000, 100), (100_000, 100)]
+    for row in turns:
+        assert row.ms_of.keys() == {"render", "queue", "load", "save", "adopt", "keep"}
+        assert row.total_ms > 0
+        assert all(part_ms > 0 for part_ms in row.ms_of.values())
     loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
     assert list(loop) == [
         ("belady", None),
@@ -286,8 +298,10 @@ def test_policy_measures_choices_start_up_and_loop(tmp_path: Path) -> None:
         "p99_ms": decisions[0].p99_ms,
         "startup_100k_s": startup.startup_s,
         "startup_100k_cold_s": startup.cold_startup_s,
+        "prefix_p99_ms": prefix.p99_ms,
         "loop_vs_belady": loop["scheduler_aware", 0.75].vs_belady,
         "loop_lru": 0.0,
+        "turn_100k_ms": turns[1].total_ms,
     }
 
 
@@ -366,7 +380,9 @@ def test_command_writes_json_and_prints_tables(suite: str, disk: Path) -> None:
         assert report["summary"][name] > 0
     if suite == "policy":
         assert 0 <= report["summary"]["loop_lru"] <= report["summary"]["loop_vs_belady"] <= 1
-    titles = {"store": ["store: medians of 2"], "policy": ["decision", "startup: medians of 2", "loop"]}[suite]
+    titles = {"store": ["store: medians of 2"], "policy": ["decision", "startup: medians of 2", "prefix", "loop"]}[
+        suite
+    ]
     assert all(title in done.stdout for title in [*titles, report["machine"]["cpu"], f"written to {out}"])
     assert list((disk / "ssd").iterdir()) == []
 

@@ -12,7 +12,7 @@ from ca_jax.launch.bench_overflow_schema import BookkeepingRow, ConversationsRow
 from ca_jax.launch.bench_overlap_schema import DepthRow, PreloadRow, SaveRow, StreamRow
 from ca_jax.launch.bench_schema import DecodeRow, PrefillRow, ReuseRow, SourceTimes, TiersRow
 from ca_jax.launch.bench_serving_schema import ThroughputRow, TtftRow
-from ca_jax.launch.bench_storage_schema import DecisionRow, LoopRow, StartupRow, StoreRow
+from ca_jax.launch.bench_storage_schema import DecisionRow, LoopRow, PrefixRow, StartupRow, StoreRow, TurnRow
 
 ROWS = {
     "reuse": ReuseRow,
@@ -34,6 +34,8 @@ ROWS = {
     "store": StoreRow,
     "decision": DecisionRow,
     "startup": StartupRow,
+    "prefix": PrefixRow,
+    "turn": TurnRow,
     "loop": LoopRow,
 }
 
@@ -50,7 +52,7 @@ def test_every_kind_of_row_has_columns_and_those_are_its_fields():
 SEVERAL_KINDS = (
     *(PreloadRow, DepthRow, SaveRow, StreamRow),
     *(ConversationsRow, BookkeepingRow, GapRow, NextTurnRow),
-    *(DecisionRow, StartupRow, LoopRow),
+    *(DecisionRow, StartupRow, PrefixRow, TurnRow, LoopRow),
 )
 
 

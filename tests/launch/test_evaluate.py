@@ -99,9 +99,10 @@ def test_flags_are_fields():
 
 
 def test_a_method_may_say_what_it_has_otherwise():
-    found = parse("--task=ppl", "--data=a", "--method=tt,ca:anchor_tokens=16:repair_ratio=0.1,ca:keep_first_tokens=0")
-    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4, anchor 16, repair 10%", "ca"]
-    assert list(parse("--task=agreement", "--data=a", "--method=ca").comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
+    found = parse("--task=ppl", "--data=a", "--method=tt,ca:anchor_tokens=16:repair_ratio=0.2,ca:repair=none")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4, anchor 16, spread repair 20%", "ca, keep 4"]
+    found = parse("--task=agreement", "--data=a", "--method=ca", "--overflow_repair=none")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
     (other,) = parse("--task=ppl", "--data=a", "--method=ca:drift=a.npz:discarder=sinks").comparison.methods
     assert other == OverflowConfig(drift="a.npz", discarder="sinks")
 
@@ -113,7 +114,7 @@ def test_a_method_may_say_what_it_has_otherwise():
         (["--task=ppl", "--method=ca:anchor=1"], r"found 'anchor=1' in 'ca:anchor=1'; did you mean anchor_tokens\?"),
         (["--task=ppl", "--method=ca:discarder=x"], "token discarder wanted one of oldest"),
         (["--task=ppl", "--method=ca:anchor_tokens=x"], "anchor_tokens wanted an integer, found 'x'"),
-        (["--task=ppl", "--method=ca,ca"], "wanted each method once, found 'ca, keep 4' more often"),
+        (["--task=ppl", "--method=ca,ca"], "wanted each method once, found 'ca, keep 4, .*' more often"),
         (["--task=ppl", "--every=256"], "every wanted one of the tasks agreement; found ppl"),
         (["--task=ppl", "--seed=1"], "seed wanted one of the tasks longeval, mmlu, rag, blend_gate; found ppl"),
         (["--task=mmlu", "--plot_out=a.png"], "plot_out wanted one of the tasks ppl, rag; found mmlu"),
@@ -185,10 +186,10 @@ def test_the_other_tasks_are_told_alike(text, mmlu, tmp_path):
 def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
     sizes = ("--step_tokens=32", "--max_tokens=200", f"--data={text}")
     reports = [
-        run("--task=ppl", "--method=tt,ca", "--window=128", *sizes),
+        run("--task=ppl", "--method=tt,ca:repair=none", "--window=128", *sizes),
         run("--task=ppl", "--method=tt,nkvt", "--window=96", *sizes),
-        run("--task=ppl", "--method=ca", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
-        run("--task=agreement", "--method=tt,ca", "--window=128", "--every=32", *sizes),
+        run("--task=ppl", "--method=ca:repair=none", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
+        run("--task=agreement", "--method=tt,ca:repair=none", "--window=128", "--every=32", *sizes),
     ]
     for i, report in enumerate(reports):
         report["command"] += f" --nth={i}"
@@ -210,7 +211,8 @@ def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
 
 
 def test_a_run_of_many_methods_has_a_line_for_each(text):
-    report = run("--task=ppl", "--method=ca:anchor_tokens=8", "--window=128", "--step_tokens=32", f"--data={text}")
+    method = "--method=ca:repair=deviating:repair_ratio=0:anchor_tokens=8"
+    report = run("--task=ppl", method, "--window=128", "--step_tokens=32", f"--data={text}")
     (row,) = report["rows"]
     many = {**report, "rows": [{**row, "name": f"ca, {i}"} for i in range(7)]}
     page = evaluate_report.to_markdown([report, many]).splitlines()

@@ -122,6 +122,9 @@ BAD = {
         ["--trace_format=mooncake", "--skip_bad_rows", "--model=llama-70b", "--num_devices=1"],
         "num_devices wanted as many a100-80 as hold the 138 GB of weights of llama-70b, found 1",
     ),
+    "a flag of figures alone": (["--trace_format=mooncake", "--price_device=3"], "--price_device must be left out of"),
+    "a flag of traces alone": (["--figure=13", "--policy=lru"], "--policy must be left out of figures"),
+    "a flag of ShareGPT alone": (["--trace_format=mooncake", "--max_turns=3"], "--max_turns must be left out of"),
 }
 
 

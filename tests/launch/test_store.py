@@ -145,7 +145,7 @@ def test_a_damaged_row_of_the_catalog_is_told_of(tmp_path, filled):
         catalog._db.execute(
             "UPDATE contents SET seals = x'' WHERE session = (SELECT id FROM sessions WHERE key = ?)", [KEYS["second"]]
         )
-        catalog._db.execute("INSERT INTO prefixes VALUES (x'00', 99)")
+        catalog._db.execute("INSERT INTO contents VALUES (99, x'', x'', x'', x'', 0)")
     result, text = ask(tmp_path)
     assert [row["key"] for row in result.facts["damaged_rows"]] == [KEYS["first"]]
     assert "damaged row of the catalog" in text

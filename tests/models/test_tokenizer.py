@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import tokenizers
 from hypothesis import strategies as st
-from tokenizers import decoders
+from tokenizers import decoders, models, normalizers
 from tokenizers.models import BPE
 
 from ca_jax.models.tokenizer import Tokenizer
@@ -99,6 +99,74 @@ def test_usual_stop_tokens_are_found_where_they_are_special():
 @pytest.mark.parametrize("text", ["plain", "Grüße, 世界!", "👩‍👩‍👧 🇩🇪", "  a\n\n\tb  ", ""])
 def test_text_comes_back(text):
     assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
+
+
+# What is said
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2's: each stretch between special tokens begins with a space of its own; one that takes blanks along."""
+    backend = byte_fallback().backend
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([tokenizers.AddedToken("<|end|>", rstrip=True, normalized=False)])
+    backend.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    return Tokenizer(backend)
+
+
+def unigram() -> Tokenizer:
+    """A vocabulary that has its special tokens as likely words, which no setting of the library keeps from text."""
+    words = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((char, -5.0) for char in "<s/>a b")]
+    backend = tokenizers.Tokenizer(models.Unigram(words, 0))
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return Tokenizer(backend)
+
+
+SAID = st.lists(
+    st.sampled_from(["<|im_start|>", "<|im_", "end|>", "<s>", "</s>", "<|end|>", "<think>", "<", "a", " ", "\n"])
+)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, sentencepiece], ids=lambda make: make.__name__)
+@hypothesis.given(said=SAID.map("".join), others=SAID.map("".join))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_what_is_said_is_text_and_what_a_template_writes_is_not(make, said, others):
+    """Against the library's own way, which is for a whole tokenizer and all that it reads."""
+    tokenizer = make()
+    plain = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    plain.encode_special_tokens = True
+    assert tokenizer.encode_content(said) == plain.encode(said, add_special_tokens=False).ids
+    names = sorted(tokenizer.special_ids)
+    begin, end = (tokenizer.backend.id_to_token(token_id) for token_id in (names[0], names[-1]))
+    messages = [tokenizer.said({"content": text})["content"] for text in (said, others)]
+    found = tokenizer.encode_said(f"{begin}{messages[0]}{messages[1]}{end}{messages[1]}")
+    assert [token for token in found if token in tokenizer.special_ids] == [names[0], names[-1]]
+    harmless = (said + others).replace("<", "").replace(">", "")
+    text = f"{begin}{tokenizer.said({'content': harmless})['content']}{end}"
+    assert tokenizer.encode_said(text) == tokenizer.encode(f"{begin}{harmless}{end}", add_bos=False)
+
+
+def test_a_word_that_is_spelled_like_a_special_token_is_its_characters():
+    tokenizer = unigram()
+    assert tokenizer.encode("a<s>") == [tokenizer.token_id("a"), 1]
+    assert tokenizer.decode(tokenizer.encode_content("a<s>b</s>"), False).replace(" ", "") == "a<s>b</s>"
+    assert not {1, 2} & set(tokenizer.encode_content("a<s>b</s>"))
+
+
+def test_a_special_token_that_is_found_in_normalised_text_is_text_too():
+    backend = tiny.byte_tokenizer()
+    backend.normalizer = normalizers.NFKC()
+    backend.add_special_tokens([tokenizers.AddedToken("<stop>", normalized=True)])
+    tokenizer = Tokenizer(backend)
+    stop = tokenizer.token_id("<stop>")
+    assert tokenizer.encode("a\uff1cstop\uff1e") == [ord("a"), stop]
+    assert stop not in tokenizer.encode_content("a\uff1cstop\uff1e")
+    assert tokenizer.encode_said("<stop>" + tokenizer.said({"content": "\uff1cstop\uff1e"})["content"]).count(stop) == 1
+
+
+def test_one_that_reads_content_makes_special_tokens_of_it():
+    reading = BYTE_LEVEL.reading_content()
+    assert reading.encode_content("<|im_end|>") == [tiny.IM_END_ID] != BYTE_LEVEL.encode_content("<|im_end|>")
+    assert reading.encode_said(reading.said({"content": "<|im_end|>"})["content"]) == [tiny.IM_END_ID]
 
 
 # Tokens

@@ -237,6 +237,11 @@ def test_smollm2_tokenizes_as_transformers_does():
         assert ours.decode(ids) == text
         stream = ours.stream()
         assert "".join([*map(stream.push, ids), stream.flush()]) == text
+    theirs.backend_tokenizer.encode_special_tokens = True
+    for text in (*TEXTS, *mixed):
+        plain = theirs.backend_tokenizer.encode(text, add_special_tokens=False)
+        assert ours.encode_content(text) == plain.ids, repr(text)
+    theirs.backend_tokenizer.encode_special_tokens = False
     messages = [{"role": role, "content": "é 2"} for role in ("user", "assistant", "user")]
     rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.chat_template.first_turn(messages) == rendered

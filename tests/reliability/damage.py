@@ -133,7 +133,7 @@ def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
     ssd, gate = workload.ssd_of(arena.engine), threading.Event()
     catalog = ssd._worker._keeper._catalog
-    readers = [(ssd._worker._reader, ("load",)), (ssd._contents._reader, ("contents", "find_prefix"))]
+    readers = [(ssd._worker._reader, ("load",)), (ssd._contents._reader, ("contents",))]
     held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
 
     def late(original: Callable[..., object], *args: object) -> object:

@@ -59,7 +59,7 @@ class TellingCatalog(Catalog):
     _is_nested = False
 
     def publish(self, record, token_ids, seals, note=b""):
-        contents = Contents(token_ids=np.asarray(token_ids, np.int32), seals=seals, prefixes=(), note=note)
+        contents = Contents(token_ids=np.asarray(token_ids, np.int32), seals=seals, note=note)
         tell(f"publish {record.key} {record.num_tokens} {workload.digest(record, contents)}")
         published = super().publish(record, token_ids, seals, note)
         tell("ok")

@@ -10,6 +10,7 @@ Not here: what must hold (test_soak), the server (server_kit).
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import json
@@ -45,8 +46,8 @@ class Report:
     """Answers that their clients left in the middle."""
     num_refused: int = 0
     """What is no request, refused as it should be."""
-    num_busy: int = 0
-    """Times a client was told to come again."""
+    refusals: list[int] = dataclasses.field(default_factory=list)
+    """Of each answer that was asked for, how often its client was told to come again, and did when it was told."""
     cached_tokens: int = 0
     prompt_tokens: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
@@ -69,7 +70,9 @@ class Report:
             "turns": self.num_turns,
             "left": self.num_left,
             "refused": self.num_refused,
-            "busy": self.num_busy,
+            "busy": sum(self.refusals),
+            "refusals_per_answer": sum(self.refusals) / len(self.refusals),
+            "refusals_by_answers": dict(sorted(collections.Counter(self.refusals).items())),
             "wrong": len(self.wrong),
             "ties": self.num_ties,
             "failures": len(self.failures),
@@ -129,6 +132,7 @@ class _Client(threading.Thread):
         self._by_name = bool(seed % 2)
         self._history: list[dict[str, str]] = []
         self._session_id: str | None = None
+        self._num_refused = 0  # In a row.
         self._http: httpx2.Client | None = None
         self.asked: list[Asked] = []
 
@@ -175,6 +179,7 @@ class _Client(threading.Thread):
             if response.status_code != 200:
                 response.read()
                 return self._is_served(response)
+            self._note_served()
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -242,20 +247,25 @@ class _Client(threading.Thread):
 
     def _is_served(self, response: Any) -> bool:
         if response.status_code == 429:
-            with self._lock:
-                self._report.num_busy += 1
-            time.sleep(0.05)
+            self._num_refused += 1
+            time.sleep(int(response.headers["Retry-After"]))  # As openai's client does.
             return False
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {response.text[:200]}")
+        self._note_served()
         return True
 
+    def _note_served(self) -> None:
+        with self._lock:
+            self._report.refusals.append(self._num_refused)
+        self._num_refused = 0
 
-def limits(directory: str) -> dict[str, Any]:
+
+def limits(directory: str, max_queue: int = 40) -> dict[str, Any]:
     """Of a server whose tiers and tables overflow: what `server_kit.running` takes, SSD in `directory`."""
     tokens = kit.BLOCK_TOKENS
     store = StoreConfig(dram_gib=0.03, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0, block_tokens=tokens)
-    return {"store": store, "server": {"max_queue": 40, "max_body_bytes": 1 << 16, "max_open_sessions": 48}}
+    return {"store": store, "server": {"max_queue": max_queue, "max_body_bytes": 1 << 16, "max_open_sessions": 48}}
 
 
 def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) -> Report:

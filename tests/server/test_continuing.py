@@ -67,7 +67,7 @@ def test_a_name_can_be_held_to_where_the_conversation_stood(client):
     *_, last = chat(client, [user("two")], stream=True, extra_body=stands)
     with pytest.raises(openai.ConflictError, match="behind 4 messages") as told:
         chat(client, [user("three")], extra_body=stands)
-    assert told.value.code == "session_moved"
+    assert (told.value.code, told.value.request.headers["x-stainless-retry-count"]) == ("session_moved", "0")
     shown = client.get(f"/sessions/{first.session_id}", cast_to=object)
     assert shown["session_state"] == last.session_state != first.session_state
     third = chat(client, [user("three")], extra_body={**stands, "session_state": last.session_state})
@@ -132,12 +132,69 @@ def test_a_session_that_was_truncated_is_found_by_its_whole_history(client):
     [shown] = [each for each in client.get("/sessions", cast_to=object)["data"] if each["id"] == answer.session_id]
     assert shown["num_dropped"] > 0
     assert sk.cached(answer) > 100, "what is left of it was not computed anew"
-    with pytest.raises(openai.BadRequestError) as told:
-        chat(client, [user("something else"), *history[1:], user("so?")])
-    assert told.value.code == "context_length_exceeded"
+    assert answer.usage.ca_jax["num_dropped"] == shown["num_dropped"]
     again = chat(client, history[:-1], 12)
-    assert again.session_id != answer.session_id, "to regenerate the last answer is a fork"
+    assert again.session_id != answer.session_id, "to regenerate the last answer is another conversation"
     assert again.usage.prompt_tokens == answer.usage.prompt_tokens
+
+
+def long_history(client, num_turns=12):
+    history, answers = talk(client, [f"turn {number} " + "tell me more of it " * 3 for number in range(num_turns)])
+    return [*history, user("so?")], answers
+
+
+def prompt_of(server, answer):
+    """The token ids that an answer was conditioned on."""
+    session = server.engine.find_session(answer.session_id)
+    return session.token_ids[: answer.usage.prompt_tokens]
+
+
+@pytest.mark.parametrize("num_turns", [7, 9, 12, 20])
+def test_a_history_longer_than_the_window_is_cut_alike_whether_it_is_known_or_not(num_turns):
+    with sk.running() as server, server.client() as client:
+        history, answers = long_history(client, num_turns)
+        known = chat(client, history)
+        assert known.session_id == answers[-1].session_id
+        assert sk.cached(known) == answers[-1].usage.total_tokens - 1, "its KV is used"
+        prompt = prompt_of(server, known)
+    with sk.running() as server, server.client() as client:
+        told = chat(client, history)
+        assert prompt_of(server, told) == prompt
+        assert told.usage.ca_jax["num_dropped"] == known.usage.ca_jax["num_dropped"] > 0
+        more = chat(client, [*history, assistant(text_of(told)), user("more?")])
+        assert more.session_id == told.session_id, "and is found from there on"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_history_longer_than_the_window_is_an_error_where_nothing_may_leave(is_known):
+    with sk.running() as server, server.client() as client:
+        history, _ = long_history(client)
+        if not is_known:
+            history[0] = user("something else")
+        with pytest.raises(openai.BadRequestError) as told:
+            chat(client, history, extra_body={"truncation": "disabled"})
+        assert told.value.code == "context_length_exceeded"
+        assert chat(client, history).usage.ca_jax["num_dropped"] > 0
+        filled = chat(client, [user("x" * 400)], 400, extra_body={"truncation": "disabled"})
+        assert (filled.usage.total_tokens, filled.choices[0].finish_reason) == (kit.WINDOW, "length")
+        assert chat(client, history[:3], extra_body={"truncation": "disabled"}).usage.ca_jax["num_dropped"] == 0
+
+
+def test_a_branch_of_a_conversation_that_lost_tokens_since_has_them(server, client):
+    history, answers = long_history(client)
+    assert answers[-1].usage.ca_jax["num_dropped"] > 0
+    early = [*history[:4], user("another way")]
+    branch = chat(client, early)
+    assert branch.usage.ca_jax["num_dropped"] == 0
+    assert prompt_of(server, branch) == kit_ids(early)
+
+
+def test_what_was_dropped_by_hand_is_not_missing_from_a_whole_history(server, client):
+    history, [answer] = talk(client, ["one two three four five six"])
+    client.post(f"/sessions/{answer.session_id}/discard", body={"start": 4, "stop": 24}, cast_to=object)
+    told = chat(client, [*history, user("seven")])
+    assert told.session_id != answer.session_id
+    assert prompt_of(server, told) == kit_ids([*history, user("seven")])
 
 
 def test_sessions_are_begun_shown_pinned_cut_and_deleted(server, client):
@@ -171,7 +228,9 @@ def test_a_list_has_the_sessions_that_can_be_asked_for_by_name(server, client):
     client.completions.create(model=sk.MODEL, prompt="once upon a time", max_tokens=4)
     client.post("/sessions", body={"session_id": "chunk 1"}, cast_to=object)
     server.engine.wait_for_saves()
-    names = [each["id"] for each in client.get("/sessions", cast_to=object)["data"]]
+    page = client.get("/sessions", cast_to=object, options={"params": {"limit": 100}})
+    assert not page["has_more"]
+    names = [each["id"] for each in page["data"]]
     assert "chunk 1" in names
     for name in names:
         assert client.get(f"/sessions/{name}", cast_to=object)["id"] == name
@@ -195,10 +254,41 @@ def test_chunks_are_computed_once_and_blended(client):
     assert client.post("/chunks", body={"chunks": chunks[:1]}, cast_to=object)["num_computed"] == 0
     answer = chat(client, [user("where is it?")], 12, extra_body={"context": chunks[::-1]})
     assert sk.cached(answer) > 50
-    history = [user("where is it?"), assistant(text_of(answer)), user("and when?")]
+    asked = {**user("where is it?"), "context": chunks[::-1]}
+    history = [asked, assistant(text_of(answer)), user("and when?")]
     followed = chat(client, history, 12)
-    assert followed.session_id == answer.session_id, "the context is no part of what a client has said"
+    assert followed.session_id == answer.session_id, "who says the context again goes on"
     assert followed.usage.prompt_tokens > answer.usage.total_tokens
+    stands = {"session_id": answer.session_id, "session_state": followed.session_state}
+    assert chat(client, [user("sure?")], extra_body=stands).session_id == answer.session_id
+    for other in (user("where is it?"), {**asked, "context": chunks}):
+        anew = chat(client, [other, *history[1:]], 12)
+        assert anew.session_id != answer.session_id
+        assert sk.cached(anew) <= sum(map(len, chunks)) + 20
+    with pytest.raises(openai.BadRequestError, match="context must be given once"):
+        chat(client, [asked], extra_body={"context": chunks})
+    with pytest.raises(openai.BadRequestError, match="must be of a message to the assistant"):
+        chat(client, [user("a"), {**assistant("b"), "context": chunks}, user("c")])
+
+
+def test_documents_of_one_user_are_not_in_another_users_prompt(server, client):
+    """Both ask the same, and are told the same: only what they asked it of differs."""
+    same = {"logit_bias": {"120": 100}}
+    documents = {"ann": "the safe opens with 4711 " * 4, "bob": "the safe opens with 9000 " * 4}
+    asked = {
+        who: chat(client, [user("what opens it?")], 4, extra_body={"context": [text], **same})
+        for who, text in documents.items()
+    }
+    assert text_of(asked["ann"]) == text_of(asked["bob"])
+    history = [user("what opens it?"), assistant(text_of(asked["ann"])), user("sure?")]
+    decode = server.engine.model.tokenizer.decode
+    assert "safe" not in decode(prompt_of(server, chat(client, history)))
+    for who, text in documents.items():
+        followed = chat(client, [{**history[0], "context": [text]}, *history[1:]])
+        assert followed.session_id == asked[who].session_id
+        prompt = decode(prompt_of(server, followed))
+        assert text in prompt
+        assert all(other not in prompt for whose, other in documents.items() if whose != who)
 
 
 def test_conversations_outlive_the_server_on_ssd(tmp_path):
@@ -216,7 +306,8 @@ def test_conversations_outlive_the_server_on_ssd(tmp_path):
         assert answer.session_id == answers[0].session_id
         assert answer.usage.ca_jax["cached_tokens"] == {"ssd": answers[1].usage.total_tokens - 1}
         assert text_of(answer) == said_by_engine(followed)
-        more = chat(client, [user("say it again")], 12, extra_body={"session_id": answer.session_id})
+        stands = {"session_id": answer.session_id, "session_state": answer.session_state}
+        more = chat(client, [user("say it again")], 12, extra_body=stands)
         assert text_of(more) == said_by_engine([*followed, assistant(text_of(answer)), user("say it again")])
         truncated = chat(client, long, 12)
         assert truncated.usage.ca_jax["cached_tokens"]["ssd"] > 100, "one that was truncated is found too"

@@ -109,7 +109,7 @@ def test_errors_are_described_as_they_are_told():
 
 
 def test_keys_are_described_where_they_are_asked_for():
-    open_to_all = {"/health", "/metrics"}
+    open_to_all = {"/health"}
     for path, method, operation, description in described(Tenants([(b"", Tenant(name="a"))])):
         assert ("401" in operation["responses"]) == (path not in open_to_all), (method, path)
         assert operation.get("security") == (None if path in open_to_all else [{"key": []}])

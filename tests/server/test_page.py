@@ -263,6 +263,56 @@ def test_a_chat_that_is_gone_on_with_after_a_reload_or_switched_to(server, page)
     assert page.locator("#messages .assistant .text").text_content() == first
 
 
+def test_an_address_that_names_nothing_readable_begins_a_chat_and_stays_live(server, open_page):
+    page = open_page(f"{server.url}/#%E0%A4%A")
+    is_live(page)
+    page.locator("#tiers .slot").first.wait_for()
+    assert page.locator("#messages > li").count() == 0
+    assert say(page, "Hello", 4)
+
+
+def test_a_tab_is_told_that_another_went_on_and_shows_it(server, open_page):
+    first = open_page(server.url, may_complain=["409"])
+    is_live(first)
+    say(first, "Begin.", 4)
+    second = open_page(first.url)
+    second.locator("#messages > .assistant").wait_for()
+    say(second, "From the second tab.", 4)
+    first.locator("#message").fill("From the first tab.")
+    first.locator("#message").press("Enter")
+    first.get_by_role("alert").filter(has_text="went on elsewhere").wait_for()
+    texts = first.locator("#messages .user .text").all_text_contents()
+    assert texts == ["Begin.", "From the second tab."]
+    assert first.locator("#message").input_value() == "From the first tab."
+    assert say(first, "", 4)
+    assert first.locator("#messages > li").count() == 6
+
+
+def test_changes_that_come_together_ask_for_one_list(server, page):
+    """The server counts other sessions in each snapshot; the page may not ask for the list each time."""
+    with server.http() as http:
+        told = http.get("/live", params={"once": "true"}).json()
+    snapshots = []
+    for number in range(40):
+        tiers = [{**tier, "num_sessions": number} for tier in told["tiers"]]
+        snapshots.append(f"data: {json.dumps({**told, 'tiers': tiers})}\n\n")
+    asked = []
+    page.on("request", lambda request: asked.append(request.url) if "/v1/sessions?" in request.url else None)
+    events = "".join(snapshots)
+    page.route("**/live?*", lambda route: route.fulfill(body=events, content_type="text/event-stream"))
+    page.reload()
+    page.locator("[data-tier=dram] .sessions", has_text="39 sessions").wait_for()
+    page.locator("#sessions li").first.wait_for()
+    assert len(asked) <= 2
+
+
+def test_the_page_says_how_many_tokens_left(server, page):
+    for number in range(4):
+        say(page, f"{number} " + "tell me more of it " * 6, 6)
+    about = page.locator("#messages > .assistant:last-child .about")
+    assert re.search(r"\d+ tokens left the window", about.text_content())
+
+
 def test_a_server_that_is_busy_says_when_to_come_again(server, open_page):
     page = open_page(server.url, may_complain=["429"])
     is_live(page)

@@ -9,10 +9,12 @@ from tests.server.soak import limits, soak
 
 
 @pytest.mark.parametrize(
-    ("num_clients", "num_turns"), [(16, 160), pytest.param(64, 5000, marks=pytest.mark.slow)], ids=["short", "long"]
+    ("num_clients", "num_turns", "max_queue"),
+    [(16, 160, 4), pytest.param(64, 5000, 40, marks=pytest.mark.slow)],
+    ids=["short", "long"],
 )
-def test_answers_are_those_of_each_client_alone(num_clients, num_turns, tmp_path):
-    with sk.running(**limits(str(tmp_path))) as server:
+def test_answers_are_those_of_each_client_alone(num_clients, num_turns, max_queue, tmp_path):
+    with sk.running(**limits(str(tmp_path), max_queue)) as server:
         report = soak(server, num_clients, num_turns)
         assert not report.failures
         assert not report.wrong
@@ -20,5 +22,6 @@ def test_answers_are_those_of_each_client_alone(num_clients, num_turns, tmp_path
         assert report.num_ties <= report.num_turns // 100
         assert report.num_left
         assert report.num_refused
+        assert 0 < sum(report.refusals) <= 5 * len(report.refusals), "each waits as it was told"
         assert report.figures()["cached_share"] > 0.3, "conversations were found again"
         assert server.service.router.num_states < 40 * num_clients + num_turns

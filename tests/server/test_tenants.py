@@ -11,7 +11,7 @@ import random
 import openai
 import pytest
 
-from ca_jax.server.tenants import Tenant, Tenants
+from ca_jax.server.tenants import EVERYBODY, Tenant, Tenants
 from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
@@ -26,6 +26,9 @@ max_requests = 2
 [lab-b]
 keys_sha256 = ["{hashlib.sha256(C.encode()).hexdigest()}"]
 salt = "pepper"
+best_priority = -10
+max_pinned = 8
+metrics = true
 """
 
 
@@ -51,7 +54,11 @@ def test_a_key_says_whose_a_request_is(tenants):
     assert lab_b.domain != Tenant(name="lab-b", salt="salt").domain
     for header in (None, "", "Bearer", "Bearer ", f"Basic {A}", A, f"Bearer {A}x", f"Bearer {A[:-1]}", "Bearer \udcff"):
         assert tenants.of_header(header) is None
-    assert Tenants().of_header(None) == Tenant()
+    assert Tenants().of_header(None) == EVERYBODY
+    assert (lab_a.best_priority, lab_a.max_pinned, lab_a.metrics) == (0, 0, False), (
+        "what others would notice is asked for"
+    )
+    assert (lab_b.best_priority, lab_b.max_pinned, lab_b.metrics) == (-10, 8, True)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +69,16 @@ def test_a_key_says_whose_a_request_is(tenants):
         ("", "at least one tenant with a key"),
         ("[a]\n", "at least one tenant with a key"),
         ('["a/b"]\nkeys = ["12345678"]', "a tenant's name wanted"),
-        ('[a]\nkey = ["12345678"]', "tenant a wanted keys, keys_sha256, max_requests, quota_gib, salt; found key"),
+        ('[a]\nkey = ["12345678"]', "tenant a wanted best_priority, keys, .*, salt; found key"),
         ('[a]\nkeys = "12345678"', "keys wanted a list of texts"),
         ('[a]\nkeys = ["short"]', "at least 8 characters each, found one of 5"),
         ('[a]\nkeys_sha256 = ["12345678"]', "64 hex digits each, found others in number 1"),
         ('[a]\nkeys = ["12345678"]\nquota_gib = 0', "quota_gib wanted a number above 0"),
         ('[a]\nkeys = ["12345678"]\nmax_requests = 1.5', "max_requests wanted a whole number"),
         ('[a]\nkeys = ["12345678"]\nsalt = 1', "salt wanted a text"),
+        ('[a]\nkeys = ["12345678"]\nbest_priority = true', "best_priority must be a whole number from -1000, got True"),
+        ('[a]\nkeys = ["12345678"]\nmax_pinned = -1', "max_pinned must be a whole number from 0, got -1"),
+        ('[a]\nkeys = ["12345678"]\nmetrics = 1', "metrics must be true or false, got 1"),
         ('[a]\nkeys = ["12345678"]\n[b]\nkeys = ["12345678"]', "each key once"),
     ],
 )
@@ -77,6 +87,21 @@ def test_a_file_that_is_wrong_says_where(text, match, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=match):
         Tenants.read(path)
+
+
+def test_a_quota_reaches_its_tenant_whatever_the_salt_or_is_refused_by_name(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[a]\nkeys = ["12345678"]\nsalt = "x"\n[b]\nkeys = ["23456789"]\nsalt = "y"\nquota_gib = 0.5')
+    tenants = Tenants.read(path)
+    a, b = tenants.all
+    assert tenants.quotas({"a": 5000}) == {a.domain: 5000, b.domain: 1 << 29}
+    with pytest.raises(ValueError, match="must name tenants of the file of API keys, got 'nobody'"):
+        tenants.quotas({"nobody": 5000})
+    with pytest.raises(ValueError, match="must leave out tenants that have a quota_gib, got 'b'"):
+        tenants.quotas({"b": 5000})
+    with pytest.raises(ValueError, match="got 'a'"):
+        Tenants().quotas({"a": 5000})
+    assert Tenants().quotas({"": 5000}) == {"": 5000}, "without keys everybody is one tenant"
 
 
 def test_no_key_and_wrong_keys_are_refused_everywhere_but_where_nothing_is_told(server):
@@ -195,10 +220,14 @@ def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenan
 
 
 def test_a_tenant_has_so_many_requests_at_a_time(server):
-    with server.client(A) as client, server.client(C) as other, concurrent.futures.ThreadPoolExecutor(2) as pool:
+    with (
+        server.client(A, max_retries=0) as client,
+        server.client(C) as other,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
         long = [pool.submit(chat, client, [user(f"long {i}")], 300) for i in range(2)]
         server.wait_until(lambda: server.service.num_requests == 2)
-        with pytest.raises(openai.RateLimitError, match="2 requests of this key's tenant") as told:
+        with pytest.raises(openai.RateLimitError, match="this key's tenant may have 2 answers at a time") as told:
             chat(client, [user("short")])
         assert int(told.value.response.headers["Retry-After"]) >= 1
         assert told.value.code == "rate_limit_exceeded"

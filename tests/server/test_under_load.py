@@ -43,7 +43,9 @@ def begin_stream(server, connection, **fields):
     """Sends a request for a long stream, and reads nothing of it."""
     asked = {"model": sk.MODEL, "max_tokens": 400, "stream": True, "ignore_eos": True}
     content = json.dumps({**asked, **fields}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    )
     connection.sendall(head + str(len(content)).encode() + b"\r\n\r\n" + content)
 
 
@@ -78,7 +80,16 @@ def test_no_request_hops_to_a_pool_of_threads_and_back(server, monkeypatch):
     assert hops == []
 
 
-def test_a_full_queue_says_when_to_come_again(server, client):
+def num_refused(server, status):
+    """Requests that were refused with a status so far."""
+    name = f'ca_jax:requests_refused_total{{status="{status}"}} '
+    with server.http() as http:
+        told = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(told[0].removeprefix(name)) if told else 0
+
+
+def test_a_full_queue_says_when_to_come_again(server):
+    client = server.client(max_retries=0)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(chat, client, [user(f"long {i}")], 200) for i in range(3)]
         server.wait_until(lambda: server.service.loop.num_live == 3)
@@ -88,17 +99,37 @@ def test_a_full_queue_says_when_to_come_again(server, client):
             assert 1 <= int(told.value.response.headers["Retry-After"]) <= 60
         assert all(each.result().usage.completion_tokens == 200 for each in waiting)
     assert text_of(chat(client, [user("one more")]))
-    with server.http() as http:
-        assert 'ca_jax:requests_refused_total{status="429"} 2.0' in http.get("/metrics").text
+    assert num_refused(server, 429) == 2
 
 
 def test_a_deadline_ends_a_request_and_gives_back_what_it_held(server, client):
     options = {"max_tokens": 400, "extra_body": {"timeout_s": 0.02, "ignore_eos": True}}
+    refused = num_refused(server, 408)
     with pytest.raises(openai.APIStatusError) as told:
         chat(client, [user("slow")], **options)
     assert (told.value.status_code, told.value.code) == (408, "timeout")
+    assert num_refused(server, 408) == refused + 1, "the client does not ask again by itself"
+    assert told.value.request.headers["x-stainless-retry-count"] == "0"
     with pytest.raises(openai.APIError, match="not there in time"):
         list(chat(client, [user("slow")], stream=True, **options))
+    wait_until_idle(server)
+
+
+def test_a_turn_of_a_session_that_still_answers_is_not_asked_for_again(server, client):
+    """By itself: what the client would send then does not follow the answer that it has not read."""
+    named = {"session_id": chat(client, [user("first")], 1).session_id}
+    let_go = threading.Event()
+    server.service.loop.tell(lambda engine: let_go.wait(sk.DEADLINE_S))
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asking = []
+        for number in range(2):
+            asking.append(pool.submit(chat, client, [user("go on")], extra_body=named))
+            server.wait_until(lambda number=number: server.service.num_requests == number + 1)
+        let_go.set()
+        told = asking[1].exception()
+        assert text_of(asking[0].result())
+    assert isinstance(told, openai.ConflictError)
+    assert (told.code, told.request.headers["x-stainless-retry-count"]) == ("session_busy", "0")
     wait_until_idle(server)
 
 
@@ -110,8 +141,9 @@ def test_a_deadline_before_the_engine_has_heard_of_it_is_told_so(server, client,
     wait_until_idle(server)
 
 
-def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server, client):
+def test_a_burst_is_counted_before_the_engine_has_taken_it_in(server):
     """The queue is bounded also while the engine's thread is in a step and takes nothing in."""
+    client = server.client(max_retries=0)
     let_go = threading.Event()
     server.service.loop.tell(lambda engine: let_go.wait(sk.DEADLINE_S))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -131,7 +163,7 @@ def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
     body = {"model": sk.MODEL, "messages": [user("gone")], "max_tokens": 450, "stream": stream, "ignore_eos": True}
     content = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + f"{len(content)}\r\n\r\n".encode() + content)
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
@@ -148,7 +180,10 @@ def test_a_client_that_goes_away_ends_its_turn(server, client, stream):
 
 def test_half_a_request_holds_nothing(server):
     host, port = server.url.removeprefix("http://").split(":")
-    for sent in (b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{", b"GARBAGE\r\n\r\n"):
+    for sent in (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{",
+        b"GARBAGE\r\n\r\n",
+    ):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(sent)
     wait_until_idle(server)
@@ -184,7 +219,7 @@ def test_chunks_have_a_deadline_too(server, client):
 
 
 def test_a_broken_engine_answers_whoever_waits_and_whoever_comes(monkeypatch):
-    with sk.running() as server, server.client() as client:
+    with sk.running() as server, server.client(max_retries=0) as client:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             waiting = [pool.submit(chat, client, [user(f"waits {i}")], 400) for i in range(2)]
             server.wait_until(lambda: server.engine.num_jobs[0] == 2)
@@ -206,7 +241,7 @@ def test_it_is_ready_once_the_engine_is():
         assert let_go.wait(sk.DEADLINE_S)
         return kit.small_engine()
 
-    with sk.starting(make_engine) as server, server.client() as client:
+    with sk.starting(make_engine) as server, server.client(max_retries=0) as client:
         for path in ("/health", "/metrics"):
             with pytest.raises(openai.InternalServerError) as told:
                 client.get(f"{server.url}{path}", cast_to=object)
@@ -224,7 +259,7 @@ def test_what_runs_when_it_is_told_to_stop_ends_and_is_saved(tmp_path):
         dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
     )
     asked, pool = [user("a last word")], concurrent.futures.ThreadPoolExecutor(1)
-    with pool, sk.running(store=store) as server, server.client() as client:
+    with pool, sk.running(store=store) as server, server.client(max_retries=0) as client:
         answering = pool.submit(chat, client, asked, 300)
         server.wait_until(lambda: server.engine.num_jobs[0] == 1)
         server.state.begin_shutdown()

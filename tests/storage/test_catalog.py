@@ -33,11 +33,11 @@ from ca_jax.storage.catalog_file import (
     quarantine,
 )
 from ca_jax.storage.catalog_reader import CatalogReader, namespaces
-from ca_jax.storage.catalog_records import Namespace, PrefixMatch, SessionRecord, SessionState
+from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
 from ca_jax.storage.catalog_rows import DamagedRecordError
 from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.prefix import prefix_hashes
+from ca_jax.storage.prefix import HASH_BYTES, prefix_hashes
 from ca_jax.storage.ssd_copy import Cuts
 
 from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
@@ -129,7 +129,8 @@ def test_forgotten_is_forgotten(tmp_path):
 def test_a_session_is_cut_in_all_its_parts(catalog):
     record, token_ids, _ = session(1, range(18))
     seals = np.arange(5 * 3, dtype=np.uint64).reshape(5, 3)
-    catalog.publish(record, token_ids, seals)
+    prefixes = prefix_hashes(np.arange(18), BLOCK_TOKENS)
+    catalog.publish(dataclasses.replace(record, prefixes=prefixes), token_ids, seals)
     kept = np.isin(np.arange(18), [0, 1, 2, 3, 4, 6, 13, 14])  # Of the block of 8 to 11, and of the last one, nothing.
     cut = catalog.cut(key_of(1), kept, Lineage(8, 5))
     assert (cut.num_tokens, cut.block_ids.tolist(), cut.generation) == (8, [0, 1, 3], 2)
@@ -137,8 +138,7 @@ def test_a_session_is_cut_in_all_its_parts(catalog):
     contents = catalog.contents(key_of(1))
     assert contents.token_ids.tolist() == [0, 1, 2, 3, 4, 6, 13, 14]
     assert contents.seals.tolist() == seals[[0, 1, 3]].tolist()
-    assert catalog.find_prefix("tenant", np.arange(18)) == PrefixMatch(key=key_of(1), num_tokens=4)
-    assert catalog.find_prefix("tenant", contents.token_ids) == PrefixMatch(key=key_of(1), num_tokens=4)
+    assert cut.prefixes == prefixes[:HASH_BYTES], "what follows has seen tokens that were dropped"
     assert fields(catalog.get(key_of(1))) == fields(cut)
     loaded, loaded_contents = catalog.load(key_of(1))
     assert (fields(loaded), loaded_contents.token_ids.tolist()) == (fields(cut), contents.token_ids.tolist())
@@ -155,14 +155,15 @@ def test_a_session_is_cut_in_all_its_parts(catalog):
 
 def test_a_session_is_shortened_in_all_its_parts(catalog):
     record, token_ids, seals = session(1, range(10))
-    catalog.publish(record, token_ids, seals)
+    prefixes = prefix_hashes(np.arange(10), BLOCK_TOKENS)
+    catalog.publish(dataclasses.replace(record, prefixes=prefixes), token_ids, seals)
     short = catalog.cut(key_of(1), np.arange(10) < 6)
     assert (short.num_tokens, short.block_ids.tolist(), short.generation) == (6, [0, 1], 2)
     assert short.cuts == Cuts(places=TokenPlaces.dense(6), num_rows=8), "its seal is of the whole block"
     contents = catalog.contents(key_of(1))
     assert contents.token_ids.tolist() == list(range(6))
     assert contents.seals.tolist() == [[1, 1, 1], [1, 1, 1]]
-    assert catalog.find_prefix("tenant", np.arange(10)) == PrefixMatch(key=key_of(1), num_tokens=4)
+    assert short.prefixes == prefixes[:HASH_BYTES]
     assert fields(catalog.get(key_of(1))) == fields(short)
     assert catalog.integrity_check() == ()
 
@@ -173,8 +174,8 @@ def test_rows_do_not_grow_with_cuts(catalog, tmp_path):
 
     def row_bytes() -> int:
         (row,) = catalog._all(
-            "SELECT length(block_ids) + length(runs) + length(token_ids) + length(seals) + length(prefixes) + "
-            "length(note) FROM sessions, contents WHERE session = id"
+            "SELECT length(block_ids) + length(runs) + length(token_ids) + length(seals) + "
+            "length(prefix_hashes) + length(note) FROM sessions, contents WHERE session = id"
         )
         return row[0]
 
@@ -187,7 +188,6 @@ def test_rows_do_not_grow_with_cuts(catalog, tmp_path):
         assert after < before
         before = after
     assert catalog.stats().num_sessions == 1
-    assert catalog._one("SELECT count(*) FROM prefixes") == (1,)
 
 
 def test_a_note_is_kept_with_the_session(tmp_path):
@@ -217,8 +217,7 @@ def test_a_note_that_was_changed_on_disk_is_noticed(tmp_path, damage):
     with Catalog(tmp_path, NAMESPACE) as catalog:
         catalog.publish(*session(1, range(8)), b"Note")
     with contextlib.closing(sqlite3.connect(tmp_path / catalog_file.CATALOG_NAME)) as db:
-        (prefixes,) = db.execute("SELECT prefixes FROM contents").fetchone()
-        found = {"changed": (prefixes, b"note"), "gone": (prefixes, b""), "boundary": (b"", prefixes + b"Note")}[damage]
+        found = {"changed": (b"", b"note"), "gone": (b"", b""), "boundary": (b"Note", b"")}[damage]
         db.execute("UPDATE contents SET prefixes = ?, note = ?", found)
         db.commit()
     with Catalog(tmp_path, NAMESPACE) as catalog, pytest.raises(DamagedRecordError, match="pass their checksum"):
@@ -336,57 +335,14 @@ def test_the_space_of_what_was_forgotten_is_given_back(catalog, tmp_path):
 # Prefixes.
 
 
-def test_a_session_is_found_by_its_tokens(catalog):
-    catalog.publish(*session(1, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    catalog.publish(*session(2, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], first_block=10))
-    catalog.publish(*session(3, [1, 2, 3, 4, 0, 0, 0, 0], first_block=20))
-    catalog.publish(*session(4, [7, 7, 7], first_block=30))
-
-    def find(*token_ids, tenant="tenant"):
-        match = catalog.find_prefix(tenant, np.array(token_ids))
-        return match and (match.key, match.num_tokens)
-
-    assert find(*range(1, 13)) == (key_of(2), 12)
-    assert find(*range(1, 12)) == (key_of(2), 8), "of equals, the last used"
-    assert find(1, 2, 3, 4, 0, 0, 0, 0, 0) == (key_of(3), 8)
-    assert find(1, 2, 3, 4, 5, 6, 7, 0) == (key_of(3), 4)
-    assert find(1, 2, 3) is None
-    assert find(7, 7, 7, 7) is None, "no full block of it is stored"
-    assert find(2, 2, 3, 4) is None
-    assert find(*range(1, 13), tenant="other") is None
-    catalog.touch_used({key_of(1): 50.0})
-    assert find(*range(1, 12)) == (key_of(1), 8)
-    catalog.set_state(key_of(2), SessionState.DAMAGED)
-    assert find(*range(1, 13)) == (key_of(1), 8)
-    catalog.publish(*session(1, [9, 9, 9, 9]))
-    assert find(*range(1, 13)) == (key_of(3), 4)
-    assert find(9, 9, 9, 9, 9) == (key_of(1), 4)
-    catalog.forget([key_of(1)])
-    assert find(9, 9, 9, 9, 9) is None
-
-
-def test_a_session_whose_oldest_tokens_were_dropped_is_nobodys_prefix(catalog):
-    catalog.publish(*session(1, range(8)))
-    catalog.cut(key_of(1), np.arange(8) >= 4, Lineage(4, 0))
-    assert catalog.find_prefix("tenant", np.arange(8)) is None
-    assert catalog.find_prefix("tenant", np.arange(4, 8)) is None
-    assert catalog.integrity_check() == ()
-
-
 def test_prefix_hashes_depend_on_everything_before():
-    base = prefix_hashes("t", "n", np.arange(12), 4)
-    assert len(set(base)) == 3
-    assert prefix_hashes("t", "n", np.arange(11, dtype=np.int64), 4) == base[:2]
-    changed = np.arange(12)
-    changed[0] = 99
-    for others in (
-        prefix_hashes("t", "n", changed, 4),
-        prefix_hashes("u", "n", np.arange(12), 4),
-        prefix_hashes("t", "m", np.arange(12), 4),
-        prefix_hashes("tn", "", np.arange(12), 4),
-        prefix_hashes("t", "n", np.arange(12), 6),
-    ):
-        assert not set(others) & set(base)
+    base = prefix_hashes(np.arange(12), 4)
+    assert len(base) == 3 * HASH_BYTES
+    assert prefix_hashes(np.arange(11, dtype=np.int64), 4) == base[: 2 * HASH_BYTES]
+    assert prefix_hashes(np.array([99, 99, 99, 99, *range(4, 12)]), 4, base[:HASH_BYTES]) == base, "they are known"
+    others = prefix_hashes(np.array([99, *range(1, 12)]), 4), prefix_hashes(np.arange(12), 6)
+    named = [each[at : at + HASH_BYTES] for each in (base, *others) for at in range(0, len(each), HASH_BYTES)]
+    assert len(set(named)) == 3 + 3 + 2
 
 
 # Namespaces.
@@ -406,7 +362,6 @@ def test_other_weights_layouts_and_versions_meet_nowhere_and_are_left_alone(tmp_
     for number, namespace in enumerate(others):
         with Catalog(tmp_path, namespace) as catalog:
             assert stored(catalog) == {}
-            assert catalog.find_prefix("tenant", np.arange(8)) is None
             assert catalog.forget([key_of(1)]) == 0
             catalog.publish(*session(1, range(100, 104 + number)))
     with Catalog(tmp_path, NAMESPACE) as catalog:
@@ -669,8 +624,47 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path, version):
         db.commit()
     before = path.read_bytes()
     for opened in (Catalog, CatalogReader):
-        with pytest.raises(CatalogVersionError, match=f"must be of version 2, found version {version}"):
+        with pytest.raises(CatalogVersionError, match=f"must be of version 3, found version {version}"):
             opened(tmp_path, NAMESPACE)
+    assert path.read_bytes() == before
+
+
+def of_version_2(directory: Path) -> Path:
+    """A catalog that version 2 wrote: `make` of keys 0, 1 and 2 in versions 2, 8 and 18, one pinned and one cut."""
+    path = directory / catalog_file.CATALOG_NAME
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript((Path(__file__).parents[1] / "data" / "catalog_version_2.sql").read_text())
+    return path
+
+
+def test_a_catalog_of_version_2_is_brought_to_this_one_with_all_that_it_says(tmp_path):
+    of_version_2(tmp_path)
+    with pytest.raises(CatalogVersionError, match="found version 2"):
+        CatalogReader(tmp_path, NAMESPACE)
+    for num_found_by in ([0, 0, 0], [0, 2, 2]):
+        with Catalog(tmp_path, NAMESPACE) as catalog:
+            records = list(catalog.load_all(unexpected))
+            assert [len(record.prefixes) // HASH_BYTES for record in records] == num_found_by
+            assert [(record.num_tokens, record.pinned) for record in records] == [(3, False), (9, True), (18, False)]
+            assert records[2].lineage == Lineage(1, 9)
+            for record, made in zip(records, (make(0, 2), make(1, 8), make(2, 18)), strict=True):
+                kept = np.arange(len(made[1])) != (9 if record.cuts else -1)
+                contents = catalog.contents(record.key)
+                assert contents.token_ids.tolist() == made[1][kept].tolist()
+                assert (contents.seals.tolist(), contents.note) == (made[2].tolist(), made[3])
+            assert catalog.integrity_check() == ()
+            assert [catalog.add_prefixes(record).prefixes for record in records] == [
+                record.prefixes_of(catalog.token_ids(record.key), LAYOUT) for record in records
+            ]
+
+
+def test_a_catalog_that_only_says_it_is_of_version_2_is_left_as_it_is(tmp_path):
+    path = of_version_2(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE prefixes")
+    before = path.read_bytes()
+    with pytest.raises(CatalogCorruptError, match="wanted the tables of version 2"):
+        Catalog(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
 
 
@@ -723,8 +717,8 @@ def test_a_check_tells_what_is_wrong(tmp_path):
         db.execute("UPDATE sessions SET num_tokens = num_tokens + 1 WHERE key = ?", (key_of(1),))
         db.execute("UPDATE contents SET token_ids = zeroblob(length(token_ids)) WHERE session = 3")
         db.execute("DELETE FROM contents WHERE session = 4")
-        db.execute("DELETE FROM prefixes WHERE session = 7")
-        db.execute("INSERT INTO prefixes VALUES (x'00', 999)")
+        db.execute("UPDATE sessions SET prefix_hashes = x'00' WHERE id = 7")
+        db.execute("INSERT INTO contents VALUES (999, x'', x'', x'', x'', 0)")
         db.commit()
     with Catalog(tmp_path, NAMESPACE) as catalog:
         catalog.publish(*session(100, range(4), first_block=7000))
@@ -906,11 +900,6 @@ class Known:
         seals = np.array([self.blocks[block] for block in order], np.uint64)
         return record, [token for token, _, _ in self.tokens], seals, self.note
 
-    def num_agreeing(self, token_ids: list[int]) -> int:
-        """Tokens in full blocks that it may be found by."""
-        tokens = [token for token, _, _ in self.tokens][: self.lineage.num_plain]
-        return max(n for n in range(0, 15, BLOCK_TOKENS) if tokens[:n] == token_ids[:n] and len(tokens[:n]) == n)
-
 
 class CatalogMachine(RuleBasedStateMachine):
     """Drives the catalog and a dict alike."""
@@ -998,19 +987,6 @@ class CatalogMachine(RuleBasedStateMachine):
     def reopen(self):
         self.catalog.close()
         self.catalog = Catalog(self.directory, NAMESPACE)
-
-    @rule(tenant=st.sampled_from("xyz"), token_ids=st.lists(st.integers(0, 1), max_size=14))
-    def find_prefix(self, tenant, token_ids):
-        match = self.catalog.find_prefix(tenant, np.array(token_ids, np.int32))
-        agreeing = {
-            key: known.num_agreeing(token_ids) for key, known in self.reference.items() if known.record.tenant == tenant
-        }
-        longest = max(agreeing.values(), default=0)
-        if not longest:
-            assert match is None
-        else:
-            assert match.num_tokens == longest
-            assert agreeing[match.key] == longest
 
     @invariant()
     def agrees(self):

@@ -11,7 +11,7 @@ import pytest
 
 from ca_jax.storage import AttentionStore
 from ca_jax.storage.catalog_file import CatalogLateError
-from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.records import FlushFailure, MissReason, Residency
 
 from .store_helpers import (
     LAYOUT,
@@ -128,15 +128,25 @@ def test_a_change_that_does_not_end_is_late_too(store, monkeypatch):
 
 def test_who_keeps_the_books_waits_once_and_no_longer(store, monkeypatch):
     store, _ = store
-    reader = store._ssd._contents._reader
-    with stalled(monkeypatch, reader, "find_prefix") as stall, stalled(monkeypatch, reader, "contents") as notes:
-        assert store.find_prefix("", ids(9)) is None
-        assert store.find_prefix("", ids(9)) is None
-        assert not store.request("a")
-        with pytest.raises(CatalogLateError):
-            store.note("a")
-        assert (stall.num_begun, notes.num_begun) == (1, 0), "no other question is asked before the first is answered"
+    with stalled(monkeypatch, store._ssd._contents._reader, "contents") as stall:
+        for _ in range(2):
+            with pytest.raises(CatalogLateError):
+                store.note("a")
+        assert stall.num_begun == 1, "no other question is asked before the first is answered"
+        assert not store.request("a"), "nothing waits for an SSD that is late"
     store._ssd._contents._asked.result(PATIENCE_S)
-    wait_until_on_time(store, monkeypatch)
-    assert store.find_prefix("", ids(9)) == "a"
     assert store.note("a") == b""
+
+
+def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_store, monkeypatch):
+    store = open_store(ssd_blocks=3, ssd_deadline_s=DEADLINE_S)
+    put(store, "a", 9, seed=1)
+    store.set_note("a", b"note of a")
+    assert store.settle(PATIENCE_S)
+    with stalled(monkeypatch, store._ssd._contents._reader, "contents"):
+        assert save(store, "b", ids(9, 200), make_kv(LAYOUT, 9, seed=2))
+        store.poll()
+        assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (9, 0)
+        assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
+    store._ssd._contents._asked.result(PATIENCE_S)
+    assert store.note("a") == b"note of a"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
-from ca_jax.storage import EntryInUseError, MissReason
+from ca_jax.storage import EntryInUseError, MissReason, cutting
 
-from .store_helpers import LAYOUT, as_bits, ids, info, load, make_kv, make_store, save, used_blocks
+from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, save, used_blocks
 
 
 def mask_of(num_tokens: int, discarded) -> np.ndarray:
@@ -176,6 +178,7 @@ def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
             num_cuts += 1
             tokens = [token for token, gone in zip(tokens, mask, strict=True) if not gone]
             rows = [row for row, gone in zip(rows, mask, strict=True) if not gone]
+            store.settle()
             held = info(store, "a").num_blocks
             assert held <= LAYOUT.num_blocks(num_tokens) + 2
             assert held == used_blocks(store) <= before
@@ -192,6 +195,7 @@ def test_oldest_first_cuts_move_nothing(monkeypatch):
     for first in (0, 1, 3, 4):
         while tokens > 20:
             tokens = store.discard("a", mask_of(tokens, range(first, first + 5)))
+        store.settle()
         assert info(store, "a").num_blocks <= LAYOUT.num_blocks(tokens) + 2
         tokens = store.discard("a", mask_of(tokens, [first]))
 
@@ -202,10 +206,12 @@ def test_without_room_a_session_is_not_copied_together():
     save(store, "a", ids(32), kv)
     kept = np.arange(3, 32, 4)  # One token of each block.
     assert store.discard("a", ~np.isin(np.arange(32), kept)) == 8
+    store.settle()
     assert used_blocks(store) == 8
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 24)
     assert store.discard("a", mask_of(8, [5, 6])) == 6, "two are free now, which are enough"
     kept = np.delete(kept, [5, 6])
+    store.settle()
     assert used_blocks(store) == 2
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 26)
 
@@ -216,10 +222,90 @@ def test_a_tenants_quota_holds_for_copying_together_too():
     save(store, "a", ids(32), kv)
     kept = np.arange(3, 32, 4)
     store.discard("a", ~np.isin(np.arange(32), kept))
+    store.settle()
     assert used_blocks(store) == 8
     store.discard("a", mask_of(8, [5, 6]))
+    store.settle()
     assert used_blocks(store) == 2
     assert save(store, "a", ids(26, 300), make_kv(LAYOUT, 26), start_token=6), "what was given back is not charged"
+
+
+class SlowCopy:
+    """Copies sessions together once it is let go on."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self._copy = cutting.copy_together
+        monkeypatch.setattr(cutting, "copy_together", self)
+
+    def __call__(self, *args) -> None:
+        self.begun.set()
+        assert self.gate.wait(PATIENCE_S)
+        self._copy(*args)
+
+
+def test_who_discards_does_not_wait_for_the_rest_to_be_copied_together(monkeypatch):
+    store, slow = make_store(20), SlowCopy(monkeypatch)
+    kv = make_kv(LAYOUT, 40)
+    save(store, "a", ids(40), kv)
+    kept = np.arange(3, 40, 4)
+    store.discard("a", ~np.isin(np.arange(40), kept))
+    store.poll()
+    assert slow.begun.wait(PATIENCE_S)
+    assert (info(store, "a").num_blocks, used_blocks(store)) == (10, 13)
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 30)
+    slow.gate.set()
+    store.settle()
+    assert info(store, "a").num_blocks == used_blocks(store) == 3
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 30)
+
+
+@pytest.mark.parametrize("change", ["save", "open save", "open load", "cut", "drop", "begin anew"])
+def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkeypatch):
+    """What is read meanwhile is not written, and in the end it is copied as it is then."""
+    store, slow = make_store(30), SlowCopy(monkeypatch)
+    kv = make_kv(LAYOUT, 44)
+    save(store, "a", ids(40), kv[:, :, :40])
+    kept = np.arange(3, 40, 4)
+    store.discard("a", ~np.isin(np.arange(40), kept))
+    store.poll()
+    assert slow.begun.wait(PATIENCE_S)
+    tokens, rows, num_dropped, ticket = 100 + kept, kv[:, :, kept], 30, None
+    if change == "save":
+        assert save(store, "a", ids(4, 140), kv[:, :, 40:], start_token=10)
+        tokens, rows = np.append(tokens, ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
+    elif change == "open save":
+        ticket = store.prepare_save("a", 10, ids(4, 140))
+    elif change == "open load":
+        ticket = store.prepare_load("a", tokens, num_dropped=num_dropped)
+    elif change == "cut":
+        store.discard("a", mask_of(10, [1]))
+        tokens, rows, num_dropped = np.delete(tokens, 1), np.delete(rows, 1, axis=2), 31
+    else:
+        store.drop("a")
+        tokens, rows = np.array([], int), rows[:, :, :0]
+    if change == "begin anew":
+        tokens, rows, num_dropped = ids(40), make_kv(LAYOUT, 40, seed=1), 0
+        assert save(store, "a", ids(10, 900), make_kv(LAYOUT, 10, seed=2))
+        store.drop("a")
+        assert save(store, "a", tokens, rows)
+    slow.gate.set()
+    if ticket is not None:
+        while store._cutting.busy:
+            store._progress.wait(PATIENCE_S)
+            store.poll()
+        assert info(store, "a").num_blocks >= 10
+        if change == "open save":
+            store.abort_save(ticket)
+        else:
+            staging = np.zeros((2, 10, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
+            ticket.read(1, staging).result()
+            np.testing.assert_array_equal(as_bits(staging), as_bits(np.ascontiguousarray(rows[1])))
+            store.complete_load(ticket)
+    store.settle()
+    assert used_blocks(store) == -(-len(tokens) // 4)
+    if len(tokens):
+        assert_serves(store, "a", tokens, rows, num_dropped)
 
 
 # Whose KV it is.

@@ -1,7 +1,7 @@
 """What an earlier version has left in a directory is gone on with, or refused by name: catalog, blocks, notes.
 
-`store_of_version_2.tar.xz` was written by the first code that has this catalog: two sessions with a conversation as
-note, of tokens 100… and KV of seeds 0 and 1, and a third conversation in the log of notes alone.
+`store_of_version_2.tar.xz` was written when catalogs were of version 2 and notes of version 1: two sessions with a
+conversation as note, of tokens 100… and KV of seeds 0 and 1, and a third conversation in the log of notes alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def set_version(path: Path, version: int) -> None:
         db.execute(f"PRAGMA user_version = {version}")
 
 
-def test_a_directory_of_the_first_version_is_gone_on_with(directory):
+def test_a_directory_of_version_2_is_gone_on_with(directory):
     store = make_store(6, ssd_dir=directory)
     for seed, key in enumerate("ab"):
         assert_loads(store, key, ids(9 + seed), make_kv(LAYOUT, 9 + seed, seed=seed))
@@ -52,10 +52,10 @@ def test_a_directory_of_the_first_version_is_gone_on_with(directory):
         assert log.get("c")
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 4])
 def test_a_catalog_of_another_version_is_refused_with_what_to_do(directory, version):
     set_version(directory / CATALOG_NAME, version)
-    with pytest.raises(CatalogVersionError, match=f"version 2, found version {version}: .* name another ssd_dir"):
+    with pytest.raises(CatalogVersionError, match=f"version 3, found version {version}: .* name another ssd_dir"):
         make_store(6, ssd_dir=directory)
 
 
@@ -71,12 +71,12 @@ def test_blocks_of_another_format_are_refused_with_what_to_do(directory, tmp_pat
     opened.catalog.close()
 
 
-@pytest.mark.parametrize("version", [2, 7])
+@pytest.mark.parametrize("version", [3, 7])
 def test_notes_of_another_version_are_refused_and_stay(directory, version):
     path = directory / LOG_NAME
     set_version(path, version)
     before = path.read_bytes()
-    with pytest.raises(CatalogVersionError, match=f"version 1, found version {version}: .*{LOG_NAME}"):
+    with pytest.raises(CatalogVersionError, match=f"version 2, found version {version}: .*{LOG_NAME}"):
         NoteLog(directory, boot="a boot")
     assert path.read_bytes() == before
     log = NoteLog(directory, boot="another boot")  # Which believes nothing that was noted before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 
 import pytest
@@ -18,6 +19,8 @@ from ca_jax.storage.housekeeping import (
     find_namespaces,
 )
 from ca_jax.storage.inspection import StoreInspector
+from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.records import Owner
 from ca_jax.storage.verification import catalog_problems, verify
 
 from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier
@@ -76,6 +79,18 @@ def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, kind):
     again = collect(tmp_path)
     assert reasons(again) == {}
     assert [each.num_blocks for each in again.namespaces] == [0, 0]
+
+
+def test_what_is_forgotten_is_not_noted_either_unless_its_kv_alone_was_damaged(tmp_path, filled):
+    with contextlib.closing(sqlite3.connect(tmp_path / CATALOG_NAME)) as db, db:
+        db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        for name in KEYS:
+            log.put(KEYS[name], Owner(session_id=name), b"note")
+    found = reasons(collect(tmp_path))
+    assert found == {KEYS["first"]: ForgetReason.DAMAGED, KEYS["second"]: ForgetReason.EXPIRED}
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        assert {each.session_id for each in log.list()} == set(KEYS) - {"second"}
 
 
 def test_a_dry_run_says_the_same_and_does_nothing(tmp_path, filled):

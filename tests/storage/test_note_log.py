@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from ca_jax.storage.note_log import LOG_NAME, Noted, NoteLog, this_boot
+from ca_jax.storage.note_log import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
 from ca_jax.storage.records import Owner
 
 OWNER = Owner(tenant="a", session_id="one")
@@ -76,15 +76,72 @@ def test_a_note_stays_for_its_time(tmp_path):
     assert log.get("unsaid") == b"note"
 
 
-def test_of_notes_that_nobody_asks_for_those_written_last_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr("ca_jax.storage.note_log._MOST", 3)
-    clock = Clock()
-    log = opened(tmp_path, clock)
-    for number in (4, 0, 3, 1, 2):
-        clock.now_s += 1.0
-        log.put(f"k{number}", Owner(session_id=str(number)), b"note")
-    assert len(log.list()) == 5, "open ones all stay"
-    assert {each.key for each in opened(tmp_path, clock).list()} == {"k3", "k1", "k2"}
+def test_a_note_is_what_was_put_behind_it_too_and_costs_what_is_new(tmp_path):
+    log = opened(tmp_path)
+    log.put("k1", OWNER, os.urandom(400_000))
+    whole = log.get("k1")
+    size = (tmp_path / f"{LOG_NAME}-wal").stat().st_size
+    for part in (b" and", b" more"):
+        log.put("k2", OWNER, part)
+        assert log.put("k1", OWNER, part, behind=True)
+    assert (tmp_path / f"{LOG_NAME}-wal").stat().st_size - size < 100_000
+    found = opened(tmp_path)
+    assert (found.get("k1"), found.get("k2")) == (whole + b" and more", b" more")
+    assert [each.key for each in found.list()] == ["k2", "k1"], "written last comes last"
+    log.put("k1", OWNER, b"anew")
+    assert opened(tmp_path).get("k1") == b"anew"
+
+
+def test_what_is_removed_is_given_back_to_the_disk_and_not_readable(tmp_path):
+    log, secret = opened(tmp_path), b"between you and me "
+    for number in range(40):
+        log.put(f"k{number}", OWNER, secret * 10_000)
+    full = log.used_bytes
+    assert full > 40 * len(secret) * 10_000
+    for number in range(40):
+        log.remove(f"k{number}")
+    for _ in range(40):  # As much at a time as takes no time.
+        log.put("k", OWNER, b"small")
+    assert log.used_bytes < full / 50
+    log._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert (tmp_path / LOG_NAME).stat().st_size < full / 4
+    assert secret not in (tmp_path / LOG_NAME).read_bytes()
+    log.close()
+    opened(tmp_path).close()
+    assert (tmp_path / LOG_NAME).stat().st_size < full / 50
+
+
+def test_it_says_how_much_room_lacks(tmp_path):
+    log = NoteLog(tmp_path, max_bytes=100_000, clock=Clock(), boot="today")
+    assert log.lacks(50_000) < 0 < log.lacks(100_000)
+    log.put("k1", OWNER, os.urandom(80_000))
+    assert log.lacks(30_000) > 0
+    log.remove("k1")
+    assert log.lacks(50_000) < 0
+    assert log_bytes(64 << 30) == 1 << 30
+    assert log_bytes(0) == 16 << 20
+
+
+def test_notes_of_version_1_are_taken_over(tmp_path):
+    with sqlite3.connect(tmp_path / LOG_NAME) as db:
+        db.executescript(
+            """
+            PRAGMA journal_mode = WAL;
+            CREATE TABLE boot (id TEXT NOT NULL);
+            CREATE TABLE notes (key TEXT PRIMARY KEY, session_id BLOB NOT NULL, tenant BLOB NOT NULL,
+              note BLOB NOT NULL, ttl_s REAL, written_s REAL NOT NULL) WITHOUT ROWID;
+            INSERT INTO boot VALUES ('today');
+            INSERT INTO notes VALUES ('k1', x'6F6E65', x'61', x'6E6F7465', NULL, 900.0);
+            INSERT INTO notes VALUES ('k2', x'6F6E65', x'62', x'6E6F7465', 10.0, 900.0);
+            PRAGMA user_version = 1;
+            """
+        )
+    db.close()
+    for _ in range(2):
+        log = opened(tmp_path)
+        assert log.list() == (Noted("k1", "a", "one"),)
+        assert log.get("k1") == b"note"
+        log.close()
 
 
 @pytest.mark.parametrize("damage", ["random", "empty", "cut", "other tables"])
@@ -102,7 +159,7 @@ def test_a_log_that_cannot_be_read_begins_anew(tmp_path, damage, caplog):
         path.write_bytes(path.read_bytes()[:9000])
     else:
         with sqlite3.connect(path) as db:
-            db.execute("DROP TABLE notes")
+            db.execute("DROP TABLE parts")
         db.close()
     log = opened(tmp_path)
     assert log.list() == ()
@@ -110,20 +167,32 @@ def test_a_log_that_cannot_be_read_begins_anew(tmp_path, damage, caplog):
     assert opened(tmp_path).get("k1") == (None if damage == "other tables" else b"note")
 
 
-def test_after_a_write_that_fails_nothing_old_is_left(tmp_path, caplog):
+def test_a_write_that_fails_leaves_what_there_was(tmp_path, caplog):
     log = opened(tmp_path)
     log.put("k1", OWNER, b"old")
+    log.put("k2", OWNER, b"other")
     log._db.execute("PRAGMA max_page_count = 1")
-    log.put("k1", OWNER, b"new" * 10_000)
-    assert "go on from SSD alone" in caplog.text
+    assert not log.put("k1", OWNER, b"new" * 10_000)
+    assert "not noted now" in caplog.text
+    assert [opened(tmp_path).get(key) for key in ("k1", "k2")] == [b"old", b"other"]
+    log._db.execute("PRAGMA max_page_count = 1000")
+    assert log.put("k1", OWNER, b"new" * 10_000)
+    assert opened(tmp_path).get("k1") == b"new" * 10_000
+
+
+def test_a_log_that_breaks_begins_anew_after_a_while(tmp_path, caplog):
+    log = opened(tmp_path)
+    log.put("k1", OWNER, b"old")
+    log._db.close()
     assert log.get("k1") is None
+    assert "go on from SSD alone" in caplog.text
     assert log.list() == ()
-    log.put("k1", OWNER, b"newer")
+    assert not log.put("k1", OWNER, b"newer")
     log.remove("k1")
-    assert not [*tmp_path.iterdir()], "an older note would be wrong"
+    assert not [*tmp_path.iterdir()]
     log._next_try_s = 0.0
-    log.put("k2", OWNER, b"note")
-    assert opened(tmp_path).list() == (Noted("k2", "a", "one"),), "it begins anew after a while"
+    assert log.put("k2", OWNER, b"note")
+    assert opened(tmp_path).list() == (Noted("k2", "a", "one"),)
 
 
 def test_a_directory_that_takes_no_file_is_lived_with(tmp_path, caplog):

@@ -352,7 +352,55 @@ def test_prefetching_does_not_take_a_tenant_over_its_quota(open_store):
     store.dequeue(0)
 
 
+def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
+    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES["zarr3"]}  # 17 blocks of DRAM, 4 of SSD.
+    alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
+    store = open_store(**options)
+    for key, owner in (("a", alice), ("b", alice), ("x", bob)):
+        put(store, key, 8, owner)
+    store.close()
+    store = open_store(**options)
+    with store.pinned("big"):
+        assert save(store, "big", range(56), make_kv(LAYOUT, 56), owner=alice)  # Beside it either of hers has room.
+        for job, key in enumerate("abx"):
+            store.enqueue(job, key)
+        store.settle()
+        assert where(store, Residency.DRAM) == "abigx", "hers in the queue's order, his as if she were not there"
+        assert store.stats().num_evictions == 0
+
+
+def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
+    options = {"num_blocks": 60, "ssd_blocks": 20, "quota_bytes": 9 * SLOT_BYTES["zarr3"]}  # 38 blocks of DRAM.
+    alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
+    store = open_store(**options)
+    hers = "abcdefghi"
+    for key in hers:
+        put(store, key, 4, alice)
+    put(store, "x", 4, bob)
+    store.close()
+    store = open_store(**options)
+    with store.pinned("0"):
+        assert save(store, "0", range(152), make_kv(LAYOUT, 152), owner=alice)
+        put(store, "1", 60, bob)
+        for job, key in enumerate(f"{hers}x"):
+            store.enqueue(job, key)
+        store.settle()
+        assert where(store, Residency.DRAM) == "01x"
+        assert store.stats().num_evictions == 0, "room was made for fetches that may not be"
+
+
 # Times to live.
+
+
+def test_nothing_is_kept_of_the_time_to_live_of_what_is_gone(open_store):
+    store = open_store(8, ttl_s=1e6)
+    for number in range(20):
+        put(store, f"s{number}", 4)
+        store.drop(f"s{number}")
+    put(store, "a", 4)
+    ticket = store.prepare_load("a", ids(4))
+    store.complete_load(ticket)
+    assert store._entries.num_expiring == len(store.list()) == 1
 
 
 def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):

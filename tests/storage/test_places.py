@@ -103,6 +103,15 @@ def test_places_are_those_of_a_table_of_rows(block_tokens, operations):
             assert np.arange(block_tokens)[rows.rows].tolist() == in_use
             assert isinstance(rows.rows, slice) == (in_use == list(range(in_use[0], in_use[-1] + 1)))
             seen += len(in_use)
+        stretches, parts = places.stretches(block_tokens)
+        whole = [(token + i * block_tokens, first + i, block_tokens) for token, first, n in stretches for i in range(n)]
+        split = [(rows.first_token, rows.index, rows.num_tokens) for rows in parts]
+        assert sorted(whole + split) == [(rows.first_token, rows.index, rows.num_tokens) for rows in by_block]
+        for rows in parts:
+            assert rows.num_tokens < block_tokens
+            assert np.array_equal(
+                np.arange(block_tokens)[rows.rows], np.arange(block_tokens)[by_block[rows.index].rows]
+            )
 
 
 def test_forgetting_the_oldest_behind_the_first_leaves_two_runs():

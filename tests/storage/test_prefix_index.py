@@ -1,26 +1,42 @@
-"""The session in DRAM that begins with the same tokens for longest, against looking at all of them."""
+"""The session that begins with the same tokens for longest, in DRAM and on SSD, against looking at all of them."""
 
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ca_jax.storage.prefix_index import PrefixIndex, Published
+from ca_jax.storage import prefix_index
+from ca_jax.storage.books import Entry, EntryTable
+from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.lookahead import LookAhead
+from ca_jax.storage.places import TokenPlaces
+from ca_jax.storage.prefix import prefix_hashes
+from ca_jax.storage.prefix_index import PrefixIndex, Published, SortedRuns, as_units
+from ca_jax.storage.records import Owner
+from ca_jax.storage.ssd_copy import Cuts, SsdCopy
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
-MIN_TOKENS = 2
+MIN_TOKENS = BLOCK_TOKENS = 2
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch):
+    """So that a few sessions are several runs."""
+    monkeypatch.setattr(prefix_index, "_RUN_ITEMS", 2)
 
 
 def published(token_ids: list[int], tenant: str = "x", num_plain: int | None = None) -> Published:
     num_plain = len(token_ids) if num_plain is None else num_plain
-    return Published(tenant=tenant, token_ids=np.array(token_ids, np.int32), num_plain=num_plain)
+    return Published(tenant=tenant, units=np.array(token_ids, np.int32), num_units=num_plain)
 
 
 def num_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(
         st.tuples(
@@ -34,7 +50,7 @@ def num_common(a: list[int], b: list[int]) -> int:
 )
 def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted):
     known: dict[str, Published] = {}
-    index = PrefixIndex(known.get, MIN_TOKENS)
+    index = PrefixIndex(known.get, 4, MIN_TOKENS)
     for key, change, looked_for in (*changes, ("a", None, wanted)):
         if change is not None:
             token_ids, tenant, num_plain = change
@@ -45,17 +61,17 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
         if looked_for is None:  # Several changes come before a search.
             continue
         common = {
-            name: num_common(each.token_ids[: each.num_plain].tolist(), looked_for)
+            name: num_common(each.units[: each.num_units].tolist(), looked_for)
             for name, each in known.items()
             if each.tenant == "x"
         }
         longest = max(common.values(), default=0)
-        match = index.find("x", np.array(looked_for, np.int32))
+        num_tokens, key = index.find("x", as_units(np.array(looked_for)))
         if longest < MIN_TOKENS:
-            assert match is None
+            assert (num_tokens, key) == (0, "")
         else:
-            assert (match.num_tokens, common[match.key]) == (longest, longest)
-    assert len(index) == sum(each.num_plain >= MIN_TOKENS for each in known.values())
+            assert (num_tokens, common[key]) == (longest, longest)
+    assert len(index) == sum(each.num_units >= MIN_TOKENS for each in known.values())
 
 
 def test_what_changes_between_searches_is_copied_once():
@@ -66,11 +82,74 @@ def test_what_changes_between_searches_is_copied_once():
         looked_up.append(key)
         return session
 
-    index = PrefixIndex(look_up, MIN_TOKENS)
+    index = PrefixIndex(look_up, 4, MIN_TOKENS)
     for num_tokens in range(3, 100):
         session = published(list(range(num_tokens)))
         index.changed("a")
     assert looked_up == []
-    assert index.find("x", np.arange(90)).num_tokens == 90
-    assert index.find("x", np.arange(1, 9)) is None
+    assert index.find("x", as_units(np.arange(90))) == (90, "a")
+    assert index.find("x", as_units(np.arange(1, 9))) == (0, "")
     assert looked_up == ["a"]
+
+
+TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sessions=st.lists(st.tuples(TOKENS_ON_SSD, st.sampled_from("xy"), st.none() | st.integers(0, 9), st.booleans())),
+    wanted=st.lists(st.integers(0, 1), max_size=9),
+)
+def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, wanted):
+    table = EntryTable(LookAhead(), 99, BLOCK_TOKENS)
+    agreeing: dict[str, int] = {}
+    with table.loading():
+        for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):
+            lineage = Lineage(0 if num_plain is None else 1, num_plain)
+            plain = tokens[: lineage.plain_tokens(len(tokens))]
+            entry = Entry(key=str(number), owner=Owner(tenant=tenant), created_s=0.0, last_used_s=0.0)
+            entry.ssd = SsdCopy(
+                num_tokens=len(tokens),
+                block_ids=np.arange(5),
+                cuts=Cuts.of(TokenPlaces.dense(len(tokens)), len(tokens), lineage),
+                prefixes=prefix_hashes(np.array(plain), BLOCK_TOKENS),
+            )
+            if in_dram:
+                entry.token_ids = np.array(tokens, np.int32)
+            elif tenant == "x":
+                agreeing[entry.key] = min(num_common(plain, wanted), len(plain)) // BLOCK_TOKENS * BLOCK_TOKENS
+            table.add(entry)
+    num_tokens, key = table.find_prefix_on_ssd("x", np.array(wanted, np.int32))
+    assert num_tokens == max(agreeing.values(), default=0)
+    assert agreeing.get(key, 0) == num_tokens
+
+
+class Counted(int):
+    """A number that counts how often it is compared."""
+
+    num_compared = 0
+
+    def __lt__(self, other):
+        Counted.num_compared += 1
+        return int(self) < int(other)
+
+
+def test_the_cost_of_a_sorted_list_does_not_follow_its_length(monkeypatch):
+    monkeypatch.setattr(prefix_index, "_RUN_ITEMS", 100)
+
+    def compared(num_items: int) -> int:
+        """How many comparisons an addition, a search and a removal take together, at most."""
+        runs = SortedRuns()
+        runs.update(map(Counted, range(0, 2 * num_items, 2)))
+        worst = 0
+        for number in range(1, 2 * num_items, num_items // 50):
+            before = Counted.num_compared
+            item = Counted(number)
+            runs.add(item)
+            assert list(map(int, runs.around(item)))[-1] == number
+            runs.remove(item)
+            assert list(map(int, runs.around(item))) in ([number - 1, number + 1], [number - 1])
+            worst = max(worst, Counted.num_compared - before)
+        return worst
+
+    assert compared(100_000) <= compared(1000) + 60, "a binary search of a hundred times as many takes 7 more"

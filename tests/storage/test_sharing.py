@@ -150,10 +150,12 @@ def test_blocks_that_others_hold_are_no_waste_to_be_copied_together():
     store.copy_prefix("a", "b", ids(24))
     every_fourth = np.arange(24) % 4 == 0
     store.discard("b", ~every_fourth)
+    store.settle()
     assert used_blocks(store) == 6
     np.testing.assert_array_equal(as_bits(load(store, "b", ids(24)[::4], 15)), as_bits(kv[:, :, ::4]))
     store.drop("a")
     store.discard("b", [True])
+    store.settle()
     assert used_blocks(store) == 2
     np.testing.assert_array_equal(as_bits(load(store, "b", ids(24)[4::4], 16)), as_bits(kv[:, :, 4::4]))
 

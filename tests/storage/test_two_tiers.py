@@ -4,15 +4,18 @@ the store, and what faults and races leave behind.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ca_jax.storage import MissReason, Residency, SkipReason
+from ca_jax.storage.catalog import Catalog
+from ca_jax.storage.catalog_file import CatalogFullError
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
-from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.records import FlushFailure, Note, Owner
 from ca_jax.timeline import Timeline
 
 from .ssd_helpers import StoppedClock
@@ -259,6 +262,54 @@ def test_a_flush_waits_for_room_that_other_flushes_hold(open_store, gates):
     gates[0].writes.open()
     store.settle()
     assert ssd_tokens(store, "b") == 8, "it could have been written once the other flush had ended"
+
+
+def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkeypatch):
+    clock = StoppedClock(1000.0)
+    store = open_store(clock=clock, ssd_driver=driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(store._ssd._space._space, "_free_bytes", lambda: 0)
+        save(store, "a", ids(5), make_kv(LAYOUT, 5))
+        failed_s: list[float] = []
+        while len(failed_s) < 9:
+            store.settle()
+            num_failed = store.stats().ssd.failed_flushes[FlushFailure.NO_SPACE]
+            failed_s += [clock.now_s] * (num_failed - len(failed_s))
+            clock.now_s += 1.0
+    assert np.diff(failed_s).tolist() == [2, 4, 8, 16, 32, 64, 120, 120]
+    save(store, "b", ids(5), make_kv(LAYOUT, 5))
+    store.settle()
+    assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (0, 5), "what is new does not wait"
+    clock.now_s += 120.0
+    store.settle()
+    assert ssd_tokens(store, "a") == 5
+
+
+@pytest.mark.parametrize("is_in_dram", [True, False])
+@pytest.mark.parametrize("change", ["set_pinned", "set_ttl", "set_note"])
+def test_what_cannot_be_written_down_is_later(open_store, monkeypatch, change, is_in_dram):
+    clock = StoppedClock(1000.0)
+    store = open_store(4, clock=clock)
+    put(store, "a", 5)
+    if not is_in_dram:
+        put(store, "b", 16)
+        assert store.residency("a") is Residency.SSD
+    value = {"set_pinned": True, "set_ttl": 1e9, "set_note": Note(b"note", 3)}[change]
+    catalog = store._ssd._worker._keeper._catalog
+    with monkeypatch.context() as patch:
+        for name in ("publish", "set_pinned", "set_note"):
+            patch.setattr(catalog, name, lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))
+        getattr(store, change)("a", value)
+        store.settle()
+    assert not store.has_note_on_ssd("a", 3)
+    clock.now_s += 2.0
+    store.settle()
+    assert store.has_note_on_ssd("a", 3) == (change == "set_note")
+    assert not store.has_note_on_ssd("a", 4)
+    with CatalogReader(store._ssd._contents._directory, store._ssd._contents.namespace) as reader:
+        record, contents = reader.load("a")
+    found = {"set_pinned": record.pinned, "set_ttl": record.ttl_s, "set_note": contents.note}
+    assert found[change] == value
 
 
 # Restarts.
@@ -807,6 +858,59 @@ def test_a_session_on_ssd_only_is_shortened(open_store, driver):
 
 
 # Other sessions' KV.
+
+
+def test_looking_for_a_prefix_reads_no_file(open_store, monkeypatch):
+    store = open_store(8)
+    put(store, "a", 10)
+    store.close()
+    store = open_store(8)
+    store.settle()
+    for method in ("_one", "_all"):
+        monkeypatch.setattr(CatalogReader, method, lambda *_: pytest.fail("the engine's thread reads the catalog"))
+    assert store.find_prefix("", [*ids(9), 7]) == "a"
+    assert store.find_prefix("", ids(10, 500)) is None
+    monkeypatch.undo()
+
+
+def test_what_version_2_left_is_found_by_its_beginning(open_store, directory):
+    store = open_store(8)
+    put(store, "a", 10)
+    store.close()
+    with Catalog(directory, Namespace(weights="weights", layout=LAYOUT)) as catalog:
+        record, contents = catalog.load("a")
+        catalog.publish(dataclasses.replace(record, prefixes=b""), contents.token_ids, contents.seals)
+    for _ in range(2):  # The second time it is written down.
+        store = open_store(8)
+        assert store.find_prefix("", ids(10)) == "a"
+        store.close()
+    with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
+        assert reader.get("a").prefixes == record.prefixes != b""
+
+
+def test_who_begins_alike_is_found_after_each_change(open_store):
+    """A session's hashes go along with what is written, cut and saved anew."""
+    store = open_store(12)
+    put(store, "a", 10)
+    save(store, "a", ids(16)[10:], make_kv(LAYOUT, 6, seed=1), start_token=10)
+    store.settle()
+    put(store, "b", 6, first=500)
+
+    def found_on_ssd(wanted):
+        store.settle()
+        store.leave_dram("a")
+        return store._entries.find_prefix_on_ssd("", np.array(wanted))
+
+    assert found_on_ssd(ids(16)) == (16, "a"), "what was new was added to what was known"
+    store.truncate("a", 9)
+    assert found_on_ssd(ids(16)) == (8, "a")
+    store.discard("a", np.arange(9) == 5)
+    assert found_on_ssd(ids(16)) == (4, "a"), "what follows has seen what was dropped"
+    save(store, "a", ids(12), make_kv(LAYOUT, 12))
+    assert store._entries.find_prefix_on_ssd("", np.arange(16)) == (0, ""), "it is in DRAM"
+    assert found_on_ssd(ids(16)) == (12, "a")
+    store.drop("a")
+    assert found_on_ssd(ids(16)) == (0, "")
 
 
 def test_a_session_begins_with_what_another_has_on_ssd(open_store):

@@ -12,6 +12,7 @@ const SPOKEN = /[.!?:\n]\s*$/; // Readers of the screen are told whole sentences
 export class Chat {
   sessionId = null;
   #model = null;
+  #state = null; // Where the session stands as this page knows it; null where it does not.
   #messages = []; // What was said, in full: what a session that is gone is begun anew with.
   #asking = null; // The AbortController of the answer that comes.
   #on;
@@ -48,6 +49,7 @@ export class Chat {
     this.#fail(null);
     const shown = sessionId ? await askJson(`/v1/sessions/${encodeURIComponent(sessionId)}`) : null;
     this.sessionId = sessionId;
+    this.#state = shown?.session_state || null;
     this.#messages = shown?.messages ?? [];
     byId("messages").replaceChildren(...this.#messages.map((message) => shownMessage(message).item));
     byId("empty").hidden = this.#messages.length > 0;
@@ -81,6 +83,7 @@ export class Chat {
     let failure = null;
     try {
       const response = await this.#ask([...added], asking.signal);
+      this.#state = null; // Until the answer's end says: where one that is stopped ends only the server knows.
       await this.#read(response, answer);
     } catch (error) {
       failure = error;
@@ -97,10 +100,21 @@ export class Chat {
       byId("empty").hidden = this.#messages.length > 0;
       if (!box.value) box.value = text;
     }
-    if (failure && !stopped) this.#fail(failure);
+    if (failure?.code === "session_moved") await this.#moved();
+    else if (failure && !stopped) this.#fail(failure);
     this.#scroll(false);
     box.focus();
     this.#on.ended();
+  }
+
+  // The conversation was gone on with elsewhere, in another tab say: it is shown as it stands now.
+  async #moved() {
+    try {
+      await this.open(this.sessionId);
+      this.#fail(new Failure(409, "this conversation went on elsewhere and is shown as it is now; send again to go on"));
+    } catch (error) {
+      this.#fail(error);
+    }
   }
 
   // The answer's stream; where the session is gone, of a new one that begins with all that was said.
@@ -115,13 +129,15 @@ export class Chat {
     };
     for (let attempt = 1; ; attempt++) {
       if (this.sessionId) body.session_id = this.sessionId;
+      if (this.sessionId && this.#state) body.session_state = this.#state;
       try {
         return await ask("/v1/chat/completions", { method: "POST", body, signal });
       } catch (error) {
         if (!(error instanceof Failure)) throw error;
         if (error.code === "session_not_found" && body.session_id) {
-          this.sessionId = null;
+          this.sessionId = this.#state = null;
           delete body.session_id;
+          delete body.session_state;
           body.messages = [...this.#messages, ...added];
         } else if (error.code === "session_busy" && attempt < BUSY_TRIES) {
           await new Promise((done) => setTimeout(done, BUSY_PAUSE_MS));
@@ -147,6 +163,7 @@ export class Chat {
         byId("system").disabled = true;
         this.#on.session(chunk.session_id);
       }
+      if (chunk.session_state) this.#state = chunk.session_state;
       const piece = chunk.choices[0]?.delta.content;
       if (piece) {
         const follows = this.#isAtEnd();
@@ -185,8 +202,9 @@ export class Chat {
   }
 }
 
-function shownMessage({ role, content }) {
-  const text = make("div", { className: "text" }, content);
+function shownMessage({ role, content, context = [] }) {
+  const documents = context.map((chunk) => (typeof chunk === "string" ? chunk : `(${many(chunk.length, "token")})`));
+  const text = make("div", { className: "text" }, [...documents, content].join("\n\n"));
   const about = make("p", { className: "about" });
   const item = make("li", { className: role }, make("p", { className: "who" }, NAMES[role] ?? role), text, about);
   return { item, text, about, said: content };
@@ -205,5 +223,6 @@ function aboutUsage(usage) {
     " · ",
     make("b", {}, `${cached} of ${usage.prompt_tokens}`),
     ` prompt tokens${where} · ${many(usage.completion_tokens, "token")}`,
-  ];
+    took.num_dropped > 0 && ` · ${many(took.num_dropped, "token")} left the window`,
+  ].filter(Boolean);
 }

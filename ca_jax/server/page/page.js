@@ -16,7 +16,7 @@ const live = new Live(
   (snapshot) => {
     panels.show(snapshot);
     const count = snapshot.tiers.map((tier) => tier.num_sessions).join();
-    if (count !== numSessions) refresh();
+    if (count !== numSessions) sessions.refreshSoon();
     numSessions = count;
   },
   (state, told) => {
@@ -33,30 +33,29 @@ const chat = new Chat({
   },
   ended() {
     sessions.name(chat.sessionId, chat.title);
-    refresh();
+    sessions.refreshSoon();
   },
   unauthorized: () => askForKey(),
 });
 
-const sessions = new Sessions(async (sessionId) => {
-  try {
-    await chat.open(sessionId);
-    sessions.name(sessionId, chat.title);
-  } catch (error) {
-    show(error);
-  }
-});
+const sessions = new Sessions(
+  async (sessionId) => {
+    try {
+      await chat.open(sessionId);
+      sessions.name(sessionId, chat.title);
+    } catch (error) {
+      show(error);
+    }
+  },
+  (error) => {
+    if (!(error instanceof Failure) || ![0, 503].includes(error.status)) show(error);
+  },
+);
 
 byId("new").addEventListener("click", async () => {
   await chat.open(null);
   byId("message").focus();
 });
-
-function refresh() {
-  sessions.refresh().catch((error) => {
-    if (!(error instanceof Failure) || ![0, 503].includes(error.status)) show(error);
-  });
-}
 
 function show(error) {
   if (error.status === 401) {
@@ -86,6 +85,15 @@ byId("key-form").addEventListener("submit", () => {
 
 // The beginning
 
+// The conversation that the address names; null if it names none, or nothing that can be read.
+function named() {
+  try {
+    return decodeURIComponent(location.hash.slice(1)) || null;
+  } catch {
+    return null;
+  }
+}
+
 async function begin() {
   for (;;) {
     try {
@@ -106,8 +114,7 @@ async function begin() {
       await new Promise((done) => setTimeout(done, RETRY_MS));
     }
   }
-  const named = decodeURIComponent(location.hash.slice(1));
-  await chat.open(named || null).catch(() => chat.open(null));
+  await chat.open(named()).catch(() => chat.open(null));
   sessions.name(chat.sessionId, chat.title);
   live.start();
   byId("message").focus();

@@ -4,18 +4,23 @@ import { askJson } from "./api.js";
 import { byId, make, painter } from "./dom.js";
 import { many, shortName } from "./format.js";
 
-const MOST = 200;
+const MOST = 100;
+const PAUSE_MS = 5000; // Between two lists: whatever changes meanwhile is in the next one.
 const TITLES = "ca_jax.titles";
 
 export class Sessions {
   #current = null;
   #listed = [];
   #onOpen;
+  #onError;
+  #askedMs = -Infinity;
+  #timer = null;
   #titles = JSON.parse(sessionStorage.getItem(TITLES) ?? "{}");
   #list = painter(byId("sessions"), (...shown) => this.#items(...shown));
 
-  constructor(onOpen) {
+  constructor(onOpen, onError) {
     this.#onOpen = onOpen;
+    this.#onError = onError;
   }
 
   set current(sessionId) {
@@ -31,7 +36,19 @@ export class Sessions {
     this.#paint();
   }
 
-  async refresh() {
+  // Has the list asked for: at once, or when the last one is old enough.
+  refreshSoon() {
+    this.#timer ??= setTimeout(
+      async () => {
+        await this.#refresh().catch(this.#onError);
+        this.#askedMs = performance.now();
+        this.#timer = null;
+      },
+      Math.max(0, this.#askedMs + PAUSE_MS - performance.now()),
+    );
+  }
+
+  async #refresh() {
     const { data } = await askJson(`/v1/sessions?limit=${MOST}`);
     this.#listed = data.filter((session) => session.num_tokens || session.id === this.#current);
     this.#paint();
@@ -40,7 +57,7 @@ export class Sessions {
   #paint() {
     const focused = document.activeElement?.dataset?.session;
     const named = this.#listed.map((session) => ({ ...session, title: this.#titles[session.id] ?? session.title }));
-    this.#list(named.reverse(), this.#current);
+    this.#list(named, this.#current);
     if (focused)
       byId("sessions")
         .querySelector(`[data-session="${CSS.escape(focused)}"]`)

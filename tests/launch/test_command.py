@@ -1,0 +1,42 @@
+"""The console command: every subcommand runs something, and flags that it would ignore are refused by name."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ca_jax.launch.command import COMMANDS
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "ca_jax.launch.command", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_is_a_script(name):
+    spec = importlib.util.find_spec(f"ca_jax.launch.{name}")
+    assert "app.run(main" in Path(spec.origin).read_text().rpartition('if __name__ == "__main__":')[2]
+
+
+def test_plan_prints_what_each_device_would_hold():
+    ran = run("plan", "--model_preset=llama2-70b", "--tensor_parallel_size=4")
+    assert ran.returncode == 0, ran.stderr
+    assert "llama2-70b in bfloat16: 138.0 GB of weights" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan"], "--model_preset must be one of"),
+        (["plan", "--model_preset=llama2-7b", "--eviction_policy=lru"], "--eviction_policy must be left out of a plan"),
+        (["convert", "--model=m", "--output_dir=d", "--dram_gib=1"], "--dram_gib must be left out of a conversion"),
+        (["convert", "--dry_run", "--model=m"], "--model must be left out of a dry run"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(arguments, message):
+    ran = run(*arguments)
+    assert ran.returncode == 1
+    assert message in ran.stdout + ran.stderr

@@ -1,0 +1,155 @@
+"""An explicit `store: false`: nothing of the request outlives it, in no tier, file, log or table, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sqlite3
+import zlib
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from ca_jax.storage.config import StoreConfig
+from tests import engine_kit as kit
+from tests import server_kit as sk
+from tests.server.test_under_load import wait_until_idle
+from tests.server_kit import assistant, cached, chat, text_of, user
+
+SECRET = "the word is xylophonequartz"
+CONTEXT = "a paper on vexillology and jackdaws"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path
+
+
+@pytest.fixture
+def server(directory):
+    store = StoreConfig(
+        dram_gib=0.05, ssd_dir=str(directory), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
+    )
+    with sk.running(store=store, max_batch_size=1) as running:
+        yield running
+
+
+def texts_in(directory: Path) -> str:
+    """All that files spell: as text, as token ids (a token of this model is a character), and what is compressed."""
+    found = []
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        raw = path.read_bytes()
+        found.append(raw.decode("latin-1"))
+        found.extend(
+            spelled(np.frombuffer(raw[shift : len(raw) - (len(raw) - shift) % 4], "<i4")) for shift in range(4)
+        )
+        if raw.startswith(b"SQLite format 3"):
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+                for (table,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+                    for value in (value for row in db.execute(f"SELECT * FROM {table}") for value in row):
+                        if isinstance(value, bytes):
+                            with contextlib.suppress(zlib.error):
+                                found.append(zlib.decompress(value).decode())
+                            found.append(spelled(np.frombuffer(value[: len(value) // 4 * 4], "<i4")))
+    return "\n".join(found)
+
+
+def spelled(ids: np.ndarray) -> str:
+    return "".join(chr(token) if 0 < token < 256 else "\0" for token in ids)
+
+
+def texts_in_memory(engine) -> str:
+    """What the store has KV of, in DRAM or on its way out of it, and what is known of conversations beside that."""
+    stored = (spelled(entry.token_ids) for entry in engine._kv._store._entries)
+    return "\n".join([*stored, repr(vars(engine._kv.conversations))])
+
+
+def kv_files(directory: Path) -> dict[str, str]:
+    """The files that KV is in, and what they hold."""
+    paths = (path for path in directory.rglob("*") if path.is_file() and "sqlite" not in path.name)
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def assert_nothing_is_kept(server, directory, before, names):
+    wait_until_idle(server)
+    server.engine.wait_for_saves()
+    spelt = texts_in(directory) + texts_in_memory(server.engine)
+    assert "xylophone" not in spelt
+    assert "vexillology" not in spelt
+    assert kv_files(directory) == before
+    assert {info.key for info in server.engine.stored.list()} == names[0]
+    assert [session.session_id for session in server.engine.sessions] == names[1]
+    assert server.service.router.num_states == names[2]
+
+
+def kept(server):
+    """What there is that is kept: keys in the store, open conversations, states that are known."""
+    engine = server.engine
+    opened = [session.session_id for session in engine.sessions]
+    return {info.key for info in engine.stored.list()}, opened, server.service.router.num_states
+
+
+def test_it_is_answered_alike_and_nothing_of_it_is_kept(server, directory):
+    with server.client() as client:
+        common = [user("what everybody asks first, at some length " * 3)]
+        first = chat(client, common)
+        history = [*common, assistant(text_of(first))]
+        server.engine.wait_for_saves()
+        before, names = kv_files(directory), kept(server)
+        followed = [*history, user(SECRET)]
+        with kit.small_engine(store=kit.STORE_OFF) as alone:
+            expected = "".join(alone.session().send(followed, max_tokens=8))
+        named = {"session_id": first.session_id, "session_state": first.session_state}
+        for messages, more in ((followed, {}), ([user(SECRET)], named), (followed, named)):
+            answer = chat(client, messages, store=False, extra_body=more)
+            assert text_of(answer) == expected
+            assert cached(answer) > 100, "what others have stored is read"
+            assert not {"session_id", "session_state"} & answer.model_extra.keys(), "there is nothing to go on with"
+            assert_nothing_is_kept(server, directory, before, names)
+        pieces = list(chat(client, followed, store=False, stream=True, n=2, temperature=1))
+        assert not any({"session_id", "session_state"} & piece.model_extra.keys() for piece in pieces)
+        assert_nothing_is_kept(server, directory, before, names)
+        chat(client, [user(SECRET)], 300, store=False, extra_body={"ignore_eos": True, "context": [CONTEXT]})
+        chat(client, [user(SECRET)], 480, store=False, extra_body={"ignore_eos": True})
+        cut = chat(client, [*history, user(SECRET + "y" * 360)], store=False)
+        assert cut.usage.ca_jax["dropped_tokens"] > 0
+        assert_nothing_is_kept(server, directory, before, names)
+        again = chat(client, [user("go on")], extra_body=named)
+        assert again.session_id == first.session_id, "it stands where it stood"
+        chat(client, [user(SECRET)])
+        server.engine.wait_for_saves()
+        assert "xylophone" in texts_in(directory), "what is stored would have been seen"
+        assert "xylophone" in texts_in_memory(server.engine)
+
+
+def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, directory, monkeypatch):
+    """Whoever kills the server then finds nothing: what is on disk in the middle is what would be found."""
+    with server.client(max_retries=0) as client:
+        chat(client, [user("somebody else")])
+        server.engine.wait_for_saves()
+        before, names = kv_files(directory), kept(server)
+        asked = {"store": False, "extra_body": {"ignore_eos": True, "context": [CONTEXT]}}
+        with chat(client, [user(SECRET)], 400, stream=True, **asked) as stream:
+            for _, _piece in zip(range(80), stream, strict=False):
+                pass
+            assert server.engine.num_jobs[0] == 1
+            server.engine.keep()
+            spelt = texts_in(directory) + texts_in_memory(server.engine)
+            assert "xylophone" not in spelt
+            assert "vexillology" not in spelt
+            with chat(client, [user(SECRET)], stream=True, **asked):  # Pre-loaded, and never begun.
+                server.wait_until(lambda: server.engine.num_jobs[1] == 1)
+        assert_nothing_is_kept(server, directory, before, names)  # Both were left in the middle.
+        with pytest.raises(openai.APIStatusError, match="not there in time"):
+            chat(client, [user(SECRET)], 400, store=False, extra_body={"ignore_eos": True, "timeout_s": 0.05})
+        assert_nothing_is_kept(server, directory, before, names)
+        with monkeypatch.context() as broken:
+            broken.setattr(server.engine._sampler, "draw", lambda *_: 1 / 0)
+            with pytest.raises(openai.InternalServerError):
+                chat(client, [user(SECRET)], **asked)
+        assert_nothing_is_kept(server, directory, before, names)
+        with pytest.raises(openai.BadRequestError):
+            chat(client, [user(SECRET), user(" ")], store=False)
+        assert_nothing_is_kept(server, directory, before, names)
