@@ -449,8 +449,8 @@ class Blender:
         num_rows = max(dataclasses.replace(self._plan, num_tokens=kv.shape[1]).counts[0], len(chosen))
         places = kv.shape[1] + np.arange(num_rows, dtype=np.int32)  # As many for all plans over so many places.
         places[: len(chosen)] = chosen
-        self._x = self._x[:, np.minimum(places, self._x.shape[1] - 1)]
         self._positions = self._to_device(places)
+        self._x = jnp.take(self._x, self._positions, axis=1, mode="clip")
         start = max(self._plan.carries_from, self._plan.num_first)  # How first tokens moved says nothing of others.
         is_fitted = (places >= max(start, _UNFIT_TOKENS)) & (places < kv.shape[1])
         masks = is_fitted, (place >= start) & (place < self._plan.num_tokens)

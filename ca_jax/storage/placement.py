@@ -350,6 +350,8 @@ class Placement:
 
     def _put_off(self, entry: Entry) -> None:
         """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
+        if self._dirty.get(entry.key):  # It was put off already, for another part of the same try.
+            return
         if self._table.get(entry.key) is entry:
             entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
             entry.waits_for_flush = False

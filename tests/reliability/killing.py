@@ -298,12 +298,15 @@ def _check_restart(
             if infos.pop(engine._kv.chunks.key(chunk, ""), None) is not None:
                 assert workload.is_whole(engine, chunk), f"a chunk of {len(chunk)} tokens is stored, and not served"
                 report.chunks_checked += 1
-        sessions = [engine.session(session_id=info.session_id) for info in infos.values()]
         store = kit.store_in(engine)
+        notes = {
+            key: store.note(key) for key in infos
+        }  # As they are on SSD: an engine that opens a session mends them.
+        sessions = [engine.session(session_id=info.session_id) for info in infos.values()]
         ahead = {  # Cut or rewound since their KV was written: they are noted at once, it is cut in the background.
             info.session_id
             for session, info in zip(sessions, infos.values(), strict=True)
-            if not _goes_on(session.conversation, Conversation.from_bytes(store.note(info.key)))
+            if not _goes_on(session.conversation, Conversation.from_bytes(notes[info.key]))
         }
         found = [  # Those that go on without an overflow, by which they would load less than is stored.
             (session, info, len(session.token_ids))

@@ -19,7 +19,7 @@ from ca_jax.storage.housekeeping import (
     find_namespaces,
 )
 from ca_jax.storage.inspection import StoreInspector
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.note_log import LOG_NAME, NoteLog
 from ca_jax.storage.records import Owner
 from ca_jax.storage.verification import catalog_problems, verify
 
@@ -163,7 +163,9 @@ def test_a_dropped_namespace_is_gone(tmp_path, filled):
 def test_all_namespaces_may_be_dropped(tmp_path, filled):
     collect(tmp_path, drop=(NAMESPACE, OTHER_NAMESPACE))
     assert stored(tmp_path) == {"bbbb": [], "keys": []}
-    assert files_of(tmp_path) == {}
+    assert files_of(tmp_path).keys() == {LOG_NAME}
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        assert log.list() == ()
 
 
 def test_leftovers_and_files_of_no_namespace_go_and_others_stay(tmp_path):

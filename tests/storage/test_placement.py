@@ -317,7 +317,7 @@ def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
     put(store, "a", 8)
     store.set_pinned("a", True)
     put(store, "b", 12)
-    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] == 1
+    assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] >= 1
     assert store.residency("a") is Residency.SSD
     store.set_pinned("a", False)
     save(store, "b", [7], make_kv(LAYOUT, 1), start_token=12)
