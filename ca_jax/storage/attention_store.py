@@ -369,7 +369,8 @@ class AttentionStore:
     def settle(self, timeout_s: float = _CLOSE_S) -> bool:
         """Waits until all that can be on SSD is there, durably, and nothing moves; at most `timeout_s` seconds.
 
-        What a running turn holds is not waited for, nor an SSD that has missed a deadline.
+        What a running turn holds is not waited for, nor an SSD that has missed a deadline, nor what is to be written
+        again later because it failed.
 
         Returns:
           Whether that is so.
@@ -380,10 +381,11 @@ class AttentionStore:
             self._progress.clear()
             self.poll()
             left_s = give_up_s - time.monotonic()
-            moves = self._placement.busy and not self._placement.is_late
-            if not (moves or self._cutting.busy) or left_s <= 0:
+            waits = self._placement.busy and not self._placement.is_late
+            if not (waits or self._cutting.busy) or left_s <= 0:
                 return not (self._placement.busy or self._cutting.busy)
-            self._progress.wait(left_s)
+            if self._placement.moves or self._cutting.busy:  # If not, what is due began to be so after its turn.
+                self._progress.wait(left_s)
 
     # Pins.
 
@@ -625,6 +627,7 @@ class AttentionStore:
             return
         self._desk.abort_all()
         self._entries.clear_pins()
+        self._placement.retry()
         settled = self.settle(timeout_s)
         self._closed = True
         self._cutting.close()

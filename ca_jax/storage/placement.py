@@ -181,10 +181,19 @@ class Placement:
             self._prefetch()
         self._expire()
 
+    def retry(self) -> None:
+        """Has what was put off tried again at the next step."""
+        self._dirty = dict.fromkeys(self._dirty, 0.0)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything moves."""
+        return self._ssd is not None and self._ssd.busy
+
     @property
     def busy(self) -> bool:
-        """Whether anything moves, or could be flushed now."""
-        return self._ssd is not None and (self._ssd.busy or any(True for _ in self._due()))
+        """Whether anything moves, or could be flushed now and was not put off."""
+        return self.moves or any(not self._dirty[entry.key] for entry in self._due())
 
     @property
     def windows(self) -> LookAheadWindows:

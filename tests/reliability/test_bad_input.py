@@ -124,7 +124,7 @@ def test_a_catalog_of_another_version_is_left_alone(tmp_path):
     db = sqlite3.connect(tmp_path / CATALOG_NAME)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(CatalogVersionError, match="wanted a catalog of version 3, found version 99"):
+    with pytest.raises(CatalogVersionError, match="the catalog must be of version 3, found version 99"):
         kit.small_engine(store=store_in(tmp_path))
 
 

@@ -173,6 +173,7 @@ def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_a
     gates[0].writes.close()
     store.discard("a", ~np.isin(np.arange(24), kept), b"cut")
     wait_until(store, lambda: info(store, "a").num_blocks == 2)
+    store.poll()  # Begins the flush.
     gates[0].writes.wait_held()
     with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
         record, contents = reader.load("a")

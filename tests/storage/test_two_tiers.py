@@ -233,11 +233,26 @@ def test_a_flush_that_finds_no_room_leaves_what_is_on_ssd(open_store):
     store.set_pinned("p", True)
     kv = put(store, "a", 8, seed=1)
     save(store, "a", ids(12)[8:], make_kv(LAYOUT, 4, seed=2), start_token=8)
-    store.settle()
+    assert store.settle(), "what is tried again later is not waited for"
     assert store.stats().ssd.failed_flushes[FlushFailure.NO_ROOM] == 1
     assert ssd_tokens(store, "a") == 8
     store.close()
     assert_loads(open_store(8, ssd_blocks=4), "a", ids(12), kv)
+
+
+def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch):
+    store = open_store(clock=StoppedClock(1000.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            store._ssd._worker._keeper._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full"))
+        )
+        kv = put(store, "a", 8)
+        store.settle()
+        assert ssd_tokens(store, "a") == 0
+    store.settle()
+    assert ssd_tokens(store, "a") == 0, "it is not its time"
+    store.close()
+    assert_loads(open_store(), "a", ids(8), kv)
 
 
 def test_a_flush_may_take_the_room_of_the_sessions_old_state(open_store):
@@ -287,7 +302,7 @@ def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkey
 
 @pytest.mark.parametrize("is_in_dram", [True, False])
 @pytest.mark.parametrize("change", ["set_pinned", "set_ttl", "set_note"])
-def test_what_cannot_be_written_down_is_later(open_store, monkeypatch, change, is_in_dram):
+def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch, change, is_in_dram):
     clock = StoppedClock(1000.0)
     store = open_store(4, clock=clock)
     put(store, "a", 5)
@@ -306,7 +321,7 @@ def test_what_cannot_be_written_down_is_later(open_store, monkeypatch, change, i
     store.settle()
     assert store.has_note_on_ssd("a", 3) == (change == "set_note")
     assert not store.has_note_on_ssd("a", 4)
-    with CatalogReader(store._ssd._contents._directory, store._ssd._contents.namespace) as reader:
+    with CatalogReader(directory, store._ssd._contents.namespace) as reader:
         record, contents = reader.load("a")
     found = {"set_pinned": record.pinned, "set_ttl": record.ttl_s, "set_note": contents.note}
     assert found[change] == value
