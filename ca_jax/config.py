@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from ca_jax.blend_config import BlendConfig
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
 READ_BUFFERS = ("auto", "all", "off")

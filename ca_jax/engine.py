@@ -26,13 +26,11 @@ from typing import Literal
 import jax
 import numpy as np
 
-from ca_jax import blend_costs
-from ca_jax.batch import Batch
-from ca_jax.chunks import ChunkSpan
 from ca_jax.config import EngineConfig
-from ca_jax.conversations import Conversation, Message, as_messages, chain_of, padded
-from ca_jax.device_memory import check_buffers
-from ca_jax.drift import Drift
+from ca_jax.device.memory import check_buffers
+from ca_jax.device.processes import Processes, check_alike, current, from_first
+from ca_jax.device.runner import Runner
+from ca_jax.device.sampler import Sampler
 from ca_jax.errors import (
     ContextWindowError,
     InvalidRequestError,
@@ -40,13 +38,15 @@ from ca_jax.errors import (
     SessionClosedError,
     TenantError,
 )
-from ca_jax.jobs import Completion, Job, SamplingParams
-from ca_jax.kv_layout import kept_window, kv_layout
-from ca_jax.metrics import EngineMetrics
+from ca_jax.kv import blend_costs
+from ca_jax.kv.layout import kept_window, kv_layout
+from ca_jax.kv.rates import Rates
+from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
-from ca_jax.processes import Processes, check_alike, current, from_first
-from ca_jax.prompts import (
+from ca_jax.recompute.drift import Drift
+from ca_jax.serving.batch import Batch
+from ca_jax.serving.prompts import (
     NewTurn,
     context_ids,
     given_chunks,
@@ -55,20 +55,20 @@ from ca_jax.prompts import (
     prompt_ids,
     text_of,
 )
-from ca_jax.rates import Rates
-from ca_jax.runner import Runner
-from ca_jax.sampler import Sampler
-from ca_jax.scheduler import Scheduler
+from ca_jax.serving.scheduler import Scheduler
+from ca_jax.serving.stored_sessions import StoredSessions
+from ca_jax.serving.truncator import Truncator
 from ca_jax.session import Session, Truncation
-from ca_jax.session_kv import SessionKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
-from ca_jax.stored_sessions import StoredSessions
-from ca_jax.text_output import TextOutput
-from ca_jax.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
-from ca_jax.timeline import NO_TIMELINE, Timeline
-from ca_jax.truncator import Truncator
-from ca_jax.wakeup import Wakeup
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+from ca_jax.telemetry.wakeup import Wakeup
+from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
+from ca_jax.turns.jobs import Completion, Job, SamplingParams
+from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""

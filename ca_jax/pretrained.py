@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax.device.steps import Params
+from ca_jax.device.transfer import leaf_to_device, params_to_device, shards_to_device, to_device, to_host
 from ca_jax.errors import InvalidRequestError, UnknownModelError
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.config import ModelConfig
@@ -24,8 +26,6 @@ from ca_jax.models.reading import Destination, Leaf
 from ca_jax.models.sharding import ModelSharding
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.models.transformer import Transformer
-from ca_jax.steps import Params
-from ca_jax.transfer import leaf_to_device, params_to_device, shards_to_device, to_device, to_host
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done and how much there is."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.conversations import Conversation, Message, as_messages
-from ca_jax.discarding import check_discarded
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
-from ca_jax.jobs import FinishReason, Job, SamplingParams, Usage
-from ca_jax.text_work import Texts
+from ca_jax.overflow.discarding import check_discarded
+from ca_jax.turns.conversations import Conversation, Message, as_messages
+from ca_jax.turns.jobs import FinishReason, Job, SamplingParams, Usage
+from ca_jax.turns.text_work import Texts
 
 if TYPE_CHECKING:
     from ca_jax.engine import Engine

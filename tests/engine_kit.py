@@ -22,8 +22,8 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.testing import tiny
-from ca_jax.timeline import NO_TIMELINE, Timeline
 
 WINDOW = 512
 BLOCK_TOKENS = 16

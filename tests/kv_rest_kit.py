@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from ca_jax.drift import Drift
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.recompute.drift import Drift
 from tests import overflow_kit as ok
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ca_jax import transfer
-from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
-from ca_jax.layer_loader import LayerLoader
+from ca_jax.device import transfer
+from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout

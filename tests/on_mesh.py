@@ -17,23 +17,24 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import device_memory, steps
-from ca_jax.drift import Drift
-from ca_jax.jobs import SamplingParams
-from ca_jax.layer_loader import LayerLoad
-from ca_jax.metrics import CompileCounter
+from ca_jax.device import memory as device_memory
+from ca_jax.device import steps
+from ca_jax.device.transfer import params_to_device
+from ca_jax.kv.layer_loader import LayerLoad
+from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.models import sharding as shardings
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
+from ca_jax.recompute.drift import Drift
 from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
-from ca_jax.transfer import params_to_device
-from ca_jax.turn_saver import TurnSaver
+from ca_jax.turns.jobs import SamplingParams
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax import steps
-from ca_jax.blend import Blender, BlendPlan, repair_plan
-from ca_jax.discarding import DiscardContext, TokenDiscarder
-from ca_jax.drift import Drift
+from ca_jax.device import steps
 from ca_jax.engine import Engine
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.overflow.discarding import DiscardContext, TokenDiscarder
 from ca_jax.pretrained import LoadedModel
+from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
+from ca_jax.recompute.drift import Drift
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.read_buffer import ReadBuffer, Region
+from ca_jax.kv.read_buffer import ReadBuffer, Region
 from ca_jax.session import Answer, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax import blend, steps
-from ca_jax.blend import Blender, BlendPlan
+from ca_jax.device import steps
+from ca_jax.recompute import blend
+from ca_jax.recompute.blend import Blender, BlendPlan
 from ca_jax.testing import tiny
 from tests.tolerances import LOGITS_ATOL
 

@@ -7,8 +7,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ca_jax import blend_costs, costs
-from ca_jax.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv import blend_costs, costs
+from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 
 NUM_LAYERS = 10
 TOKENS = st.integers(1, 5000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to
+from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to
 
 
 @given(st.integers(1, 32).map(lambda n: 64 * n))

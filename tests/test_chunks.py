@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.chunks import CHUNK_END, ChunkSpan, chunk_text, split_text, split_tokens
 from ca_jax.errors import EmptyMessageError, InvalidRequestError
+from ca_jax.turns.chunks import CHUNK_END, ChunkSpan, chunk_text, split_text, split_tokens
 
 
 def test_a_text_is_cut_at_separators_and_blank_pieces_are_left_out():

@@ -9,8 +9,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from ca_jax.compute_watch import ComputeWatch
-from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.telemetry.compute_watch import ComputeWatch
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 PATIENCE_S = 60
 

@@ -15,8 +15,8 @@ import pytest
 
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit

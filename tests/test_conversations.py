@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.conversations import OTHERWISE, Conversation, as_messages, chain_of, extended, padded
+from ca_jax.turns.conversations import OTHERWISE, Conversation, as_messages, chain_of, extended, padded
 
 
 def numbers(values: list, dtype: str) -> str:

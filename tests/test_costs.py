@@ -8,8 +8,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from ca_jax import costs
-from ca_jax.rates import PrefillRate, PrefillSample, Rates, TransferRate, TransferSample
+from ca_jax.kv import costs
+from ca_jax.kv.rates import PrefillRate, PrefillSample, Rates, TransferRate, TransferSample
 
 SECONDS = st.floats(0, 3).map(lambda value: round(value, 3))
 DEPTHS = st.integers(0, 14)

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ca_jax.discarding import (
+from ca_jax.errors import InvalidRequestError
+from ca_jax.models import kv
+from ca_jax.overflow.discarding import (
     DISCARDERS,
     DiscardContext,
     HeavyHitters,
@@ -15,8 +17,6 @@ from ca_jax.discarding import (
     check_discarded,
     make_discarder,
 )
-from ca_jax.errors import InvalidRequestError
-from ca_jax.models import kv
 from ca_jax.testing.tiny import tiny_config
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.drift import Drift, add_drift
+from ca_jax.recompute.drift import Drift, add_drift
 from ca_jax.testing.tiny import tiny_config
 
 CONFIG = tiny_config()

@@ -13,13 +13,13 @@ import json
 import numpy as np
 import pytest
 
-from ca_jax import steps
+from ca_jax.device import steps
+from ca_jax.device.runner import Runner
 from ca_jax.engine import Engine
-from ca_jax.metrics import CompileCounter
 from ca_jax.models import huggingface
 from ca_jax.models.random_weights import random_params
-from ca_jax.runner import Runner
 from ca_jax.storage.config import StoreConfig
+from ca_jax.telemetry.metrics import CompileCounter
 from tests import engine_kit as kit
 from tests import families_kit
 from tests import overflow_kit as ok

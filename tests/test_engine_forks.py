@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.overflow import METHODS, OverflowConfig
+from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.session import Session
 from tests import engine_kit as kit
 from tests.test_engine_ssd import ssd_store

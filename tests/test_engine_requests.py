@@ -18,8 +18,8 @@ from ca_jax.errors import (
     UnknownModelError,
     UnsupportedArchitectureError,
 )
-from ca_jax.jobs import SamplingParams
 from ca_jax.session import Session
+from ca_jax.turns.jobs import SamplingParams
 from tests import engine_kit as kit
 
 

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax import blend, fusion, steps
 from ca_jax.blend_config import SELECTIONS
-from ca_jax.fusion import Fuser, FusionPlan, TokenKind
+from ca_jax.device import steps
 from ca_jax.models.transformer import Transformer
+from ca_jax.recompute import blend, fusion
+from ca_jax.recompute.fusion import Fuser, FusionPlan, TokenKind
 from ca_jax.testing import tiny
 from tests.test_blend import moved_by_least_squares
 from tests.tolerances import LOGITS_ATOL

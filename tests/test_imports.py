@@ -205,17 +205,17 @@ def test_a_house_in_order_breaks_no_rule(made):
             "storage/config": "from ca_jax import errors",
             "storage/dram": "import numpy\nfrom ca_jax.storage.config import StoreConfig",
             "steps": "import jax\nfrom ca_jax import models\nfrom ca_jax.models.llama import Llama",
-            "scheduler": "from ca_jax.storage import dram\nfrom ca_jax.jobs import Job\ndef f():\n  import jax",
+            "scheduler": "from ca_jax.storage import dram\nfrom ca_jax.turns.jobs import Job\ndef f():\n  import jax",
             "runner": "from ca_jax import blend, drift, steps, config",
-            "blend": "from ca_jax.steps import step",
+            "blend": "from ca_jax.device.steps import step",
             "drift": "import jax",
             "discarding": "if TYPE_CHECKING:\n  from ca_jax.models.llama import Llama",
-            "overflow": "from ca_jax.discarding import Oldest",
-            "session_kv": "from ca_jax.runner import Runner",
+            "overflow": "from ca_jax.overflow.discarding import Oldest",
+            "session_kv": "from ca_jax.device.runner import Runner",
             "repair": "from ca_jax import blend, drift, runner, overflow",
             "truncator": "from ca_jax import repair, session_kv",
             "prefilling": "from ca_jax import repair, truncator",
-            "engine": "import jax, ca_jax.runner, ca_jax.scheduler, ca_jax.prefilling",
+            "engine": "import jax, ca_jax.device.runner, ca_jax.serving.scheduler, ca_jax.serving.prefilling",
             "evaluation/__init__": "",
             "evaluation/stream": "import jax\nfrom ca_jax import blend, drift, overflow, steps",
             "launch/evaluate": "from ca_jax.evaluation.stream import Stream",
@@ -236,16 +236,31 @@ def test_a_relative_import_or_one_through_a_link_is_seen(made, source):
 @pytest.mark.parametrize(
     ("sources", "chain"),
     [
-        ({"models/kv": "from ca_jax import transfer", "transfer": ""}, "ca_jax.models.kv -> ca_jax.transfer"),
-        ({"transfer": "def f():\n  import ca_jax.runner", "runner": ""}, "ca_jax.transfer -> ca_jax.runner"),
-        ({"runner": "try:\n  from ca_jax.engine import E\nfinally: x", "engine": ""}, "ca_jax.runner -> ca_jax.engine"),
+        ({"models/kv": "from ca_jax import transfer", "transfer": ""}, "ca_jax.models.kv -> ca_jax.device.transfer"),
+        (
+            {"transfer": "def f():\n  import ca_jax.device.runner", "runner": ""},
+            "ca_jax.device.transfer -> ca_jax.device.runner",
+        ),
+        (
+            {"runner": "try:\n  from ca_jax.engine import E\nfinally: x", "engine": ""},
+            "ca_jax.device.runner -> ca_jax.engine",
+        ),
         ({"engine": "from ca_jax.launch import chat", "launch/chat": ""}, "ca_jax.engine -> ca_jax.launch.chat"),
         ({"engine": "from ca_jax import Engine"}, "ca_jax.engine -> ca_jax"),
-        ({"session_kv": "import ca_jax.truncator", "truncator": ""}, "ca_jax.session_kv -> ca_jax.truncator"),
-        ({"repair": "import ca_jax.prefilling", "prefilling": ""}, "ca_jax.repair -> ca_jax.prefilling"),
-        ({"discarding": "import ca_jax.overflow", "overflow": ""}, "ca_jax.discarding -> ca_jax.overflow"),
+        (
+            {"session_kv": "import ca_jax.serving.truncator", "truncator": ""},
+            "ca_jax.kv.session_kv -> ca_jax.serving.truncator",
+        ),
+        (
+            {"repair": "import ca_jax.serving.prefilling", "prefilling": ""},
+            "ca_jax.recompute.repair -> ca_jax.serving.prefilling",
+        ),
+        (
+            {"discarding": "import ca_jax.overflow.config", "overflow": ""},
+            "ca_jax.overflow.discarding -> ca_jax.overflow.config",
+        ),
         ({"engine": "import ca_jax.evaluation.a", "evaluation/a": ""}, "ca_jax.engine -> ca_jax.evaluation.a"),
-        ({"evaluation/a": "import ca_jax.runner", "runner": ""}, "ca_jax.evaluation.a -> ca_jax.runner"),
+        ({"evaluation/a": "import ca_jax.device.runner", "runner": ""}, "ca_jax.evaluation.a -> ca_jax.device.runner"),
         ({"evaluation/a": "from ca_jax import Engine"}, "ca_jax.evaluation.a -> ca_jax"),
         (
             {"evaluation/a": "import ca_jax.pretrained", "pretrained": "import ca_jax.engine", "engine": ""},
@@ -265,18 +280,20 @@ def test_an_import_the_wrong_way_is_seen(made, sources, chain):
 
 def test_a_cycle_is_seen(made):
     modules = made(
-        {"runner": "from ca_jax import blend", "blend": "import ca_jax.config", "config": "import ca_jax.runner"}
+        {"runner": "from ca_jax import blend", "blend": "import ca_jax.config", "config": "import ca_jax.device.runner"}
     )
-    assert list(cycles(modules)) == ["ca_jax.blend -> ca_jax.config -> ca_jax.runner -> ca_jax.blend"]
+    assert list(cycles(modules)) == [
+        "ca_jax.recompute.blend -> ca_jax.config -> ca_jax.device.runner -> ca_jax.recompute.blend"
+    ]
 
 
 @pytest.mark.parametrize(
     ("sources", "chain"),
     [
-        ({"scheduler": "import jax.numpy as jnp"}, "ca_jax.scheduler -> jax.numpy"),
+        ({"scheduler": "import jax.numpy as jnp"}, "ca_jax.serving.scheduler -> jax.numpy"),
         (
-            {"overflow": "from ca_jax.drift import D", "drift": "import jax"},
-            "ca_jax.overflow -> ca_jax.drift -> jax",
+            {"overflow": "from ca_jax.recompute.drift import D", "drift": "import jax"},
+            "ca_jax.overflow.config -> ca_jax.recompute.drift -> jax",
         ),
         ({"session": "class A:\n  from flax import linen"}, "ca_jax.session -> flax.linen"),
         (
@@ -285,11 +302,11 @@ def test_a_cycle_is_seen(made):
         ),
         (
             {"costs": "from ca_jax.config import C", "config": "import ca_jax.models.kv", "models/kv": "import jax"},
-            "ca_jax.costs -> ca_jax.config -> ca_jax.models.kv -> jax",
+            "ca_jax.kv.costs -> ca_jax.config -> ca_jax.models.kv -> jax",
         ),
         (
             {"costs": "import ca_jax.models.kv", "models/kv": "", "models/__init__": "import jax"},
-            "ca_jax.costs -> ca_jax.models -> jax",
+            "ca_jax.kv.costs -> ca_jax.models -> jax",
         ),
     ],
 )

@@ -16,21 +16,21 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import costs, layer_loader
-from ca_jax.async_saver import AsyncSaver, DecodedPart, LayerPart
-from ca_jax.decode_slots import DecodeSlots
-from ca_jax.jobs import SamplingParams
-from ca_jax.layer_loader import LayerLoader, StagingInUseError
-from ca_jax.metrics import CompileCounter
+from ca_jax.device.slots import DecodeSlots
+from ca_jax.device.transfer import to_device, to_host
+from ca_jax.kv import costs, layer_loader
+from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
+from ca_jax.kv.layer_loader import LayerLoader, StagingInUseError
+from ca_jax.kv.read_buffer import ReadBuffer
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.read_buffer import ReadBuffer
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import LoadTicket
+from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
-from ca_jax.transfer import to_device, to_host
+from ca_jax.turns.jobs import SamplingParams
 from tests import engine_kit as kit
 from tests.storage.store_helpers import as_bits, make_kv
 from tests.tolerances import LOGITS_ATOL, PROJECTION_ATOL
@@ -63,7 +63,7 @@ def test_reuse_equals_recompute(engine, monkeypatch):
     """Every logit the engine drew from, in four turns over stored KV, is that of one pass over the conversation."""
     drawn: list[tuple[int, np.ndarray]] = []
 
-    def run_pass(self, prefill, *args, original=ca_jax.runner.Runner.run_pass):
+    def run_pass(self, prefill, *args, original=ca_jax.device.runner.Runner.run_pass):
         original(self, prefill, *args)
         if prefill.logits is not None:
             drawn.append((prefill.history_length + len(prefill.tokens), to_host(prefill.logits)[0]))
@@ -73,7 +73,7 @@ def test_reuse_equals_recompute(engine, monkeypatch):
         drawn.append((int(lengths[0]) + 1, to_host(logits)[0]))
         return logits, *rest
 
-    monkeypatch.setattr(ca_jax.runner.Runner, "run_pass", run_pass)
+    monkeypatch.setattr(ca_jax.device.runner.Runner, "run_pass", run_pass)
     monkeypatch.setattr(DecodeSlots, "decode", decode)
     session = engine.session(system="Answer briefly.")
     for message in MESSAGES:

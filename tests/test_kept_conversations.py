@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ca_jax.errors import TenantError
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.catalog_file import CatalogFullError
 from ca_jax.storage.note_log import LOG_NAME, NoteLog
 from ca_jax.storage.records import Owner, Residency

@@ -14,15 +14,16 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax import costs, layer_loader, transfer
-from ca_jax.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
+from ca_jax.device import transfer
+from ca_jax.kv import costs, layer_loader
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.telemetry.timeline import Timeline
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, GatedTransfers, PacedLink, Transfer, Transfers
 from ca_jax.testing.timers import ManualTimer
-from ca_jax.timeline import Timeline
 from tests.storage.store_helpers import as_bits, make_kv
 
 LAYOUT = KVLayout(num_layers=5, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=4)

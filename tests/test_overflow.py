@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.discarding import HeavyHitters, OldestFirst, SinksAndRecent
-from ca_jax.overflow import METHODS, OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow.discarding import HeavyHitters, OldestFirst, SinksAndRecent
 
 
 def leaving(window: int, num_tokens: int, num_wanted: int, **config: object) -> int:

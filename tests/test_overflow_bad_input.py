@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ca_jax.config import EngineConfig
-from ca_jax.discarding import DiscardContext
-from ca_jax.drift import Drift
 from ca_jax.errors import ContextWindowError, InvalidRequestError, SessionBusyError, SessionClosedError
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.overflow.discarding import DiscardContext
+from ca_jax.recompute.drift import Drift
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from ca_jax.discarding import DiscardContext, HeavyHitters, SinksAndRecent
 from ca_jax.engine import Engine
-from ca_jax.jobs import FinishReason
+from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, SinksAndRecent
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
+from ca_jax.turns.jobs import FinishReason
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

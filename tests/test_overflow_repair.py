@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.blend import Blender, BlendPlan, repair_plan
-from ca_jax.conversations import extended
-from ca_jax.drift import Drift
-from ca_jax.jobs import Usage
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
+from ca_jax.recompute.drift import Drift
 from ca_jax.storage.tickets import LoadTicket
+from ca_jax.turns.conversations import extended
+from ca_jax.turns.jobs import Usage
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 import ca_jax
-from ca_jax import device_memory
+from ca_jax.device import memory as device_memory
 from ca_jax.errors import InvalidRequestError
 from tests import engine_kit as kit
 

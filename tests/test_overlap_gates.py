@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
-from ca_jax import transfer
+from ca_jax.device import transfer
+from ca_jax.device.transfer import to_device
 from ca_jax.engine import Engine
-from ca_jax.layer_loader import LayerLoad, LayerLoader, _Stage
-from ca_jax.read_buffer import ReadBuffer
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, _Stage
+from ca_jax.kv.read_buffer import ReadBuffer
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from ca_jax.testing.paced import GatedTransfers
-from ca_jax.transfer import to_device
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
-from ca_jax import sampling, steps, transfer
-from ca_jax.decode_slots import DecodeSlots
+from ca_jax.device import sampling, steps, transfer
+from ca_jax.device.slots import DecodeSlots
 from ca_jax.engine import Engine
-from ca_jax.histories import Histories
-from ca_jax.jobs import FinishReason, SamplingParams
-from ca_jax.layer_loader import LayerLoad, LayerLoader
-from ca_jax.overflow import OverflowConfig
-from ca_jax.prefilling import Prefilling
+from ca_jax.kv.histories import Histories
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.serving.prefilling import Prefilling
 from ca_jax.session import Answer, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.paced import GatedTransfers
+from ca_jax.turns.jobs import FinishReason, SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS

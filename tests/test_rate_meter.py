@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ca_jax.rate_meter import RateMeter
-from ca_jax.rates import Rates
+from ca_jax.kv.rate_meter import RateMeter
+from ca_jax.kv.rates import Rates
 
 NUM_LAYERS, LAYER_TOKEN_BYTES = 4, 1000
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax.runner import Prefill, Runner
+from ca_jax.device.runner import Prefill, Runner
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

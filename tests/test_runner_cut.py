@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax import steps
-from ca_jax.blend import BlendPlan
-from ca_jax.drift import Drift
-from ca_jax.runner import Runner
+from ca_jax.device import steps
+from ca_jax.device.runner import Runner
+from ca_jax.recompute.blend import BlendPlan
+from ca_jax.recompute.drift import Drift
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

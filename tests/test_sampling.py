@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax import sampling
-from ca_jax.jobs import SamplingParams
-from ca_jax.sampler import Sampler
+from ca_jax.device import sampling
+from ca_jax.device.sampler import Sampler
+from ca_jax.turns.jobs import SamplingParams
 from tests import engine_kit as kit
 
 VOCAB = 12

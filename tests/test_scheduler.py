@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ca_jax.jobs import Job, SamplingParams
-from ca_jax.scheduler import Scheduler
-from ca_jax.text_output import TextOutput
+from ca_jax.serving.scheduler import Scheduler
+from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.text_output import TextOutput
 
 NUM_SLOTS = 3
 MAX_OVERTAKEN = 32

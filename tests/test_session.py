@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from ca_jax.jobs import Job, SamplingParams, Usage
-from ca_jax.text_output import TextOutput
+from ca_jax.turns.jobs import Job, SamplingParams, Usage
+from ca_jax.turns.text_output import TextOutput
 from tests import engine_kit as kit
 
 

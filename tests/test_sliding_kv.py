@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.kv_layout import kept_window
+from ca_jax.kv.layout import kept_window
 from ca_jax.models.transformer import Transformer
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
 from ca_jax.testing.threads import ThreadProcesses, run_together

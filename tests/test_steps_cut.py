@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax import steps
-from ca_jax.drift import add_drift
+from ca_jax.device import steps
+from ca_jax.recompute.drift import add_drift
 from ca_jax.testing import tiny
 from tests.tolerances import PROJECTION_ATOL
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax.timeline import NO_TIMELINE, TRACKS, Place, Span, Timeline, place_spans, trace_events
+from ca_jax.telemetry.timeline import NO_TIMELINE, TRACKS, Place, Span, Timeline, place_spans, trace_events
 
 
 def counting() -> Timeline:

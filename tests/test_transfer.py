@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax import transfer
+from ca_jax.device import transfer
 from tests.storage.store_helpers import as_bits, make_layout
 
 ON_FOUR_DEVICES = Path(__file__).with_name("on_four_devices.py")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.processes import OneProcess, all_agree, any_agrees, from_first, least
+from ca_jax.device.processes import OneProcess, all_agree, any_agrees, from_first, least
 from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
 from tests import engine_kit as kit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ca_jax.wakeup import Wakeup
+from ca_jax.telemetry.wakeup import Wakeup
 
 LONG_S = 60.0
 

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ca_jax.async_saver import AsyncSaver
-from ca_jax.metrics import EngineMetrics
+from ca_jax.device.transfer import to_device
+from ca_jax.kv.async_saver import AsyncSaver
+from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
+from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import GatedTransfers
-from ca_jax.transfer import to_device
-from ca_jax.turn_saver import TurnSaver
-from ca_jax.write_buffer import WriteBuffer
 from tests.storage.store_helpers import as_bits, load, make_kv
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)

@@ -12,12 +12,12 @@ import sys
 import jax
 
 import ca_jax
+from ca_jax.device.processes import JaxProcesses
+from ca_jax.device.transfer import params_to_device
 from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel
-from ca_jax.processes import JaxProcesses
 from ca_jax.storage.config import StoreConfig
 from ca_jax.testing import tiny
-from ca_jax.transfer import params_to_device
 from tests import engine_kit as kit
 
 WINDOW = 256

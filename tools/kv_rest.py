@@ -30,14 +30,14 @@ from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.evaluation.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import read_ids
-from ca_jax.jobs import SamplingParams
-from ca_jax.kv_layout import rest_layout
+from ca_jax.kv.layout import rest_layout
 from ca_jax.launch.bench_engines import OneSessionEngine, check_source, one_session_config
 from ca_jax.launch.bench_suites import send_turn
 from ca_jax.launch.machine import describe_machine, describe_versions
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
+from ca_jax.turns.jobs import SamplingParams
 
 SECTIONS = ("quality", "bytes", "load")
 SOURCES = ("dram", "ssd_warm", "ssd")

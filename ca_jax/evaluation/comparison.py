@@ -12,7 +12,7 @@ import numpy as np
 
 from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.stream import ContextStream
-from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 
 _REPAIR = {"deviating": "repair", "spread": "spread repair"}  # In names.

@@ -1,6 +1,6 @@
 """Measuring drift: contexts of a text are truncated again and again, and what stays is computed anew each time.
 
-Not here: what drift is, and its file (ca_jax.drift).
+Not here: what drift is, and its file (ca_jax.recompute.drift).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ca_jax.drift import Drift
+from ca_jax.device.transfer import to_host
 from ca_jax.evaluation.stream import ContextStream
-from ca_jax.overflow import OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
-from ca_jax.transfer import to_host
+from ca_jax.recompute.drift import Drift
 
 _UNSETTLED = 0.1  # Share of the window behind the cut whose KV moves in a way of its own: those tokens lose most.
 

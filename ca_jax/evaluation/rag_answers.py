@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 import jax
 import numpy as np
 
-from ca_jax import steps
+from ca_jax.device import steps
+from ca_jax.device.transfer import to_device, to_host
 from ca_jax.evaluation.rag_context import Asked, ContextModel
 from ca_jax.evaluation.statistics import log_softmax
 from ca_jax.models.attention import SLOT_BLOCK
-from ca_jax.transfer import to_device, to_host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,17 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax import steps
+from ca_jax.device import steps
+from ca_jax.device.steps.common import Params, apply, slice_rotation
+from ca_jax.device.transfer import to_device, to_host
 from ca_jax.evaluation.rag_items import RagPrompt
-from ca_jax.fusion import Fuser, FusionPlan, TokenKind
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, dot, seen_keys
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.transformer import Layer
 from ca_jax.pretrained import LoadedModel
-from ca_jax.steps.common import Params, apply, slice_rotation
-from ca_jax.transfer import to_device, to_host
+from ca_jax.recompute.fusion import Fuser, FusionPlan, TokenKind
 
 _CAPACITY_STEP = 256  # Contexts have a multiple of so many places.
 _CHUNK_STEP = 64  # Chunks are padded to a multiple of it,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ca_jax.device.transfer import to_device
 from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.rag import read_prompts
 from ca_jax.evaluation.rag_context import ContextModel
@@ -23,7 +24,6 @@ from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation, Row
 from ca_jax.evaluation.statistics import paired_interval
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.transfer import to_device
 
 ORACLE = "oracle"
 """The selection of figure 6: by the true deviation, which nobody has who wants to save computing it."""

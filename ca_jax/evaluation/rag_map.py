@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from ca_jax.device.transfer import to_device
 from ca_jax.evaluation.rag_answers import Answer, Answerer, Behind
 from ca_jax.evaluation.rag_context import ContextModel
 from ca_jax.evaluation.rag_methods import PromptContexts
 from ca_jax.evaluation.texts import tokenizer_of
-from ca_jax.transfer import to_device
 
 SUMMARIZE = "\n\nSummarize the passage above in one sentence.\nSummary:"
 """What stands behind a chunk that is to be summarised."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from ca_jax.device.transfer import to_host
 from ca_jax.evaluation.rag_context import Asked, ContextModel, attention_deviations, kv_deviations, plan_of
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.rag_schema import Blends
 from ca_jax.evaluation.statistics import kl_divergence
-from ca_jax.fusion import FusionPlan
-from ca_jax.transfer import to_host
+from ca_jax.recompute.fusion import FusionPlan
 
 _NAMES = {
     "recompute": "full recompute",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import get_args
 
-from ca_jax.fusion import Selection
+from ca_jax.recompute.fusion import Selection
 
 SELECTIONS: tuple[str, ...] = get_args(Selection)
 """Ways to choose the tokens that are computed anew, see `fusion.Selection`."""

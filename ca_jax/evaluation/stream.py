@@ -22,15 +22,16 @@ import numpy as np
 import optax
 from jax import lax
 
-from ca_jax import blend, steps
-from ca_jax.discarding import DiscardContext, check_discarded
-from ca_jax.drift import Drift, add_drift
+from ca_jax.device import steps
+from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow import OverflowConfig, num_leaving
+from ca_jax.overflow.config import OverflowConfig, num_leaving
+from ca_jax.overflow.discarding import DiscardContext, check_discarded
 from ca_jax.pretrained import LoadedModel, check_token_ids
-from ca_jax.transfer import to_device, to_host
+from ca_jax.recompute import blend
+from ca_jax.recompute.drift import Drift, add_drift
 
 _CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
 _LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.

@@ -17,18 +17,18 @@ from functools import partial
 import jax
 import numpy as np
 
-from ca_jax.blending import Blending
-from ca_jax.chunks import ChunkSpan
+from ca_jax.device.runner import LayerSource
+from ca_jax.device.transfer import to_host
 from ca_jax.engine import Engine
-from ca_jax.fused_ticket import FusedTicket
-from ca_jax.histories import History
+from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv.histories import History
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.launch.bench_schema import BenchError
-from ca_jax.layer_loader import LayerLoader
-from ca_jax.runner import LayerSource
+from ca_jax.recompute.blending import Blending
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
-from ca_jax.transfer import to_host
+from ca_jax.turns.chunks import ChunkSpan
 
 _SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the decode slots as they are.
 

@@ -34,7 +34,7 @@ import numpy as np
 from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_apart import ApartEngine
 from ca_jax.launch.bench_blend_schema import BASELINES, BlendBenchConfig, BlendResult, BlendRow
 from ca_jax.launch.bench_blend_texts import make_contexts
@@ -48,10 +48,10 @@ from ca_jax.launch.bench_engines import (
 )
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_suites import send_turn
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
+from ca_jax.telemetry.metrics import CompileCounter
 
 _MEDIANS = {  # Of a row.
     *("ttft_s", "ttft_recompute_s", "speedup", "ttft_reuse_s", "ideal_s", "over_ideal"),

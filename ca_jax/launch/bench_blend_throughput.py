@@ -29,17 +29,17 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job, SamplingParams
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_blend_schema import BlendThroughputBenchConfig, BlendThroughputResult, BlendThroughputRow
 from ca_jax.launch.bench_blend_texts import Contexts, make_contexts
 from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.launch.bench_engines import SSD_BLOCK_EXTRA_BYTES, make_engine
 from ca_jax.launch.bench_schema import Samples
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import Job, SamplingParams
 
 _CHUNK_MODES = ("blend", "reuse")
 

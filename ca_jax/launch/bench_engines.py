@@ -14,8 +14,7 @@ import numpy as np
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
-from ca_jax.jobs import Usage
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_disk import block_files, cached_share, drop_cached, fill_cached, is_dropped
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_suites import send_turn
@@ -23,7 +22,8 @@ from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
-from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+from ca_jax.turns.jobs import Usage
 
 SSD_BLOCK_EXTRA_BYTES = 64 << 10
 """A generous bound of what a driver adds to a block on SSD."""

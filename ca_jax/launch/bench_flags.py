@@ -24,7 +24,7 @@ from ca_jax.launch.bench_serving_schema import SERVING_SUITES, ThroughputBenchCo
 from ca_jax.launch.bench_storage_schema import STORAGE_SUITES, PolicyBenchConfig, StoreBenchConfig
 from ca_jax.launch.refused_flags import refuse_flags
 from ca_jax.models.presets import PRESETS
-from ca_jax.overflow import METHODS
+from ca_jax.overflow.config import METHODS
 from ca_jax.storage.config import SSD_DRIVERS
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.

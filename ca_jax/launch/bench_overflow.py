@@ -22,7 +22,7 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_engines import make_engine
 from ca_jax.launch.bench_overflow_bookkeeping import measure_bookkeeping
 from ca_jax.launch.bench_overflow_costs import first_truncations, gap_rows, next_turn_rows
@@ -38,10 +38,10 @@ from ca_jax.launch.bench_overflow_schema import (
 from ca_jax.launch.bench_overflow_scripts import make_overflow_scripts
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_throughput import ServedTurn, serve
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.scripts import Script
 from ca_jax.storage.config import GIB
+from ca_jax.telemetry.metrics import CompileCounter
 
 PAPER_HIT_RATE_DROPS = (17.6, 41.5, 18.1, 18.4)
 """Points of hit rate that `of` is below `ca` in the paper's Figure 22a: LLaMA-13B, -65B, -70B, Falcon-40B."""

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.conversations import Conversation
 from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.launch.bench_overflow_schema import TIERS, BookkeepingRow, OverflowBenchConfig
 from ca_jax.launch.bench_schema import BenchError, Samples
-from ca_jax.overflow import OverflowConfig, oldest_first
+from ca_jax.overflow.config import OverflowConfig, oldest_first
 from ca_jax.pretrained import Progress
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.turns.conversations import Conversation
 
 # The smallest blocks there are: bookkeeping does not depend on their size.
 _LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=StoreConfig.block_tokens)

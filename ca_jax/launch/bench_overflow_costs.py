@@ -18,13 +18,13 @@ from typing import TypeVar
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job, SamplingParams
 from ca_jax.launch.bench_overflow_schema import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
 from ca_jax.launch.bench_schema import SETTLING_STEPS, BenchError, Samples
 from ca_jax.launch.bench_suites import send_turn
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import Progress
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import Job, SamplingParams
 
 _TOKENS_BEFORE = 12  # Of an answer, until the window is full.
 _TOKENS_AFTER = 16

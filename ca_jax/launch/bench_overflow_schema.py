@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ca_jax.config import EngineConfig
 from ca_jax.launch.bench_schema import Spread
-from ca_jax.overflow import METHODS
+from ca_jax.overflow.config import METHODS
 from ca_jax.storage.config import StoreConfig
 
 OVERFLOW_SUITES = ("overflow",)

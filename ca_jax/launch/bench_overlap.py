@@ -16,8 +16,7 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_engines import make_engine
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
@@ -26,6 +25,7 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, PacedLink, Result, Transfer
 from ca_jax.testing.timers import Timer, TimerThread
+from ca_jax.turns.jobs import Job
 
 Way = TypeVar("Way")
 

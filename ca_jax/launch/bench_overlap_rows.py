@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ca_jax import costs
+from ca_jax.kv import costs
+from ca_jax.kv.rates import Rates
 from ca_jax.launch.bench_overlap_schema import DepthRow, PreloadRow, SaveRow, StreamRow
 from ca_jax.launch.bench_schema import Samples
-from ca_jax.rates import Rates
 
 NOISE = 0.03
 """Times that differ by less, as a share, count as the same where the best depth is looked for."""

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from ca_jax.device.transfer import to_host
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.testing.tiny import hf_config, hf_tensors
-from ca_jax.transfer import to_host
 
 PEER_PACKAGES = {"transformers": ("torch", "transformers")}
 """The peers that `make_peer` knows, and the distributions whose versions matter."""

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import SamplingParams
+from ca_jax.kv.rates import Rates
 from ca_jax.launch.bench_overlap import (
     CALIBRATIONS,
     AdjustableLink,
@@ -42,10 +42,10 @@ from ca_jax.launch.bench_overlap_rows import COMPUTE, PreloadCell, PreloadRound,
 from ca_jax.launch.bench_overlap_schema import DepthRow, PreloadBenchConfig, PreloadResult, PreloadRow
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_suites import send_turn
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.rates import Rates
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import SamplingParams
 
 _FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 _WARM_UP_TOKENS = 1024  # The most that an engine stores to measure its rates.

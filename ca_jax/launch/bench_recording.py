@@ -14,7 +14,7 @@ import jax
 
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.timeline_plot import plot_timeline
-from ca_jax.timeline import NO_TIMELINE, Span, Timeline, trace_events
+from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline, trace_events
 
 
 class Recorder:

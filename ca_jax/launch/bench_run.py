@@ -41,8 +41,8 @@ from ca_jax.launch.bench_throughput import run_throughput_suite
 from ca_jax.launch.bench_tiers import run_tiers_suite, tiers_engine_config
 from ca_jax.launch.bench_ttft import run_ttft_suite
 from ca_jax.launch.progress import progress_bars
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress, load_model, random_model
+from ca_jax.telemetry.metrics import CompileCounter
 
 _IDLE_CHECK_S = 0.5
 

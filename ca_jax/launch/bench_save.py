@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import SamplingParams
 from ca_jax.launch.bench_overlap import (
     CALIBRATIONS,
     AdjustableLink,
@@ -40,9 +39,10 @@ from ca_jax.launch.bench_overlap import (
 from ca_jax.launch.bench_overlap_rows import SaveCell, save_round, stream_round, summarize_save
 from ca_jax.launch.bench_overlap_schema import SaveBenchConfig, SaveResult, SaveRow, StreamRow
 from ca_jax.launch.bench_schema import BenchError, Samples
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import SamplingParams
 
 Measured = tuple[list[dict[str, float]], bool, int]
 """Seconds by way, of each round; whether all ways gave the same answers; functions compiled."""

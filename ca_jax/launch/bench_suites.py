@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import SamplingParams
 from ca_jax.launch.bench_peers import Peer
 from ca_jax.launch.bench_schema import (
     SETTLING_STEPS,
@@ -31,9 +30,10 @@ from ca_jax.launch.bench_schema import (
     Row,
     Samples,
 )
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import Progress
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import SamplingParams
 
 
 def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: Progress) -> list[Row]:

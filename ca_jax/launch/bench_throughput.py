@@ -22,17 +22,17 @@ import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job, SamplingParams, Usage
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_engines import make_engine
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_scripts import make_scripts
 from ca_jax.launch.bench_serving_schema import MODES, ThroughputBenchConfig, ThroughputResult, ThroughputRow
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.scripts import Script
 from ca_jax.storage.config import GIB
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import Job, SamplingParams, Usage
 
 
 @dataclasses.dataclass(frozen=True)

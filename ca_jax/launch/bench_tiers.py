@@ -30,9 +30,9 @@ from ca_jax.engine import Engine
 from ca_jax.launch.bench_engines import OneSessionEngine, check_source, one_session_config
 from ca_jax.launch.bench_schema import SOURCES, BenchConfig, BenchError, Samples, SourceTimes, TiersRow
 from ca_jax.launch.bench_suites import send_turn
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
 
 _WANTED_TIERS = {"dram": "dram", "ssd_warm": "ssd", "ssd": "ssd", "ssd_restart": "ssd"}
 

@@ -22,7 +22,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ca_jax.jobs import Usage
 from ca_jax.launch.bench_apart import ApartEngine
 from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.launch.bench_engines import OneSessionEngine, check_source, make_engine, one_session_config
@@ -30,10 +29,11 @@ from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_serving_schema import TtftBenchConfig, TtftResult, TtftRow
 from ca_jax.launch.bench_suites import send_turn
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import Usage
 
 _TIERS = {"dram": "dram", "ssd_warm": "ssd"}
 

@@ -16,22 +16,22 @@ from typing import cast
 
 import numpy as np
 
-from ca_jax.conversations import Conversation, chain_of
+from ca_jax.device.processes import current
 from ca_jax.engine import Engine
-from ca_jax.histories import packed_prompt
-from ca_jax.jobs import FinishReason, Job, SamplingParams
-from ca_jax.kept_conversations import KeptConversations
+from ca_jax.kv.histories import packed_prompt
+from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_storage_schema import PolicyBenchConfig, TurnRow
-from ca_jax.metrics import EngineMetrics
 from ca_jax.models.chat_template import ChatTemplate
-from ca_jax.processes import current
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.note_log import NoteLog
-from ca_jax.text_output import TextOutput
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.conversations import Conversation, chain_of
+from ca_jax.turns.jobs import FinishReason, Job, SamplingParams
+from ca_jax.turns.text_output import TextOutput
 
 _HISTORIES = (1_000, 100_000)  # Tokens.
 _NEW_TOKENS = 50  # Of a message, and of an answer.

@@ -31,17 +31,17 @@ import rich.console
 from absl import app, flags, logging
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.processes import OneProcess, Processes, any_agrees
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
-from ca_jax.jobs import FinishReason, SamplingParams
 from ca_jax.launch import context_flags, engine_flags, process_flags, store_flags
 from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines, shared_lines
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
-from ca_jax.overflow import OverflowConfig
-from ca_jax.processes import OneProcess, Processes, any_agrees
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.session import Session
+from ca_jax.turns.jobs import FinishReason, SamplingParams
 
 FLAGS = flags.FLAGS
 

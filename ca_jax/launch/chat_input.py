@@ -15,8 +15,8 @@ import prompt_toolkit
 import prompt_toolkit.completion
 import rich.console
 
+from ca_jax.device.processes import Processes, from_first
 from ca_jax.launch.terminal import printable
-from ca_jax.processes import Processes, from_first
 
 _PROMPT = "> "
 

@@ -12,10 +12,10 @@ import rich.table
 import rich.text
 
 from ca_jax.launch.terminal import describe_time, printable
-from ca_jax.metrics import EngineMetrics
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import EntryInfo, FlushFailure, MissReason, SkipReason, SsdStats, StoreStats
+from ca_jax.telemetry.metrics import EngineMetrics
 
 _TITLE_CHARS = 60
 

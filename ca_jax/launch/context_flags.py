@@ -9,9 +9,9 @@ from pathlib import Path
 
 from absl import flags
 
-from ca_jax.chunks import split_text, split_tokens
 from ca_jax.errors import InvalidRequestError
 from ca_jax.pretrained import LoadedModel
+from ca_jax.turns.chunks import split_text, split_tokens
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

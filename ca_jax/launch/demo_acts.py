@@ -26,14 +26,14 @@ import rich.console
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.errors import CaJaxError
-from ca_jax.jobs import SamplingParams, Usage
 from ca_jax.launch.machine import describe_machine
 from ca_jax.launch.progress import progress_bars, spinner
 from ca_jax.launch.terminal import describe_usage, printable, write_piece
-from ca_jax.metrics import CompileCounter
 from ca_jax.pretrained import Progress, load_model
-from ca_jax.prompts import turn_ids
+from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import SamplingParams, Usage
 
 T = TypeVar("T")
 

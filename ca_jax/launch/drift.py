@@ -6,7 +6,7 @@
 Any text will do, best one like those that are to come; it is fed under the window, which it overflows again and again,
 and what stays is computed anew each time. Drift belongs to weights, window and truncation ratio.
 
-Not here: what drift is (`ca_jax.drift`), measuring it (`ca_jax.evaluation.drift`).
+Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`ca_jax.evaluation.drift`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.drift import measure_drift
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.launch.progress import progress_bars
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
 
 FLAGS = flags.FLAGS

@@ -17,7 +17,7 @@ from absl import flags
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.schema import AgreementConfig, LongevalConfig, MmluConfig, PerplexityConfig, TaskConfig
 from ca_jax.launch import evaluate_rag_flags, overflow_flags
-from ca_jax.overflow import METHODS, OverflowConfig
+from ca_jax.overflow.config import METHODS, OverflowConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

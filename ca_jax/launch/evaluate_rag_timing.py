@@ -29,14 +29,14 @@ from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
 from ca_jax.evaluation.rag_rows import RagRow, TimedRow
 from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation
-from ca_jax.jobs import Usage
-from ca_jax.kv_layout import kv_layout
+from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import SamplingParams
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import PacedLink
+from ca_jax.turns.jobs import Usage
 
 DRAM, SSD = "dram", "ssd"
 """Storages that are what they are."""

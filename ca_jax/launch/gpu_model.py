@@ -14,7 +14,8 @@ import time
 import jax
 import numpy as np
 
-from ca_jax import sampling
+from ca_jax.device import sampling
+from ca_jax.device.runner import Prefill, Runner
 from ca_jax.launch.bench_overlap import random_ids
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.gpu_schema import (
@@ -25,11 +26,10 @@ from ca_jax.launch.gpu_schema import (
     GpuBenchConfig,
     Probes,
 )
-from ca_jax.metrics import CompileCounter
 from ca_jax.models import attention
 from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel, random_model
-from ca_jax.runner import Prefill, Runner
+from ca_jax.telemetry.metrics import CompileCounter
 
 _SETTLING_STEPS = 2  # Decode steps before the first sample.
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ca_jax import transfer
+from ca_jax.device import transfer
 from ca_jax.launch.gpu_schema import Findings, GpuBenchConfig, Probes
 from ca_jax.models.attention import matmul_precision
 from ca_jax.storage.host_memory import host_array, touch

@@ -11,8 +11,8 @@ from typing import Any
 
 from absl import flags
 
-from ca_jax.discarding import DISCARDERS
-from ca_jax.overflow import METHODS, REPAIRS, OverflowConfig
+from ca_jax.overflow.config import METHODS, REPAIRS, OverflowConfig
+from ca_jax.overflow.discarding import DISCARDERS
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

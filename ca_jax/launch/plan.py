@@ -20,11 +20,11 @@ import rich.console
 import rich.table
 from absl import app, flags
 
-from ca_jax.buckets import history_buckets, slot_tokens
 from ca_jax.config import EngineConfig
-from ca_jax.device_memory import wanted_bytes
+from ca_jax.device.buckets import history_buckets, slot_tokens
+from ca_jax.device.memory import wanted_bytes
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS
-from ca_jax.kv_layout import kept_window, rest_layout
+from ca_jax.kv.layout import kept_window, rest_layout
 from ca_jax.launch import engine_flags, overflow_flags, store_flags
 from ca_jax.launch.refused_flags import refuse_flags
 from ca_jax.models.attention import SLOT_BLOCK

@@ -2,7 +2,7 @@
 
     for i in 0 1; do script --coordinator_address=HOST:PORT --num_processes=2 --process_id=$i & done
 
-Not here: what processes agree upon (`ca_jax.processes`).
+Not here: what processes agree upon (`ca_jax.device.processes`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 from absl import flags
 
-from ca_jax.processes import JaxProcesses, OneProcess, Processes
+from ca_jax.device.processes import JaxProcesses, OneProcess, Processes
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import flags
 
 from ca_jax.launch.simulate_trace import TraceSource
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.comparison import POLICIES
 from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost

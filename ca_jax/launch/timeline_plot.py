@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ca_jax.timeline import TRACKS, Place, Span, Track, place_spans
+from ca_jax.telemetry.timeline import TRACKS, Place, Span, Track, place_spans
 
 # Of Okabe and Ito's palette, told apart with any colour vision; each track is labelled as well.
 _COLOURS: dict[Track, str] = {

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS, Engine
-from ca_jax.kv_layout import kv_layout
-from ca_jax.metrics import CompileCounter
+from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.served import Sample, Served
 from ca_jax.replay.serving import serve
@@ -21,6 +20,7 @@ from ca_jax.replay.trace_scripts import ReplayError, TraceConfig
 from ca_jax.replay.workload import Workload, WorkloadConfig, make_workload
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
+from ca_jax.telemetry.metrics import CompileCounter
 
 STORE, RECOMPUTE = "store", "recompute"
 """Names of runs."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel
-from ca_jax.prompts import turn_ids
+from ca_jax.serving.prompts import turn_ids
 
 LEAST_ANSWER_TOKENS = 2
 """Of every answer: there is a time between them."""

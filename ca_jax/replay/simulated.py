@@ -12,9 +12,9 @@ import math
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.kv_layout import kv_layout
-from ca_jax.overflow import OverflowConfig
-from ca_jax.rates import PrefillSample
+from ca_jax.kv.layout import kv_layout
+from ca_jax.kv.rates import PrefillSample
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.replay.served import Served
 from ca_jax.replay.summary import Summary
 from ca_jax.replay.trace_scripts import ReplayError

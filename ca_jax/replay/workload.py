@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.replay.scripts import Exchange, Script
 from ca_jax.replay.trace_scripts import ReplayError, TraceConfig, TraceSession, trace_sessions

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from ca_jax.conversations import Message
-from ca_jax.jobs import SamplingParams
 from ca_jax.server.errors import ApiError
+from ca_jax.turns.conversations import Message
+from ca_jax.turns.jobs import SamplingParams
 
 _INT64 = 2**63
 # A least length, even of 0, has pydantic look whether a text is one: JSON may hold half of a surrogate pair.

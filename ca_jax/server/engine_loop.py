@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError
-from ca_jax.jobs import Job
+from ca_jax.turns.jobs import Job
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")

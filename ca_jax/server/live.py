@@ -19,11 +19,11 @@ import time
 from collections.abc import Iterator
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job
-from ca_jax.rates import Rates, TransferRate
+from ca_jax.kv.rates import Rates, TransferRate
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.session import Session
 from ca_jax.storage.records import StoreStats
+from ca_jax.turns.jobs import Job
 
 _MAX_WAITING = 64
 """Most waiting jobs that are shown one by one: more cells than a row of them has room for say nothing more."""

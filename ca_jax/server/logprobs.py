@@ -1,6 +1,6 @@
 """Log-probabilities of generated tokens in OpenAI's shapes.
 
-Not here: computing them (`ca_jax.sampling`).
+Not here: computing them (`ca_jax.device.sampling`).
 Source: OpenAI's API reference (ChatCompletionTokenLogprob; `logprobs` of CreateCompletionResponse).
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ca_jax.jobs import Job
 from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.turns.jobs import Job
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: int | None = None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Histograms are filled as requests end. Everything else is read off engine and store when it is asked for.
 
-Not here: counting itself (`ca_jax.metrics`, `storage.records`), the route (`app`).
+Not here: counting itself (`ca_jax.telemetry.metrics`, `storage.records`), the route (`app`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import FinishReason, Job
-from ca_jax.metrics import EngineMetrics
-from ca_jax.rates import Rates
+from ca_jax.kv.rates import Rates
 from ca_jax.server.answers import finish_reason
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, StoreStats
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.jobs import FinishReason, Job
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 """Of what `RequestMetrics.text` gives."""

@@ -19,8 +19,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 from ca_jax.engine import Engine
-from ca_jax.jobs import Job, Usage
-from ca_jax.prompts import context_ids, prompt_ids
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
@@ -29,8 +27,10 @@ from ca_jax.server.metrics import Reading, RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.server.waiting import too_late
+from ca_jax.serving.prompts import context_ids, prompt_ids
 from ca_jax.session import Session
-from ca_jax.text_work import Texts, TextWork, num_chars
+from ca_jax.turns.jobs import Job, Usage
+from ca_jax.turns.text_work import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
 _KEPT_TIMES = 64  # Of the latest answers: how long others will have to wait is told by them.

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import fastapi
 from fastapi.responses import JSONResponse
 
-from ca_jax.conversations import Conversation
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
@@ -21,6 +20,7 @@ from ca_jax.server.service import Service
 from ca_jax.server.state import KeyedRoute, TheService, TheTenant
 from ca_jax.server.tenants import Tenant
 from ca_jax.server.waiting import too_late, while_connected
+from ca_jax.turns.conversations import Conversation
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
 _MOST_LISTED = 100

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.machine import CostModel, SimModel
 
 BELADY = "belady"

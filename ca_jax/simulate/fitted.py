@@ -1,6 +1,6 @@
 """What computing takes on a machine that was measured: rates fitted to rows of `ca_jax.launch.bench`.
 
-Not here: rates themselves (`ca_jax.rates`), what follows from data sheets (machine).
+Not here: rates themselves (`ca_jax.kv.rates`), what follows from data sheets (machine).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ca_jax.rates import PrefillRate, PrefillSample, fit_times
+from ca_jax.kv.rates import PrefillRate, PrefillSample, fit_times
 
 FITTED_SUITES = ("prefill", "reuse", "ttft", "decode")
 """Suites of the bench whose rows say what computing takes."""

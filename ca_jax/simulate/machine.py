@@ -1,6 +1,6 @@
 """Models and devices as a simulation knows them, and what computing takes on them, from first principles.
 
-Not here: rates fitted to measurements (`ca_jax.rates`), what is computed when (simulator).
+Not here: rates fitted to measurements (`ca_jax.kv.rates`), what is computed when (simulator).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.machine import DEVICES, MODELS, Device, RooflineCost
 from ca_jax.simulate.results import SimCounts

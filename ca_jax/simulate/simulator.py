@@ -21,10 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from ca_jax import costs
-from ca_jax.jobs import Job, SamplingParams
-from ca_jax.overflow import num_leaving, oldest_first
-from ca_jax.scheduler import Scheduler
+from ca_jax.kv import costs
+from ca_jax.overflow.config import num_leaving, oldest_first
+from ca_jax.serving.scheduler import Scheduler
 from ca_jax.simulate.client import Client
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
@@ -36,7 +35,8 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.belady import BeladyPolicy
-from ca_jax.text_output import TextOutput
+from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.text_output import TextOutput
 
 _PARAMS = SamplingParams()
 _SILENT = TextOutput(None)

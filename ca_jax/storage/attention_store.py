@@ -52,7 +52,7 @@ from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_setup import open_ssd_books
 from ca_jax.storage.ticket_desk import TicketDesk, as_token_ids
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
-from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 _CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.

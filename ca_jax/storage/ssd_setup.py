@@ -20,7 +20,7 @@ from ca_jax.storage.quota import ChargedBlocks, TenantQuota
 from ca_jax.storage.ssd_books import SsdBooks
 from ca_jax.storage.ssd_worker import SsdWorker
 from ca_jax.storage.timely_contents import TimelyContents
-from ca_jax.timeline import Timeline
+from ca_jax.telemetry.timeline import Timeline
 
 
 def open_ssd_books(

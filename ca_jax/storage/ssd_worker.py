@@ -41,7 +41,7 @@ from ca_jax.storage.lineage import Lineage
 from ca_jax.storage.seal import seal_block, verify_block
 from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.step_thread import StepThread
-from ca_jax.timeline import ArgValue, Timeline, Track
+from ca_jax.telemetry.timeline import ArgValue, Timeline, Track
 
 _POLL_S = 0.25  # How often what is under way is held against its deadline.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.

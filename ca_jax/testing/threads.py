@@ -1,6 +1,6 @@
 """Processes that are threads of one: several engines that serve as one, in one test.
 
-Not here: what they agree upon; the real ones (`ca_jax.processes.JaxProcesses`).
+Not here: what they agree upon; the real ones (`ca_jax.device.processes.JaxProcesses`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ThreadProcesses:
-    """One of several threads that act as processes; see `ca_jax.processes.Processes`. Made by `run_together`."""
+    """One of several threads that act as processes; see `ca_jax.device.processes.Processes`. Made by `run_together`."""
 
     def __init__(self, index: int, barrier: threading.Barrier, answers: list[Any], timeout_s: float) -> None:
         self.index = index

@@ -10,7 +10,7 @@ from ca_jax.evaluation.agreement import run_agreement, same_prefix
 from ca_jax.evaluation.comparison import Comparison, EvaluationError
 from ca_jax.evaluation.schema import AgreementConfig
 from ca_jax.evaluation.statistics import kl_divergence
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 
 TEXT = "Some go on as others do, and some do not; where a window ends it shows. " * 4

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ca_jax.evaluation.comparison import Comparison, EvaluationError, name_of
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 
 

@@ -9,7 +9,7 @@ from ca_jax.evaluation.longeval import run_longeval
 from ca_jax.evaluation.longeval_items import Question, build_records
 from ca_jax.evaluation.schema import LongevalConfig
 from ca_jax.evaluation.stream import ContextStream
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests.evaluation.longeval_files import HEADER, TOPICS, write_lines, write_rows, write_topics
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ca_jax.evaluation.drift import measure_drift
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

@@ -10,7 +10,7 @@ from ca_jax.evaluation.mmlu import choice_tokens, run_mmlu
 from ca_jax.evaluation.mmlu_items import CHOICES, Question, examples_of, prompt, read_questions
 from ca_jax.evaluation.schema import MmluConfig
 from ca_jax.evaluation.statistics import log_softmax
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 
 SUMS = '"Two, or more?",1,2,3,4,B\nHalf of 8?,1,2,3,4,D\n"Line\nbreak",a,b,c,d,A\n'

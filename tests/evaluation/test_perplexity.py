@@ -10,7 +10,7 @@ import pytest
 from ca_jax.evaluation.comparison import Comparison, EvaluationError
 from ca_jax.evaluation.perplexity import loss_curve, run_perplexity
 from ca_jax.evaluation.schema import PerplexityConfig
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax import steps
+from ca_jax.device import steps
 from ca_jax.evaluation.rag_answers import Answerer, Behind
 from ca_jax.evaluation.rag_context import (
     ContextModel,
@@ -17,7 +17,7 @@ from ca_jax.evaluation.rag_context import (
 )
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.statistics import log_softmax
-from ca_jax.fusion import TokenKind
+from ca_jax.recompute.fusion import TokenKind
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.drift import Drift
 from ca_jax.errors import ContextWindowError, InvalidRequestError
 from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.recompute.drift import Drift
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.kv_rest_kit import as_kept

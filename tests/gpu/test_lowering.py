@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ca_jax import steps
+from ca_jax.device import steps
 from ca_jax.models import gpu_attention
 from ca_jax.models.attention import SLOT_BLOCK, prefill_attention, slot_attention
 from ca_jax.models.config import ModelConfig

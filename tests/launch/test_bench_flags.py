@@ -12,7 +12,7 @@ from ca_jax.launch.bench_overflow_schema import OverflowBenchConfig
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig
 from ca_jax.launch.bench_schema import BenchConfig
 from ca_jax.launch.bench_serving_schema import ThroughputBenchConfig, TtftBenchConfig
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 
 
 def parsed(*arguments):

@@ -12,7 +12,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ca_jax import batch
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.launch import bench_overflow, bench_overflow_costs, bench_scripts
@@ -29,9 +28,10 @@ from ca_jax.launch.bench_overflow_schema import (
 from ca_jax.launch.bench_overflow_scripts import make_overflow_scripts, overflowing_scripts
 from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_scripts import Scripts
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.replay.scripts import Exchange
+from ca_jax.serving import batch
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import StoreConfig
 from ca_jax.traces.sharegpt import Conversation, Turn

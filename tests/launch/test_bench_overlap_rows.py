@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from ca_jax import costs
+from ca_jax.kv import costs
+from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.launch.bench_overlap_rows import (
     NOISE,
     PreloadCell,
@@ -17,7 +18,6 @@ from ca_jax.launch.bench_overlap_rows import (
 )
 from ca_jax.launch.bench_overlap_schema import PreloadBenchConfig, SaveBenchConfig, StreamRow
 from ca_jax.launch.bench_schema import Samples
-from ca_jax.rates import PrefillRate, Rates, TransferRate
 
 # preload
 

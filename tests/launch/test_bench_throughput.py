@@ -7,7 +7,6 @@ import pytest
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.jobs import SamplingParams, Usage
 from ca_jax.launch import bench_scripts, bench_throughput
 from ca_jax.launch.bench_recording import Recorder
 from ca_jax.launch.bench_schema import BenchError
@@ -24,6 +23,7 @@ from ca_jax.launch.bench_throughput import (
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.replay.scripts import Exchange
 from ca_jax.traces.sharegpt import Conversation, Turn
+from ca_jax.turns.jobs import SamplingParams, Usage
 
 CONFIG = ThroughputBenchConfig(
     concurrent_sessions=3,

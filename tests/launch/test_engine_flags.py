@@ -10,7 +10,7 @@ from absl import flags
 from ca_jax.blend_config import BlendConfig
 from ca_jax.config import EngineConfig
 from ca_jax.launch import blend_flags, engine_flags, overflow_flags
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 
 WITHOUT_FLAG = {"dtype", "context_window", "save_group_tokens", "compile_cache_dir", "store", "overflow", "blend"}
 FIELDS = {field.name for field in dataclasses.fields(EngineConfig)}

@@ -17,7 +17,7 @@ from ca_jax.evaluation.schema import AccuracyRow, AgreementRow, CurveBin, MmluCo
 from ca_jax.launch import evaluate_flags, evaluate_report, evaluate_run
 from ca_jax.launch.evaluate_plot import plot_losses
 from ca_jax.launch.evaluate_tables import print_report
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 4

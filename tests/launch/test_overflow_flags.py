@@ -6,7 +6,7 @@ import pytest
 from absl import flags
 
 from ca_jax.launch import overflow_flags
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 
 
 def parse(*arguments, default=None, without=()):

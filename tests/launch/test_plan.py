@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import pytest
 
-from ca_jax.buckets import history_buckets, slot_tokens
 from ca_jax.config import EngineConfig
-from ca_jax.device_memory import staging_bytes
+from ca_jax.device.buckets import history_buckets, slot_tokens
+from ca_jax.device.memory import staging_bytes
+from ca_jax.device.runner import Runner
+from ca_jax.device.transfer import params_to_device
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.presets import PRESETS
-from ca_jax.runner import Runner
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.dram import DramTier
 from ca_jax.storage.layout import KVLayout
@@ -19,7 +20,6 @@ from ca_jax.storage.opening import stored_block_bytes
 from ca_jax.storage.ssd import SsdTier
 from ca_jax.storage.ssd_raw import RawSsdTier
 from ca_jax.testing import tiny
-from ca_jax.transfer import params_to_device
 
 A100 = 80 * 10**9
 NO_BUFFERS = {"read_buffer_gib": 0.0, "write_buffer_gib": 0.0, "overflow": None}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from absl import flags
 
+from ca_jax.device.processes import OneProcess
 from ca_jax.launch import process_flags
-from ca_jax.processes import OneProcess
 
 
 def join(*given: str):

@@ -6,9 +6,9 @@ import io
 import pytest
 import rich.console
 
-from ca_jax.jobs import Usage
 from ca_jax.launch.progress import progress_bars, spinner
 from ca_jax.launch.terminal import decode_rate, describe_overflow, describe_usage, printable, write_piece
+from ca_jax.turns.jobs import Usage
 
 USAGE = Usage(
     prompt_tokens=1192,

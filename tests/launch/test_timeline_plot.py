@@ -5,7 +5,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from ca_jax.launch.timeline_plot import plot_timeline
-from ca_jax.timeline import Span
+from ca_jax.telemetry.timeline import Span
 
 TURN = [
     Span("engine", "prefill", 2.0, 2.5),

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from ca_jax import transfer
+from ca_jax.device import transfer
 from ca_jax.launch.convert import convert
 from ca_jax.models.sharding import bytes_per_device, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype

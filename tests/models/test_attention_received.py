@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax import steps
+from ca_jax.device import steps
 from ca_jax.models import attention, rope
 from ca_jax.models.attention import BATCHED_QUERY_BLOCK, QUERY_BLOCK, SLOT_BLOCK
 from ca_jax.models.attention_received import attention_received, slot_attention_received

@@ -19,7 +19,7 @@ from ca_jax.models.families import FAMILIES
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from tests import families_kit as kit
 from tests.tolerances import LOGITS_ATOL

@@ -11,9 +11,9 @@ import scipy.special
 
 import ca_jax
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
-from ca_jax.metrics import CompileCounter
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.families import FAMILIES
+from ca_jax.telemetry.metrics import CompileCounter
 from tests import families_kit, gguf_kit
 from tests.models import tiny_gguf
 from tests.tolerances import GELU_TABLE_ATOL, LOGITS_ATOL

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ca_jax.errors import UnknownModelError
-from ca_jax.metrics import CompileCounter
 from ca_jax.models.checkpoint import load_checkpoint
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint, random_params
 from ca_jax.pretrained import random_model
+from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 
 TOKENS = [5, 200, 17, 17, 0, 255]

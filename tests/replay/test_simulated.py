@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from ca_jax.config import EngineConfig
-from ca_jax.overflow import OverflowConfig
-from ca_jax.rates import PrefillRate
+from ca_jax.kv.rates import PrefillRate
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.replay.running import ReplayConfig, replay
 from ca_jax.replay.serving import serve
 from ca_jax.replay.simulated import agreement, check_simulable, measured_cost, sim_sessions, simulate

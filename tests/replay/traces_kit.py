@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.replay.trace_scripts import TraceConfig
 from ca_jax.replay.workload import Workload, WorkloadConfig, make_workload
 from tests import engine_kit as kit

@@ -12,7 +12,7 @@ import math
 import prometheus_client.parser
 import pytest
 
-from ca_jax.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.server.metrics import Reading
 from tests import server_kit as sk
 from tests.server_kit import assistant, user

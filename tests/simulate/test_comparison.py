@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ca_jax.rates import PrefillSample
+from ca_jax.kv.rates import PrefillSample
 from ca_jax.simulate.comparison import RECOMPUTE, check_capacity, compare_policies, working_set_bytes
 from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.fitted import DecodeSample, FittedCost

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ca_jax.overflow import OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.clock import Clock, Link
 from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.machine import DEVICES, MODELS, RooflineCost, SimModel

@@ -19,7 +19,7 @@ from ca_jax.storage.config import GIB
 from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.opening import open_ssd
 from ca_jax.storage.records import Owner
-from ca_jax.timeline import NO_TIMELINE, Timeline
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
 SLOT_BYTES = {"zarr3": 4096, "raw": 2 * 4096}  # What a block takes on SSD.

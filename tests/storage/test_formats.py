@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.conversations import Conversation
 from ca_jax.storage import catalog_file
 from ca_jax.storage.catalog import Catalog
 from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
@@ -23,6 +22,7 @@ from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.directories import make_directory
 from ca_jax.storage.note_log import LOG_NAME, NoteLog
 from ca_jax.storage.opening import open_ssd
+from ca_jax.turns.conversations import Conversation
 
 from .store_helpers import LAYOUT, assert_loads, ids, make_kv, make_store
 

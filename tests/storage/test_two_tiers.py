@@ -16,7 +16,7 @@ from ca_jax.storage.catalog_file import CatalogFullError
 from ca_jax.storage.catalog_reader import CatalogReader
 from ca_jax.storage.catalog_records import Namespace
 from ca_jax.storage.records import FlushFailure, Note, Owner
-from ca_jax.timeline import Timeline
+from ca_jax.telemetry.timeline import Timeline
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (

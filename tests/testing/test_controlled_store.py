@@ -5,8 +5,9 @@ import threading
 import numpy as np
 import pytest
 
-from ca_jax.async_saver import AsyncSaver, LayerPart
-from ca_jax.layer_loader import LayerLoader
+from ca_jax.device.transfer import to_device
+from ca_jax.kv.async_saver import AsyncSaver, LayerPart
+from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -14,7 +15,6 @@ from ca_jax.storage.tickets import TicketState
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, PacedLink, Transfer
 from ca_jax.testing.timers import ManualTimer
-from ca_jax.transfer import to_device
 from tests import engine_kit as kit
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)

@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ca_jax import costs
+from ca_jax.kv import costs
 from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, PacedLink, Transfer
 from ca_jax.testing.timers import ManualTimer, TimerThread
 

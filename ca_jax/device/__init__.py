@@ -1,0 +1,1 @@
+"""What is computed, and what lies on the device."""

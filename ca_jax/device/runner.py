@@ -1,0 +1,554 @@
+"""Owner of device state: weights and padded lengths. Prefills, and keeps the decode slots.
+
+Not here: sessions, the store, what to run (engine), what is done to the slots (decode_slots), jitted code (steps).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from ca_jax.device import steps
+from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
+from ca_jax.device.slots import DecodeSlots
+from ca_jax.device.transfer import to_device, to_host
+from ca_jax.models import rope
+from ca_jax.models.attention import SLOT_BLOCK
+from ca_jax.models.config import ModelConfig
+from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
+from ca_jax.recompute.blend import Blender, BlendPlan
+from ca_jax.recompute.drift import Drift, add_drift
+from ca_jax.recompute.fusion import Fuser, FusionPlan
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+
+_TIMED_RUNS = 3
+JOINED_TOKENS = 64
+"""New tokens, at most, that are computed together with the repair of their history, and what they are padded to: more
+take long enough by themselves, and each length is compiled for."""
+
+
+class LayerSource(Protocol):
+    """Where a prefill takes its history from, layer by layer; see `layer_loader.LayerLoad`."""
+
+    def layer(self, layer: int) -> jax.Array:
+        """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """The layer was computed when `result` is ready."""
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """Nothing else reads what `layer` gave when `result` is ready."""
+
+
+class JoinedSource(Protocol):
+    """A history that is repaired in the pass that reads it; see `repair.RepairedHistory`."""
+
+    def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The history `[2, S, K, H]`, and of new tokens behind it what goes into the next layer and their KV."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """Attention that tokens received from the new ones of one pass, summed over layers and query heads."""
+
+    attention: jax.Array
+    """f32 `[S + T]`, places of history first."""
+    num_places: int
+    """S."""
+    start: int
+    """Tokens of history, and the place of the first new one."""
+    num_new: int
+    """New tokens."""
+
+    def add_to(self, attention: np.ndarray) -> None:
+        """Adds it up over a context, f32 `[T]`. Waits for the pass."""
+        received = to_host(self.attention)
+        attention[: self.start] += received[: self.start]
+        attention[self.start : self.start + self.num_new] += received[self.num_places :][: self.num_new]
+
+
+@dataclasses.dataclass
+class Prefill:
+    """A job's prefill, from its first pass to its insertion into the decode slot."""
+
+    slot: int
+    """Where it will decode."""
+    tokens: list[int]
+    """New ones."""
+    history_length: int
+    """Tokens before them, whose KV is loaded."""
+    num_done: int = 0
+    """New tokens that were dispatched."""
+    history_positions: np.ndarray | None = None
+    """i32 `[history_length]`, at which its keys are used; None: their places."""
+    past: list[jax.Array | None] = dataclasses.field(default_factory=list)
+    """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
+    kept; None where there are none."""
+    kv: list[jax.Array] = dataclasses.field(default_factory=list)
+    """Per layer the unrotated KV `[2, T, K, H]` of the last pass."""
+    outputs: list[jax.Array] = dataclasses.field(default_factory=list)
+    """Per layer `x [1, T, F]` of the last pass: ready when the layer is computed."""
+    last_start: int = 0
+    """Position of the last pass's first token."""
+    logits: jax.Array | None = None
+    """Of the last token, f32 `[1, V]`; None before the last pass."""
+    inserted: set[int] = dataclasses.field(default_factory=set)
+    """Layers whose past is in the slot."""
+    owns_past: bool = False
+    """Whether `past` is its own, and not staging."""
+    received: list[Received] = dataclasses.field(default_factory=list)
+    """Of each pass, the attention that tokens received in it, if the runner measures that."""
+
+    @property
+    def num_left(self) -> int:
+        """New tokens that are to be dispatched."""
+        return len(self.tokens) - self.num_done
+
+
+def _no_layer(layer: int, kv: jax.Array) -> None:
+    pass
+
+
+class Runner:
+    """Runs a model over its decode slots. Belongs to the engine's thread.
+
+    Args:
+      config: of the model.
+      params: its parameters, on the device.
+      window: most tokens of a job.
+      max_batch_size: how many slots.
+      chunk_tokens: most new tokens per prefill pass.
+      shorter_passes: whether passes may be shorter than that before a prompt's last one.
+      with_attention: whether to measure the attention that tokens receive.
+      packs_kv: whether KV is kept in int8.
+      timeline: told of what is dispatched.
+      sharding: where the parameters lie, and all else will; None: on one device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: steps.Params,
+        *,
+        window: int,
+        max_batch_size: int,
+        chunk_tokens: int,
+        shorter_passes: bool = False,
+        with_attention: bool = False,
+        packs_kv: bool = False,
+        timeline: Timeline = NO_TIMELINE,
+        sharding: ModelSharding | None = None,
+    ) -> None:
+        self.sharding = sharding
+        """Of the model."""
+        self.to_device = partial(to_device, sharding=replicated(sharding))
+        """Copies small host data to all devices of the model; see `transfer.to_device`."""
+        self._config = config
+        self._params = params
+        self._timeline = timeline
+        self.with_attention = with_attention
+        self._packs_kv = packs_kv
+        self._layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
+        outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
+        self._outer = {"params": outer}
+        self.chunk_tokens = chunk_tokens
+        coarse = jax.default_backend() != "cpu"  # There padding is cheap and compiling is not.
+        self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)
+        self.pass_sizes = pass_sizes(chunk_tokens) if shorter_passes else (chunk_tokens,)
+        self.history_buckets = history_buckets(window, coarse)
+        # Slots that lie on several devices are decoded all: their first ones are one device's alone.
+        is_whole = sharding is None or sharding.num_data == 1
+        self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
+        capacity = slot_tokens(window, chunk_tokens, SLOT_BLOCK, coarse)
+        # One layer of each window: those of the same share their compiled functions.
+        self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
+        self._dtype = str(params["params"]["embed"]["embedding"].dtype)
+        self._table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
+        self.slots = DecodeSlots(
+            config,
+            params,
+            self._table,
+            num_slots=max_batch_size,
+            capacity=capacity,
+            dtype=self._dtype,
+            with_attention=with_attention,
+            packs_kv=packs_kv,
+            sharding=sharding,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self._config.num_layers
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K, of the model."""
+        return self._config.num_kv_heads
+
+    @property
+    def param_bytes(self) -> int:
+        """Of the model's parameters, on each device."""
+        return bytes_per_device(self._params)
+
+    def padded_history(self, num_tokens: int) -> int:
+        """The history length that `num_tokens` are padded to."""
+        return pad_to(self.history_buckets, num_tokens)
+
+    def padded(self, num_history: int, num_new: int) -> tuple[int, int]:
+        """What a prefill of such lengths computes, in tokens."""
+        whole, rest = divmod(num_new, self.chunk_tokens)
+        rest = pad_to(self.new_token_buckets, rest) if rest else 0
+        return self.padded_history(num_history), whole * self.chunk_tokens + rest
+
+    # Prefill.
+
+    def start_prefill(
+        self, slot: int, tokens: list[int], history_length: int, history_positions: np.ndarray | None = None
+    ) -> Prefill:
+        """Begins a job's prefill; runs nothing.
+
+        Args:
+          slot: where it will decode.
+          tokens: new ones.
+          history_length: tokens before them.
+          history_positions: i32 `[history_length]`, at which their keys are used; None: their places.
+
+        Raises:
+          ValueError: no tokens.
+        """
+        if not tokens:
+            raise ValueError("wanted at least one new token to prefill, found none")
+        past: list[jax.Array | None] = [None] * self._config.num_layers
+        return Prefill(slot, tokens, history_length, history_positions=history_positions, past=past)
+
+    def run_pass(
+        self,
+        prefill: Prefill,
+        num_tokens: int,
+        history: LayerSource | None = None,
+        on_layer: Callable[[int, jax.Array], None] = _no_layer,
+        joined: JoinedSource | None = None,
+    ) -> None:
+        """Runs some of the new tokens over all that is before them, layer by layer. Does not wait for the device.
+
+        Args:
+          prefill: which; changed.
+          num_tokens: how many; one of `pass_sizes`, unless they are the last.
+          history: of the first pass, where there is a history.
+          on_layer: called with each layer's new unrotated KV `[2, T, K, H]` as soon as that is dispatched.
+          joined: the history, where it is repaired in this pass: the only one, of at most `JOINED_TOKENS`.
+        """
+        start = prefill.history_length + prefill.num_done
+        part = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
+        is_last = len(part) == prefill.num_left
+        padded = np.zeros((1, JOINED_TOKENS if joined else pad_to(self.new_token_buckets, len(part))), np.int32)
+        padded[0, : len(part)] = part
+        x = self._embed(padded)
+        length = self.to_device(start, np.int32)
+        received: list[jax.Array] = []
+        prefill.kv, prefill.outputs, prefill.last_start = [], [], start
+        for i, layer_params in enumerate(self._layers):
+            with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
+                if joined is not None:
+                    prefill.past[i], x, kv = joined.join(i, x, length)
+                else:
+                    if history is not None:
+                        with self._timeline.annotate("engine", f"await {i}", layer=i):
+                            prefill.past[i] = history.layer(i)
+                    x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
+                prefill.kv.append(kv)
+                prefill.outputs.append(x)
+                if history is not None:
+                    history.computed(i, x)
+                on_layer(i, kv)
+                if not is_last:
+                    self._extend_past(prefill, i, length, start + len(part), history)
+        if received:
+            prefill.received.append(
+                Received(sum(received[1:], received[0]), received[0].shape[0] - padded.shape[1], start, len(part))
+            )
+        prefill.num_done += len(part)
+        prefill.owns_past |= not is_last
+        if is_last:
+            prefill.logits = self._last_logits(x, self.to_device(len(part) - 1, np.int32))
+
+    def _prefill_layer(
+        self,
+        prefill: Prefill,
+        layer: int,
+        layer_params: steps.Params,
+        x: jax.Array,
+        length: jax.Array,
+        num_new: int,
+        received: list[jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
+        """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
+        past, window = prefill.past[layer], self._config.window_of(layer)
+        if not self.with_attention:
+            rotation = self._past_rotation(prefill, past)
+            return steps.prefill_layer(
+                self._config, layer_params, x, past, length, self._table, rotation, window, self.sharding
+            )
+        count = self.to_device(num_new, np.int32)
+        x, kv, attention = steps.prefill_layer_attention(
+            self._config, layer_params, x, past, length, count, self._table, window, self.sharding
+        )
+        received.append(attention)
+        return x, kv
+
+    def insert_past(self, prefill: Prefill, layer: int) -> jax.Array:
+        """Puts a layer's tokens before the last pass into the slot, rotated; a scalar, ready when that is done.
+
+        Nobody may decode between the first such call and `insert`: rows that are not in use are written to.
+        """
+        past = prefill.past[layer]
+        if past is None or layer in prefill.inserted:
+            raise RuntimeError(f"layer {layer} has nothing to insert")
+        prefill.inserted.add(layer)
+        prefill.past[layer] = None  # No later pass reads it.
+        rotation = self._past_rotation(prefill, past)
+        return self.slots.insert(
+            layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation
+        )
+
+    def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
+        """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
+
+        Returns:
+          For each layer whose past was inserted now, a scalar that is ready when that is done.
+        """
+        done = {}
+        slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
+        for layer, kv in enumerate(prefill.kv):
+            if prefill.past[layer] is not None and layer not in prefill.inserted:
+                done[layer] = self.insert_past(prefill, layer)
+            self.slots.insert(layer, kv, slot, start)
+        return done
+
+    def _extend_past(
+        self, prefill: Prefill, layer: int, start: jax.Array, num_tokens: int, history: LayerSource | None
+    ) -> None:
+        """Puts a pass's KV behind its past, so that the next pass finds all of it."""
+        past, capacity = prefill.past[layer], self.padded_history(num_tokens)
+        if past is None:
+            past = self.empty_kv(capacity)
+        elif not prefill.owns_past or past.shape[1] != capacity:
+            past, done = steps.grow_history(past, capacity, self._dtype, self.sharding)
+            if history is not None:
+                history.used(layer, done)
+        prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
+
+    def _past_rotation(self, prefill: Prefill, past: jax.Array | None) -> rope.Rotation | None:
+        """Rotations of a prefill's past, where its positions are not its places."""
+        if prefill.history_positions is None or past is None:
+            return None
+        positions = np.arange(past.shape[1], dtype=np.int32)
+        positions[: prefill.history_length] = prefill.history_positions
+        return steps.rotations_of(self._table, self.to_device(positions))
+
+    # Fusion and truncation.
+
+    def fuser(self, plan: FusionPlan, token_ids: list[int]) -> Fuser:
+        """Has a context of stored chunks made whole.
+
+        Args:
+          plan: what it consists of.
+          token_ids: the plan's tokens, those of places `plan.start` and on.
+
+        Raises:
+          ValueError: not as many tokens as the plan says.
+        """
+        if len(token_ids) != len(plan.kinds):
+            raise ValueError(f"wanted the plan's {len(plan.kinds)} tokens, found {len(token_ids)}")
+        row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        return Fuser(self._config, self._layers, self._table, plan, self._embed(row), self.sharding)
+
+    def warm_up_fusion(self, plan: FusionPlan) -> None:
+        """Compiles what fusing a context of a plan needs, by running it."""
+        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(plan.start + len(plan.kinds)))))
+        fuser = self.fuser(plan, [0] * len(plan.kinds))
+        for layer in range(plan.num_layers):
+            fused = fuser.layer(layer, kv)
+        jax.block_until_ready(fused)
+
+    def blender(self, plan: BlendPlan, token_ids: list[int]) -> Blender:
+        """Has some tokens of a history computed anew, those that the plan says of the given ones.
+
+        Args:
+          plan: how many in which layer.
+          token_ids: the history's; those that may be chosen come first.
+        """
+        row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
+        row[0, : len(token_ids)] = token_ids
+        x = self._embed(row)
+        return Blender(self._config, self._layers, self._table, plan, x, self.sharding)
+
+    def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
+        """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
+        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))))
+        zero = self.to_device(0, np.int32)
+        if drift is not None:
+            kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
+        if plan is not None:
+            blender = self.blender(plan, [0] * plan.num_tokens)
+            num_layers = plan.num_layers
+            if len(self._kinds) == 1:
+                num_layers = 1 if plan.spreads else min(plan.check_layers + 2, num_layers)
+            for layer in range(num_layers):
+                blender.layer(layer, kv)
+            if plan.spreads and not self.with_attention:
+                x, blender = self._embedded(JOINED_TOKENS), self.blender(plan, [0] * plan.num_tokens)
+                for layer in range(num_layers):
+                    _, x, _ = blender.join(layer, kv, x, zero)
+
+    def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
+        """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.
+
+        Args:
+          slot: which.
+          tokens: all that are in it.
+          num_tokens: how many to compute; rounded up to what is compiled.
+
+        Returns:
+          How many were computed.
+        """
+        num_tokens = min(num_tokens, len(tokens))
+        count = 0
+        while count < num_tokens:
+            part = min(self.chunk_tokens, num_tokens - count)
+            part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
+            count += part
+        prefill = self.start_prefill(slot, tokens[:count], 0)
+        prefill.inserted.update(range(self._config.num_layers))  # Its past is padded: each pass is put in by itself.
+        while prefill.num_left:
+            self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
+            self.insert(prefill)
+        return count
+
+    def warmup(self, max_history: int, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles what prefills up to these sizes and decoding need, by running it. All slots must be free.
+
+        Args:
+          max_history: tokens of history.
+          max_new: new tokens in one pass.
+          progress: called with "compile", pairs done and pairs in all.
+        """
+        reach = pad_to(self.history_buckets, min(max_history, self.history_buckets[-1]))
+        largest = pad_to(self.new_token_buckets, min(max_new, self.chunk_tokens))
+        histories = {size: self.empty_kv(size) for size in self.history_buckets if 0 < size <= reach}
+        kept = {size: self.at_rest(history) for size, history in histories.items()}
+        new_sizes = [size for size in self.new_token_buckets if size <= largest]
+        pasts: list[jax.Array | None] = [None, *kept.values()]
+        if self._packs_kv:  # Behind a first pass the past is unpacked.
+            least = self.padded_history(min(self.pass_sizes))
+            pasts += [history for size, history in histories.items() if size >= least]
+        total, done = len(new_sizes) * len(pasts), 0
+        zero = self.to_device(0, np.int32)
+        for new_size in new_sizes:
+            x = self._embedded(new_size)
+            self._last_logits(x, zero)
+            for history in pasts:
+                for layer in self._kinds:
+                    prefill = Prefill(0, [0], 0, past=[history] * self._config.num_layers)
+                    self._prefill_layer(prefill, layer, self._layers[layer], x, zero, 1, [])
+                done += 1
+                if progress is not None:
+                    progress("compile", done, total)
+            self.at_rest(self.empty_kv(new_size))
+            self.slots.insert(0, self.empty_kv(new_size), zero, zero)
+        for history in (*histories.values(), *kept.values()):
+            self.slots.insert(0, history, zero, zero)
+        self._warm_up_passes(histories)
+        if self._packs_kv:
+            self._warm_up_passes(kept)
+        for rows in self.batch_buckets:
+            for extent in self.slots.extents:
+                lengths = np.full(rows, extent - 1, np.int32)
+                jax.block_until_ready(self.slots.decode(np.zeros(rows, np.int32), lengths))
+
+    def _warm_up_passes(self, histories: dict[int, jax.Array]) -> None:
+        """Compiles what is between two passes of one prompt, whatever was before the first."""
+        zero = self.to_device(0, np.int32)
+        for below, size in itertools.pairwise((0, *histories)):
+            reached = {
+                self._padded_up_to(length + num_new)
+                for num_new in self.pass_sizes
+                for length in (below + 1, size)  # Passes of one size reach all buckets in between.
+            }
+            for capacity in self.history_buckets:
+                if min(reached) <= capacity <= max(reached):
+                    steps.grow_history(histories[size], capacity, self._dtype, self.sharding)
+        for num_new in self.pass_sizes:
+            new = self.empty_kv(num_new)
+            for capacity in self.history_buckets:
+                if capacity >= num_new:
+                    steps.append_history(self.empty_kv(capacity), new, zero, self.sharding)
+
+    def measure_prefill(self, max_history: int, max_new: int) -> list[tuple[int, int, float]]:
+        """Times a layer of each kind at a few pairs of lengths up to these, compiled by `warmup`, and the head once.
+
+        Returns:
+          Padded history tokens, padded new tokens, and seconds of all layers and the head.
+        """
+        new_sizes = sorted({pad_to(self.new_token_buckets, min(size, max_new)) for size in (16, max_new // 4, max_new)})
+        pasts = sorted({self.padded_history(size) for size in (0, max_history // 2, max_history)})
+        zero, samples = self.to_device(0, np.int32), []
+        for num_new in new_sizes:
+            x = self._embedded(num_new)
+            for num_past in pasts:
+                past = self.at_rest(self.empty_kv(num_past)) if num_past else None
+                samples.append((num_past, num_new, min(self._timed(x, past, zero) for _ in range(_TIMED_RUNS))))
+        return samples
+
+    def _timed(self, x: jax.Array, past: jax.Array | None, zero: jax.Array) -> float:
+        """Seconds of all layers and the head, from one layer of each kind."""
+        windows = [self._config.window_of(layer) for layer in range(self._config.num_layers)]
+        seconds = 0.0
+        for layer in self._kinds:
+            jax.block_until_ready((x, past))
+            started_s = time.perf_counter()
+            out, _ = steps.prefill_layer(
+                self._config, self._layers[layer], x, past, zero, self._table, None, windows[layer], self.sharding
+            )
+            out.block_until_ready()
+            seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
+        started_s = time.perf_counter()
+        self._last_logits(out, zero).block_until_ready()
+        return seconds + time.perf_counter() - started_s
+
+    def _embedded(self, num_tokens: int) -> jax.Array:
+        return self._embed(np.zeros((1, num_tokens), np.int32))
+
+    def _embed(self, tokens: np.ndarray) -> jax.Array:
+        return steps.embed(self._config, self._outer, self.to_device(tokens), self.sharding)
+
+    def _last_logits(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        return steps.last_logits(self._config, self._outer, x, index, self.sharding)
+
+    def empty_kv(self, num_tokens: int) -> jax.Array:
+        """One layer's KV `[2, T, K, H]`, all zeros."""
+        return steps.empty_kv(self._config, num_tokens, self._dtype, self.sharding)
+
+    def at_rest(self, kv: jax.Array) -> jax.Array:
+        """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""
+        return steps.pack_kv(kv, self.sharding) if self._packs_kv else kv
+
+    def unpacked(self, kv: jax.Array) -> jax.Array:
+        """One layer's KV as it is kept to `[2, T, K, H]`. Does not wait."""
+        return steps.unpack_kv(kv, self._dtype, self.sharding) if self._packs_kv else kv
+
+    def _padded_up_to(self, num_tokens: int) -> int:
+        return self.padded_history(min(num_tokens, self.history_buckets[-1]))
+
+    def wait(self) -> None:
+        """Returns when everything dispatched so far has reached the slots."""
+        jax.block_until_ready(self.slots.buffers)

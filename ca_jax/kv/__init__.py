@@ -1,0 +1,1 @@
+"""The way of KV between device and store."""

@@ -1,0 +1,165 @@
+"""Stored KV of text chunks, each computed alone: entries of the store that any conversation of a tenant may use.
+
+A chunk is found by its tokens: the key is a hash of them, the tenant, the weights and the layout. It is stored like a
+session's KV, and moves between the tiers like one: jobs that wait for it say so, so that it is fetched early and
+evicted late.
+
+Not here: how chunks become a context (fusion), loads (histories), who computes one that is missing (engine).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.tickets import LoadTicket
+from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.turns.jobs import Job
+
+_NAME_DIGITS = 16  # Of the key, in the name that listings show.
+
+
+class ChunkKV:
+    """The chunks in a store. Belongs to the engine's thread.
+
+    Args:
+      store: where they are.
+      write_buffer: the way there.
+      salt: tells weights and layouts apart.
+    """
+
+    def __init__(self, store: AttentionStore, write_buffer: WriteBuffer, salt: bytes) -> None:
+        self._store = store
+        self._write_buffer = write_buffer
+        self._salt = salt
+        self._coming: dict[str, Job] = {}  # By key, jobs that compute a chunk.
+        self._wanted: collections.Counter[str] = collections.Counter()  # By key, jobs of contexts that wait.
+        self._asked_for: set[str] = set()  # Keys of those that are computed whether such a job waits or not.
+        self._leaving: set[str] = set()  # Keys of chunks that are to be on SSD alone.
+
+    def key(self, token_ids: Sequence[int], tenant: str) -> str:
+        """The store's key of a chunk: SHA-256 of sharing domain (tenant), weights, layout and tokens."""
+        domain = f"chunk {len(tenant)}:{tenant}".encode("utf-8", "surrogatepass")
+        ids = np.asarray(token_ids, "<i4").tobytes()
+        return hashlib.sha256(self._salt + domain + ids).hexdigest()
+
+    def is_kept(self, chunk: ChunkSpan) -> bool:
+        """Whether all of a chunk is stored, or will be without anybody's doing."""
+        return chunk.key in self._coming or self._is_on_its_way(chunk.key) or self._is_whole(chunk)
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the store is large enough for a chunk of so many tokens, were it empty."""
+        layout = self._store.layout
+        return layout.num_blocks(num_tokens) * layout.block_bytes <= self._store.stats().capacity_bytes
+
+    # A job that computes a chunk.
+
+    def coming(self, job: Job) -> None:
+        """A job is queued that computes a chunk."""
+        if job.chunk is not None:
+            self._coming[job.chunk.key] = job
+
+    def ask_for(self, key: str) -> None:
+        """A chunk that is coming is wanted for itself, not for a context alone."""
+        if key in self._coming:
+            self._asked_for.add(key)
+
+    def orphans(self, job: Job) -> list[Job]:
+        """Jobs that compute chunks of a job that was given up, which nobody else wants."""
+        coming = (span.key for span in _distinct(job.spans) if span.key in self._coming)
+        return [self._coming[key] for key in coming if key not in self._asked_for and not self._wanted[key]]
+
+    def ended(self, job: Job) -> None:
+        """A job has ended, well or not."""
+        if job.chunk is not None and self._coming.get(job.chunk.key) is job:
+            del self._coming[job.chunk.key]
+            self._asked_for.discard(job.chunk.key)
+
+    def begin_saving(self, chunk: ChunkSpan, tenant: str) -> TurnSaver | None:
+        """Opens the saving of a chunk; None where it is there, or on its way there, by now."""
+        if self._is_on_its_way(chunk.key) or self._is_whole(chunk):
+            return None
+        self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
+        return self._write_buffer.begin(chunk.key, Owner(tenant=tenant, session_id=_name(chunk.key)), 0)
+
+    # Where chunks are.
+
+    def keep_on_ssd(self, key: str) -> None:
+        """Has a chunk leave DRAM once it is on SSD, so that there is room for what is not as cheap to fetch."""
+        self._leaving.add(key)
+
+    def collect(self) -> None:
+        """Has chunks leave DRAM that are to be on SSD alone, are there by now, and are not in use."""
+        for key in tuple(self._leaving):
+            if key in self._coming or self._is_on_its_way(key):
+                continue
+            info = next((info for info in self._store.of_name(_name(key)) if info.key == key), None)
+            if info is not None and info.residency is Residency.DRAM:
+                if info.in_use or info.ssd_tokens < info.num_tokens:
+                    continue
+                self._store.leave_dram(key)
+            self._leaving.discard(key)
+
+    # A job that uses chunks.
+
+    def announce(self, job: Job) -> None:
+        """A job is queued: from here on its chunks are fetched early and evicted late."""
+        for span in _distinct(job.spans):
+            self._store.enqueue((job, span.key), span.key, job.priority)
+            self._wanted[span.key] += 1
+
+    def withdraw(self, job: Job) -> None:
+        """A job that was announced is not queued any more."""
+        for span in _distinct(job.spans):
+            self._store.dequeue((job, span.key))
+            self._wanted[span.key] -= 1
+            if not self._wanted[span.key]:
+                del self._wanted[span.key]
+
+    def ready(self, job: Job, is_next: bool) -> bool:
+        """Whether a queued job would find its chunks, or find that there are none, without waiting."""
+        keys = [span.key for span in _distinct(job.spans)]
+        if any(key in self._coming or self._is_on_its_way(key) for key in keys):
+            return False
+        found = [self._store.ready(key, is_next) for key in keys]  # All are asked for, not up to the first.
+        return all(found)
+
+    def is_at_hand(self, job: Job) -> bool:
+        """Whether all chunks of a job can be loaded now, or are not stored at all."""
+        waits = (Residency.PENDING, Residency.SSD)
+        keys = [span.key for span in _distinct(job.spans)]
+        return not any(
+            key in self._coming or self._is_on_its_way(key) or self._store.residency(key) in waits for key in keys
+        )
+
+    def hold(self, span: ChunkSpan, token_ids: list[int]) -> LoadTicket | None:
+        """All of a chunk's KV, to be read; None where not all of it is stored."""
+        ticket = self._store.prepare_load(span.key, token_ids)
+        if ticket is not None and ticket.num_tokens < span.num_tokens:
+            self._store.abort_load(ticket, MissReason.MISMATCH)
+            return None
+        return ticket
+
+    def _is_whole(self, chunk: ChunkSpan) -> bool:
+        return self._store.num_readable(chunk.key) >= chunk.num_tokens
+
+    def _is_on_its_way(self, key: str) -> bool:
+        return self._write_buffer.is_running(key) or self._write_buffer.is_unsaved(key)
+
+
+def _name(key: str) -> str:
+    """What listings show of a chunk."""
+    return f"chunk-{key[:_NAME_DIGITS]}"
+
+
+def _distinct(spans: Sequence[ChunkSpan]) -> list[ChunkSpan]:
+    """One span of each key."""
+    return list({span.key: span for span in spans}.values())

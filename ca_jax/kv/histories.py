@@ -1,0 +1,408 @@
+"""Stored histories on their way to the device: what of them is loaded, how deep, and from when on.
+
+The first of the waiting jobs has its history opened early (`preload`), while others run; every job has it when its turn
+has come (`open`). Measured rates decide how much of it is loaded and how much recomputed.
+
+Not here: staging and copies (layer_loader), arithmetic (costs), what is stored (storage), saving (write_buffer).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import jax
+import numpy as np
+
+from ca_jax.config import EngineConfig
+from ca_jax.device.processes import Processes, from_first, least
+from ca_jax.device.runner import Runner
+from ca_jax.kv import blend_costs, costs
+from ca_jax.kv.chunk_kv import ChunkKV
+from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.rate_meter import RateMeter
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.tickets import LoadTicket, TicketState
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.chunks import ChunkSpan
+from ca_jax.turns.conversations import Conversation
+from ca_jax.turns.jobs import Job
+
+_LOG = logging.getLogger(__name__)
+_MIN_GAIN = 0.1  # What recomputing must save to be chosen: rates are measured, and loading leaves the device free.
+_RATIO_STEP = 0.05
+_SLACK_LAYERS = 1  # Behind what S_buf says, which leaves out that a first layer has nothing to hide behind.
+
+
+@dataclasses.dataclass(eq=False)
+class History:
+    """What of a turn's history is loaded."""
+
+    key: str
+    """Of its session, in the store."""
+    load: LayerLoad | None
+    """On its way; None where nothing is loaded."""
+    num_stored: int
+    """Tokens whose KV is stored, and need not be saved again."""
+    num_slid: int
+    """First tokens of the conversation that no layer looks back to, of which nothing is stored."""
+    predicted_s: float | None
+    """What prefilling over it is predicted to take; None without rates."""
+    chunks: tuple[ChunkSpan, ...] = ()
+    """Chunks that are loaded, each to its place. Between them is room for what is not."""
+    missed_chunks: int = 0
+    """Chunks of its context that are not."""
+    recompute_ratio: float = 0.0
+    """Share of the chunks' tokens to compute anew."""
+
+    @property
+    def tickets(self) -> tuple[LoadTicket, ...]:
+        """Open loads of the store."""
+        if self.load is None:
+            return ()
+        ticket = self.load.ticket
+        return tuple(part for part, _ in ticket.parts) if isinstance(ticket, FusedTicket) else (ticket,)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of all that is loaded, and of its session."""
+        return (self.key, *(ticket.key for ticket in self.tickets))
+
+    @property
+    def broken(self) -> set[str]:
+        """Keys of what of it could not be read, where more than one was."""
+        ticket = None if self.load is None else self.load.ticket
+        return ticket.broken if isinstance(ticket, FusedTicket) else set()
+
+    @property
+    def num_places(self) -> int:
+        """Places of the load: the first ones of the context."""
+        return 0 if self.load is None else self.load.ticket.num_tokens
+
+    @property
+    def num_loaded(self) -> int:
+        """Tokens whose KV is loaded: the first ones, unless there are chunks."""
+        return sum(ticket.num_tokens for ticket in self.tickets)
+
+    @property
+    def from_ssd(self) -> bool:
+        """Whether they were fetched from SSD for this load."""
+        return self.load is not None and self.load.ticket.from_ssd
+
+
+class Histories:
+    """Loads of stored histories. Belongs to the engine's thread.
+
+    Args:
+      store: where they are.
+      loader: who brings them.
+      runner: whose padding.
+      layout: of a block.
+      config: how deep, and whether to recompute.
+      meter: measured rates.
+      metrics: where choices and failures are counted.
+      processes: what one of them has not, none loads.
+      window: how far all layers look back, tokens, the one that looks among them; None: to the first.
+      chunks: the store's.
+    """
+
+    def __init__(
+        self,
+        store: AttentionStore,
+        loader: LayerLoader,
+        runner: Runner,
+        layout: KVLayout,
+        config: EngineConfig,
+        meter: RateMeter,
+        metrics: EngineMetrics,
+        processes: Processes,
+        window: int | None,
+        chunks: ChunkKV,
+    ) -> None:
+        self._chunks = chunks
+        self._processes = processes
+        self._window = 0 if window is None else window
+        self._store = store
+        self._loader = loader
+        self._runner = runner
+        self._layout = layout
+        self._config = config
+        self._meter = meter
+        self._metrics = metrics
+        self._preloaded: tuple[Job, History] | None = None
+
+    @property
+    def may_preload(self) -> bool:
+        """Whether anything is loaded before its job begins."""
+        return self._config.read_buffer not in ("off", 0)
+
+    def is_preloaded(self, job: Job) -> bool:
+        """Whether a job's load has begun early."""
+        return self._preloaded is not None and self._preloaded[0] is job
+
+    def preload(self, job: Job, key: str, kept: Conversation) -> None:
+        """Begins to load a job's history while others run; in place of another job's, which is not next any more."""
+        self.give_up_preloaded()
+        self._preloaded = job, self._open(job, key, kept)
+        self._metrics.preloads += self._preloaded[1].load is not None
+
+    def open(self, job: Job, key: str, kept: Conversation) -> History:
+        """A job's turn has come: begins to load its history, unless that has begun already.
+
+        Says in `job` how many tokens' KV is loaded, and from where.
+        """
+        if self._preloaded is not None and self._preloaded[0] is job:
+            (_, history), self._preloaded = self._preloaded, None
+        else:
+            self.give_up_preloaded()  # It would hold staging until after this one, whose turn has come first.
+            history = self._open(job, key, kept)
+        job.cached_tokens = history.num_loaded
+        job.cached_tier = "ssd" if history.from_ssd else "dram"
+        job.missed_chunks = history.missed_chunks
+        self._count(history)
+        return history
+
+    def complete(self, job: Job, history: History) -> None:
+        """All layers were taken: the store's blocks are let go, and the load is counted. Staging stays as it is."""
+        load = history.load
+        if load is None:
+            return
+        for ticket in history.tickets:
+            self._store.complete_load(ticket)
+        job.load_s, job.load_stall_s, job.load_span_s = load.load_s, load.stall_s, load.span_s
+        self._metrics.load_stall_s += load.stall_s
+        if not self._loader.device_ahead:  # Elsewhere that is staging alone, and not the way to the device.
+            for seconds in load.layer_times_s:
+                self._meter.add_load(load.layer_bytes, seconds)
+
+    def release(self, history: History) -> None:
+        """Lets go of staging. A load that was not completed is given up."""
+        if history.load is not None:
+            history.load.release()
+            self._abort(history.tickets)
+
+    def give_up_preloaded(self, key: str | None = None) -> None:
+        """Ends a load that was begun early, of one stored key or of any: its job begins anew."""
+        if self._preloaded is None or not (key is None or key in self._preloaded[1].keys):
+            return
+        (_, history), self._preloaded = self._preloaded, None
+        if history.load is not None:
+            history.load.release()
+            self._abort(history.tickets, MissReason.CANCELLED)
+
+    def pump(self) -> bool:
+        """Has the loader go on, for whoever waits for the device; whether what is preloaded has more to begin."""
+        self._loader.pump()
+        load = None if self._preloaded is None else self._preloaded[1].load
+        return load is not None and load.num_issued < min(load.depth, load.num_layers)
+
+    def recompute_ratio(self, num_context: int, num_history: int, num_new: int) -> float:
+        """Share of chunks' tokens to compute anew: what is asked for, or what measured rates say that loading hides.
+
+        In steps, since for each number of tokens functions are compiled.
+        """
+        blend, rates = self._config.blend, self._meter.rates
+        if blend.mode == "reuse":
+            return 0.0
+        if blend.recompute_ratio is not None:
+            return blend.recompute_ratio
+        if rates is None:
+            return blend.min_recompute_ratio
+        ratio = blend_costs.choose_ratio(
+            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
+        )
+        return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
+
+    def measure(self, ticket: LoadTicket) -> None:
+        """Loads what a ticket says, with nothing beside it, for its rate, and completes it.
+
+        A load that breaks is counted, and says nothing.
+        """
+        started_s = time.perf_counter()
+        load = self._loader.open(ticket, ticket.num_tokens, self._layout.num_layers)
+        arrays: list[jax.Array] = []
+        try:
+            for layer in range(load.num_layers):
+                arrays.append(load.layer(layer))
+                load.computed(layer, arrays[-1])  # Nothing reads it: where staging is short its place is free at once.
+                load.used(layer, arrays[-1])
+            jax.block_until_ready(arrays)
+        except Exception:
+            _LOG.warning("a load broke while it was measured", exc_info=True)
+            load.release()
+            self._store.abort_load(ticket)
+            self._metrics.failed_loads += 1
+            return
+        self._meter.add_load(load.layer_bytes, (time.perf_counter() - started_s) / load.num_layers)
+        load.release()
+        self._store.complete_load(ticket)
+
+    def _open(self, job: Job, key: str, kept: Conversation) -> History:
+        """Begins to load as much of what is stored of a prompt as is worth it: its first tokens, and chunks behind.
+
+        Its last token is never part of it, since its logits are wanted. Where first tokens are not kept, since no
+        layer looks back to them, all that a layer does look back to is loaded, or nothing.
+        """
+        prompt_ids, num_slid, lineage = packed_prompt(job)[kept.num_slid :], kept.num_slid, kept.kv_lineage
+        spans = self._worth_loading(job)
+        own_ids = prompt_ids[: spans[0].start - num_slid] if spans else prompt_ids[:-1]
+        held: list[LoadTicket | None] = [self._hold(own_ids, key, lineage)]
+        try:
+            found = 0 if held[0] is None else held[0].num_tokens
+            wanted = found if num_slid or spans else self._num_worth_loading(found, len(prompt_ids) - found)
+            held += [self._chunks.hold(span, job.prompt_ids[span.start : span.stop]) for span in spans]
+            counts = (found, wanted, *(int(ticket is not None) for ticket in held[1:]))
+            num_stored, num_loaded, *are_there = least(self._processes, "what is loaded", counts)
+            if num_slid and num_stored < self._window - 1:
+                num_stored = num_loaded = num_slid = 0
+            if held[0] is not None and num_stored < found:
+                self._store.abort_load(held[0], MissReason.OTHER_SHARD)
+                held[0] = self._hold(own_ids[:num_stored], key, lineage)
+            for index, (ticket, is_there) in enumerate(zip(held[1:], are_there, strict=True), start=1):
+                if ticket is not None and not is_there:
+                    self._store.abort_load(ticket, MissReason.OTHER_SHARD)
+                    held[index] = None
+            if held[0] is None and self._store.residency(key) is Residency.DRAM:
+                self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
+            if any(held[1:]):
+                spans = tuple(span.shifted(-num_slid) for span in spans)
+                return self._begin_fused(job, key, held, spans, num_slid)
+            history = self._begin(job, key, held[0], num_loaded, num_slid)
+            history.missed_chunks = len(spans)
+            return history
+        except Exception:
+            self._abort(ticket for ticket in held if ticket is not None)
+            raise
+
+    def _abort(self, tickets: Iterable[LoadTicket], reason: MissReason = MissReason.ABORTED) -> None:
+        for ticket in tickets:
+            if ticket.state is TicketState.OPEN:
+                self._store.abort_load(ticket, reason)
+
+    def _worth_loading(self, job: Job) -> tuple[ChunkSpan, ...]:
+        """Chunks of a prompt that are loaded if they are stored: none where computing all of it is as fast."""
+        job.recompute_ratio = 0.0
+        if not job.spans:
+            return ()
+        first, last = job.spans[0], job.spans[-1]
+        num_new = len(job.prompt_ids) - last.stop
+        ratio = self.recompute_ratio(last.stop - first.start, first.start, num_new)
+        job.recompute_ratio = from_first(self._processes, "the ratio of a context", ratio)
+        is_asked_for = self._config.blend.recompute_ratio is not None
+        return job.spans if job.recompute_ratio < 1 or is_asked_for else ()
+
+    def _hold(self, token_ids: np.ndarray, key: str, lineage: int) -> LoadTicket | None:
+        """What of the KV of these tokens is stored, to be read; what is stored behind them is forgotten."""
+        if not len(token_ids):
+            return None
+        return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
+
+    def _begin(self, job: Job, key: str, ticket: LoadTicket | None, num_loaded: int, num_slid: int) -> History:
+        """Begins to load the first tokens of what is stored."""
+        num_stored = 0 if ticket is None else ticket.num_tokens
+        if ticket is not None and not num_loaded:
+            self._store.abort_load(ticket, MissReason.RECOMPUTED)
+            ticket = None
+        elif ticket is not None and num_loaded < num_stored:
+            ticket.shorten(num_loaded)
+        num_new = len(job.prompt_ids) - num_slid - num_loaded
+        depth = self._depth(num_loaded, num_new)
+        return History(
+            key=key,
+            load=None if ticket is None else self._load(ticket, depth, job),
+            num_stored=num_stored,
+            num_slid=num_slid,
+            predicted_s=self._predict(num_loaded, num_new, depth),
+        )
+
+    def _begin_fused(
+        self, job: Job, key: str, held: Sequence[LoadTicket | None], spans: tuple[ChunkSpan, ...], num_slid: int
+    ) -> History:
+        """Begins to load a session's own first tokens and chunks, each to its place; `held` in the same order."""
+        own, *chunks = held
+        parts = [(own, 0)] if own is not None else []
+        parts += [(ticket, span.start) for ticket, span in zip(chunks, spans, strict=True) if ticket is not None]
+        ticket = FusedTicket(parts)
+        num_new = len(job.prompt_ids) - num_slid - ticket.num_tokens
+        return History(
+            key=key,
+            load=self._load(ticket, self._depth(ticket.num_tokens, num_new), job),
+            num_stored=0 if own is None else own.num_tokens,
+            num_slid=num_slid,
+            predicted_s=None,
+            chunks=tuple(span for part, span in zip(chunks, spans, strict=True) if part is not None),
+            missed_chunks=sum(part is None for part in chunks),
+            recompute_ratio=job.recompute_ratio,
+        )
+
+    def _count(self, history: History) -> None:
+        """Counts what became of what is stored."""
+        num_loaded, num_stored = history.num_loaded, history.num_stored
+        self._metrics.loaded_chunks += len(history.chunks)
+        self._metrics.missed_chunks += history.missed_chunks
+        self._metrics.loaded_histories += 0 < num_loaded == num_stored
+        self._metrics.mixed_histories += 0 < num_loaded < num_stored
+        self._metrics.recomputed_histories += num_loaded < num_stored and history.load is None
+
+    def _load(self, ticket: LoadTicket | FusedTicket, depth: int, job: Job) -> LayerLoad:
+        padded = self._runner.padded_history(ticket.num_tokens)
+        all_at_once = self._config.read_buffer == "off"
+        return self._loader.open(ticket, padded, depth, all_at_once=all_at_once, job=job.job_id)
+
+    def _num_worth_loading(self, num_stored: int, num_new: int) -> int:
+        """How many tokens of a stored history are loaded: all of them, where no rates say otherwise."""
+        rates = self._meter.rates if self._config.recompute_if_faster else None
+        if rates is None or not num_stored:
+            return num_stored
+        plan = costs.choose_history(
+            rates,
+            num_stored,
+            num_new,
+            block_tokens=self._layout.block_tokens,
+            depth=self._depth(num_stored, num_new),
+            head_start_s=0.0,
+            min_gain=_MIN_GAIN,
+            padded=self._runner.padded,
+        )
+        return plan.load_tokens
+
+    def _depth(self, num_history: int, num_new: int) -> int:
+        """Layers of the read buffer for a load."""
+        wanted, num_layers = self._config.read_buffer, self._layout.num_layers
+        if isinstance(wanted, int):
+            return min(wanted, num_layers)
+        rates = self._meter.rates
+        if wanted != "auto" or self._config.read_buffer_gib is None or rates is None or not num_history:
+            return num_layers  # Where there is room for all of it anyway, no layer waits for another's compute.
+        depth = costs.read_buffer_layers(
+            rates,
+            num_history,
+            num_new,
+            max_buffer_bytes=int(self._config.read_buffer_gib * GIB),
+            padded=self._runner.padded,
+        )
+        return min(max(depth, 1) + _SLACK_LAYERS, num_layers)
+
+    def _predict(self, num_history: int, num_new: int, depth: int) -> float | None:
+        """Seconds of prefilling new tokens over a history that is loaded from when the device is free on."""
+        rates = self._meter.rates
+        if rates is None:
+            return None
+        compute_s = costs.layer_compute_s(rates, *self._runner.padded(num_history, num_new))
+        load_s = costs.layer_load_s(rates, num_history)
+        if self._config.read_buffer == "off":
+            return costs.blocking_s(load_s, compute_s, rates.num_layers)
+        return costs.pipeline_s(load_s, compute_s, rates.num_layers, depth, head_start_s=0.0)
+
+
+def packed_prompt(job: Job) -> np.ndarray:
+    """A job's prompt, int32 `[T]`: only what is new in it is looked at one by one."""
+    known = np.zeros(0, np.int32) if job.session is None else job.session.packed_ids
+    return np.concatenate([known, np.fromiter(job.prompt_ids[len(known) :], np.int32)])

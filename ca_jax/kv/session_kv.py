@@ -1,0 +1,524 @@
+"""The KV of sessions between turns: the store, its two ways to the device and back, and the queue that it looks at.
+
+Which keys sessions have, whether a queued turn's KV is at hand, and what is kept, listed, shortened and forgotten. The
+way in is `Histories`, the way out `WriteBuffer`; a saved length moves only when `collect` finds the bytes in place.
+
+Not here: loads (histories), saves (write_buffer), blocks and books (storage), computing (runner, prefilling).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ca_jax.config import EngineConfig
+from ca_jax.device.memory import staging_bytes
+from ca_jax.device.processes import Processes, all_agree
+from ca_jax.device.runner import Runner
+from ca_jax.device.transfer import held_heads, own_part, to_device
+from ca_jax.kv.async_saver import AsyncSaver, LayerPart
+from ca_jax.kv.chunk_kv import ChunkKV
+from ca_jax.kv.histories import Histories, History
+from ca_jax.kv.kept_conversations import KeptConversations
+from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.rate_meter import RateMeter
+from ca_jax.kv.sliding import SlidingKV
+from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.models.kv import KVCache, LayerKV
+from ca_jax.session import Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.catalog_file import CatalogError
+from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.note_log import Noted, NoteLog, log_bytes
+from ca_jax.storage.records import (
+    BlockTiers,
+    EntryInfo,
+    LookAheadWindows,
+    MissReason,
+    Owner,
+    Residency,
+    StoreStats,
+)
+from ca_jax.storage.shards import shard_config
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+from ca_jax.turns.conversations import Conversation
+from ca_jax.turns.jobs import Job
+
+_LOG = logging.getLogger(__name__)
+_MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
+
+
+@dataclasses.dataclass(frozen=True)
+class QueuedKV:
+    """What a turn that waits will load."""
+
+    residency: Residency
+    """Where that is."""
+    position: int | None
+    """Where its job stands in the queue that the look-ahead windows count."""
+
+
+class SessionKV:
+    """Stored KV of one model's sessions. Belongs to the engine's thread.
+
+    Args:
+      layout: of a block.
+      config: the engine's, its store's included.
+      runner: whose padding, and whose prefills.
+      fingerprint: of the weights: KV of others is never found.
+      metrics: where failures are counted.
+      on_progress: called from any thread when `collect` has something to do.
+      processes: those that serve as one; each has the KV of its heads.
+      window: how far all layers look back, tokens, the one that looks among them: of KV before that nothing is kept.
+        None: all of it is.
+      timeline: told of transfers.
+      store_wrapper: given the store, returns what is used in its place.
+
+    Raises:
+      ValueError: a size that does not fit machine or disk.
+      NotADirectoryError, PermissionError, CatalogError: the store's directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        fingerprint: str,
+        metrics: EngineMetrics,
+        on_progress: Callable[[], None],
+        processes: Processes,
+        window: int | None = None,
+        timeline: Timeline = NO_TIMELINE,
+        store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    ) -> None:
+        max_tokens = runner.history_buckets[-1]
+        shard = shard_config(config.store, processes.index, processes.count)
+        kv_sharding = None if runner.sharding is None else runner.sharding.kv
+        heads = held_heads(kv_sharding, runner.num_kv_heads)
+        weights = fingerprint if heads is None else f"{fingerprint} {heads}"
+        self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
+        store = AttentionStore(
+            layout,
+            shard,
+            weights=weights,
+            on_progress=on_progress,
+            on_fetch=self.meter.add_fetch,
+            timeline=timeline,
+        )
+        try:
+            directory = shard.ssd_directory
+            log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))
+        except CatalogError:
+            store.close()
+            raise
+        self._store = store if store_wrapper is None else store_wrapper(store)
+        self._layout = layout
+        self._runner = runner
+        self._metrics = metrics
+        self._processes = processes
+        self._warn_of_small_caps(layout, max_tokens)
+        self._loader = LayerLoader(
+            layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
+        )
+        self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
+        self.write_buffer = WriteBuffer(
+            self._store,
+            self._saver,
+            metrics,
+            token_bytes=layout.token_bytes,
+            max_bytes=int(config.write_buffer_gib * GIB),
+            group_tokens=config.save_group_tokens,
+            is_async=config.async_save,
+        )
+        self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
+        self.chunks = ChunkKV(self._store, self.write_buffer, self._salt)
+        self.histories = Histories(
+            self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
+        )
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, metrics)
+        self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
+        self._shares_prefixes = config.share_prefixes
+        self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
+        self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
+        self._closing = threading.Event()
+        self._toucher = threading.Thread(target=self._touch, name="ca_jax-first-touch", daemon=True)
+        self._toucher.start()
+
+    def wait_until_resident(self) -> None:
+        """Returns when all host memory has had its first touch, or it is closed. Any thread may call it."""
+        self._toucher.join()
+
+    def key(self, session_id: str, tenant: str = "") -> str:
+        """The store's key: other tenants, weights, layouts and position encodings never meet."""
+        name = f"{len(tenant)}:{tenant}{session_id}"
+        return hashlib.sha256(self._salt + name.encode("utf-8", "surrogatepass")).hexdigest()
+
+    # A turn, in order.
+
+    def announce(self, job: Job, session: Session) -> None:
+        """A turn is queued: from here on its KV is fetched early and evicted late.
+
+        A session of which nothing is stored may begin like one that is: then it will share that one's KV.
+        """
+        key = source = self.key(session.session_id, session.tenant)
+        self._sliding.slide(key, session)
+        if self._may_share(job, key, session):
+            source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
+        self._queued[job] = key, source
+        self._store.enqueue(job, source, job.priority)
+        self.chunks.announce(job)
+        self._store.poll()
+
+    def ready(self, job: Job, is_next: bool) -> bool:
+        """Whether a queued turn would not wait for SSD, nor for what the turn before it computed to be saved.
+
+        For the next one its KV is brought, at the cost of others'. Of a session that it begins like, what a turn has
+        computed that has ended; a turn that runs is not waited for.
+        """
+        if job not in self._queued:
+            return True
+        key, source = self._queued[job]
+        is_ready = not self._is_being_saved(key, source) and self._store.ready(source, is_next)
+        is_ready = self.chunks.ready(job, is_next) and is_ready
+        return all_agree(self._processes, "ready", is_ready)
+
+    def queued(self, job: Job) -> QueuedKV | None:
+        """Of a queued turn, where the KV is that it will load; None of a job that loads none."""
+        if job not in self._queued:
+            return None
+        _, source = self._queued[job]
+        return QueuedKV(self._store.residency(source), self._store.queue_position(source))
+
+    def withdraw(self, job: Job) -> None:
+        """A turn is not queued any more, if it was."""
+        if self.histories.is_preloaded(job):
+            self.histories.give_up_preloaded()
+        if self._queued.pop(job, None) is not None:
+            self._store.dequeue(job)
+            self.chunks.withdraw(job)
+
+    def preload(self, job: Job, session: Session) -> None:
+        """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
+        if self.histories.is_preloaded(job):
+            self.histories.pump()
+            return
+        key, source = self._queued.get(job, ("", ""))
+        residency = self._store.residency(source)
+        is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
+        is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
+        is_busy = self.write_buffer.is_running(key) or self._is_being_saved(key, source)
+        if not self.histories.may_preload:
+            return
+        if all_agree(self._processes, "preload", is_at_hand and not is_busy):
+            self._take_prefix(job, session)
+            self.histories.preload(job, key, session.conversation)
+
+    def open_history(self, job: Job, session: Session) -> History:
+        """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
+
+        Says in `job` how many tokens' KV is loaded, and from where.
+        """
+        key = self.key(session.session_id, session.tenant)
+        if not self.histories.is_preloaded(job):
+            self._take_prefix(job, session)
+        history = self.histories.open(job, key, session.conversation)
+        self.withdraw(job)
+        return history
+
+    def fail_history(self, history: History) -> None:
+        """A load broke: what is stored of its session is forgotten, and its staging is free.
+
+        Of one of several parts only those that broke are forgotten.
+        """
+        broken = history.broken or {history.key}
+        self.histories.release(history)
+        for key in broken:
+            self.drop(key)
+        self._metrics.failed_loads += 1
+        self._metrics.lost_chunks += len(broken - {history.key})
+
+    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
+        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
+
+        None where nothing of it is to be.
+        """
+        if not session.is_kept:
+            return None
+        key = self.key(session.session_id, session.tenant)
+        return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
+
+    def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
+        """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
+
+        What is on SSD stays there until the new KV is.
+
+        Args:
+          session: whose turn.
+          num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
+            None: all.
+          num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
+        """
+        key = self.key(session.session_id, session.tenant)
+        known = (self._store.leave_dram(key), num_plain)
+        num_plain = min((count for count in known if count is not None), default=None)
+        renewed = session.conversation.with_kv_of(0).fused(num_fused)
+        session.resume(renewed)
+        return self.write_buffer.begin(key, _owner(session), 0, renewed.kv_lineage, num_plain=num_plain)
+
+    def collect(self) -> None:
+        """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
+        self.write_buffer.collect()
+        self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self.chunks.collect()
+        self._store.poll()
+        self.conversations.collect()
+
+    def remember(self, session: Session) -> None:
+        """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
+        key = self.key(session.session_id, session.tenant)
+        if not session.is_kept:
+            self.drop(key)
+            return
+        self.conversations.remember(key, session)
+        self._sliding.ended(key, session)
+
+    def note(self, session: Session) -> None:
+        """Has a conversation outlive the process as it is now; its KV was cut with it."""
+        if not session.is_kept:
+            return
+        self.conversations.note(self.key(session.session_id, session.tenant), session)
+
+    def recall(self, session_id: str, tenant: str) -> Conversation | None:
+        """The conversation that was kept of a name; None if there is none.
+
+        Raises:
+          TenantError: that name is another tenant's.
+        """
+        return self.conversations.recall(self.key(session_id, tenant), session_id, tenant)
+
+    def opened(self, session: Session) -> None:
+        """A conversation is open."""
+        self.conversations.opened(self.key(session.session_id, session.tenant))
+
+    def let_go(self, session: Session) -> None:
+        """A conversation is open no more, and may be gone on with."""
+        self.conversations.closed(self.key(session.session_id, session.tenant))
+
+    def forget(self, session: Session) -> None:
+        """Forgets a conversation and its KV. No turn of it may run."""
+        self.truncate(session, 0)
+        self.conversations.forget(self.key(session.session_id, session.tenant))
+
+    # What is stored.
+
+    def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+        """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
+
+        On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
+        Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
+        """
+        key = self.key(session.session_id, session.tenant)
+        num_stored = self._sliding.stays(key, session, num_tokens)
+        if not num_stored:
+            self.drop(key)
+            return
+        note = None if left is None else self.conversations.pack(key, left)
+        self.histories.give_up_preloaded(key)
+        self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
+
+    def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
+        """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
+
+        On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
+        for what is on its way.
+        """
+        key = self.key(session.session_id, session.tenant)
+        self.histories.give_up_preloaded(key)
+        self._sliding.forget(key)
+        stored = discarded[session.conversation.num_slid :]
+        note = self.conversations.pack(key, left) if session.is_kept else None
+        self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
+
+    def invalidate(self, session: Session) -> None:
+        """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
+        if self._store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
+            self._metrics.invalidated_histories += 1
+        self.truncate(session, 0)
+
+    def cut_running(self, session: Session, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
+        """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
+
+        Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
+        """
+        self.write_buffer.finish_so_far(saver)
+        self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
+        saver.cut(discarded, left.kv_lineage)
+
+    def read(self, session: Session, token_ids: list[int]) -> KVCache:
+        """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
+
+        Args:
+          session: whose.
+          token_ids: of its context, with those of a turn that runs.
+
+        Returns:
+          `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
+        """
+        key = self.key(session.session_id, session.tenant)
+        layout, num_tokens = self._layout, len(token_ids)
+        layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
+        ticket = self._store.prepare_load(key, token_ids, num_dropped=session.conversation.kv_lineage)
+        if ticket is not None:
+            reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
+            for read in reads:
+                read.result()
+            self._store.abort_load(ticket, MissReason.CANCELLED)
+        lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
+        arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
+        return KVCache(tuple(arrays), to_device(lengths))
+
+    def drop(self, key: str) -> None:
+        """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
+        self.histories.give_up_preloaded(key)
+        self.write_buffer.give_up(key)
+        self._store.drop(key)
+
+    def is_running(self, key: str) -> bool:
+        """Whether a turn of a session runs."""
+        return self.write_buffer.is_running(key)
+
+    def list(self) -> tuple[EntryInfo, ...]:
+        """What is stored, or being stored."""
+        return self._store.list()
+
+    def owned(self) -> Iterator[tuple[str, Owner | Noted]]:
+        """Key and owner of what outlives the process, the latest first; chunks among them."""
+        noted = {each.key: each for each in reversed(self.conversations.noted())}
+        yield from noted.items()
+        if self.conversations.outlive:
+            yield from ((key, owner) for key, owner in self._store.owners() if key not in noted)
+
+    def pinned(self, tenant: str) -> set[str]:
+        """Names of a tenant's sessions that their owner has pinned."""
+        return self._store.names_pinned(tenant)
+
+    def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
+        """The same, of one session id, whatever its tenant."""
+        return self._store.of_name(session_id)
+
+    def blocks(self, key: str) -> tuple[BlockTiers, ...]:
+        """Where each block of a session is."""
+        return self._store.blocks(key)
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the queue of turns the store looks."""
+        return self._store.windows
+
+    def set_pinned(self, key: str, pinned: bool) -> None:
+        """Keeps a session in the store, or lets it go like others."""
+        self._store.set_pinned(key, pinned)
+
+    def set_ttl(self, key: str, ttl_s: float | None) -> None:
+        """Says how long a session is kept after its last use."""
+        self._store.set_ttl(key, ttl_s)
+        self.conversations.set_ttl(key, ttl_s)
+
+    def settle(self) -> bool:
+        """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
+        self.write_buffer.settle()
+        self._sliding.slide_all({key for key, _ in self._queued.values()})
+        return self._store.settle()
+
+    def stats(self) -> StoreStats:
+        """What the store holds and has done."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Finishes what was submitted and lets go of memory."""
+        self.histories.give_up_preloaded()
+        self._closing.set()
+        self.settle()
+        self.conversations.close()
+        self._saver.close()
+        self._loader.close()
+        self._store.close()
+
+    def measure(self) -> None:
+        """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""
+        key = self.key("", "rates are measured with this")
+        longest = min(_MEASURED_TOKENS, self._runner.history_buckets[-1])
+        for num_tokens in (longest // 4, longest):
+            ticket = self._store.prepare_save(key, 0, np.zeros(num_tokens, np.int32))
+            if ticket is None:
+                return
+            for layer in range(self._layout.num_layers):
+                kv = own_part(self._runner.at_rest(self._runner.empty_kv(num_tokens)))
+                self._saver.add(ticket, LayerPart(layer, kv, num_tokens, 0))
+            self._saver.end(ticket)
+            self.write_buffer.collect(wait=True, key=key)
+            loaded = self._store.prepare_load(key, ticket.token_ids)
+            if loaded is not None:
+                self.histories.measure(loaded)
+            self._store.drop(key)
+
+    def _is_being_saved(self, key: str, source: str) -> bool:
+        """Whether KV is on its way to the store that a turn of `key` builds on, which begins with that of `source`."""
+        if self.write_buffer.is_unsaved(key):
+            return True
+        return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
+
+    def _may_share(self, job: Job, key: str, session: Session) -> bool:
+        """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
+        if not self._shares_prefixes or session.conversation.num_slid:
+            return False
+        if self._store.residency(key) is not Residency.ABSENT:
+            return False
+        return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
+
+    def _take_prefix(self, job: Job, session: Session) -> None:
+        """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
+
+        That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
+        """
+        key, _ = self._queued.get(job, ("", ""))
+        if not key or not self._may_share(job, key, session):
+            return
+        source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
+        if source is not None:
+            num_dropped = session.conversation.kv_lineage
+            self._store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
+
+    def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:
+        stats = self._store.stats()
+        caps = {"dram_gib": stats.capacity_bytes // layout.block_bytes}
+        if stats.ssd is not None:
+            caps["ssd_gib"] = stats.ssd.capacity_bytes // layout.block_bytes
+        for name, num_blocks in caps.items():
+            if 0 < num_blocks < layout.num_blocks(max_tokens):
+                _LOG.warning(
+                    "%s holds %d tokens, of a context window of %d: longer conversations are not kept whole",
+                    name,
+                    num_blocks * layout.block_tokens,
+                    max_tokens,
+                )
+
+    def _touch(self) -> None:
+        """Makes host memory resident in the background, so that no load or save pays for its first touch."""
+        self._metrics.first_touch_s = self._loader.touch() + self._store.touch(self._closing.is_set)
+
+
+def _owner(session: Session) -> Owner:
+    if not session.is_kept:
+        return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
+    return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

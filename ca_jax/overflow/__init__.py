@@ -1,0 +1,1 @@
+"""Which tokens leave a full context."""

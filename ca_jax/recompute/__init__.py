@@ -1,0 +1,1 @@
+"""KV that is computed anew in part: blended chunks, repaired histories."""

@@ -1,0 +1,1 @@
+"""Who runs, and what a turn says."""

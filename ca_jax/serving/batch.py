@@ -1,0 +1,343 @@
+"""The running batch: jobs in decode slots, from the first pass of their prefill to their last token.
+
+Takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one prefill, and
+takes what was drawn. Ends jobs, gives back what they held, and keeps what they said.
+
+Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefilling), arrays (runner).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ca_jax.config import EngineConfig
+from ca_jax.device.decoder import Decoder, DecodeRow
+from ca_jax.device.processes import Processes, all_agree, least
+from ca_jax.device.runner import Runner
+from ca_jax.device.sampler import Drawn, Sampler
+from ca_jax.device.transfer import to_host_memory
+from ca_jax.kv import costs
+from ca_jax.kv.session_kv import SessionKV
+from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.recompute.blending import Blending
+from ca_jax.serving.prefilling import Prefilling
+from ca_jax.serving.scheduler import Scheduler, StepPlan
+from ca_jax.serving.truncator import Truncator
+from ca_jax.telemetry.compute_watch import ComputeWatch
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import Timeline
+from ca_jax.turns.conversations import padded
+from ca_jax.turns.jobs import FinishReason, Job
+
+_QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
+
+
+class Batch:
+    """Runs jobs. Belongs to the engine's thread.
+
+    Args:
+      scheduler: who runs.
+      runner: computes.
+      sampler: draws.
+      kv: of sessions.
+      truncator: makes room where a context is full.
+      config: the engine's.
+      metrics: where what happens is counted.
+      timeline: told of phases.
+      window: most tokens of a job.
+      processes: those that do the same together.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Sampler,
+        kv: SessionKV,
+        truncator: Truncator,
+        config: EngineConfig,
+        metrics: EngineMetrics,
+        timeline: Timeline,
+        window: int,
+        processes: Processes,
+    ) -> None:
+        self._processes = processes
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._kv = kv
+        self._config = config
+        self._metrics = metrics
+        self._timeline = timeline
+        self._window = window
+        self._truncator = truncator
+        self._blending = Blending(config.blend, runner)
+        self._watch = ComputeWatch(timeline)
+        self._decoder = Decoder(runner, sampler)
+        self._savers: dict[Job, TurnSaver] = {}
+        self._prefilling: Prefilling | None = None
+        self._decode_s = 0.0  # What the last decode step took.
+
+    def warm_up_context(self, chunk_tokens: Sequence[int]) -> None:
+        """Compiles what blending chunks of such lengths needs, where chunks are blended. Nothing may run."""
+        if self._config.blend.reuses_chunks:
+            ratio = self._kv.histories.recompute_ratio(sum(chunk_tokens), 0, _QUESTION_TOKENS)
+            self._blending.warm_up(chunk_tokens, ratio)
+
+    def step(self) -> bool:
+        """Plans a step and does it; whether there was anything to do."""
+        self.settle()
+        plan = self._scheduler.schedule(self._kv.ready, self._admits)
+        self._begin_loads(plan)
+        if plan.decode:
+            self._decode(list(plan.decode))
+        if plan.prefill is not None and not plan.prefill.done:  # Last, so that a first token goes out at once.
+            self._run_pass(plan.prefill, is_alone=not plan.decode)
+        return plan.prefill is not None or bool(plan.decode)
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job that has not ended: what it has generated so far stands, its slot is free."""
+        if not job.done:
+            self._metrics.cancelled += 1
+            self._finish(job, FinishReason.CANCELLED)
+            for orphan in self._kv.chunks.orphans(job):
+                self.cancel(orphan)
+
+    def close(self) -> None:
+        """Ends its thread. No job may run."""
+        self._watch.close()
+
+    def _begin_loads(self, plan: StepPlan) -> None:
+        """Begins to load what is prefilled in this step, and what is likely to be next."""
+        if plan.prefill is not None:
+            self._begin_prefill(plan.prefill)
+        if plan.preload is not None and plan.preload.session is not None:
+            try:
+                self._kv.preload(plan.preload, plan.preload.session)
+            except Exception as error:  # As below; least of all may it end the job whose caller runs the engine now.
+                self._fail(plan.preload, error)
+
+    def _admits(self, job: Job) -> bool:
+        if job.session is None and job.chunk is None:
+            return True
+        num_tokens = min(len(job.prompt_ids), self._runner.chunk_tokens)
+        return all_agree(self._processes, "admits", self._kv.write_buffer.admits(num_tokens))
+
+    def _begin_prefill(self, job: Job) -> None:
+        """Begins to load a job's history, if this is its first step."""
+        if self._prefilling is not None and self._prefilling.job is job:
+            return
+        job.started_s = time.perf_counter()
+        try:
+            if job.slot is None:
+                raise RuntimeError(f"job {job.job_id} was planned without a slot")
+            self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
+            self._prefilling = Prefilling(
+                job,
+                self._runner,
+                self._kv,
+                self._truncator,
+                self._blending,
+                self._metrics,
+                self._watch,
+                self._processes,
+            )
+            self._prefilling.begin()
+        except Exception as error:  # One broken job must not end the others; its caller gets the error.
+            self._fail(job, error)
+
+    def _run_pass(self, job: Job, is_alone: bool) -> None:
+        """Runs a pass of the prefill; with the last one, draws the first token."""
+        prefilling = self._prefilling
+        if prefilling is None or job.slot is None:
+            raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
+        try:
+            logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
+            if logits is None:
+                return
+            if job.chunk is not None:
+                self._keep_chunk(job, prefilling)
+                return
+            drawn = self._sampler.draw(logits, np.array([len(job.prompt_ids) + job.num_gone]), job.slot)
+            prefilling.finish()
+            if prefilling.saver is not None:
+                self._savers[job] = prefilling.saver
+                job.save_times = prefilling.saver.times
+            self._metrics.prompt_tokens += job.num_prompt_tokens
+            self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
+            self._scheduler.prefilled(job)
+            self._accept(job, drawn, 0)
+        except Exception as error:  # As above.
+            self._fail(job, error)
+
+    def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
+        """A chunk was computed: it is on its way to the store, and that is all."""
+        prefilling.finish()
+        self._metrics.computed_chunks += 1
+        self._release(job)
+        job.finished_s = time.perf_counter()
+        job.finish_reason = FinishReason.LENGTH
+
+    def _pass_tokens(self, prefilling: Prefilling, is_alone: bool) -> int:
+        """How many tokens the next pass takes: fewer than a chunk where others would wait too long for it."""
+        most = self._runner.chunk_tokens
+        rates = self._kv.meter.rates
+        if not is_alone and self._config.max_tpot_ms is not None:
+            if rates is not None:
+                budget_s = self._config.max_tpot_ms / 1e3 - self._decode_s
+                most = costs.largest_pass(rates, prefilling.num_before, self._runner.pass_sizes, budget_s)
+            [most] = least(self._processes, "tokens of a pass", [most])
+        return min(most, prefilling.num_left)
+
+    def settle(self) -> None:
+        """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
+        prefilling = self._prefilling
+        if prefilling is not None and prefilling.is_complete:
+            try:
+                prefilling.insert()
+            except Exception as error:  # As above: with its slot half filled it must not decode.
+                self._fail(prefilling.job, error)
+                return
+            self._prefilling = None
+            prefilling.release()
+
+    def _decode(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._make_room(job)
+        jobs = [job for job in jobs if not job.done]
+        if not jobs:
+            return
+        rows = [
+            DecodeRow(job.job_id, job.slot, job.output_ids[-1], job.num_tokens - 1, job.num_gone)
+            for job in jobs
+            if job.slot is not None
+        ]
+        more = all(
+            len(job.output_ids) + 1 < job.params.max_tokens and job.num_tokens + 1 < self._window for job in jobs
+        )
+        is_alone = self._scheduler.prefilling is None and not self._scheduler.may_take
+        self._kv.write_buffer.make_room(len(rows))
+        started_s = time.perf_counter()
+
+        def await_pass() -> None:
+            """The device computes these rows from when it is done with the pass before them."""
+            nonlocal started_s
+            prefilling = self._prefilling
+            if prefilling is None:
+                return
+            try:
+                if prefilling.await_pass():
+                    started_s = time.perf_counter()
+            except Exception as error:  # As above: of that job alone.
+                self._fail(prefilling.job, error)
+
+        try:
+            with self._timeline.annotate("engine", "decode", rows=len(rows)):
+                drawn, kv, received = self._decoder.step(rows, run_ahead=more and is_alone, on_dispatched=await_pass)
+            if self._savers:
+                kv = to_host_memory(kv)  # Once for all of its rows.
+        except Exception as error:  # Of all rows alike.
+            for job in jobs:
+                self._fail(job, error)
+            return
+        self._decode_s = time.perf_counter() - started_s
+        self._timeline.add("compute", "decode", started_s, started_s + self._decode_s, rows=len(rows))
+        self._metrics.decode_steps += 1
+        self._metrics.decode_s += self._decode_s
+        for row, job in zip(rows, jobs, strict=True):
+            if job.done:  # It was lost with the slots, when another broke.
+                continue
+            try:
+                if received is not None and job.attention is not None:
+                    job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
+                if job in self._savers:
+                    self._savers[job].add_decoded(row.token, kv, row.slot)
+                self._accept(job, drawn, row.slot)
+            except Exception as error:  # As above.
+                self._fail(job, error)
+
+    def _make_room(self, job: Job) -> None:
+        """Drops tokens of a job whose context is full."""
+        if not job.done and job.num_tokens >= self._window:
+            try:
+                self._truncator.cut_running(job, self._savers.get(job))
+            except Exception as error:  # As above: a discarder may be anybody's.
+                self._fail(job, error)
+
+    def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
+        """Takes the token that was drawn for a row and ends the job if it is the last."""
+        token = int(drawn.tokens[row])
+        if not job.output_ids:
+            job.first_token_s = time.perf_counter()
+        job.add(token)
+        job.token_times_s.append(time.perf_counter())
+        if (logprob := drawn.logprob(row, job.params)) is not None:
+            job.token_logprobs.append(logprob)
+        if job.slot is not None:
+            self._sampler.mark(job.slot, token)
+        text = "" if token in job.stop_ids else job.output.push(token)
+        reason = None
+        if token in job.stop_ids or job.output.stopped:
+            reason = FinishReason.STOP
+        elif len(job.output_ids) >= job.params.max_tokens or not self._goes_on(job):
+            reason = FinishReason.LENGTH
+        job.show(text if reason is None else text + job.output.finish())
+        if reason is not None:
+            self._finish(job, reason)
+
+    def _goes_on(self, job: Job) -> bool:
+        """Whether there is room in the window for another token, or can be made."""
+        return job.num_tokens < self._window or self._truncator.may_go_on(job)
+
+    def _finish(self, job: Job, reason: FinishReason) -> None:
+        job.show_rest(job.output.finish())
+        self._release(job)
+        job.finished_s = time.perf_counter()
+        self._metrics.completion_tokens += len(job.output_ids)
+        if reason is not FinishReason.CANCELLED:
+            self._metrics.turns += 1
+        try:
+            if job.session is not None and job.output_ids:
+                job.session.adopt(job, reason)
+            self._remember(job)
+        except Exception as error:
+            job.error = error
+            raise
+        job.finish_reason = reason  # Last: whoever sees that it is done finds its turn adopted, and in the log.
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""
+        is_lost = self._runner.slots.remake_if_broken() | self._sampler.forget_if_broken()
+        for each in (job, *self._scheduler.running) if is_lost else (job,):
+            if not each.done:
+                try:
+                    self._release(each)
+                    self._remember(each)
+                finally:
+                    each.error = error
+
+    def _remember(self, job: Job) -> None:
+        """Has a job's conversation kept, with an answer or without: KV of it may have been saved in place of other.
+
+        Of one that is not to be, what was pre-loaded is forgotten, also where the job never began.
+        """
+        if job.session is not None and (job.started_s or not job.session.is_kept):
+            self._kv.remember(job.session)
+
+    def _release(self, job: Job) -> None:
+        """Gives back a job's slot and its staging, and submits what is left to save."""
+        saver = self._savers.pop(job, None)
+        if self._prefilling is not None and self._prefilling.job is job:
+            saver = self._prefilling.saver
+            self._prefilling.release()
+            self._prefilling = None
+        if job.slot is not None:
+            self._sampler.free_slot(job.slot)
+        self._scheduler.remove(job)
+        self._kv.withdraw(job)
+        self._kv.chunks.ended(job)
+        if saver is not None:
+            self._kv.write_buffer.end(saver)

@@ -1,0 +1,223 @@
+"""Which jobs run: a queue, decode slots, and a plan per step (iteration-level continuous batching).
+
+Lower priority values go first, then who came first; but a job that later ones were taken before too often goes before
+all. A waiting job takes the first free slot as soon as there is one and is prefilled there, alone, over as many steps
+as the engine wants; then it joins the jobs that decode, which go on all the while. Jobs whose KV is still on its way
+are passed by, and stay where they are in the queue.
+
+Not here: jax, KV bytes, what a step does (engine), how much is prefilled in one (engine).
+Source: iteration-level scheduling is Orca's (Yu et al., OSDI 2022), prefill in chunks between decode steps Sarathi's
+(Agrawal et al., OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+
+from ca_jax.turns.jobs import Job
+
+_PASSED_JOBS = 16  # How many are looked at for one that can run.
+_MAX_OVERTAKEN = 32  # How many later jobs are taken before a job.
+
+_Place = tuple[bool, int, int]  # In the queue: whether it may be overtaken, priority (0 where not), arrival.
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What one engine step does."""
+
+    decode: tuple[Job, ...]
+    """Jobs that decode one token each, by slot."""
+    prefill: Job | None
+    """The job to prefill, or to prefill further; its slot is set."""
+    preload: Job | None
+    """The first of those that still wait, most likely the next to be prefilled: its load may begin now."""
+
+
+class Scheduler:
+    """The job queue and the decode slots.
+
+    A step's plan costs O(log n) comparisons for n waiting jobs, and one move within a list of them.
+
+    Args:
+      max_batch_size: how many slots there are.
+      num_parts: equal parts that they are in, each on other devices: jobs take a slot of each part in turn.
+    """
+
+    def __init__(self, max_batch_size: int, num_parts: int = 1) -> None:
+        self._num_parts = num_parts
+        self._part_slots = max_batch_size // num_parts
+        self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
+        self._queue = _Queue()
+        self._running: dict[int, Job] = {}
+        self._prefilling: Job | None = None
+
+    @property
+    def waiting(self) -> tuple[Job, ...]:
+        """Queued jobs in the order in which they would be taken; O(n)."""
+        return tuple(self._queue)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many jobs are queued."""
+        return len(self._queue)
+
+    @property
+    def running(self) -> tuple[Job, ...]:
+        """Jobs in slots, decoding or being prefilled, by slot."""
+        return tuple(self._running[slot] for slot in sorted(self._running))
+
+    @property
+    def prefilling(self) -> Job | None:
+        """The job in a slot whose prefill is not complete."""
+        return self._prefilling
+
+    @property
+    def may_take(self) -> bool:
+        """Whether a job waits and there is a slot for it."""
+        return bool(self._queue) and bool(self._free_turns)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._queue and not self._running
+
+    def submit(self, job: Job) -> None:
+        """Queues a job, behind those of its priority.
+
+        Raises:
+          ValueError: it waits or runs already.
+        """
+        if job in self._queue or self._is_running(job):
+            raise ValueError(f"wanted a job that neither waits nor runs, found job {job.job_id}, which does")
+        self._queue.add(job)
+
+    def schedule(
+        self,
+        ready: Callable[[Job, bool], bool] = lambda job, is_next: True,
+        admits: Callable[[Job], bool] = lambda job: True,
+    ) -> StepPlan:
+        """Plans the next step. Where no job is being prefilled, one that waits takes the first free slot.
+
+        That is the first in order that is ready, of the first few; if it is not admitted none is, lest smaller ones
+        keep it waiting forever. Nor is a job passed by that was overtaken as often as may be.
+
+        Args:
+          ready: whether a job's KV is where it can be loaded from, or will not be; and whether it is the next in the
+            queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
+          admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
+        """
+        decode = tuple(job for job in self.running if job is not self._prefilling)
+        if self._prefilling is None and self._free_turns:
+            job = self._first_ready(ready)
+            if job is not None and admits(job):
+                self._queue.take(job)
+                turn = heapq.heappop(self._free_turns)
+                job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
+                self._running[job.slot] = self._prefilling = job
+        return StepPlan(decode, self._prefilling, next(iter(self._queue), None))
+
+    def prefilled(self, job: Job) -> None:
+        """Says that a job's prefill is complete: it decodes from the next plan on.
+
+        Raises:
+          ValueError: it is not the one that is being prefilled.
+        """
+        if job is not self._prefilling:
+            found = "none is" if self._prefilling is None else f"job {self._prefilling.job_id} is"
+            raise ValueError(f"wanted job {job.job_id} to be the one being prefilled, found that {found}")
+        self._prefilling = None
+
+    def remove(self, job: Job) -> None:
+        """Takes a job out, wherever it is; its slot is free at once. One that is nowhere is left alone."""
+        if job in self._queue:
+            self._queue.remove(job)
+        elif job.slot is not None and self._is_running(job):
+            del self._running[job.slot]
+            part, slot = divmod(job.slot, self._part_slots)
+            heapq.heappush(self._free_turns, slot * self._num_parts + part)
+            job.slot = None
+            if job is self._prefilling:
+                self._prefilling = None
+
+    def _is_running(self, job: Job) -> bool:
+        return job.slot is not None and self._running.get(job.slot) is job
+
+    def _first_ready(self, ready: Callable[[Job, bool], bool]) -> Job | None:
+        for position, job in enumerate(tuple(itertools.islice(self._queue, _PASSED_JOBS))):
+            if ready(job, position == 0):
+                return job
+            if not self._queue.may_be_overtaken(job):
+                return None
+        return None
+
+
+class _Queue:
+    """Waiting jobs in the order in which they are taken.
+
+    A job is overtaken when one that came later is taken. Of those that came later than it, all that were ever taken
+    were taken since it came; so it was overtaken `_MAX_OVERTAKEN` times once that many jobs that were taken came later,
+    which the latest such jobs tell of all that wait, without a count for each. Who came earlier was overtaken no less.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals = itertools.count()
+        self._places: list[_Place] = []  # Ascending.
+        self._job_at: dict[_Place, Job] = {}
+        self._place_of: dict[Job, _Place] = {}
+        # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
+        self._to_overtake: collections.OrderedDict[int, Job] = collections.OrderedDict()  # By arrival.
+        self._last_taken: list[int] = []  # The latest arrivals that were taken, a heap: the earliest of them first.
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._place_of
+
+    def __iter__(self) -> Iterator[Job]:
+        return (self._job_at[place] for place in self._places)
+
+    def may_be_overtaken(self, job: Job) -> bool:
+        """Whether later jobs may still be taken before a job."""
+        return self._place_of[job][0]
+
+    def add(self, job: Job) -> None:
+        """Queues a job behind those of its priority."""
+        arrival = next(self._arrivals)
+        self._to_overtake[arrival] = job
+        self._put(job, (True, job.priority, arrival))
+
+    def remove(self, job: Job) -> None:
+        """Takes a job out that will not run."""
+        self._to_overtake.pop(self._pull(job), None)
+
+    def take(self, job: Job) -> None:
+        """Takes a job out to run it: those that came before it and still wait are overtaken."""
+        arrival = self._pull(job)
+        self._to_overtake.pop(arrival, None)
+        heapq.heappush(self._last_taken, arrival)
+        if len(self._last_taken) > _MAX_OVERTAKEN:
+            heapq.heappop(self._last_taken)
+        if len(self._last_taken) == _MAX_OVERTAKEN:
+            while self._to_overtake and next(iter(self._to_overtake)) < self._last_taken[0]:
+                arrival, overtaken = self._to_overtake.popitem(last=False)
+                self._pull(overtaken)
+                self._put(overtaken, (False, 0, arrival))
+
+    def _put(self, job: Job, place: _Place) -> None:
+        bisect.insort(self._places, place)
+        self._place_of[job] = place
+        self._job_at[place] = job
+
+    def _pull(self, job: Job) -> int:
+        """Takes a job out of the order; its arrival."""
+        place = self._place_of.pop(job)
+        del self._job_at[place]
+        del self._places[bisect.bisect_left(self._places, place)]
+        return place[2]

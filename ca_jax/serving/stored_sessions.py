@@ -1,0 +1,159 @@
+"""What the store keeps of which session, for whoever looks at it or after it: `engine.stored`.
+
+Not here: conversations that are open (engine), the tool for a directory that no engine uses (launch.store).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Collection
+
+from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
+from ca_jax.kv.session_kv import QueuedKV, SessionKV
+from ca_jax.storage.note_log import Noted
+from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows
+from ca_jax.turns.conversations import Conversation
+from ca_jax.turns.jobs import Job
+
+
+class StoredSessions:
+    """Shows, pins and drops stored sessions. Any thread may call.
+
+    Args:
+      kv: the engine's.
+      lock: the engine's.
+    """
+
+    def __init__(self, kv: SessionKV, lock: threading.RLock) -> None:
+        self._kv = kv
+        self._lock = lock
+
+    def list(self, *, tenant: str | None = None) -> tuple[EntryInfo, ...]:
+        """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
+        with self._lock:
+            return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
+
+    def names(self) -> tuple[tuple[str, str], ...]:
+        """Tenant and session id of what this engine goes on with: what is stored, or was open when one was killed.
+
+        The latest used first.
+        """
+        with self._lock:
+            stored = sorted(self._kv.list(), key=lambda info: info.last_used_s, reverse=True)
+            known: tuple[EntryInfo | Noted, ...] = (*self._kv.conversations.noted(), *stored)
+            return tuple(dict.fromkeys((each.tenant, each.session_id) for each in known if self.is_own(each)))
+
+    def page(
+        self, opened: Collection[str], limit: int, *, after: str | None = None, tenant: str = ""
+    ) -> tuple[str, ...]:
+        """Names of a tenant's sessions that this engine goes on with: those that are open, then others, latest first.
+
+        Takes as long as the page is, and as finding its beginning takes; nothing is described.
+
+        Args:
+          opened: names of those that are open.
+          limit: most names.
+          after: the name behind which they begin; None: all do.
+          tenant: whose.
+
+        Raises:
+          UnknownSessionError: none has the name `after`.
+        """
+        with self._lock:
+            owned = ((key, owner.session_id) for key, owner in self._kv.owned() if owner.tenant == tenant)
+            others = (each for each in owned if each[1] not in opened)
+            names = itertools.chain(((None, name) for name in opened), others)
+            if after is not None and not any(name == after for _, name in names):
+                raise UnknownSessionError(f"after must be the name of a session, got {after!r}")
+            own = (name for key, name in names if key is None or self._kv.key(name, tenant) == key)  # No chunk.
+            return tuple(itertools.islice(own, limit))
+
+    def pinned(self, *, tenant: str = "") -> set[str]:
+        """Names of a tenant's sessions that are pinned."""
+        with self._lock:
+            return self._kv.pinned(tenant)
+
+    def is_own(self, info: EntryInfo | Noted) -> bool:
+        """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
+        return self._kv.key(info.session_id, info.tenant) == info.key
+
+    def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
+        """What is stored of one session; None if nothing is, or it is another tenant's or of other weights."""
+        with self._lock:
+            own = (info for info in self._kv.of_name(session_id) if info.tenant == tenant and self.is_own(info))
+            return next(own, None)
+
+    def blocks(self, session_id: str, *, tenant: str = "") -> tuple[BlockTiers, ...]:
+        """Where each block of a session is, in token order; none where nothing is stored."""
+        with self._lock:
+            info = self.find(session_id, tenant=tenant)
+            return () if info is None else self._kv.blocks(info.key)
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the queue of turns the store looks: what it fetches early, and evicts late."""
+        with self._lock:
+            return self._kv.windows
+
+    def queued(self, job: Job) -> QueuedKV | None:
+        """Of a turn that waits, where the KV is that it will load; None of a job that waits for none."""
+        with self._lock:
+            return self._kv.queued(job)
+
+    def conversation(self, session_id: str, *, tenant: str = "") -> Conversation | None:
+        """What is kept of a session beside its KV; None if there is nothing. Does not open it.
+
+        Raises:
+          TenantError: it is another tenant's.
+        """
+        with self._lock:
+            return self._kv.recall(session_id, tenant)
+
+    def pin(self, session_id: str, *, tenant: str = "") -> None:
+        """Keeps a session in the store, over restarts too: no eviction and no expiry, until `unpin` or `drop`.
+
+        Raises:
+          UnknownSessionError: nothing is stored under that name.
+          TenantError: it is another tenant's.
+        """
+        with self._lock:
+            self._kv.set_pinned(self._key(session_id, tenant), True)
+
+    def unpin(self, session_id: str, *, tenant: str = "") -> None:
+        """Lets a session go like others again; otherwise as `pin`."""
+        with self._lock:
+            self._kv.set_pinned(self._key(session_id, tenant), False)
+
+    def set_ttl(self, session_id: str, ttl_s: float | None, *, tenant: str = "") -> None:
+        """Says how long a session is kept after its last use, seconds; None: while there is room.
+
+        Raises:
+          ValueError: `ttl_s` is negative or not finite.
+          UnknownSessionError: as for `pin`; so is TenantError.
+        """
+        with self._lock:
+            self._kv.set_ttl(self._key(session_id, tenant), ttl_s)
+
+    def drop(self, session_id: str, *, tenant: str = "") -> None:
+        """Forgets what is stored of a session. A conversation that is open goes on, and prefills everything.
+
+        Raises:
+          SessionBusyError: a turn of it runs.
+          UnknownSessionError: as for `pin`; so is TenantError.
+        """
+        with self._lock:
+            key = self._key(session_id, tenant)
+            if self._kv.is_running(key):
+                raise SessionBusyError(f"session {session_id!r} still answers; wanted it idle to drop its KV")
+            self._kv.drop(key)
+            self._kv.conversations.forget(key)
+
+    def _key(self, session_id: str, tenant: str) -> str:
+        infos = self._kv.of_name(session_id)
+        for info in infos:
+            if info.tenant == tenant:
+                return info.key
+        if infos:
+            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+        raise UnknownSessionError(f"wanted a session that is stored, found {session_id!r}, which is not")

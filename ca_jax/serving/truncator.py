@@ -1,0 +1,321 @@
+"""What happens when a conversation outgrows the context window: to its tokens, its stored KV and its decode slot.
+
+Before a turn, and in the middle of an answer. Whichever way, tokens leave the session, the store and the slot alike,
+and nothing is computed again but what `OverflowConfig` asks for.
+
+Not here: how many tokens leave (overflow) and which (discarding), blocks (storage), jitted code (steps).
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ca_jax.device.runner import Runner
+from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.kv.layer_loader import LayerLoad
+from ca_jax.kv.session_kv import SessionKV
+from ca_jax.kv.shared_load import SharedLoad
+from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving, oldest_first
+from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discarded
+from ca_jax.recompute.blend import repair_plan
+from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.repair import RepairedHistory
+from ca_jax.session import Session
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.turns.conversations import OTHERWISE, Conversation, extended, padded
+from ca_jax.turns.jobs import Job
+
+
+class Truncator:
+    """Drops tokens of conversations. Belongs to the engine's thread.
+
+    Args:
+      overflow: how; None: never.
+      drift: of the model; None adds nothing to what stays.
+      kv: what is stored.
+      runner: whose slots.
+      metrics: where truncations are counted.
+      window: most tokens of a conversation.
+    """
+
+    def __init__(
+        self,
+        overflow: OverflowConfig | None,
+        drift: Drift | None,
+        kv: SessionKV,
+        runner: Runner,
+        metrics: EngineMetrics,
+        *,
+        window: int,
+    ) -> None:
+        self._overflow = overflow
+        self._drift = drift
+        self._kv = kv
+        self._runner = runner
+        self._metrics = metrics
+        self._window = window
+
+    @property
+    def rule(self) -> str:
+        """Names how tokens leave: by this rule and what was said anybody could tell which; `OTHERWISE` if not."""
+        overflow = self._overflow
+        if overflow is None or overflow.whole_turns or not isinstance(overflow.token_discarder, OldestFirst):
+            return OTHERWISE
+        return f"{self._share} of {self._window} behind {overflow.keep_first_tokens}"
+
+    @property
+    def _share(self) -> int:
+        return 0 if self._overflow is None else leaving_at_once(self._overflow, self._window)
+
+    def _rule_of(self, discarded: np.ndarray) -> str:
+        """By which rule these tokens of a context leave, bool `[T]`."""
+        overflow, count = self._overflow, int(discarded.sum())
+        if overflow is None or count % self._share or discarded.all():
+            return OTHERWISE
+        oldest = oldest_first(len(discarded), count, overflow.keep_first_tokens)
+        return self.rule if np.array_equal(discarded, oldest) else OTHERWISE
+
+    @property
+    def repairs(self) -> bool:
+        """Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill."""
+        overflow = self._overflow
+        return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
+
+    def repaired(self, session: Session, load: LayerLoad | SharedLoad, token_ids: list[int]) -> RepairedHistory | None:
+        """A history of a session as its prefill should read it, if that is not as it is stored.
+
+        Args:
+          session: whose.
+          load: on its way.
+          token_ids: whose KV that is.
+        """
+        if self._overflow is None or not self.repairs:
+            return None
+        found = session.conversation.with_kv_of(len(token_ids))
+        plan = repair_plan(self._overflow, load.num_layers, found.num_to_repair)
+        to_drift = found.to_drift if self._drift is not None else []
+        if plan is None and not to_drift:
+            return None
+        return RepairedHistory(
+            load,
+            token_ids,
+            plan,
+            self._drift,
+            to_drift,
+            drifts_from=self._overflow.keep_first_tokens,
+            runner=self._runner,
+        )
+
+    def warmup(self) -> None:
+        """Compiles what truncation needs, by running it. All slots must be free."""
+        overflow = self._overflow
+        if overflow is None:
+            return
+        num_left = max(self._window - self._share, 1)
+        self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift)
+        if overflow.method != "ca":
+            return
+        if overflow.recomputes and overflow.anchor_tokens:
+            self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
+        if self.repairs:
+            for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
+                plan = repair_plan(overflow, self._runner.num_layers, min(size, self._window))
+                self._runner.warm_up_repair(plan, self._drift)
+
+    # Between turns.
+
+    def for_prompt(self, session: Session, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
+        """Which tokens of a history leave so that new tokens and one of their answer fit.
+
+        Where the first tokens that stay are in the way, all of it leaves.
+
+        Args:
+          session: whose.
+          num_new: how many tokens come.
+          history: what was told of it at once, of which nothing is computed: the oldest leave, whatever the discarder
+            would look at; None: the session's own.
+
+        Returns:
+          bool `[T]`; None where all may stay, or none may leave.
+
+        Raises:
+          ContextWindowError: the new tokens alone do not fit.
+        """
+        conversation = session.conversation if history is None else history
+        overflow, num_history = self._overflow, len(conversation.token_ids)
+        if overflow is None or num_history + num_new < self._window:
+            return None
+        slid = np.arange(num_history) < conversation.num_slid
+        if slid.any() and num_history - slid.sum() + num_new < self._window:
+            return slid
+        if num_new >= self._window:
+            raise ContextWindowError(
+                f"wanted a prompt under the context window of {self._window} tokens, found {num_new}"
+            )
+        num_wanted = num_new + 1
+        count = num_leaving(overflow, window=self._window, num_tokens=num_history, num_wanted=num_wanted)
+        if num_history - count + num_wanted > self._window:
+            return np.ones(num_history, bool)
+        starts = [*(start for start, _ in conversation.turn_starts), num_history]
+        num_needed = num_history + num_wanted - self._window
+        if history is not None:
+            starts = starts if overflow.whole_turns else []
+            return oldest_first(num_history, count, overflow.keep_first_tokens, starts, num_needed)
+        return slid | self._choose(session, session.token_ids, count, starts, num_needed, conversation.attention)
+
+    def without(self, history: Conversation, discarded: np.ndarray | None) -> Conversation:
+        """What is left of a history of which nothing is computed, without some tokens, bool `[T]`."""
+        if discarded is None:
+            return history
+        left = history.cut(discarded, by=self._rule_of(discarded))
+        self._count(discarded)
+        return left.forked(len(left.token_ids))
+
+    def cut(self, session: Session, discarded: np.ndarray, *, by_hand: bool = False) -> None:
+        """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
+
+        What leaves by hand is not what drift was measured with: then it is not added.
+        """
+        method = "ca" if self._overflow is None else self._overflow.method
+        by = OTHERWISE if by_hand else self._rule_of(discarded)
+        left = session.conversation.cut(discarded, keeps_positions=method == "nkvt", by=by)
+        if method in ("ca", "nkvt"):
+            if self.repairs:
+                left = left.with_repair(len(left.token_ids), drifts=not by_hand)
+            self._kv.discard(session, discarded, left)
+        elif method == "of":
+            self._kv.invalidate(session)
+        else:
+            self._kv.truncate(session, 0)
+        session.resume(left)
+        if method not in ("ca", "nkvt"):
+            self._kv.remember(session)
+        self._count(discarded)
+
+    # In the middle of an answer.
+
+    def may_go_on(self, job: Job) -> bool:
+        """Whether a job whose context is full can be made room for: one of a session, of which tokens may leave."""
+        may_drop = self._overflow is not None and job.session is not None and job.may_drop
+        return may_drop and self._num_leaving_from(job) > 0
+
+    def cut_running(self, job: Job, saver: TurnSaver | None) -> None:
+        """Drops tokens of a job that decodes: from its context, its slot, its session and the store.
+
+        The last token of its context is not in the slot yet, and stays.
+        """
+        session, overflow, slot = job.session, self._overflow, job.slot
+        if session is None or overflow is None or slot is None:
+            raise RuntimeError(f"job {job.job_id} has a full context and no session, slot or leave to drop any of it")
+        if job.slid_ids:
+            slid = np.arange(len(session.token_ids)) < len(job.slid_ids)
+            session.resume(session.conversation.cut(slid))
+            job.dropped_tokens += len(job.slid_ids)
+            job.slid_ids = []
+        num_history = len(session.token_ids)
+        starts = [*(start for start, _ in session.conversation.turn_starts), num_history]
+        attention = () if job.attention is None else job.attention
+        if saver is not None:
+            self._kv.write_buffer.finish_so_far(saver)
+        discarded = self._choose(session, job.token_ids[:-1], self._num_leaving_from(job), starts, 1, attention)
+        kept = np.flatnonzero(~discarded)
+        left = session.conversation.cut(
+            discarded[:num_history],
+            keeps_positions=overflow.method == "nkvt",
+            others=discarded[num_history:],
+            by=self._rule_of(discarded),
+        )
+        if self.repairs:
+            left = left.with_repair(len(kept), drifts=True)
+        recomputes = overflow.method in ("tt", "of")
+        self._metrics.invalidated_histories += overflow.method == "of"
+        if saver is not None:
+            everything = np.ones_like(discarded)
+            self._kv.cut_running(session, saver, everything if recomputes else discarded, left)
+        session.resume(left)
+        if job.attention is not None:
+            job.attention = padded(job.attention, len(discarded))[kept]
+        if overflow.method == "nkvt":
+            positions = extended(job.positions, len(discarded))
+            job.positions = [positions[place] for place in kept]
+        job.token_ids = [*(job.token_ids[place] for place in kept), job.token_ids[-1]]
+        if recomputes and len(kept):
+            self._recompute(job, saver)
+        elif not recomputes:
+            drift, keep_first = self._drift if overflow.method == "ca" else None, overflow.keep_first_tokens
+            self._runner.slots.cut(slot, kept, rotates=overflow.method == "ca", drift=drift, drifts_from=keep_first)
+            if overflow.recomputes and overflow.anchor_tokens and len(kept):
+                self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
+        job.dropped_tokens += int(discarded.sum())
+        job.num_gone += int(discarded.sum())
+        self._count(discarded)
+
+    # How.
+
+    def _num_leaving_from(self, job: Job) -> int:
+        if self._overflow is None:
+            return 0
+        # The last token is in the context and not in the slot: it cannot leave.
+        count = num_leaving(self._overflow, window=self._window, num_tokens=job.num_tokens, num_wanted=1)
+        return min(count, max(job.num_tokens - 1 - self._overflow.keep_first_tokens, 0))
+
+    def _choose(
+        self,
+        session: Session,
+        token_ids: list[int],
+        count: int,
+        turn_starts: list[int],
+        num_needed: int,
+        attention: npt.ArrayLike,
+    ) -> np.ndarray:
+        """Which of a context's tokens leave, bool `[T]`; its first ones are the session's."""
+        overflow, num_tokens = self._overflow, len(token_ids)
+        if overflow is None:
+            raise RuntimeError("tokens were to leave where none may")
+        if overflow.whole_turns:
+            return oldest_first(num_tokens, count, overflow.keep_first_tokens, turn_starts, num_needed)
+        if count == num_tokens:
+            return np.ones(num_tokens, bool)
+        discarder = overflow.token_discarder
+        context = DiscardContext(
+            num_tokens=num_tokens,
+            num_leaving=count,
+            keep_first=overflow.keep_first_tokens,
+            attention=padded(attention, num_tokens) if discarder.needs_attention else None,
+            kv=self._kv.read(session, token_ids) if discarder.needs_kv else None,
+        )
+        discarded = check_discarded(discarder.choose(context), num_tokens)
+        if discarded.sum() < num_needed:
+            raise InvalidRequestError(
+                f"discarder {discarder.name} wanted to name at least {num_needed} tokens, found {discarded.sum()}"
+            )
+        return discarded
+
+    def _recompute(self, job: Job, saver: TurnSaver | None) -> None:
+        """Prefills a job's context again, into its slot and the store."""
+        token_ids = job.token_ids[:-1]
+        if job.slot is None:
+            raise RuntimeError(f"job {job.job_id} decodes without a slot")
+        prefill = self._runner.start_prefill(job.slot, token_ids, 0)
+
+        def save(layer: int, kv: jax.Array) -> None:
+            if saver is not None:
+                saver.add_layer(layer, self._runner.at_rest(kv))
+
+        while prefill.num_left:
+            tokens = prefill.tokens[prefill.num_done : prefill.num_done + self._runner.chunk_tokens]
+            if saver is not None:
+                self._kv.write_buffer.make_room(len(tokens))
+                saver.begin_pass(tokens, prefill.num_done)
+            self._runner.run_pass(prefill, len(tokens), on_layer=save)
+            if saver is not None:
+                saver.end_pass()
+        self._runner.insert(prefill)
+
+    def _count(self, discarded: np.ndarray) -> None:
+        self._metrics.truncations += 1
+        self._metrics.dropped_tokens += int(discarded.sum())

@@ -1,0 +1,1 @@
+"""What the engine tells of itself: counters, a timeline, a way to wake it."""

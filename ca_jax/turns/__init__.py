@@ -1,0 +1,1 @@
+"""What was said and what is asked: host data, no jax."""
