@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal, get_args
 
-from ca_jax.blend_config import BlendConfig
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.config import StoreConfig
 
@@ -16,6 +16,63 @@ READ_BUFFERS = ("auto", "all", "off")
 """What `EngineConfig.read_buffer` may be besides a number."""
 KV_REST_DTYPES = ("model", "int8")
 """What `EngineConfig.kv_rest_dtype` may be."""
+
+
+BLEND_MODES = ("blend", "reuse", "prefix", "recompute")
+"""What becomes of the stored KV of chunks. `blend`: CacheBlend, it is put at its new positions and the tokens that
+deviate most are computed anew. `reuse`: full reuse, it is put at its new positions and nothing of it is computed anew.
+`prefix`: prefix caching, chunks are ordinary text, and only KV that was computed with the very same text before it is
+used. `recompute`: full recompute, no stored KV is used for a prompt with chunks."""
+
+Selection = Literal["hkvd", "spread", "random", "first"]
+"""Which tokens of chunks are computed anew. `hkvd`: the paper's, those whose KV deviates most (High KV Deviation),
+fewer from layer to layer. `spread`: the first two of every chunk and others evenly apart; all the rest are moved as
+these have moved, by a linear map in each layer and head. `random`: any, and `first`: the first ones of every chunk,
+to compare with."""
+
+SELECTIONS: tuple[Selection, ...] = get_args(Selection)
+"""All of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlendConfig:
+    """How a prompt with chunks is served: what becomes of the KV of chunks that was computed alone.
+
+    Raises:
+      ValueError: a value outside its range; the message says what must be.
+
+    Source: CacheBlend (Yao et al., EuroSys 2025), sections 4 and 5.1; what it is compared with: section 7.1.
+    """
+
+    mode: str = "blend"
+    """What becomes of the stored KV of chunks, one of `BLEND_MODES`."""
+    recompute_ratio: float | None = None
+    """Share of the chunks' tokens that is computed anew, in the mean over the layers behind the check layers, in
+    [0, 1]. None: what measured rates say that loading hides, see `blend_costs.choose_ratio`."""
+    min_recompute_ratio: float = 0.15
+    """Least ratio that is chosen by measured rates, in [0, 1]. The paper saw next to no loss of quality from there on
+    (section 7.3)."""
+    check_layers: int = 1
+    """First layers in which all tokens are computed, to see which deviate; `hkvd` alone has any."""
+    selection: Selection = "hkvd"
+    """Which tokens are computed anew, a `Selection`."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in BLEND_MODES:
+            raise ValueError(f"blend mode must be one of {', '.join(BLEND_MODES)}; got {self.mode!r}")
+        if self.recompute_ratio is not None and not 0 <= self.recompute_ratio <= 1:
+            raise ValueError(f"recompute_ratio must be a share in [0, 1] or None, got {self.recompute_ratio}")
+        if not 0 <= self.min_recompute_ratio <= 1:
+            raise ValueError(f"min_recompute_ratio must be a share in [0, 1], got {self.min_recompute_ratio}")
+        if not isinstance(self.check_layers, int) or isinstance(self.check_layers, bool) or self.check_layers < 1:
+            raise ValueError(f"check_layers must be a number of layers >= 1, got {self.check_layers!r}")
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"blend selection must be one of {', '.join(SELECTIONS)}; got {self.selection!r}")
+
+    @property
+    def reuses_chunks(self) -> bool:
+        """Whether the KV of chunks that were computed alone is used."""
+        return self.mode in ("blend", "reuse")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,8 @@ from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup
 from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
-from ca_jax.turns.jobs import Completion, Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import Completion, SamplingParams
 from ca_jax.turns.text_output import TextOutput
 from ca_jax.turns.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
 

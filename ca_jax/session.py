@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,57 @@ import numpy.typing as npt
 from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyError, SessionClosedError
 from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
-from ca_jax.turns.jobs import FinishReason, Job, SamplingParams, Usage
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import FinishReason, SamplingParams, Usage
 from ca_jax.turns.text_work import Texts
-
-if TYPE_CHECKING:
-    from ca_jax.engine import Engine
 
 Truncation = Literal["auto", "disabled"]
 """What becomes of a turn that the window has no room for; see `Session.send`."""
+
+
+class Host(Protocol):
+    """What a session asks of its engine; see there."""
+
+    def submit_turn(
+        self,
+        session: Session,
+        new: str | Sequence[Message] | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        context: Sequence[str | Sequence[int]] | None = None,
+        texts: Texts | None = None,
+        truncation: Truncation = "auto",
+    ) -> Job:
+        """Queues a turn."""
+        ...
+
+    def stream(self, job: Job) -> Iterator[str]:
+        """Runs until a job ends and yields its text as it comes."""
+        ...
+
+    def cancel(self, job: Job) -> None:
+        """Ends a job that has not ended."""
+        ...
+
+    def abandon(self, job: Job) -> None:
+        """Notes that nobody listens to a job any more. Takes no lock."""
+        ...
+
+    def end_abandoned(self) -> None:
+        """Cancels the jobs that nobody listens to."""
+        ...
+
+    def rewind(self, session: Session, left: Conversation) -> None:
+        """Takes a conversation back to what is left of it."""
+        ...
+
+    def discard(self, session: Session, discarded: np.ndarray) -> None:
+        """Drops tokens of a conversation, bool `[T]`."""
+        ...
+
+    def forget(self, session: Session) -> None:
+        """Drops a conversation and its KV."""
+        ...
 
 
 class Answer(Iterator[str]):
@@ -35,7 +78,7 @@ class Answer(Iterator[str]):
       job: the turn.
     """
 
-    def __init__(self, engine: Engine, job: Job) -> None:
+    def __init__(self, engine: Host, job: Job) -> None:
         self._engine = engine
         self._job = job
         self._pieces = engine.stream(job)
@@ -70,7 +113,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Host,
         session_id: str,
         conversation: Conversation,
         *,

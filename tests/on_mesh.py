@@ -34,7 +34,7 @@ from ca_jax.recompute.drift import Drift
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from ca_jax.blend_config import BlendConfig
-from ca_jax.config import EngineConfig
+from ca_jax.config import BlendConfig, EngineConfig
 
 
 def test_a_cap_of_what_is_loaded_ahead_and_loading_all_before_computing_exclude_each_other():

@@ -12,7 +12,7 @@ import pytest
 
 import ca_jax
 from ca_jax.errors import SessionBusyError, SessionClosedError
-from ca_jax.turns.jobs import FinishReason, SamplingParams
+from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
 
 SEEDED = SamplingParams(temperature=0.9, top_k=30, seed=11, ignore_eos=True)

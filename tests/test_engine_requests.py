@@ -19,7 +19,7 @@ from ca_jax.errors import (
     UnsupportedArchitectureError,
 )
 from ca_jax.session import Session
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.blend_config import SELECTIONS
+from ca_jax.config import SELECTIONS
 from ca_jax.device import steps
 from ca_jax.models.transformer import Transformer
 from ca_jax.recompute import blend, fusion

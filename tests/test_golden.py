@@ -13,7 +13,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.errors import UnknownModelError
 from ca_jax.models.checkpoint import PRESETS
 from ca_jax.storage.config import StoreConfig
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 
 CONFIG = EngineConfig(

@@ -30,7 +30,7 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests.storage.store_helpers import as_bits, make_kv
 from tests.tolerances import LOGITS_ATOL, PROJECTION_ATOL

@@ -16,7 +16,7 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.blend import repair_plan
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.kv_rest_kit import RoundedConversation, as_kept

@@ -18,7 +18,7 @@ import ca_jax
 from ca_jax.config import EngineConfig
 from ca_jax.device import sampling
 from ca_jax.storage.config import StoreConfig
-from ca_jax.turns.jobs import FinishReason, SamplingParams, TokenLogprob
+from ca_jax.turns.requests import FinishReason, SamplingParams, TokenLogprob
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

@@ -12,7 +12,7 @@ from ca_jax.engine import Engine
 from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, SinksAndRecent
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
-from ca_jax.turns.jobs import FinishReason
+from ca_jax.turns.requests import FinishReason
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

@@ -14,7 +14,7 @@ from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
 from ca_jax.recompute.drift import Drift
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.conversations import extended
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

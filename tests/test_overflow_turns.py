@@ -12,7 +12,7 @@ import pytest
 
 from ca_jax.errors import ContextWindowError
 from ca_jax.serving.prompts import turn_ids
-from ca_jax.turns.jobs import FinishReason, SamplingParams
+from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

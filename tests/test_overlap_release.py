@@ -24,7 +24,7 @@ from ca_jax.session import Answer, Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.paced import GatedTransfers
-from ca_jax.turns.jobs import FinishReason, SamplingParams
+from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS

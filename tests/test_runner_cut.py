@@ -13,6 +13,7 @@ from ca_jax.device import steps
 from ca_jax.device.runner import Runner
 from ca_jax.recompute.blend import BlendPlan
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.repair import make_blender
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -96,7 +97,7 @@ def test_what_stays_drifts_behind_the_first_tokens(runner, tokens, drifts_from):
     values = np.random.default_rng(3).standard_normal((len(kv), 2, *kv.shape[3:])).astype(np.float32)
     drift = Drift(values=values, fingerprint="", window=kit.WINDOW, truncation_ratio=0.5, num_tokens=1)
     drift.check_model(config, "")
-    runner.slots.cut(SLOT, KEPT, drift=drift, drifts_from=drifts_from)
+    runner.slots.cut(SLOT, KEPT, drift=drift.values, drifts_from=drifts_from)
     moved = kv[:, :, KEPT].copy()
     moved[:, :, drifts_from:] += values[:, :, None]
     expected = rotated(moved, np.arange(len(KEPT)))
@@ -126,7 +127,7 @@ def test_a_history_is_blended_over_its_own_tokens(runner, num_chosen):
     stored = np.zeros((*kv.shape[:2], runner.padded_history(NUM_TOKENS), *kv.shape[3:]), np.float32)
     stored[:, :, num_chosen:NUM_TOKENS] = kv[:, :, num_chosen:]
     plan = BlendPlan(num_layers=len(kv), num_tokens=num_chosen, ratio=1.0)
-    blender = runner.blender(plan, ids[:num_chosen])
+    blender = make_blender(runner, plan, ids[:num_chosen])
     for layer, part in enumerate(stored):
         found = np.asarray(blender.layer(layer, jnp.asarray(part)))
         np.testing.assert_allclose(found[:, :num_chosen], kv[layer, :, :num_chosen], atol=ATOL, rtol=0)

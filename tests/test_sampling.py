@@ -17,7 +17,7 @@ import pytest
 import ca_jax
 from ca_jax.device import sampling
 from ca_jax.device.sampler import Sampler
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 
 VOCAB = 12

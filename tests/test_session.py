@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from ca_jax.turns.jobs import Job, SamplingParams, Usage
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams, Usage
 from ca_jax.turns.text_output import TextOutput
 from tests import engine_kit as kit
 

@@ -37,7 +37,7 @@ from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 
 SECTIONS = ("quality", "bytes", "load")
 SOURCES = ("dram", "ssd_warm", "ssd")

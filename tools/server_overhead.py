@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ca_jax.launch.machine import describe_machine, describe_versions
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import server_kit as sk
 

@@ -23,9 +23,6 @@ from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
-from ca_jax.recompute.blend import Blender, BlendPlan
-from ca_jax.recompute.drift import Drift, add_drift
-from ca_jax.recompute.fusion import Fuser, FusionPlan
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _TIMED_RUNS = 3
@@ -150,12 +147,13 @@ class Runner:
         """Of the model."""
         self.to_device = partial(to_device, sharding=replicated(sharding))
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
-        self._config = config
+        self.config = config
+        """Of the model."""
         self._params = params
         self._timeline = timeline
         self.with_attention = with_attention
         self._packs_kv = packs_kv
-        self._layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
+        self.layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
         outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
         self._outer = {"params": outer}
         self.chunk_tokens = chunk_tokens
@@ -170,11 +168,11 @@ class Runner:
         # One layer of each window: those of the same share their compiled functions.
         self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self._table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
+        self.table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
         self.slots = DecodeSlots(
             config,
             params,
-            self._table,
+            self.table,
             num_slots=max_batch_size,
             capacity=capacity,
             dtype=self._dtype,
@@ -184,14 +182,19 @@ class Runner:
         )
 
     @property
+    def num_windows(self) -> int:
+        """Different windows of the model's layers: those of the same share their compiled functions."""
+        return len(self._kinds)
+
+    @property
     def num_layers(self) -> int:
         """Of the model."""
-        return self._config.num_layers
+        return self.config.num_layers
 
     @property
     def num_kv_heads(self) -> int:
         """K, of the model."""
-        return self._config.num_kv_heads
+        return self.config.num_kv_heads
 
     @property
     def param_bytes(self) -> int:
@@ -226,7 +229,7 @@ class Runner:
         """
         if not tokens:
             raise ValueError("wanted at least one new token to prefill, found none")
-        past: list[jax.Array | None] = [None] * self._config.num_layers
+        past: list[jax.Array | None] = [None] * self.config.num_layers
         return Prefill(slot, tokens, history_length, history_positions=history_positions, past=past)
 
     def run_pass(
@@ -251,11 +254,11 @@ class Runner:
         is_last = len(part) == prefill.num_left
         padded = np.zeros((1, JOINED_TOKENS if joined else pad_to(self.new_token_buckets, len(part))), np.int32)
         padded[0, : len(part)] = part
-        x = self._embed(padded)
+        x = self.embed(padded)
         length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
-        for i, layer_params in enumerate(self._layers):
+        for i, layer_params in enumerate(self.layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if joined is not None:
                     prefill.past[i], x, kv = joined.join(i, x, length)
@@ -291,15 +294,15 @@ class Runner:
         received: list[jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
-        past, window = prefill.past[layer], self._config.window_of(layer)
+        past, window = prefill.past[layer], self.config.window_of(layer)
         if not self.with_attention:
             rotation = self._past_rotation(prefill, past)
             return steps.prefill_layer(
-                self._config, layer_params, x, past, length, self._table, rotation, window, self.sharding
+                self.config, layer_params, x, past, length, self.table, rotation, window, self.sharding
             )
         count = self.to_device(num_new, np.int32)
         x, kv, attention = steps.prefill_layer_attention(
-            self._config, layer_params, x, past, length, count, self._table, window, self.sharding
+            self.config, layer_params, x, past, length, count, self.table, window, self.sharding
         )
         received.append(attention)
         return x, kv
@@ -352,63 +355,15 @@ class Runner:
             return None
         positions = np.arange(past.shape[1], dtype=np.int32)
         positions[: prefill.history_length] = prefill.history_positions
-        return steps.rotations_of(self._table, self.to_device(positions))
+        return steps.rotations_of(self.table, self.to_device(positions))
 
-    # Fusion and truncation.
+    # Recomputing and truncation.
 
-    def fuser(self, plan: FusionPlan, token_ids: list[int]) -> Fuser:
-        """Has a context of stored chunks made whole.
-
-        Args:
-          plan: what it consists of.
-          token_ids: the plan's tokens, those of places `plan.start` and on.
-
-        Raises:
-          ValueError: not as many tokens as the plan says.
-        """
-        if len(token_ids) != len(plan.kinds):
-            raise ValueError(f"wanted the plan's {len(plan.kinds)} tokens, found {len(token_ids)}")
+    def embed_history(self, token_ids: list[int]) -> jax.Array:
+        """Embeds the tokens of a history, `[1, S, F]`, padded to its bucket."""
         row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
         row[0, : len(token_ids)] = token_ids
-        return Fuser(self._config, self._layers, self._table, plan, self._embed(row), self.sharding)
-
-    def warm_up_fusion(self, plan: FusionPlan) -> None:
-        """Compiles what fusing a context of a plan needs, by running it."""
-        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(plan.start + len(plan.kinds)))))
-        fuser = self.fuser(plan, [0] * len(plan.kinds))
-        for layer in range(plan.num_layers):
-            fused = fuser.layer(layer, kv)
-        jax.block_until_ready(fused)
-
-    def blender(self, plan: BlendPlan, token_ids: list[int]) -> Blender:
-        """Has some tokens of a history computed anew, those that the plan says of the given ones.
-
-        Args:
-          plan: how many in which layer.
-          token_ids: the history's; those that may be chosen come first.
-        """
-        row = np.zeros((1, self.padded_history(len(token_ids))), np.int32)
-        row[0, : len(token_ids)] = token_ids
-        x = self._embed(row)
-        return Blender(self._config, self._layers, self._table, plan, x, self.sharding)
-
-    def warm_up_repair(self, plan: BlendPlan | None, drift: Drift | None) -> None:
-        """Compiles what repairing a history of a plan's length needs, by running it: one layer of each kind."""
-        kv = self.unpacked(self.at_rest(self.empty_kv(self.padded_history(1 if plan is None else plan.num_tokens))))
-        zero = self.to_device(0, np.int32)
-        if drift is not None:
-            kv = add_drift(kv, self.to_device(drift.values[0]), zero, zero)
-        if plan is not None:
-            blender = self.blender(plan, [0] * plan.num_tokens)
-            num_layers = plan.num_layers
-            if len(self._kinds) == 1:
-                num_layers = 1 if plan.spreads else min(plan.check_layers + 2, num_layers)
-            for layer in range(num_layers):
-                blender.layer(layer, kv)
-            if plan.spreads and not self.with_attention:
-                x, blender = self._embedded(JOINED_TOKENS), self.blender(plan, [0] * plan.num_tokens)
-                for layer in range(num_layers):
-                    _, x, _ = blender.join(layer, kv, x, zero)
+        return self.embed(row)
 
     def recompute_first(self, slot: int, tokens: list[int], num_tokens: int) -> int:
         """Computes the first tokens of a slot anew, with nothing before them, and puts them there. Does not wait.
@@ -428,7 +383,7 @@ class Runner:
             part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
             count += part
         prefill = self.start_prefill(slot, tokens[:count], 0)
-        prefill.inserted.update(range(self._config.num_layers))  # Its past is padded: each pass is put in by itself.
+        prefill.inserted.update(range(self.config.num_layers))  # Its past is padded: each pass is put in by itself.
         while prefill.num_left:
             self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
             self.insert(prefill)
@@ -458,8 +413,8 @@ class Runner:
             self._last_logits(x, zero)
             for history in pasts:
                 for layer in self._kinds:
-                    prefill = Prefill(0, [0], 0, past=[history] * self._config.num_layers)
-                    self._prefill_layer(prefill, layer, self._layers[layer], x, zero, 1, [])
+                    prefill = Prefill(0, [0], 0, past=[history] * self.config.num_layers)
+                    self._prefill_layer(prefill, layer, self.layers[layer], x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -511,13 +466,13 @@ class Runner:
 
     def _timed(self, x: jax.Array, past: jax.Array | None, zero: jax.Array) -> float:
         """Seconds of all layers and the head, from one layer of each kind."""
-        windows = [self._config.window_of(layer) for layer in range(self._config.num_layers)]
+        windows = [self.config.window_of(layer) for layer in range(self.config.num_layers)]
         seconds = 0.0
         for layer in self._kinds:
             jax.block_until_ready((x, past))
             started_s = time.perf_counter()
             out, _ = steps.prefill_layer(
-                self._config, self._layers[layer], x, past, zero, self._table, None, windows[layer], self.sharding
+                self.config, self.layers[layer], x, past, zero, self.table, None, windows[layer], self.sharding
             )
             out.block_until_ready()
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])
@@ -526,17 +481,18 @@ class Runner:
         return seconds + time.perf_counter() - started_s
 
     def _embedded(self, num_tokens: int) -> jax.Array:
-        return self._embed(np.zeros((1, num_tokens), np.int32))
+        return self.embed(np.zeros((1, num_tokens), np.int32))
 
-    def _embed(self, tokens: np.ndarray) -> jax.Array:
-        return steps.embed(self._config, self._outer, self.to_device(tokens), self.sharding)
+    def embed(self, tokens: np.ndarray) -> jax.Array:
+        """Embeddings `[1, T, F]` of tokens, i32 `[1, T]`."""
+        return steps.embed(self.config, self._outer, self.to_device(tokens), self.sharding)
 
     def _last_logits(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        return steps.last_logits(self._config, self._outer, x, index, self.sharding)
+        return steps.last_logits(self.config, self._outer, x, index, self.sharding)
 
     def empty_kv(self, num_tokens: int) -> jax.Array:
         """One layer's KV `[2, T, K, H]`, all zeros."""
-        return steps.empty_kv(self._config, num_tokens, self._dtype, self.sharding)
+        return steps.empty_kv(self.config, num_tokens, self._dtype, self.sharding)
 
     def at_rest(self, kv: jax.Array) -> jax.Array:
         """One layer's KV `[2, T, K, H]` as it is kept: in int8 `[2, T, K, H + 2]`, or as it is. Does not wait."""

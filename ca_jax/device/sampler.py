@@ -16,7 +16,7 @@ import numpy as np
 from ca_jax.device import sampling
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.sharding import ModelSharding, replicated
-from ca_jax.turns.jobs import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from ca_jax.turns.requests import MAX_LOGPROBS, SamplingParams, TokenLogprob
 
 _NEVER = -1e9  # Added to a logit.
 

@@ -19,7 +19,6 @@ from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK, slot_attention
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
-from ca_jax.recompute.drift import Drift
 
 
 class DecodeSlots:
@@ -104,7 +103,13 @@ class DecodeSlots:
         return done
 
     def cut(
-        self, slot: int, kept: np.ndarray, *, rotates: bool = True, drift: Drift | None = None, drifts_from: int = 0
+        self,
+        slot: int,
+        kept: np.ndarray,
+        *,
+        rotates: bool = True,
+        drift: np.ndarray | None = None,
+        drifts_from: int = 0,
     ) -> None:
         """Moves the tokens of a slot that stay to its beginning.
 
@@ -112,7 +117,7 @@ class DecodeSlots:
           slot: which.
           kept: i64 `[T]`, increasing: the places of the tokens that stay.
           rotates: whether keys are turned to their new positions; if not they stay at the old ones.
-          drift: of the model, added to them; None adds nothing.
+          drift: f32 `[L, 2, K, H]`, added to their unrotated KV; None adds nothing.
           drifts_from: the first of the tokens that stay which drift.
         """
         places = np.zeros(self._capacity, np.int32)
@@ -125,7 +130,7 @@ class DecodeSlots:
             self.buffers, at, self._to_device(places), self._to_device(turned), self._table, self._sharding
         )
         if drift is not None:
-            span, values = self._to_device([drifts_from, len(kept)], np.int32), self._to_device(drift.values)
+            span, values = self._to_device([drifts_from, len(kept)], np.int32), self._to_device(drift)
             self.buffers = steps.drift_slot(self.buffers, at, span, values, self._table, self._sharding)
 
     def decode(

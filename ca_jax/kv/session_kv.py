@@ -31,7 +31,6 @@ from ca_jax.kv.sliding import SlidingKV
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.catalog_file import CatalogError
 from ca_jax.storage.config import GIB
@@ -50,7 +49,7 @@ from ca_jax.storage.shards import shard_config
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.turns.conversations import Conversation
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.jobs import Job, TurnSession
 
 _LOG = logging.getLogger(__name__)
 _MEASURED_TOKENS = 1024  # Tokens of KV that rates are measured with.
@@ -165,7 +164,7 @@ class SessionKV:
 
     # A turn, in order.
 
-    def announce(self, job: Job, session: Session) -> None:
+    def announce(self, job: Job, session: TurnSession) -> None:
         """A turn is queued: from here on its KV is fetched early and evicted late.
 
         A session of which nothing is stored may begin like one that is: then it will share that one's KV.
@@ -207,7 +206,7 @@ class SessionKV:
             self._store.dequeue(job)
             self.chunks.withdraw(job)
 
-    def preload(self, job: Job, session: Session) -> None:
+    def preload(self, job: Job, session: TurnSession) -> None:
         """Begins to load the history of the job that comes next, while others run, if nothing stands in the way."""
         if self.histories.is_preloaded(job):
             self.histories.pump()
@@ -223,7 +222,7 @@ class SessionKV:
             self._take_prefix(job, session)
             self.histories.preload(job, key, session.conversation)
 
-    def open_history(self, job: Job, session: Session) -> History:
+    def open_history(self, job: Job, session: TurnSession) -> History:
         """Begins to load what of a turn's history is stored, unless that has begun already. Its turn has come.
 
         Says in `job` how many tokens' KV is loaded, and from where.
@@ -247,7 +246,7 @@ class SessionKV:
         self._metrics.failed_loads += 1
         self._metrics.lost_chunks += len(broken - {history.key})
 
-    def begin_saving(self, session: Session, start_token: int) -> TurnSaver | None:
+    def begin_saving(self, session: TurnSession, start_token: int) -> TurnSaver | None:
         """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
 
         None where nothing of it is to be.
@@ -257,7 +256,7 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
 
-    def begin_saving_anew(self, session: Session, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
+    def begin_saving_anew(self, session: TurnSession, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
 
         What is on SSD stays there until the new KV is.
@@ -283,7 +282,7 @@ class SessionKV:
         self._store.poll()
         self.conversations.collect()
 
-    def remember(self, session: Session) -> None:
+    def remember(self, session: TurnSession) -> None:
         """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
         key = self.key(session.session_id, session.tenant)
         if not session.is_kept:
@@ -292,7 +291,7 @@ class SessionKV:
         self.conversations.remember(key, session)
         self._sliding.ended(key, session)
 
-    def note(self, session: Session) -> None:
+    def note(self, session: TurnSession) -> None:
         """Has a conversation outlive the process as it is now; its KV was cut with it."""
         if not session.is_kept:
             return
@@ -306,22 +305,22 @@ class SessionKV:
         """
         return self.conversations.recall(self.key(session_id, tenant), session_id, tenant)
 
-    def opened(self, session: Session) -> None:
+    def opened(self, session: TurnSession) -> None:
         """A conversation is open."""
         self.conversations.opened(self.key(session.session_id, session.tenant))
 
-    def let_go(self, session: Session) -> None:
+    def let_go(self, session: TurnSession) -> None:
         """A conversation is open no more, and may be gone on with."""
         self.conversations.closed(self.key(session.session_id, session.tenant))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: TurnSession) -> None:
         """Forgets a conversation and its KV. No turn of it may run."""
         self.truncate(session, 0)
         self.conversations.forget(self.key(session.session_id, session.tenant))
 
     # What is stored.
 
-    def truncate(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+    def truncate(self, session: TurnSession, num_tokens: int, left: Conversation | None = None) -> None:
         """Forgets a session's KV behind its first `num_tokens` tokens. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
@@ -336,7 +335,7 @@ class SessionKV:
         self.histories.give_up_preloaded(key)
         self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
 
-    def discard(self, session: Session, discarded: np.ndarray, left: Conversation) -> None:
+    def discard(self, session: TurnSession, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
 
         On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
@@ -349,13 +348,13 @@ class SessionKV:
         note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
 
-    def invalidate(self, session: Session) -> None:
+    def invalidate(self, session: TurnSession) -> None:
         """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
         if self._store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
             self._metrics.invalidated_histories += 1
         self.truncate(session, 0)
 
-    def cut_running(self, session: Session, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
+    def cut_running(self, session: TurnSession, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
 
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
@@ -364,7 +363,7 @@ class SessionKV:
         self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
-    def read(self, session: Session, token_ids: list[int]) -> KVCache:
+    def read(self, session: TurnSession, token_ids: list[int]) -> KVCache:
         """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
 
         Args:
@@ -478,7 +477,7 @@ class SessionKV:
             return True
         return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
 
-    def _may_share(self, job: Job, key: str, session: Session) -> bool:
+    def _may_share(self, job: Job, key: str, session: TurnSession) -> bool:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
         if not self._shares_prefixes or session.conversation.num_slid:
             return False
@@ -486,7 +485,7 @@ class SessionKV:
             return False
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 
-    def _take_prefix(self, job: Job, session: Session) -> None:
+    def _take_prefix(self, job: Job, session: TurnSession) -> None:
         """Has a session of which nothing is stored share the KV of the one in DRAM that begins like it for longest.
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
@@ -518,7 +517,7 @@ class SessionKV:
         self._metrics.first_touch_s = self._loader.touch() + self._store.touch(self._closing.is_set)
 
 
-def _owner(session: Session) -> Owner:
+def _owner(session: TurnSession) -> Owner:
     if not session.is_kept:
         return Owner(tenant=session.tenant)  # No listing shows what is loaded for it.
     return Owner(tenant=session.tenant, session_id=session.session_id, ttl_s=session.ttl_s)

@@ -14,8 +14,8 @@ import numpy as np
 from ca_jax.device.processes import Processes, least
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.write_buffer import WriteBuffer
-from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.turns.jobs import TurnSession
 
 
 class SlidingKV:
@@ -42,14 +42,14 @@ class SlidingKV:
         self._conversations = conversations
         self._processes = processes
         self._window = window
-        self._ended: dict[str, Session] = {}  # By key, those with turns since they were looked at.
+        self._ended: dict[str, TurnSession] = {}  # By key, those with turns since they were looked at.
 
-    def ended(self, key: str, session: Session) -> None:
+    def ended(self, key: str, session: TurnSession) -> None:
         """A turn of a session has ended: once its KV is stored, some of it may go."""
         if self._window is not None:
             self._ended[key] = session
 
-    def stays(self, key: str, session: Session, num_tokens: int) -> int:
+    def stays(self, key: str, session: TurnSession, num_tokens: int) -> int:
         """How many of what is stored of a session is of use for its first tokens, which alone are to be left.
 
         Args:
@@ -79,7 +79,7 @@ class SlidingKV:
             if key not in queued:
                 self.slide(key, session)
 
-    def slide(self, key: str, session: Session) -> None:
+    def slide(self, key: str, session: TurnSession) -> None:
         """Forgets what no layer looks back to of a session, if that is a block or more and nothing is on its way."""
         if self._window is None:
             return

@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
-from ca_jax.config import EngineConfig
+from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_apart import ApartEngine

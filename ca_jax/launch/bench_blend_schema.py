@@ -10,8 +10,7 @@ import dataclasses
 import itertools
 from typing import Any, ClassVar
 
-from ca_jax.blend_config import MODES
-from ca_jax.config import EngineConfig
+from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.launch.bench_schema import Spread
 from ca_jax.storage.config import StoreConfig
 
@@ -151,7 +150,7 @@ class BlendThroughputBenchConfig:
 
     suite: ClassVar[str] = "blend_throughput"
 
-    stream_modes: tuple[str, ...] = MODES
+    stream_modes: tuple[str, ...] = BLEND_MODES
     """Ways to use what is stored, see `BlendConfig.mode`; each a row for each store."""
     stream_ratio: float = 0.15
     """Share of the chunks' tokens that `blend` computes anew."""
@@ -189,8 +188,10 @@ class BlendThroughputBenchConfig:
     """Of what is drawn."""
 
     def __post_init__(self) -> None:
-        if not self.stream_modes or not set(self.stream_modes) <= set(MODES):
-            raise ValueError(f"stream_modes wanted some of {', '.join(MODES)}; found {', '.join(self.stream_modes)}")
+        if not self.stream_modes or not set(self.stream_modes) <= set(BLEND_MODES):
+            raise ValueError(
+                f"stream_modes wanted some of {', '.join(BLEND_MODES)}; found {', '.join(self.stream_modes)}"
+            )
         if not 0 <= self.stream_ratio <= 1:
             raise ValueError(f"stream_ratio wanted a share in [0, 1], found {self.stream_ratio}")
         if not self.zipf_exponent >= 0:

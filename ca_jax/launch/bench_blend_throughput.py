@@ -39,7 +39,8 @@ from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams
 
 _CHUNK_MODES = ("blend", "reuse")
 

@@ -23,7 +23,7 @@ from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 SSD_BLOCK_EXTRA_BYTES = 64 << 10
 """A generous bound of what a driver adds to a block on SSD."""

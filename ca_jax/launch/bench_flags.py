@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from ca_jax.blend_config import MODES
+from ca_jax.config import BLEND_MODES
 from ca_jax.launch import engine_flags
 from ca_jax.launch.bench_blend_schema import BLEND_SUITES, BlendBenchConfig, BlendThroughputBenchConfig
 from ca_jax.launch.bench_overflow_schema import OVERFLOW_SUITES, OverflowBenchConfig
@@ -151,7 +151,7 @@ _LISTS: dict[str, tuple[Callable[[str], Any], tuple[Any, ...], str]] = {
     "stream_modes": (
         str,
         BlendThroughputBenchConfig.stream_modes,
-        f"blend_throughput: ways to use what is stored, of {', '.join(MODES)}.",
+        f"blend_throughput: ways to use what is stored, of {', '.join(BLEND_MODES)}.",
     ),
     "ssd_shares": (
         float,

@@ -24,7 +24,8 @@ from ca_jax.launch.bench_suites import send_turn
 from ca_jax.pretrained import Progress
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams
 
 _TOKENS_BEFORE = 12  # Of an answer, until the window is full.
 _TOKENS_AFTER = 16

@@ -45,7 +45,7 @@ from ca_jax.launch.bench_suites import send_turn
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 
 _FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 _WARM_UP_TOKENS = 1024  # The most that an engine stores to measure its rates.

@@ -42,7 +42,7 @@ from ca_jax.launch.bench_schema import BenchError, Samples
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 
 Measured = tuple[list[dict[str, float]], bool, int]
 """Seconds by way, of each round; whether all ways gave the same answers; functions compiled."""

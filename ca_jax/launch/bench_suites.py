@@ -33,7 +33,7 @@ from ca_jax.launch.bench_schema import (
 from ca_jax.pretrained import Progress
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 
 
 def run_suite(engine: Engine, config: BenchConfig, peer: Peer | None, progress: Progress) -> list[Row]:

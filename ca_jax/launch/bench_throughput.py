@@ -32,7 +32,8 @@ from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.scripts import Script
 from ca_jax.storage.config import GIB
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import Job, SamplingParams, Usage
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams, Usage
 
 
 @dataclasses.dataclass(frozen=True)

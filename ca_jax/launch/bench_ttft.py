@@ -33,7 +33,7 @@ from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 _TIERS = {"dram": "dram", "ssd_warm": "ssd"}
 

@@ -30,7 +30,8 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.note_log import NoteLog
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation, chain_of
-from ca_jax.turns.jobs import FinishReason, Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import FinishReason, SamplingParams
 from ca_jax.turns.text_output import TextOutput
 
 _HISTORIES = (1_000, 100_000)  # Tokens.

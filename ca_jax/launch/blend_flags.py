@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from ca_jax.blend_config import MODES, SELECTIONS, BlendConfig
+from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
@@ -38,7 +38,7 @@ def define(default: BlendConfig | None = None, *, flag_values: flags.FlagValues 
     flags.DEFINE_enum(
         FLAG_OF["mode"],
         config.mode,
-        list(MODES),
+        list(BLEND_MODES),
         "What becomes of the stored KV of text chunks in a prompt: put at its new positions, and the tokens that "
         "deviate most computed anew (blend); put there as it is (reuse); used only behind the very text that it was "
         "computed behind (prefix); not used (recompute).",

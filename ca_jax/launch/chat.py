@@ -41,7 +41,7 @@ from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.session import Session
-from ca_jax.turns.jobs import FinishReason, SamplingParams
+from ca_jax.turns.requests import FinishReason, SamplingParams
 
 FLAGS = flags.FLAGS
 

@@ -33,7 +33,7 @@ from ca_jax.pretrained import Progress, load_model
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.jobs import SamplingParams, Usage
+from ca_jax.turns.requests import SamplingParams, Usage
 
 T = TypeVar("T")
 

@@ -19,8 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
-from ca_jax.config import EngineConfig
+from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.rag import read_prompts, run_rag
@@ -36,7 +35,7 @@ from ca_jax.session import SamplingParams
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import PacedLink
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 DRAM, SSD = "dram", "ssd"
 """Storages that are what they are."""

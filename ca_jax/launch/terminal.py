@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import rich.console
 import rich.text
 
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 
 def write_piece(console: rich.console.Console, piece: str, style: str = "") -> None:

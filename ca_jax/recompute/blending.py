@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
+from ca_jax.config import BlendConfig
 from ca_jax.device.runner import LayerSource, Runner
 from ca_jax.kv.histories import History
-from ca_jax.recompute.fused_history import FusedHistory
+from ca_jax.recompute.fused_history import FusedHistory, warm_up_fusion
 from ca_jax.recompute.fusion import FusionPlan, TokenKind
 from ca_jax.turns.chunks import ChunkSpan
 
@@ -52,7 +52,7 @@ class Blending:
         """
         starts = itertools.accumulate(chunk_tokens, initial=0)
         spans = tuple(ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False))
-        self._runner.warm_up_fusion(self._plan(sum(chunk_tokens), 0, spans, ratio))
+        warm_up_fusion(self._runner, self._plan(sum(chunk_tokens), 0, spans, ratio))
 
     def _plan(self, num_places: int, num_own: int, spans: Sequence[ChunkSpan], ratio: float) -> FusionPlan:
         kinds = np.full(num_places, TokenKind.NEW, np.int8)

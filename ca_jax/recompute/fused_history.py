@@ -11,8 +11,34 @@ from __future__ import annotations
 import jax
 
 from ca_jax.device.runner import LayerSource, Runner
-from ca_jax.recompute.fusion import FusionPlan, TokenKind
+from ca_jax.recompute.fusion import Fuser, FusionPlan, TokenKind
 from ca_jax.recompute.repair import RepairedHistory
+
+
+def make_fuser(runner: Runner, plan: FusionPlan, token_ids: list[int]) -> Fuser:
+    """Has a context of stored chunks made whole.
+
+    Args:
+      runner: of the model.
+      plan: what it consists of.
+      token_ids: the plan's tokens, those of places `plan.start` and on.
+
+    Raises:
+      ValueError: not as many tokens as the plan says.
+    """
+    if len(token_ids) != len(plan.kinds):
+        raise ValueError(f"the plan must have a token each, {len(plan.kinds)}; got {len(token_ids)}")
+    x = runner.embed_history(token_ids)
+    return Fuser(runner.config, runner.layers, runner.table, plan, x, runner.sharding)
+
+
+def warm_up_fusion(runner: Runner, plan: FusionPlan) -> None:
+    """Compiles what fusing a context of a plan needs, by running it."""
+    empty = runner.empty_kv(runner.padded_history(plan.start + len(plan.kinds)))
+    kv, fuser = runner.unpacked(runner.at_rest(empty)), make_fuser(runner, plan, [0] * len(plan.kinds))
+    for layer in range(plan.num_layers):
+        fused = fuser.layer(layer, kv)
+    jax.block_until_ready(fused)
 
 
 class FusedHistory:
@@ -38,7 +64,7 @@ class FusedHistory:
         """First tokens whose KV is; None: all."""
         self._source = source
         self._runner = runner
-        self._fuser = runner.fuser(plan, token_ids[plan.start :])
+        self._fuser = make_fuser(runner, plan, token_ids[plan.start :])
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`."""

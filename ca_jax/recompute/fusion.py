@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ca_jax.blend_config import SELECTIONS, Selection
+from ca_jax.config import SELECTIONS, Selection
 from ca_jax.device.steps.common import Params
 from ca_jax.device.transfer import to_device
 from ca_jax.models import rope

@@ -11,11 +11,43 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from ca_jax.device.runner import Runner
+from ca_jax.device.runner import JOINED_TOKENS, Runner
 from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.recompute.blend import Blender, BlendPlan
 from ca_jax.recompute.drift import Drift, add_drift
+
+
+def make_blender(runner: Runner, plan: BlendPlan, token_ids: list[int]) -> Blender:
+    """Has some tokens of a history computed anew, those that the plan says of the given ones.
+
+    Args:
+      runner: of the model.
+      plan: how many in which layer.
+      token_ids: the history's; those that may be chosen come first.
+    """
+    x = runner.embed_history(token_ids)
+    return Blender(runner.config, runner.layers, runner.table, plan, x, runner.sharding)
+
+
+def warm_up_repair(runner: Runner, plan: BlendPlan | None, drift: Drift | None) -> None:
+    """Compiles what repairing a history of a plan's length needs, by running it: one layer of each window."""
+    empty = runner.empty_kv(runner.padded_history(1 if plan is None else plan.num_tokens))
+    kv, zero = runner.unpacked(runner.at_rest(empty)), runner.to_device(0, np.int32)
+    if drift is not None:
+        kv = add_drift(kv, runner.to_device(drift.values[0]), zero, zero)
+    if plan is None:
+        return
+    blender, num_layers = make_blender(runner, plan, [0] * plan.num_tokens), plan.num_layers
+    if runner.num_windows == 1:
+        num_layers = 1 if plan.spreads else min(plan.check_layers + 2, num_layers)
+    for layer in range(num_layers):
+        blender.layer(layer, kv)
+    if plan.spreads and not runner.with_attention:
+        blender = make_blender(runner, plan, [0] * plan.num_tokens)
+        x = runner.embed(np.zeros((1, JOINED_TOKENS), np.int32))
+        for layer in range(num_layers):
+            _, x, _ = blender.join(layer, kv, x, zero)
 
 
 class RepairedHistory:
@@ -58,7 +90,7 @@ class RepairedHistory:
         self._blender: Blender | None = None
         if plan is not None:
             self.num_recomputed = plan.num_recomputed
-            self._blender = runner.blender(plan, token_ids)
+            self._blender = make_blender(runner, plan, token_ids)
 
     def layer(self, layer: int) -> jax.Array:
         """See `runner.LayerSource`."""

@@ -18,7 +18,8 @@ from ca_jax.replay.served import Sample, Served, ServedTurn, Totals
 from ca_jax.replay.workload import ReplayTurn, Workload
 from ca_jax.session import Session
 from ca_jax.simulate.fitted import DecodeSample
-from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams
 
 SAMPLE_S = 0.5
 """Least time between two looks at what the engine is doing."""

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ca_jax.turns.jobs import FinishReason, Usage
+from ca_jax.turns.requests import FinishReason, Usage
 
 DONE = "data: [DONE]\n\n"
 """What ends a stream."""

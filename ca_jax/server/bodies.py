@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ca_jax.server.errors import ApiError
 from ca_jax.turns.conversations import Message
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 
 _INT64 = 2**63
 # A least length, even of 0, has pydantic look whether a text is one: JSON may hold half of a surrogate pair.

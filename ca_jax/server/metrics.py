@@ -23,7 +23,8 @@ from ca_jax.kv.rates import Rates
 from ca_jax.server.answers import finish_reason
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, StoreStats
 from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.turns.jobs import FinishReason, Job
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import FinishReason
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 """Of what `RequestMetrics.text` gives."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.compute_watch import ComputeWatch
 from ca_jax.device.decoder import Decoder, DecodeRow
 from ca_jax.device.processes import Processes, all_agree, least
 from ca_jax.device.runner import Runner
@@ -26,11 +27,11 @@ from ca_jax.recompute.blending import Blending
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.serving.scheduler import Scheduler, StepPlan
 from ca_jax.serving.truncator import Truncator
-from ca_jax.telemetry.compute_watch import ComputeWatch
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
 from ca_jax.turns.conversations import padded
-from ca_jax.turns.jobs import FinishReason, Job
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import FinishReason
 
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 

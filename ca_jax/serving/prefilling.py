@@ -14,6 +14,7 @@ import time
 import jax
 import numpy as np
 
+from ca_jax.device.compute_watch import ComputeWatch
 from ca_jax.device.processes import Processes, least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
 from ca_jax.errors import ProcessesError
@@ -27,11 +28,9 @@ from ca_jax.recompute.blending import Blending
 from ca_jax.recompute.fused_history import FusedHistory
 from ca_jax.recompute.repair import RepairedHistory
 from ca_jax.serving.truncator import Truncator
-from ca_jax.session import Session
-from ca_jax.telemetry.compute_watch import ComputeWatch
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import padded
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.jobs import Job, TurnSession
 
 _LOG = logging.getLogger(__name__)
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
@@ -291,7 +290,7 @@ class Prefilling:
             saver.give_up()
             self._kv.write_buffer.end(saver)
 
-    def _forget_lost(self, session: Session, num_stored: int, num_slid: int) -> None:
+    def _forget_lost(self, session: TurnSession, num_stored: int, num_slid: int) -> None:
         """Tokens behind what is stored are computed anew: at their places, with nothing to repair."""
         left = session.conversation
         if left.num_slid != num_slid:

@@ -23,11 +23,10 @@ from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving,
 from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discarded
 from ca_jax.recompute.blend import repair_plan
 from ca_jax.recompute.drift import Drift
-from ca_jax.recompute.repair import RepairedHistory
-from ca_jax.session import Session
+from ca_jax.recompute.repair import RepairedHistory, warm_up_repair
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, extended, padded
-from ca_jax.turns.jobs import Job
+from ca_jax.turns.jobs import Job, TurnSession
 
 
 class Truncator:
@@ -80,12 +79,18 @@ class Truncator:
         return self.rule if np.array_equal(discarded, oldest) else OTHERWISE
 
     @property
+    def _drift_values(self) -> np.ndarray | None:
+        return None if self._drift is None else self._drift.values
+
+    @property
     def repairs(self) -> bool:
         """Whether what stays is repaired: at once in the slot, as far as that is quick, and by the next prefill."""
         overflow = self._overflow
         return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
 
-    def repaired(self, session: Session, load: LayerLoad | SharedLoad, token_ids: list[int]) -> RepairedHistory | None:
+    def repaired(
+        self, session: TurnSession, load: LayerLoad | SharedLoad, token_ids: list[int]
+    ) -> RepairedHistory | None:
         """A history of a session as its prefill should read it, if that is not as it is stored.
 
         Args:
@@ -116,7 +121,7 @@ class Truncator:
         if overflow is None:
             return
         num_left = max(self._window - self._share, 1)
-        self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift)
+        self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift_values)
         if overflow.method != "ca":
             return
         if overflow.recomputes and overflow.anchor_tokens:
@@ -124,11 +129,11 @@ class Truncator:
         if self.repairs:
             for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
                 plan = repair_plan(overflow, self._runner.num_layers, min(size, self._window))
-                self._runner.warm_up_repair(plan, self._drift)
+                warm_up_repair(self._runner, plan, self._drift)
 
     # Between turns.
 
-    def for_prompt(self, session: Session, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
+    def for_prompt(self, session: TurnSession, num_new: int, history: Conversation | None = None) -> np.ndarray | None:
         """Which tokens of a history leave so that new tokens and one of their answer fit.
 
         Where the first tokens that stay are in the way, all of it leaves.
@@ -175,7 +180,7 @@ class Truncator:
         self._count(discarded)
         return left.forked(len(left.token_ids))
 
-    def cut(self, session: Session, discarded: np.ndarray, *, by_hand: bool = False) -> None:
+    def cut(self, session: TurnSession, discarded: np.ndarray, *, by_hand: bool = False) -> None:
         """Drops tokens of a session, bool `[T]`, from its conversation and from the store. No turn of it may run.
 
         What leaves by hand is not what drift was measured with: then it is not added.
@@ -246,7 +251,7 @@ class Truncator:
         if recomputes and len(kept):
             self._recompute(job, saver)
         elif not recomputes:
-            drift, keep_first = self._drift if overflow.method == "ca" else None, overflow.keep_first_tokens
+            drift, keep_first = self._drift_values if overflow.method == "ca" else None, overflow.keep_first_tokens
             self._runner.slots.cut(slot, kept, rotates=overflow.method == "ca", drift=drift, drifts_from=keep_first)
             if overflow.recomputes and overflow.anchor_tokens and len(kept):
                 self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
@@ -265,7 +270,7 @@ class Truncator:
 
     def _choose(
         self,
-        session: Session,
+        session: TurnSession,
         token_ids: list[int],
         count: int,
         turn_starts: list[int],

@@ -35,7 +35,8 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.belady import BeladyPolicy
-from ca_jax.turns.jobs import Job, SamplingParams
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text_output import TextOutput
 
 _PARAMS = SamplingParams()

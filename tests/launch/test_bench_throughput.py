@@ -23,7 +23,7 @@ from ca_jax.launch.bench_throughput import (
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.replay.scripts import Exchange
 from ca_jax.traces.sharegpt import Conversation, Turn
-from ca_jax.turns.jobs import SamplingParams, Usage
+from ca_jax.turns.requests import SamplingParams, Usage
 
 CONFIG = ThroughputBenchConfig(
     concurrent_sessions=3,

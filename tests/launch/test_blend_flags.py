@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from absl import flags
 
-from ca_jax.blend_config import MODES, SELECTIONS, BlendConfig
+from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig
 from ca_jax.launch import blend_flags
 
 
@@ -43,7 +43,7 @@ def test_flags_are_fields():
     )
 
 
-@pytest.mark.parametrize(("flag", "choices"), [("blend_mode", MODES), ("blend_selection", SELECTIONS)])
+@pytest.mark.parametrize(("flag", "choices"), [("blend_mode", BLEND_MODES), ("blend_selection", SELECTIONS)])
 def test_the_help_says_what_each_choice_is(flag, choices):
     values = flags.FlagValues()
     blend_flags.define(flag_values=values)

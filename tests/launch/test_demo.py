@@ -16,7 +16,7 @@ from ca_jax.launch import demo, demo_acts, demo_report
 from ca_jax.launch.plots import plot_turns
 from ca_jax.launch.terminal import decode_rate
 from ca_jax.storage.records import Residency
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 MESSAGES = ("I plan a trip.", "To Rome, say. How?", "And [then]?", "Thanks! One more thing.")
 MAX_TOKENS = 20

@@ -7,8 +7,7 @@ import sys
 import pytest
 from absl import flags
 
-from ca_jax.blend_config import BlendConfig
-from ca_jax.config import EngineConfig
+from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.launch import blend_flags, engine_flags, overflow_flags
 from ca_jax.overflow.config import OverflowConfig
 

@@ -8,7 +8,7 @@ import rich.console
 
 from ca_jax.launch.progress import progress_bars, spinner
 from ca_jax.launch.terminal import decode_rate, describe_overflow, describe_usage, printable, write_piece
-from ca_jax.turns.jobs import Usage
+from ca_jax.turns.requests import Usage
 
 USAGE = Usage(
     prompt_tokens=1192,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Answer, Session

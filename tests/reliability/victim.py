@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ca_jax.blend_config import BlendConfig
+from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.session import Session

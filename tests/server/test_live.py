@@ -11,7 +11,7 @@ from ca_jax.server.live import read_live
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.policy import look_ahead_window
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit, server_kit
 from tests.server_kit import DEADLINE_S, chat, user
 

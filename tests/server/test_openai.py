@@ -231,7 +231,7 @@ def test_plain_completions(client):
 
 
 def kit_params(max_tokens):
-    from ca_jax.turns.jobs import SamplingParams
+    from ca_jax.turns.requests import SamplingParams
 
     return SamplingParams(max_tokens=max_tokens)
 

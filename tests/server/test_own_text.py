@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ca_jax.errors import SessionMovedError
 from ca_jax.server.router import Router
 from ca_jax.storage.config import StoreConfig
-from ca_jax.turns.jobs import SamplingParams
+from ca_jax.turns.requests import SamplingParams
 from ca_jax.turns.text_work import Texts
 from tests import engine_kit as kit
 from tests import server_kit as sk

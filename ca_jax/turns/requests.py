@@ -1,0 +1,170 @@
+"""What is asked of a turn and what it gave: immutable host data.
+
+Not here: a turn while it runs (jobs), drawing tokens (device.sampler).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+
+from ca_jax.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens that are told with a drawn one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one answer is drawn and when it ends.
+
+    Raises:
+      InvalidRequestError: a value outside its range.
+    """
+
+    max_tokens: int = 256
+    """Most tokens to generate, at least 1."""
+    min_tokens: int = 0
+    """Fewest tokens to generate: stop tokens are not drawn before that, and stop strings not looked for."""
+    temperature: float = 0.0
+    """0 is greedy, so that the same conversation gives the same answer; above, logits are divided by it."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0 means all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest, in [0, 1)."""
+    repetition_penalty: float = 1.0
+    """Divides (or multiplies, if negative) the logits of tokens seen so far; 1 is none."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that this answer has already, in [-2, 2]; OpenAI's, who do not count the prompt.
+    Like all that is added to logits it comes behind the repetition penalty, before temperature."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit once for each time that this answer has it already, in [-2, 2]; OpenAI's."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of these tokens: pairs, or a mapping, of ids and of numbers in [-100, 100]; OpenAI's."""
+    logprobs: int | None = None
+    """Say how likely each drawn token was, and this many of the likeliest, 0 to 20; None says nothing. By the softmax
+    of the model's own logits, whatever was drawn from: before penalties, biases, temperature and filters (what vLLM
+    calls `raw_logprobs`)."""
+    seed: int = 0
+    """Of the draws; the same seed gives the same answer whatever else is in the batch."""
+    stop: tuple[str, ...] = ()
+    """The answer ends before any of these strings."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The answer ends with any of these tokens, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on past the model's own stop tokens."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        biases = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        object.__setattr__(self, "logit_bias", tuple((token, bias) for token, bias in biases))
+        checks = (
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens, which is {self.max_tokens}"),
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or above"),
+            ("top_k", self.top_k >= 0, "0 or above"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
+            ("repetition_penalty", math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "numbers in [-100, 100]"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}"),
+            ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
+            ("stop", all(self.stop), "no empty string"),
+        )
+        for name, holds, wanted in checks:
+            if not holds:
+                raise InvalidRequestError(f"{name} wanted {wanted}, found {getattr(self, name)!r}")
+
+
+class FinishReason(enum.Enum):
+    """Why a job ended."""
+
+    STOP = "stop"
+    """A stop token or stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or the end of the context window."""
+    CANCELLED = "cancelled"
+    """The caller stopped listening."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one turn took."""
+
+    prompt_tokens: int
+    """Tokens the answer was conditioned on: history and new."""
+    cached_tokens: dict[str, int]
+    """Of those, how many had their KV loaded, or are behind a sliding window and needed none, by tier."""
+    completion_tokens: int
+    """Tokens generated."""
+    ttft_s: float
+    """Seconds from submission to the first token, waiting included."""
+    queued_s: float
+    """Seconds of those spent waiting for a slot."""
+    load_s: float
+    """Seconds in which KV was being copied from the store; they overlap compute."""
+    load_stall_s: float
+    """Seconds in which compute waited for such a copy."""
+    prefill_s: float = 0.0
+    """Seconds of its prefill's passes, waiting for loads included; others' decode steps between them are not."""
+    decode_s: float
+    """Seconds from the first token to the last."""
+    token_times_s: tuple[float, ...] = ()
+    """Seconds from submission to each token; their differences are the times per output token (TPOT)."""
+    dropped_tokens: int = 0
+    """Tokens of the conversation that left in this turn, since the context window was full."""
+    num_dropped: int = 0
+    """Tokens that have left the conversation by its end, in earlier turns and by `Session.discard` too."""
+    repaired_tokens: int = 0
+    """Cached tokens whose KV was computed anew, since others had left or stand before them; of some layers alone, times
+    their share of the layers."""
+    missed_chunks: int = 0
+    """Chunks of its context of which nothing was stored when its prefill began: those were computed in their places."""
+    recompute_ratio: float = 0.0
+    """Share of its chunks' tokens that was to be computed anew, `EngineConfig.blend`'s or what measured rates said; 0
+    without chunks."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Cached tokens of all tiers."""
+        return sum(self.cached_tokens.values())
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were prefilled."""
+        return self.prompt_tokens - self.num_cached_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """How likely a generated token was by the model's own distribution; see `SamplingParams.logprobs`."""
+
+    token_id: int
+    """The token that was drawn."""
+    logprob: float
+    """The natural logarithm of its probability."""
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and theirs, likeliest first; the drawn one need not be among them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """An answer of `Engine.generate`."""
+
+    token_ids: list[int]
+    """Generated tokens, a stop token included."""
+    text: str
+    """Their text, without stop token or stop string."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    usage: Usage
+    """What it took."""
+    logprobs: list[TokenLogprob] | None = None
+    """Of each generated token; None if that was not asked for."""
