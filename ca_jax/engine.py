@@ -27,9 +27,11 @@ import jax
 import numpy as np
 
 from ca_jax.config import EngineConfig
+from ca_jax.device.compute_watch import ComputeWatch
 from ca_jax.device.memory import check_buffers
 from ca_jax.device.processes import Processes, check_alike, current, from_first
 from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.errors import (
     ContextWindowError,
@@ -147,36 +149,25 @@ class Engine:
             timeline=timeline,
             sharding=model.sharding,
         )
-        kept, overflow = kept_window(model.config, self.config, self.window), self.config.overflow
-        if kept is not None and overflow is not None:  # What leaves is what no layer looks back to: none to repair.
+        overflow = self.config.overflow
+        if overflow is not None and kept_window(model.config, self.config, self.window) is not None:
+            # Tokens that leave are behind every layer's window: there is nothing to repair.
             overflow = dataclasses.replace(overflow, repair="none")
         layout = kv_layout(model, self.config)
         check_buffers(self.config, layout, self._runner)
-        self._kv = SessionKV(
-            layout,
-            self.config,
-            self._runner,
-            fingerprint=self._kv_fingerprint(),
+        runtime = Runtime(
+            config=self.config,
             metrics=self.metrics,
-            on_progress=self._wakeup.tell,
-            processes=self._processes,
-            window=kept,
             timeline=timeline,
-            store_wrapper=store_wrapper,
+            watch=ComputeWatch(timeline),
+            processes=self._processes,
+            wake=self._wakeup.tell,
         )
-        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics, window=self.window)
-        self._batch = Batch(
-            self._scheduler,
-            self._runner,
-            self._sampler,
-            self._kv,
-            self._truncator,
-            self.config,
-            self.metrics,
-            timeline,
-            self.window,
-            self._processes,
+        self._kv = SessionKV(
+            layout, self._runner, runtime, fingerprint=self._kv_fingerprint(), store_wrapper=store_wrapper
         )
+        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics)
+        self._batch = Batch(self._scheduler, self._runner, self._sampler, self._kv, self._truncator, runtime)
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
             target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True

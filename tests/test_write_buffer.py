@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.turn_saver import TurnSaver
@@ -38,15 +39,8 @@ class Rig:
         self.is_room_coming = False
         self.metrics = EngineMetrics()
         self.saver = AsyncSaver()
-        self.buffer = WriteBuffer(
-            self.store,
-            self.saver,
-            self.metrics,
-            token_bytes=TOKEN_BYTES,
-            max_bytes=MAX_TOKENS * TOKEN_BYTES,
-            group_tokens=4,
-            is_async=is_async,
-        )
+        config = EngineConfig(write_buffer_gib=MAX_TOKENS * TOKEN_BYTES / GIB, save_group_tokens=4, async_save=is_async)
+        self.buffer = WriteBuffer(self.store, self.saver, config, self.metrics)
 
     def begin(self, key: str, num_tokens: int, start: int = 0) -> TurnSaver:
         """A turn that prefills so many tokens behind those that are stored, and has not ended."""

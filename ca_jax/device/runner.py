@@ -145,6 +145,8 @@ class Runner:
     ) -> None:
         self.sharding = sharding
         """Of the model."""
+        self.window = window
+        """Most tokens of a job."""
         self.to_device = partial(to_device, sharding=replicated(sharding))
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
         self.config = config

@@ -17,20 +17,19 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from ca_jax.config import EngineConfig
-from ca_jax.device.processes import Processes, from_first, least
+from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
 from ca_jax.kv import blend_costs, costs
 from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.kv.fused_ticket import FusedTicket
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.layout import kept_window
 from ca_jax.kv.rate_meter import RateMeter
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
-from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.tickets import LoadTicket, TicketState
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job
@@ -104,13 +103,9 @@ class Histories:
       store: where they are.
       loader: who brings them.
       runner: whose padding.
-      layout: of a block.
-      config: how deep, and whether to recompute.
       meter: measured rates.
-      metrics: where choices and failures are counted.
-      processes: what one of them has not, none loads.
-      window: how far all layers look back, tokens, the one that looks among them; None: to the first.
       chunks: the store's.
+      runtime: the engine's; what one of its processes has not, none loads.
     """
 
     def __init__(
@@ -118,24 +113,20 @@ class Histories:
         store: AttentionStore,
         loader: LayerLoader,
         runner: Runner,
-        layout: KVLayout,
-        config: EngineConfig,
         meter: RateMeter,
-        metrics: EngineMetrics,
-        processes: Processes,
-        window: int | None,
         chunks: ChunkKV,
+        runtime: Runtime,
     ) -> None:
         self._chunks = chunks
-        self._processes = processes
-        self._window = 0 if window is None else window
+        self._processes = runtime.processes
+        self._window = kept_window(runner.config, runtime.config, runner.window) or 0
         self._store = store
         self._loader = loader
         self._runner = runner
-        self._layout = layout
-        self._config = config
+        self._layout = store.layout
+        self._config = runtime.config
         self._meter = meter
-        self._metrics = metrics
+        self._metrics = runtime.metrics
         self._preloaded: tuple[Job, History] | None = None
 
     @property

@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ca_jax.config import EngineConfig
 from ca_jax.device.memory import staging_bytes
-from ca_jax.device.processes import Processes, all_agree
+from ca_jax.device.processes import all_agree
 from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads, own_part, to_device
 from ca_jax.kv.async_saver import AsyncSaver, LayerPart
 from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.kv.histories import Histories, History
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.layout import kept_window
 from ca_jax.kv.rate_meter import RateMeter
 from ca_jax.kv.sliding import SlidingKV
 from ca_jax.kv.turn_saver import TurnSaver
@@ -33,7 +34,6 @@ from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.catalog_file import CatalogError
-from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.note_log import Noted, NoteLog, log_bytes
 from ca_jax.storage.records import (
@@ -46,8 +46,6 @@ from ca_jax.storage.records import (
     StoreStats,
 )
 from ca_jax.storage.shards import shard_config
-from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job, TurnSession
 
@@ -70,15 +68,9 @@ class SessionKV:
 
     Args:
       layout: of a block.
-      config: the engine's, its store's included.
       runner: whose padding, and whose prefills.
+      runtime: the engine's; it is woken when `collect` has something to do.
       fingerprint: of the weights: KV of others is never found.
-      metrics: where failures are counted.
-      on_progress: called from any thread when `collect` has something to do.
-      processes: those that serve as one; each has the KV of its heads.
-      window: how far all layers look back, tokens, the one that looks among them: of KV before that nothing is kept.
-        None: all of it is.
-      timeline: told of transfers.
       store_wrapper: given the store, returns what is used in its place.
 
     Raises:
@@ -89,17 +81,13 @@ class SessionKV:
     def __init__(
         self,
         layout: KVLayout,
-        config: EngineConfig,
         runner: Runner,
+        runtime: Runtime,
         *,
         fingerprint: str,
-        metrics: EngineMetrics,
-        on_progress: Callable[[], None],
-        processes: Processes,
-        window: int | None = None,
-        timeline: Timeline = NO_TIMELINE,
         store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
     ) -> None:
+        config, processes, timeline = runtime.config, runtime.processes, runtime.timeline
         max_tokens = runner.history_buckets[-1]
         shard = shard_config(config.store, processes.index, processes.count)
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
@@ -110,7 +98,7 @@ class SessionKV:
             layout,
             shard,
             weights=weights,
-            on_progress=on_progress,
+            on_progress=runtime.wake,
             on_fetch=self.meter.add_fetch,
             timeline=timeline,
         )
@@ -123,28 +111,19 @@ class SessionKV:
         self._store = store if store_wrapper is None else store_wrapper(store)
         self._layout = layout
         self._runner = runner
-        self._metrics = metrics
+        self._metrics = runtime.metrics
         self._processes = processes
         self._warn_of_small_caps(layout, max_tokens)
         self._loader = LayerLoader(
             layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
-        self._saver = AsyncSaver(on_progress, on_sample=self.meter.add_save, timeline=timeline)
-        self.write_buffer = WriteBuffer(
-            self._store,
-            self._saver,
-            metrics,
-            token_bytes=layout.token_bytes,
-            max_bytes=int(config.write_buffer_gib * GIB),
-            group_tokens=config.save_group_tokens,
-            is_async=config.async_save,
-        )
+        self._saver = AsyncSaver(runtime.wake, on_sample=self.meter.add_save, timeline=timeline)
+        self.write_buffer = WriteBuffer(self._store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
         self.chunks = ChunkKV(self._store, self.write_buffer, self._salt)
-        self.histories = Histories(
-            self._store, self._loader, runner, layout, config, self.meter, metrics, processes, window, self.chunks
-        )
-        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, metrics)
+        self.histories = Histories(self._store, self._loader, runner, self.meter, self.chunks, runtime)
+        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, runtime.metrics)
+        window = kept_window(runner.config, config, runner.window)
         self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.

@@ -12,9 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ca_jax.config import EngineConfig
 from ca_jax.kv.async_saver import AsyncSaver, SaveAbandonedError
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
 from ca_jax.storage.tickets import TicketState
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -26,31 +28,25 @@ class WriteBuffer:
     Args:
       store: where to.
       saver: who copies.
+      config: the engine's: how much may be on the device and not in the store, how many decoded tokens are saved
+        together, whether saving goes on while others compute.
       metrics: where failures and stalls are counted.
-      token_bytes: of one token's KV.
-      max_bytes: cap of what is on the device and not in the store.
-      group_tokens: decoded tokens that are saved together.
-      is_async: False saves at the end of a turn, which waits for it.
     """
 
     def __init__(
         self,
         store: AttentionStore,
         saver: AsyncSaver,
+        config: EngineConfig,
         metrics: EngineMetrics,
-        *,
-        token_bytes: int,
-        max_bytes: int,
-        group_tokens: int,
-        is_async: bool,
     ) -> None:
         self._store = store
         self._saver = saver
         self._metrics = metrics
-        self._token_bytes = token_bytes
-        self._max_bytes = max_bytes
-        self._group_tokens = group_tokens
-        self._is_async = is_async
+        self._token_bytes = store.layout.token_bytes
+        self._max_bytes = int(config.write_buffer_gib * GIB)
+        self._group_tokens = config.save_group_tokens
+        self._is_async = config.async_save
         self._turns: dict[str, TurnSaver] = {}
         self._ending: dict[str, TurnSaver] = {}  # Of turns that ended, while what they submitted is being copied.
         self._held: dict[str, TurnSaver] = {}  # Of turns that ended before the store had room for all of their KV.

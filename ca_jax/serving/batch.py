@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.config import EngineConfig
-from ca_jax.device.compute_watch import ComputeWatch
 from ca_jax.device.decoder import Decoder, DecodeRow
-from ca_jax.device.processes import Processes, all_agree, least
+from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Drawn, Sampler
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.kv import costs
@@ -27,8 +26,6 @@ from ca_jax.recompute.blending import Blending
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.serving.scheduler import Scheduler, StepPlan
 from ca_jax.serving.truncator import Truncator
-from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.telemetry.timeline import Timeline
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
@@ -45,11 +42,7 @@ class Batch:
       sampler: draws.
       kv: of sessions.
       truncator: makes room where a context is full.
-      config: the engine's.
-      metrics: where what happens is counted.
-      timeline: told of phases.
-      window: most tokens of a job.
-      processes: those that do the same together.
+      runtime: the engine's.
     """
 
     def __init__(
@@ -59,24 +52,20 @@ class Batch:
         sampler: Sampler,
         kv: SessionKV,
         truncator: Truncator,
-        config: EngineConfig,
-        metrics: EngineMetrics,
-        timeline: Timeline,
-        window: int,
-        processes: Processes,
+        runtime: Runtime,
     ) -> None:
-        self._processes = processes
+        self._runtime = runtime
+        self._processes = runtime.processes
         self._scheduler = scheduler
         self._runner = runner
         self._sampler = sampler
         self._kv = kv
-        self._config = config
-        self._metrics = metrics
-        self._timeline = timeline
-        self._window = window
+        self._config = runtime.config
+        self._metrics = runtime.metrics
+        self._timeline = runtime.timeline
+        self._window = runner.window
         self._truncator = truncator
-        self._blending = Blending(config.blend, runner)
-        self._watch = ComputeWatch(timeline)
+        self._blending = Blending(runtime.config.blend, runner)
         self._decoder = Decoder(runner, sampler)
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
@@ -109,7 +98,7 @@ class Batch:
 
     def close(self) -> None:
         """Ends its thread. No job may run."""
-        self._watch.close()
+        self._runtime.watch.close()
 
     def _begin_loads(self, plan: StepPlan) -> None:
         """Begins to load what is prefilled in this step, and what is likely to be next."""
@@ -136,16 +125,7 @@ class Batch:
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
-            self._prefilling = Prefilling(
-                job,
-                self._runner,
-                self._kv,
-                self._truncator,
-                self._blending,
-                self._metrics,
-                self._watch,
-                self._processes,
-            )
+            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._blending, self._runtime)
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
             self._fail(job, error)

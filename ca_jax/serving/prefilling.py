@@ -14,9 +14,9 @@ import time
 import jax
 import numpy as np
 
-from ca_jax.device.compute_watch import ComputeWatch
-from ca_jax.device.processes import Processes, least
+from ca_jax.device.processes import least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
+from ca_jax.device.runtime import Runtime
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.histories import History
@@ -28,7 +28,6 @@ from ca_jax.recompute.blending import Blending
 from ca_jax.recompute.fused_history import FusedHistory
 from ca_jax.recompute.repair import RepairedHistory
 from ca_jax.serving.truncator import Truncator
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.jobs import Job, TurnSession
 
@@ -45,9 +44,7 @@ class Prefilling:
       kv: has its history, and takes what is new.
       truncator: says whether a history is to be repaired.
       blending: says what of chunks is computed anew.
-      metrics: where passes, and how well their time was predicted, are counted.
-      watch: told of every pass.
-      processes: those that compute it together.
+      runtime: the engine's.
     """
 
     def __init__(
@@ -57,9 +54,7 @@ class Prefilling:
         kv: SessionKV,
         truncator: Truncator,
         blending: Blending,
-        metrics: EngineMetrics,
-        watch: ComputeWatch,
-        processes: Processes,
+        runtime: Runtime,
     ) -> None:
         if job.slot is None:
             raise RuntimeError(f"job {job.job_id} was planned without a slot")
@@ -70,11 +65,11 @@ class Prefilling:
         self._slot = job.slot
         self._runner = runner
         self._kv = kv
-        self._metrics = metrics
-        self._watch = watch
+        self._metrics = runtime.metrics
+        self._watch = runtime.watch
         self._truncator = truncator
         self._blending = blending
-        self._processes = processes
+        self._processes = runtime.processes
         self._history: History | None = None
         self._load: LayerLoad | SharedLoad | None = None
         self._mended: RepairedHistory | FusedHistory | None = None  # What is read in place of what is loaded.

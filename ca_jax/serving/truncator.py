@@ -38,7 +38,6 @@ class Truncator:
       kv: what is stored.
       runner: whose slots.
       metrics: where truncations are counted.
-      window: most tokens of a conversation.
     """
 
     def __init__(
@@ -48,15 +47,13 @@ class Truncator:
         kv: SessionKV,
         runner: Runner,
         metrics: EngineMetrics,
-        *,
-        window: int,
     ) -> None:
         self._overflow = overflow
         self._drift = drift
         self._kv = kv
         self._runner = runner
         self._metrics = metrics
-        self._window = window
+        self._window = runner.window
 
     @property
     def rule(self) -> str:
