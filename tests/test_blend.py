@@ -15,8 +15,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ca_jax.device import steps
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute import blend
-from ca_jax.recompute.blend import Blender, BlendPlan
+from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
+from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from tests.tolerances import LOGITS_ATOL
 
@@ -239,10 +241,9 @@ def test_counts_of_each_layer(values, counts):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_layers": 0}, "found 0, 10 and 0"),
-        ({"num_tokens": 0}, "wanted layers, tokens, and at most as many first ones; found 2, 0 and 0"),
-        ({"num_first": 11}, "found 2, 10 and 11"),
-        ({"num_first": -1}, "found 2, 10 and -1"),
+        ({"num_layers": 0}, "got 0, 10 and 0"),
+        ({"num_tokens": 0}, "there must be layers, tokens, and 0 or more first ones; got 2, 0 and 0"),
+        ({"num_first": -1}, "got 2, 10 and -1"),
         ({"ratio": 1.1}, r"ratio wanted a share of the tokens in \[0, 1\], found 1.1"),
         ({"ratio": float("nan")}, "found nan"),
         ({"check_layers": 3}, "check_layers wanted 0 to 2 layers, found 3"),
@@ -251,6 +252,20 @@ def test_counts_of_each_layer(values, counts):
 def test_a_plan_out_of_range_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         BlendPlan(**{"num_layers": 2, "num_tokens": 10, "ratio": 0.5, **values})
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 20, 31, 33, 90])
+def test_a_repair_of_few_tokens_compiles_nothing_that_one_of_many_has_not(num_tokens):
+    def repair(num_tokens: int) -> int:
+        plan = repair_plan(OverflowConfig(anchor_tokens=32, repair_ratio=0.1), NUM_LAYERS, num_tokens)
+        blender = Blender(CONFIG, params()[0], table(), plan, embedded(token_ids()))
+        with CompileCounter() as compiles:
+            for layer, kv in enumerate(noise()):
+                blender.layer(layer, jnp.asarray(kv))
+        return compiles.count
+
+    repair(NUM_TOKENS)
+    assert repair(num_tokens) == 0
 
 
 # All layers.

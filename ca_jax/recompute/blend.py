@@ -292,7 +292,7 @@ class BlendPlan:
     ratio: float
     """Tokens computed anew, as a share of all, in the mean over the layers; in [0, 1]."""
     num_first: int = 0
-    """First tokens that are chosen in any case."""
+    """First tokens that are chosen in any case; all of them where there are fewer."""
     check_layers: int = 1
     """Layers of which all tokens are computed. The KV of the first layer never deviates: it is of the token alone."""
     spreads: bool = False
@@ -301,10 +301,10 @@ class BlendPlan:
     """The first token that moves along."""
 
     def __post_init__(self) -> None:
-        if self.num_layers <= 0 or self.num_tokens <= 0 or not 0 <= self.num_first <= self.num_tokens:
+        if self.num_layers <= 0 or self.num_tokens <= 0 or self.num_first < 0:
             raise ValueError(
-                "wanted layers, tokens, and at most as many first ones; "
-                f"found {self.num_layers}, {self.num_tokens} and {self.num_first}"
+                "there must be layers, tokens, and 0 or more first ones; "
+                f"got {self.num_layers}, {self.num_tokens} and {self.num_first}"
             )
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio wanted a share of the tokens in [0, 1], found {self.ratio}")
@@ -481,7 +481,7 @@ def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int) -> B
         num_layers=num_layers,
         num_tokens=num_tokens,
         ratio=overflow.repair_ratio,
-        num_first=min(overflow.anchor_tokens, num_tokens),
+        num_first=overflow.anchor_tokens,
         spreads=overflow.repair == "spread" and overflow.repair_ratio > 0,
         carries_from=overflow.keep_first_tokens,
     )

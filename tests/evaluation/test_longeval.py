@@ -27,7 +27,7 @@ def encode(text: str) -> list[int]:
 def ask(path, **changes) -> LongevalConfig:
     methods = changes.pop("methods", ("tt", "ca"))
     comparison = Comparison(
-        methods=tuple(OverflowConfig(method=method) for method in methods),
+        methods=tuple(OverflowConfig(method=method, repair="none") for method in methods),
         window=changes.pop("window", 256),
         step_tokens=32,
     )

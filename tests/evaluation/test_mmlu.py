@@ -33,7 +33,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def ask(directory: Path, **changes) -> MmluConfig:
-    methods = tuple(OverflowConfig(method=method) for method in changes.pop("methods", ("tt",)))
+    methods = tuple(OverflowConfig(method=method, repair="none") for method in changes.pop("methods", ("tt",)))
     comparison = Comparison(methods=methods, window=384, step_tokens=64)
     return MmluConfig(
         **{"comparison": comparison, "data": str(directory), "max_tokens": 400, "num_shots": 0, **changes}

@@ -21,7 +21,11 @@ def tiny_model(tmp_path_factory) -> Path:
 def engine(tiny_model):
     """One slot, a window of 512 tokens, a store of 16 MiB."""
     config = EngineConfig(
-        context_window=512, max_batch_size=1, compile_cache_dir=None, store=StoreConfig(dram_gib=1 / 64)
+        context_window=512,
+        max_batch_size=1,
+        compile_cache_dir=None,
+        recompute_if_faster=False,
+        store=StoreConfig(dram_gib=1 / 64),
     )
     with Engine.from_pretrained(str(tiny_model), config) as served:
         yield served

@@ -158,13 +158,13 @@ def test_conversations_are_counted_as_arithmetic_has_them(result, scripts, metho
 def test_rows_and_summary_are_of_all_parts(result):
     found, calls = result
     kinds = [type(row) for row in found.rows]
-    assert kinds == [ConversationsRow] * 2 + [GapRow] * 4 + [NextTurnRow] * 6 + [BookkeepingRow] * 2
+    assert kinds == [ConversationsRow] * 2 + [GapRow] * 4 + [NextTurnRow] * 9 + [BookkeepingRow] * 2
     assert (found.summary["conversations"], found.summary["same_turns"]) == ("here", True)
     assert found.summary["recompiles"] == 0
     assert found.summary["recomputed_tokens"]["ca"] == 0
     assert found.summary["of_over_ca"]["hit_rate_drop_points"] > 0
     assert found.summary["first_truncation_compiles"].keys() == {"ca", "of", "tt"}
-    for what, total in {"conversations": 4, "decode_gap": 8, "next_turn": 12, "bookkeeping": 4}.items():
+    for what, total in {"conversations": 4, "decode_gap": 8, "next_turn": 18, "bookkeeping": 4}.items():
         assert [call for call in calls if call[0] == what] == [(what, done, total) for done in range(total + 1)]
 
 
@@ -199,8 +199,14 @@ def test_parts_may_be_left_out(wordless):
     assert [(row.method, row.overflowed, row.ratio) for row in result.rows] == [
         ("tt", "prompt", None),
         ("tt", "answer", None),
+        ("tt", "nowhere", None),
     ]
-    assert result.summary.keys() == {"recomputed_tokens", "recompiles", "first_truncation_compiles"}
+    assert result.summary.keys() == {
+        "recomputed_tokens",
+        "overflow_ttft_ratio",
+        "recompiles",
+        "first_truncation_compiles",
+    }
 
 
 def test_other_truncations_than_turns_tell_of_are_no_row(wordless, monkeypatch):

@@ -270,7 +270,7 @@ def test_a_context_stands_in_front_of_the_first_message_that_is_sent(tiny_model,
         "context: 2 chunks in front of the next message · 2 computed now, in "
     )
     first, second = (session.messages for session in chat._sessions)
-    assert first[0]["content"] == "The sky is green.\n\nGrass is blue.\n\nWhich is green?"
+    assert first[0] == {"role": "user", "content": "Which is green?", "context": context}
     assert second[0]["content"] == "And now?"
     assert " · recomputed " in output
     assert "missed chunks" not in output
@@ -292,7 +292,11 @@ def test_a_context_whose_kv_is_not_used_by_chunk_is_not_computed_by_chunk(tiny_m
         chat, output = talk(engine, "Which is green?", context=["The sky is green."])
         assert engine.metrics.computed_chunks == 0
     assert "context: 1 chunks in front of the next message\n" in output
-    assert chat.session.messages[0]["content"] == "The sky is green.\n\nWhich is green?"
+    assert chat.session.messages[0] == {
+        "role": "user",
+        "content": "Which is green?",
+        "context": ["The sky is green."],
+    }
 
 
 def test_a_context_too_long_for_the_window_ends_the_chat_before_it_begins(engine):
@@ -313,9 +317,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):
     reasons = []
     adopt = chat.session.adopt
 
-    def note(job):
-        adopt(job)
-        reasons.append((job.finish_reason, len(job.output_ids), job.output.text))
+    def note(job, reason):
+        adopt(job, reason)
+        reasons.append((reason, len(job.output_ids), job.output.text))
 
     chat.session.adopt = note
     chat.run()

@@ -7,7 +7,7 @@ import pytest
 
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, LayerPart
-from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.layer_loader import LayerLoader, LoadError
 from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -195,7 +195,7 @@ def test_a_layer_that_breaks_on_its_way_breaks_its_load(store, kv):
     gate.open()
     layers.begin(lambda layer: None)
     np.testing.assert_array_equal(layers.layer(0)[:, :NUM_TOKENS], kv[0])
-    with pytest.raises(OSError, match="broken"):
+    with pytest.raises(LoadError, match="broken"):
         layers.layer(1)
     layers.release()
     controlled.abort_load(load)
