@@ -56,6 +56,12 @@ def test_tests_and_scripts_that_pages_name_exist(page):
     assert [path for path in named if not any(REPOSITORY.glob(path.rstrip("/")))] == []
 
 
+def test_every_public_name_has_its_place_in_the_reference():
+    pages = (REPOSITORY / "docs" / "reference").glob("*.md")
+    named = {name for page in pages for name in re.findall(r"^::: ca_jax.*\.(\w+)$", page.read_text(), re.MULTILINE)}
+    assert set(ca_jax.__all__) <= named
+
+
 def test_commands_that_pages_name_exist():
     named = {name for page in PAGES for name, _ in commands(page)}
     assert {"serve", "chat", "store", "plan", "replay", "simulate", "evaluate"} <= named
