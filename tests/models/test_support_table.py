@@ -1,4 +1,4 @@
-"""The table of architectures in README.md: every family has a row, and every tick a test that runs that family."""
+"""The table of architectures in docs/models.md: every family has a row, and every tick a test that runs that family."""
 
 import re
 from pathlib import Path
@@ -10,13 +10,13 @@ from tests import families_kit, on_mesh, test_engine_families
 from tests.models import test_gguf_families
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
 COLUMNS = ("parity", "reuse", "overflow", "sharded", "GGUF", "safetensors")
 
 
 def tables():
     """Every table of the page: rows of cells, the header first."""
-    for lines in re.findall(r"(?:^\|.*\|\n)+", README, flags=re.MULTILINE):
+    for lines in re.findall(r"(?:^\|.*\|\n)+", PAGE, flags=re.MULTILINE):
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
         yield [rows[0], *rows[2:]]
 
