@@ -303,9 +303,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):
     reasons = []
     adopt = chat.session.adopt
 
-    def note(job):
-        adopt(job)
-        reasons.append((job.finish_reason, len(job.output_ids), job.output.text))
+    def note(job, reason):
+        adopt(job, reason)
+        reasons.append((reason, len(job.output_ids), job.output.text))
 
     chat.session.adopt = note
     chat.run()
