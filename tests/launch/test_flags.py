@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -79,7 +80,7 @@ def test_every_field_has_a_flag_with_the_field_s_words_and_value(default, change
         flag = values[NAMES.get(kind, {}).get(field, field)]
         assert flag.value == (list(getattr(default, field)) if flag.value == [] else getattr(default, field))
         if field not in ("discarder", "tenant_quotas"):
-            first_words = field_docs(kind)[field].partition(",")[0].partition(".")[0].replace("`", "")
+            first_words = re.split("[,.;]", field_docs(kind)[field])[0].replace("`", "")
             assert first_words in flag.help
     assert parse(default) == default
     all_given = [each for field, value in changed.items() for each in argument(kind, field, value)]
