@@ -17,6 +17,7 @@ import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -120,9 +121,9 @@ def _ways(config: RagConfig, storages: Sequence[str]) -> list[_Way]:
 def _timed_rows(
     model: LoadedModel, config: RagConfig, point: _Point, quality: dict[str, RagRow], progress: Progress
 ) -> list[TimedRow]:
-    sizes = {"num_chunks": point.num_chunks, "chunk_tokens": point.chunk_tokens}
+    sizes: dict[str, Any] = {"num_chunks": point.num_chunks, "chunk_tokens": point.chunk_tokens}
     max_items = min(config.timed_items, config.chunking.max_items or config.timed_items)
-    chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)  # type: ignore[arg-type]
+    chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)
     prompts = read_prompts(model, chunking, answer_tokens=1)
     base = _Way(RECOMPUTE, DRAM)
     found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config, point.storages)}
@@ -179,7 +180,7 @@ def _untimed(config: RagConfig, row: RagRow) -> TimedRow:
     )
 
 
-def _quality(row: RagRow | None) -> dict[str, float | None]:
+def _quality(row: RagRow | None) -> dict[str, Any]:
     return {name: None if row is None else getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
 
 
