@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.launch import bench_tables, evaluate_rag_tables
+from ca_jax.launch import bench_tables, evaluate_tables
 from tools import blend_page
 from tools.paper_page import sections
 
@@ -136,7 +136,7 @@ def test_every_report_has_its_table_its_plot_and_its_words(reports):
         assert f"| row of {figure} |" in page
     assert "| 3 and 4 |" in page
     assert "| 2,000.0 |" in page
-    assert evaluate_rag_tables.SMALL_MODEL_REMARK in page
+    assert evaluate_tables.SMALL_MODEL_REMARK in page
     assert page.count("## What was tried\n\nEverything.") == 1
     for name in ("figure_12", "figure_17"):
         assert f"The paper: {blend_page.PAPER[f'blend/{name}']}" in page

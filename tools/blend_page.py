@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ca_jax.launch import bench_tables, evaluate_rag_tables
+from ca_jax.launch import bench_tables, evaluate_tables
 from ca_jax.launch.machine import summarize_machine
 from tools.paper_page import RESULTS, sections, table
 
@@ -173,7 +173,7 @@ def summary(reports: Mapping[str, Report]) -> Iterable[tuple[str, str, str]]:
             yield "the same: F1 above full reuse", "0.1 to 0.2", _less(row["f1"], reuse["f1"])
             yield "the same: F1 above full recompute", "-0.02 to 0", _less(row["f1"], recompute["f1"])
     if "blend/gate" in reports:
-        yield "the gate", "-", evaluate_rag_tables.verdict(dict(reports["blend/gate"]))
+        yield "the gate", "-", evaluate_tables.verdict(dict(reports["blend/gate"]))
 
 
 def _of_report(name: str, report: Report) -> Iterable[str]:
@@ -183,7 +183,7 @@ def _of_report(name: str, report: Report) -> Iterable[str]:
         if "suite" in report:
             yield bench_tables.to_markdown(dict(report)).rstrip()
         else:
-            yield evaluate_rag_tables.to_markdown(dict(report)).rstrip()
+            yield evaluate_tables.to_markdown(dict(report)).rstrip()
     except KeyError as error:
         raise ValueError(f"{name}.json wanted rows with {error.args[0]}, found none of it") from error
 

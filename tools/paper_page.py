@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.simulate_tables import shown
+from ca_jax.launch.simulate import shown
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 _TITLES = {

@@ -90,7 +90,7 @@ for task in $tasks; do
             --method="tt,$plain,$few:repair_ratio=0.15:drift=$out/drift_1024.npz,$spread:repair_ratio=0.15:anchor_tokens=32,nkvt"
         ;;
     page)
-        "$python" -m ca_jax.launch.evaluate_report --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
+        "$python" -m tools.quality_page --out=results/quality.md --notes="$out/notes.md" "$out"/*.json
         ;;
     *)
         echo "wanted one of drift, ppl, repair, choose, default, longeval, mmlu, agreement, page; found $task" >&2

@@ -15,7 +15,7 @@ conversations, and used wherever in a prompt they come (CacheBlend, `--blend_mod
 With `--ssd_dir=DIR` conversations outlive the process, and `--session_id=NAME` begins or goes on with the one of that
 name. Leaving forgets none of them; /drop does.
 
-Not here: serving (`ca_jax.engine`), reading lines and Ctrl-C (`chat_input`), tables (`chat_tables`).
+Not here: serving (`ca_jax.engine`), lines, files and Ctrl-C (`chat_input`), tables (`chat_tables`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,25 @@ import time
 from collections.abc import Callable, Sequence
 
 import rich.console
-from absl import app, flags, logging
+from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import OneProcess, Processes, any_agrees
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
-from ca_jax.launch import context_flags, engine_flags, process_flags, store_flags
-from ca_jax.launch.chat_input import interrupts, lines_of, prompt_lines, shared_lines
+from ca_jax.launch.chat_input import (
+    context_chunks,
+    define_flags,
+    interrupts,
+    join_processes,
+    lines_of,
+    prompt_lines,
+    shared_lines,
+)
 from ca_jax.launch.chat_tables import pairs_table, sessions_table, stats_table, stored_table, title_of
+from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import describe_overflow, describe_usage, printable, write_piece
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.session import Session
@@ -60,7 +69,11 @@ COMMANDS = {
 }
 """What lines that begin with / may be: name to argument and meaning."""
 
-_DEFAULT_CONFIG = EngineConfig(max_batch_size=1)  # One user waits for one answer.
+_ENGINE = ConfigFlags(EngineConfig(max_batch_size=1))  # One user waits for one answer.
+_SAMPLING = ConfigFlags(
+    SamplingParams(max_tokens=512),
+    only=("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
+)
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
 
 
@@ -166,7 +179,7 @@ class Chat:
             except _LeaveChat:
                 return
             except CaJaxError as error:
-                self._console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+                self._note(f"error: {error}", "red")
 
     def _take_leave(self) -> None:
         """Says which conversations another run may go on with, and by which name."""
@@ -181,7 +194,7 @@ class Chat:
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name not in self._actions:
-            raise UnknownCommandError(f"wanted one of {', '.join(COMMANDS)}; found {name}")
+            raise UnknownCommandError(f"a command must be one of {', '.join(COMMANDS)}; got {name}")
         self._actions[name](argument.strip())
 
     def _answer(self, message: str) -> None:
@@ -214,7 +227,7 @@ class Chat:
     def _switch(self, argument: str) -> None:
         if not (argument.isdecimal() and 1 <= int(argument) <= len(self._sessions)):
             raise UnknownCommandError(
-                f"/switch wanted the number of a conversation, 1 to {len(self._sessions)}; found {argument!r}"
+                f"/switch must be given the number of a conversation, 1 to {len(self._sessions)}; got {argument!r}"
             )
         self._current = int(argument) - 1
         self._note(f"conversation {argument}: {title_of(self.session)}")
@@ -224,10 +237,10 @@ class Chat:
         session, first = self.session, self._overflow.keep_first_tokens
         ends = [start for start, _ in session.conversation.turn_starts[1:] if start > first]
         if not ends:
-            raise UnknownCommandError("/forget wanted a conversation of two turns or more: the last one stays")
+            raise UnknownCommandError("/forget must have a conversation of two turns or more: the last one stays")
         if not (argument.isdecimal() and 1 <= int(argument) <= len(ends)):
             raise UnknownCommandError(
-                f"/forget wanted how many of the oldest turns to drop, 1 to {len(ends)}; found {argument!r}"
+                f"/forget must be given how many of the oldest turns to drop, 1 to {len(ends)}; got {argument!r}"
             )
         stop = ends[int(argument) - 1]
         num_left = session.discard(range(first, stop))
@@ -262,8 +275,8 @@ class Chat:
     def _quit(self, _: str) -> None:
         raise _LeaveChat
 
-    def _note(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    def _note(self, text: str, style: str = "dim") -> None:
+        note(self._console, text, style)
 
 
 class _LeaveChat(Exception):
@@ -282,82 +295,48 @@ def _open(engine: Engine, session_id: str | None, system: str | None) -> Session
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
-    flags.DEFINE_string(
-        "model",
-        "smollm2-135m-instruct",
-        "Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint.",
-    )
+    define_model()
     flags.DEFINE_string("system", None, "System message of new conversations; the model's own if not given.")
-    flags.DEFINE_integer("max_tokens", 512, "Most tokens of an answer.")
-    flags.DEFINE_float("temperature", 0.0, "0 is greedy; above, answers are drawn, the wilder the higher.")
-    flags.DEFINE_integer("top_k", 0, "Draw from the k likeliest tokens; 0 means all.")
-    flags.DEFINE_float("top_p", 1.0, "Draw from the likeliest tokens that together have this probability.")
-    flags.DEFINE_float("min_p", 0.0, "Drop tokens less likely than this share of the likeliest.")
-    flags.DEFINE_float("repetition_penalty", 1.0, "Above 1 makes tokens seen so far less likely.")
-    flags.DEFINE_integer("seed", 0, "Of the draws.")
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.")
-    flags.DEFINE_integer("context_window", None, "Most tokens of a conversation; by default the model's, up to 4,096.")
     flags.DEFINE_string(
         "session_id", None, "Name of the conversation to go on with, or to begin; made up if not given."
     )
-    context_flags.define()
-    engine_flags.define(_DEFAULT_CONFIG)
-    store_flags.define()
-    process_flags.define()
+    define_flags()
+    _SAMPLING.define()
+    _ENGINE.define()
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    try:
-        processes = process_flags.join("chat")
-        console = rich.console.Console(quiet=processes.index > 0)
-        sampling = SamplingParams(
-            max_tokens=FLAGS.max_tokens,
-            temperature=FLAGS.temperature,
-            top_k=FLAGS.top_k,
-            top_p=FLAGS.top_p,
-            min_p=FLAGS.min_p,
-            repetition_penalty=FLAGS.repetition_penalty,
-            seed=FLAGS.seed,
+    processes = join_processes("chat")
+    console = rich.console.Console(quiet=processes.index > 0)
+    sampling, config = _SAMPLING.read(), _ENGINE.read()
+    with contextlib.ExitStack() as stack:
+        with progress_bars() as progress:
+            engine = stack.enter_context(Engine.from_pretrained(FLAGS.model, config, progress=progress))
+            engine.warmup(max_history_tokens=0, max_new_tokens=_WARM_TOKENS, progress=progress)
+        resolved = dataclasses.replace(config, dtype=engine.model.dtype, context_window=engine.window)
+        for part in (resolved, sampling):
+            note(console, repr(part))
+        note(
+            console,
+            f"{engine.model.name}, loaded in {engine.metrics.model_load_s:.1f} s. /help lists the commands, "
+            "Ctrl-C stops an answer.",
+            None,
         )
-        config = dataclasses.replace(
-            engine_flags.engine_config(_DEFAULT_CONFIG),
-            dtype=FLAGS.dtype,
-            context_window=FLAGS.context_window,
-            store=store_flags.store_config(),
+        read_line = prompt_lines(tuple(COMMANDS)) if sys.stdin.isatty() else lines_of(sys.stdin, console)
+        chat = Chat(
+            engine,
+            read_line=read_line,
+            console=console,
+            sampling=sampling,
+            processes=processes,
+            system=FLAGS.system,
+            context=context_chunks(engine.model),
+            session_id=FLAGS.session_id,
         )
-        with contextlib.ExitStack() as stack:
-            with progress_bars() as progress:
-                engine = stack.enter_context(Engine.from_pretrained(FLAGS.model, config, progress=progress))
-                engine.warmup(max_history_tokens=0, max_new_tokens=_WARM_TOKENS, progress=progress)
-            resolved = dataclasses.replace(config, dtype=engine.model.dtype, context_window=engine.window)
-            for part in (resolved, sampling):
-                console.print(repr(part), style="dim", markup=False, highlight=False, soft_wrap=True)
-            console.print(
-                f"{engine.model.name}, loaded in {engine.metrics.model_load_s:.1f} s. /help lists the commands, "
-                "Ctrl-C stops an answer.",
-                highlight=False,
-                soft_wrap=True,
-            )
-            read_line = prompt_lines(tuple(COMMANDS)) if sys.stdin.isatty() else lines_of(sys.stdin, console)
-            chat = Chat(
-                engine,
-                read_line=read_line,
-                console=console,
-                sampling=sampling,
-                processes=processes,
-                system=FLAGS.system,
-                context=context_flags.context_chunks(engine.model),
-                session_id=FLAGS.session_id,
-            )
-            chat.run()
-    except (CaJaxError, OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        chat.run()
 
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run(main)

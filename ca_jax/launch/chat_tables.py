@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import rich.filesize
 import rich.table
-import rich.text
 
+from ca_jax.launch.script import make_table
 from ca_jax.launch.terminal import describe_time, printable
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB
@@ -29,33 +29,34 @@ def title_of(session: Session) -> str:
 
 def sessions_table(sessions: Sequence[Session], current: Session) -> rich.table.Table:
     """The open conversations, numbered from 1; the one that messages go to is marked."""
-    table = rich.table.Table(box=None, pad_edge=False)
-    for column in ("", "conversation", "turns", "tokens", "dropped"):
-        table.add_column(column, justify="left" if column == "conversation" else "right")
-    for number, session in enumerate(sessions, 1):
-        mark = "*" if session is current else " "
-        turns = sum(message["role"] == "user" for message in session.messages)
-        sizes = (f"{len(session.token_ids):,}", f"{session.num_dropped:,}")
-        table.add_row(f"{mark} {number}", rich.text.Text(title_of(session)), str(turns), *sizes)
-    return table
+    rows = [
+        (
+            f"{'*' if session is current else ' '} {number}",
+            title_of(session),
+            str(sum(message["role"] == "user" for message in session.messages)),
+            f"{len(session.token_ids):,}",
+            f"{session.num_dropped:,}",
+        )
+        for number, session in enumerate(sessions, 1)
+    ]
+    return make_table(("", "conversation", ">turns", ">tokens", ">dropped"), rows, ruled=False)
 
 
 def stored_table(infos: Iterable[EntryInfo], current: Session) -> rich.table.Table:
     """What the store keeps, last used first; the conversation that messages go to is marked."""
-    table = rich.table.Table(box=None, pad_edge=False)
-    for column in ("", "session", "tokens", "in", "on SSD", "last use", "pinned"):
-        table.add_column(column, justify="right" if column in ("tokens", "on SSD") else "left")
-    for info in sorted(infos, key=lambda info: info.last_used_s, reverse=True):
-        table.add_row(
+    rows = [
+        (
             "*" if info.session_id == current.session_id else " ",
-            rich.text.Text(printable(info.session_id), overflow="fold"),
+            info.session_id,
             f"{info.num_tokens:,}",
             info.residency.value,
             rich.filesize.decimal(info.ssd_bytes) if info.ssd_bytes else "-",
             describe_time(info.last_used_s),
             "yes" if info.pinned else "no",
         )
-    return table
+        for info in sorted(infos, key=lambda info: info.last_used_s, reverse=True)
+    ]
+    return make_table(("", "session", ">tokens", "in", ">on SSD", "last use", "pinned"), rows, ruled=False)
 
 
 def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
@@ -78,10 +79,7 @@ def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
 
 def pairs_table(rows: Iterable[tuple[str, str]]) -> rich.table.Table:
     """Names and values, without a header."""
-    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(rich.text.Text(name), rich.text.Text(value))
-    return table
+    return make_table(("", ""), rows, header=False, ruled=False)
 
 
 def _ssd_rows(ssd: SsdStats) -> tuple[tuple[str, str], ...]:

@@ -46,7 +46,7 @@ def main() -> None:
     else:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"ca_jax: wanted one of {', '.join(COMMANDS)}; found {name!r}{hint}", file=sys.stderr)
+        print(f"ca_jax: the command must be one of {', '.join(COMMANDS)}; got {name!r}{hint}", file=sys.stderr)
         sys.exit(2)
 
 

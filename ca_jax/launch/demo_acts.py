@@ -6,7 +6,7 @@ next process, goes on with the conversation that act one left on SSD, and serves
 Nothing is compiled while a turn is measured: in act one each turn runs once before and is taken back; in act two that
 would fetch the KV that is to come from SSD, so the engine is warmed up for its lengths instead.
 
-Not here: which conversation (`demo`), what is made of what was served (`demo_report`).
+Not here: which conversation (`demo`), table, JSON and figure (also `demo`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
 from ca_jax.launch.progress import progress_bars, spinner
-from ca_jax.launch.terminal import describe_usage, printable, write_piece
+from ca_jax.launch.script import note
+from ca_jax.launch.terminal import decode_rate, describe_usage, write_piece
 from ca_jax.pretrained import Progress, load_model
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
@@ -59,13 +60,71 @@ class ServedTurn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One turn, over stored KV and recomputed."""
+
+    turn: int
+    """From 1."""
+    history_tokens: int
+    """Of the conversation before the turn, template included."""
+    new_tokens: int
+    """Of the message, template included."""
+    answer_tokens: int
+    """Generated."""
+    cached_tokens: dict[str, int]
+    """Tokens whose KV was loaded, by the tier it was in. The last token of an answer has none yet."""
+    ttft_recompute_s: float
+    """Seconds to the first token, history prefilled again."""
+    ratio: float
+    """That over the seconds to the first token over stored KV."""
+    same_tokens: bool
+    """Whether both answers are the same, token by token."""
+    compiles: int
+    """Functions compiled in the two measured turns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnRow(Row):
+    """A turn of act one."""
+
+    ttft_reuse_s: float
+    """Seconds to the first token, history loaded."""
+    load_s: float
+    """Seconds in which KV was copied in the reuse run; they overlap compute."""
+    decode_tokens_per_s: float | None
+    """Of the reuse run, after the first token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeRow(Row):
+    """The turn of act two, over KV that an ended process left on SSD."""
+
+    session_id: str
+    """Of the conversation."""
+    num_messages: int
+    """Of the conversation, as they were found."""
+    ttft_ssd_s: float
+    """Seconds to the first token, history fetched from SSD and loaded."""
+    queued_s: float
+    """Of `ttft_ssd_s`, until the KV was fetched and the prefill began."""
+    start_to_first_token_s: float
+    """Seconds from the start of the process to the first token over KV from SSD."""
+    model_load_s: float
+    """Seconds of those: reading the model."""
+    warmup_s: float
+    """Seconds of those: compiling, or reading the compile cache."""
+    first_touch_s: float
+    """Seconds of making host memory resident, in the background."""
+    page_cache_dropped: bool
+    """Whether the system was asked to forget the files before, so that they were read from the disk."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstAct:
     """What act one served."""
 
-    reused: list[ServedTurn]
-    """Over stored KV."""
-    recomputed: list[ServedTurn]
-    """The same turns, without."""
+    rows: list[TurnRow]
+    """Its turns."""
     engine_config: dict[str, Any]
     """Of the engine that stores KV, resolved: `EngineConfig` as JSON values."""
     machine: dict[str, Any]
@@ -74,20 +133,19 @@ class FirstAct:
     """`model_load_s`, `first_touch_s`, `compile_s`, `compiles`: of the whole act."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SecondAct:
-    """What act two served: one turn, whose history another process has left on SSD."""
-
-    num_messages: int
-    """Of the conversation, as they were found."""
-    reused: ServedTurn
-    """Over KV from SSD."""
-    recomputed: ServedTurn
-    """The same turn, without."""
-    start_to_first_token_s: float
-    """From the start of the process to the first token of the turn over KV from SSD."""
-    startup: dict[str, Any]
-    """`model_load_s`, `warmup_s`, `first_touch_s` of the process."""
+def compared(turn: int, recomputed: ServedTurn, reused: ServedTurn) -> dict[str, Any]:
+    """The fields of `Row`, of one turn served both ways."""
+    return {
+        "turn": turn,
+        "history_tokens": reused.history_tokens,
+        "new_tokens": reused.usage.prompt_tokens - reused.history_tokens,
+        "answer_tokens": len(reused.answer_ids),
+        "cached_tokens": {tier: count for tier, count in reused.usage.cached_tokens.items() if count},
+        "ttft_recompute_s": recomputed.usage.ttft_s,
+        "ratio": recomputed.usage.ttft_s / reused.usage.ttft_s,
+        "same_tokens": recomputed.answer_ids == reused.answer_ids,
+        "compiles": recomputed.compiles + reused.compiles,
+    }
 
 
 def in_new_process(act: Callable[..., T], **arguments: Any) -> T:
@@ -141,9 +199,17 @@ def serve_with_and_without(
         with Engine(loaded, dataclasses.replace(engine_config, store=store)) as storeless:
             console.rule("recompute: history and message are prefilled, nothing is stored")
             recomputed = serve(storeless, storeless.session(), messages, max_tokens=max_tokens, console=console)
+    rows = [
+        TurnRow(
+            **compared(turn, other, ours),
+            ttft_reuse_s=ours.usage.ttft_s,
+            load_s=ours.usage.load_s,
+            decode_tokens_per_s=decode_rate(ours.usage),
+        )
+        for turn, (other, ours) in enumerate(zip(recomputed, reused, strict=True), 1)
+    ]
     return FirstAct(
-        reused=reused,
-        recomputed=recomputed,
+        rows=rows,
         engine_config=dataclasses.asdict(engine_config) | {"dtype": loaded.dtype, "context_window": engine.window},
         machine=machine,
         startup={
@@ -156,8 +222,15 @@ def serve_with_and_without(
 
 
 def go_on(
-    *, model: str, engine_config: EngineConfig, session_id: str, message: str, max_tokens: int, started_s: float
-) -> SecondAct:
+    *,
+    model: str,
+    engine_config: EngineConfig,
+    session_id: str,
+    message: str,
+    max_tokens: int,
+    started_s: float,
+    page_cache_dropped: bool,
+) -> ResumeRow:
     """Act two.
 
     Args:
@@ -167,6 +240,7 @@ def go_on(
       message: the user's next.
       max_tokens: most tokens of the answer.
       started_s: when the process was started, seconds since the epoch.
+      page_cache_dropped: told in the row.
 
     Raises:
       DemoError: nothing is stored under `session_id`.
@@ -180,29 +254,30 @@ def go_on(
         session = engine.session(session_id=session_id)
         history_tokens, num_messages = len(session.token_ids), len(session.messages)
         if not history_tokens:
-            raise DemoError(f"wanted the conversation of session {session_id!r} in the store, found nothing of it")
+            raise DemoError(f"the store must have the conversation of session {session_id!r}, got nothing of it")
         prompt = turn_ids(engine.model, session.token_ids, session.messages, message)
         warmup_s = _get_ready(
             engine, console, max_history_tokens=history_tokens, max_new_tokens=len(prompt) - history_tokens + 1
         )
-        _note(console, f"session {session_id} goes on: {history_tokens:,} tokens, {num_messages} messages")
-        turns_before = sum(each["role"] == "user" for each in session.messages)
-        _print_message(console, turns_before + 1, message)
+        note(console, f"session {session_id} goes on: {history_tokens:,} tokens, {num_messages} messages")
+        turn = 1 + sum(each["role"] == "user" for each in session.messages)
+        _print_message(console, turn, message)
         sent_s = time.time()
         reused = _serve_turn(session, message, max_tokens=max_tokens, console=console)
         with spinner(console, "recomputing the same turn"):
             recomputed = _recompute(engine, prompt, history_tokens, max_tokens)
-        _note(console, f"recomputed: {describe_usage(recomputed.usage)}")
-        return SecondAct(
+        note(console, f"recomputed: {describe_usage(recomputed.usage)}")
+        return ResumeRow(
+            **compared(turn, recomputed, reused),
+            session_id=session_id,
             num_messages=num_messages,
-            reused=reused,
-            recomputed=recomputed,
+            ttft_ssd_s=reused.usage.ttft_s,
+            queued_s=reused.usage.queued_s,
             start_to_first_token_s=sent_s - started_s + reused.usage.ttft_s,
-            startup={
-                "model_load_s": engine.metrics.model_load_s,
-                "warmup_s": warmup_s,
-                "first_touch_s": engine.metrics.first_touch_s,
-            },
+            model_load_s=engine.metrics.model_load_s,
+            warmup_s=warmup_s,
+            first_touch_s=engine.metrics.first_touch_s,
+            page_cache_dropped=page_cache_dropped,
         )
 
 
@@ -284,7 +359,7 @@ def _serve_turn(session: Session, message: str, *, max_tokens: int, console: ric
             write_piece(console, piece)
     console.print()
     usage = _usage_of(session)
-    _note(console, describe_usage(usage))
+    note(console, describe_usage(usage))
     return ServedTurn(
         history_tokens=history_tokens,
         answer_ids=session.token_ids[usage.prompt_tokens :],
@@ -308,13 +383,9 @@ def _recompute(engine: Engine, prompt: list[int], history_tokens: int, max_token
 
 def _usage_of(session: Session) -> Usage:
     if session.usage is None:
-        raise DemoError(f"wanted a turn of session {session.session_id} to have ended, found none")
+        raise DemoError(f"a turn of session {session.session_id} must have ended, got none")
     return session.usage
 
 
 def _print_message(console: rich.console.Console, turn: int, message: str) -> None:
-    console.print(f"\n{turn}. {printable(message)}", style="bold", markup=False, highlight=False, soft_wrap=True)
-
-
-def _note(console: rich.console.Console, text: str) -> None:
-    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    note(console, f"\n{turn}. {message}", "bold")

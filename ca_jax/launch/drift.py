@@ -11,70 +11,60 @@ Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`ca_jax.evalua
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import rich.console
-from absl import app, flags, logging
+from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
-from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.drift import measure_drift
 from ca_jax.evaluation.texts import read_ids
+from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
 from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.script import note, run
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
 
 FLAGS = flags.FLAGS
-_DEFAULT = OverflowConfig()
+_OVERFLOW = ConfigFlags(OverflowConfig(), only=("truncation_ratio", "keep_first_tokens"))
 
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags."""
     flags.DEFINE_string("data", None, "A text, .txt or .jsonl with a field text.", required=True)
     flags.DEFINE_string("out", None, "File to write the drift to, .npz.", required=True)
-    flags.DEFINE_string("model", "smollm2-135m-instruct", "Preset, .gguf file, Hugging Face directory or hub name.")
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.")
+    define_model()
+    define_dtype()
     flags.DEFINE_integer("window", 1024, "Most tokens of a context.")
     flags.DEFINE_integer("max_tokens", 10_000, "Most tokens of the text.")
-    flags.DEFINE_float("truncation_ratio", _DEFAULT.truncation_ratio, "Share of the window that leaves at once.")
-    flags.DEFINE_integer("keep_first_tokens", _DEFAULT.keep_first_tokens, "First tokens that never leave.")
+    _OVERFLOW.define()
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    try:
-        overflow = OverflowConfig(truncation_ratio=FLAGS.truncation_ratio, keep_first_tokens=FLAGS.keep_first_tokens)
-        enable_compile_cache(EngineConfig().compile_cache_dir)
-        with progress_bars() as progress:
-            model = load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
-            token_ids = read_ids(model, Path(FLAGS.data).expanduser(), FLAGS.max_tokens)
-            num_fed = 0
+    overflow = _OVERFLOW.read()
+    enable_compile_cache(EngineConfig().compile_cache_dir)
+    with progress_bars() as progress:
+        model = load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
+        token_ids = read_ids(model, Path(FLAGS.data).expanduser(), FLAGS.max_tokens)
+        num_fed = 0
 
-            def tell(num_tokens: int) -> None:
-                nonlocal num_fed
-                num_fed += num_tokens
-                progress("tokens", num_fed, len(token_ids))
+        def tell(num_tokens: int) -> None:
+            nonlocal num_fed
+            num_fed += num_tokens
+            progress("tokens", num_fed, len(token_ids))
 
-            drift = measure_drift(model, token_ids, overflow, window=FLAGS.window, on_step=tell)
-        drift.save(FLAGS.out)
-    except (CaJaxError, OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        drift = measure_drift(model, token_ids, overflow, window=FLAGS.window, on_step=tell)
+    drift.save(FLAGS.out)
     lengths = np.linalg.norm(drift.values.reshape(len(drift.values), 2, -1), axis=-1)
-    rich.console.Console().print(
-        f"drift of {model.name}, the mean of {drift.num_tokens:,} tokens: keys move by {lengths[:, 0].mean():.2f}, "
-        f"values by {lengths[:, 1].mean():.2f} in the mean over {len(lengths)} layers. Written to {FLAGS.out}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    moved = f"keys move by {lengths[:, 0].mean():.2f}, values by {lengths[:, 1].mean():.2f} in the mean over"
+    told = f"drift of {model.name}, the mean of {drift.num_tokens:,} tokens: {moved} {len(lengths)} layers."
+    note(rich.console.Console(), f"{told} Written to {FLAGS.out}", None)
 
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run(main)

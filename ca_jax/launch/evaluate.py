@@ -23,89 +23,124 @@ that paper. `blend_gate` says what share of the chunks' tokens a model must comp
 and exits with 1 where no ratio of those that are tried will do.
 
 The pure model is evaluated, without engine and store: what these keep is what it computes. Intervals and standard
-errors are printed and written as JSON, with the machine and the versions. `evaluate_report` makes a page of many.
+errors are printed and written as JSON, with the machine and the versions. `tools/quality_page.py` makes a page of many.
 
-Not here: flags and configs (`evaluate_flags`), running (`evaluate_run` and what it runs), tables (`evaluate_tables`).
+Not here: flags and configs (`evaluate_flags`), the tasks (`ca_jax.evaluation`, `evaluate_rag_timing`), tables
+(`evaluate_tables`), figures (`evaluate_plots`).
 """
 
 from __future__ import annotations
 
-import shlex
+import dataclasses
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import rich.console
-from absl import app, flags, logging
+from absl import flags
 
+from ca_jax.config import EngineConfig
+from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
-from ca_jax.launch import (
-    evaluate_flags,
-    evaluate_rag_flags,
-    evaluate_rag_plot,
-    evaluate_rag_tables,
-    evaluate_run,
-    evaluate_tables,
-)
-from ca_jax.launch.bench_report import write_json
-from ca_jax.launch.evaluate_plot import plot_losses
-from ca_jax.launch.machine import summarize_machine
-from ca_jax.launch.out_flags import out_path
+from ca_jax.evaluation.agreement import run_agreement
+from ca_jax.evaluation.longeval import run_longeval
+from ca_jax.evaluation.mmlu import run_mmlu
+from ca_jax.evaluation.perplexity import run_perplexity
+from ca_jax.evaluation.rag import run_rag
+from ca_jax.evaluation.rag_deviation import run_deviation
+from ca_jax.evaluation.rag_gate import run_gate
+from ca_jax.evaluation.rag_schema import TIMED_FIGURES, GateConfig, RagConfig
+from ca_jax.evaluation.schema import AgreementConfig, Evaluation, LongevalConfig, PerplexityConfig, TaskConfig
+from ca_jax.launch import evaluate_flags
+from ca_jax.launch.evaluate_plots import draw
+from ca_jax.launch.evaluate_rag_timing import run_timing
+from ca_jax.launch.evaluate_tables import Report, print_report
+from ca_jax.launch.flags import out_path
+from ca_jax.launch.machine import describe_machine, describe_versions
+from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.script import command_line, make_console, note, write_json
+from ca_jax.launch.script import run as run_script
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 
 FLAGS = flags.FLAGS
 
-_PIPE_COLUMNS = 180  # where there is no terminal to ask
+
+def run(task: str, config: TaskConfig, load: Callable[[Progress], LoadedModel], *, command: str) -> Report:
+    """Loads the model, runs a task and says all about it. Progress goes to stderr.
+
+    Args:
+      task: its name.
+      config: what is asked.
+      load: gives the model.
+      command: how it was asked for.
+
+    Raises:
+      EvaluationError: the data are not what the task wants, or do not fit the settings.
+      CaJaxError: the model cannot be loaded.
+    """
+    described = describe_machine()
+    enable_compile_cache(EngineConfig().compile_cache_dir)
+    with progress_bars() as progress:
+        model = load(progress)
+        started_s = time.perf_counter()
+        done = _evaluate(model, config, progress)
+        seconds = time.perf_counter() - started_s
+    return {
+        "task": task,
+        "model": model.name,
+        "dtype": model.dtype,
+        "machine": described,
+        "versions": describe_versions(),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "seconds": seconds,
+        "rows": [dataclasses.asdict(row) for row in done.rows],
+        "items": list(done.items),
+    }
 
 
-def _load(progress: Progress) -> LoadedModel:
-    return load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
+def _evaluate(model: LoadedModel, config: TaskConfig, progress: Progress) -> Evaluation:
+    if isinstance(config, RagConfig):
+        if config.figure in TIMED_FIGURES:
+            return run_timing(model, config, progress)
+        return (run_rag if config.figure is None else run_deviation)(model, config, progress)
+    if isinstance(config, PerplexityConfig):
+        return run_perplexity(model, config, progress)
+    if isinstance(config, LongevalConfig):
+        return run_longeval(model, config, progress)
+    if isinstance(config, AgreementConfig):
+        return run_agreement(model, config, progress)
+    if isinstance(config, GateConfig):
+        return run_gate(model, config, progress)
+    return run_mmlu(model, config, progress)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    console = make_console()
     try:
         config = evaluate_flags.config()
         json_out, plot_out = out_path("json_out"), out_path("plot_out")
     except ValueError as error:
         sys.exit(f"error: {error}")
-    command = shlex.join(["python", "-m", "ca_jax.launch.evaluate", *sys.argv[1:]])
-    try:
-        report = evaluate_run.run(FLAGS.task, config, _load, command=command)
-    except CaJaxError as error:
-        sys.exit(f"error: {error}")
+
+    def load(progress: Progress) -> LoadedModel:
+        return load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
+
+    report: dict[str, Any] = dict(run(FLAGS.task, config, load, command=command_line("evaluate")))
     if json_out is not None:
         write_json(report, json_out)
-    is_drawn = plot_out is not None and _draw(report, plot_out)
-    if report["task"] in evaluate_rag_flags.CONFIGS:
-        evaluate_rag_tables.print_report(report, console)
-    else:
-        evaluate_tables.print_report(report, console)
-    if plot_out is not None and not is_drawn:
-        console.print("no figure: nothing overflowed", highlight=False)
-    written = [path for path in (json_out, plot_out if is_drawn else None) if path is not None]
+    drawn = plot_out if plot_out is not None and draw(plot_out, report) else None
+    print_report(report, console)
+    if drawn is not plot_out:
+        note(console, "no figure: nothing overflowed", None)
+    written = [str(path) for path in (json_out, drawn) if path is not None]
     if written:
-        console.print(f"written to {', '.join(map(str, written))}", highlight=False)
+        note(console, f"written to {', '.join(written)}", None)
     if report["task"] == "blend_gate" and not any(row["passes"] for row in report["rows"]):
         sys.exit(1)
 
 
-def _draw(report: evaluate_run.Report, path: Path) -> bool:
-    """Draws a report's figure; False where there is none to draw."""
-    caption = f"{report['model']} in {report['dtype']}, {summarize_machine(report['machine'])}"
-    if report["task"] == "rag":
-        evaluate_rag_plot.plot(path, report, caption=caption)
-        return True
-    if not any(row["curve"] for row in report["rows"]):
-        return False
-    plot_losses(path, report["rows"], caption=caption)
-    return True
-
-
 if __name__ == "__main__":
     evaluate_flags.define()
-    app.run(main)
+    run_script(main, errors=(CaJaxError,))

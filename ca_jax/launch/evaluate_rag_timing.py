@@ -14,8 +14,10 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +31,6 @@ from ca_jax.evaluation.rag_rows import RagRow, TimedRow
 from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.kv.layout import kv_layout
-from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import SamplingParams
 from ca_jax.storage.config import GIB, StoreConfig
@@ -42,6 +43,10 @@ DRAM, SSD = "dram", "ssd"
 
 _COPIES = 3  # Of a prompt's KV that a store has room for: its chunks, its session, and one that is being forgotten.
 _GB = 1e9
+_TIMES = (
+    *("context_tokens", "cached_tokens", "recomputed_tokens"),
+    *("ttft_s", "ttft_quartiles", "ttft_recompute_s", "speedup"),
+)  # Fields of a row that only an engine gives.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +69,6 @@ class _Way:
     def stores(self) -> bool:
         """Whether it has a use for stored chunks."""
         return self.method != RECOMPUTE
-
-
-@dataclasses.dataclass
-class _Turns:
-    """What the turns of one way took."""
-
-    usages: list[Usage] = dataclasses.field(default_factory=list)
-    speedups: list[float] = dataclasses.field(default_factory=list)
 
 
 def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
@@ -124,12 +121,12 @@ def _ways(config: RagConfig, storages: Sequence[str]) -> list[_Way]:
 def _timed_rows(
     model: LoadedModel, config: RagConfig, point: _Point, quality: dict[str, RagRow], progress: Progress
 ) -> list[TimedRow]:
-    chunking = dataclasses.replace(config.chunking, num_chunks=point.num_chunks, chunk_tokens=point.chunk_tokens)
-    chunking = dataclasses.replace(
-        chunking, max_items=min(config.timed_items, chunking.max_items or config.timed_items)
-    )
+    sizes: dict[str, Any] = {"num_chunks": point.num_chunks, "chunk_tokens": point.chunk_tokens}
+    max_items = min(config.timed_items, config.chunking.max_items or config.timed_items)
+    chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)
     prompts = read_prompts(model, chunking, answer_tokens=1)
-    found: dict[_Way, _Turns] = {way: _Turns() for way in _ways(config, point.storages)}
+    base = _Way(RECOMPUTE, DRAM)
+    found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config, point.storages)}
     what = f"{point.num_chunks} x {point.chunk_tokens}"
     total, done = len(prompts) * (1 + config.repeats), itertools.count()
     progress(what, next(done), total)
@@ -142,29 +139,27 @@ def _timed_rows(
                 if not nth:
                     continue  # It compiles.
                 for way, turns in found.items():
-                    turns.usages.append(usages[way])
-                    turns.speedups.append(usages[_Way(RECOMPUTE, DRAM)].ttft_s / usages[way].ttft_s)
-    base = np.median([usage.ttft_s for usage in found[_Way(RECOMPUTE, DRAM)].usages])
+                    turns.append(usages[way])
+    base_s = np.array([usage.ttft_s for usage in found[base]])
     context_tokens = float(np.mean([len(prompt.context_ids) - len(prompt.head) for prompt in prompts]))
     rows = []
     for way, turns in found.items():
-        seconds = [usage.ttft_s for usage in turns.usages]
+        seconds = np.array([usage.ttft_s for usage in turns])
         low, high = np.percentile(seconds, [25, 75])
         rows.append(
             TimedRow(
                 name=way.method.name,
                 ratio=way.method.ratio,
                 storage=way.storage,
-                num_chunks=point.num_chunks,
-                chunk_tokens=point.chunk_tokens,
+                **sizes,
                 num_items=len(prompts),
                 context_tokens=context_tokens,
-                cached_tokens=float(np.mean([usage.num_cached_tokens for usage in turns.usages])),
-                recomputed_tokens=float(np.mean([usage.repaired_tokens for usage in turns.usages])),
+                cached_tokens=float(np.mean([usage.num_cached_tokens for usage in turns])),
+                recomputed_tokens=float(np.mean([usage.repaired_tokens for usage in turns])),
                 ttft_s=float(np.median(seconds)),
                 ttft_quartiles=(float(low), float(high)),
-                ttft_recompute_s=float(base),
-                speedup=float(np.median(turns.speedups)),
+                ttft_recompute_s=float(np.median(base_s)),
+                speedup=float(np.median(base_s / seconds)),
                 **_quality(quality.get(way.method.name)),
             )
         )
@@ -180,18 +175,12 @@ def _untimed(config: RagConfig, row: RagRow) -> TimedRow:
         num_chunks=config.chunking.num_chunks,
         chunk_tokens=config.chunking.chunk_tokens,
         num_items=0,
-        context_tokens=None,
-        cached_tokens=None,
-        recomputed_tokens=None,
-        ttft_s=None,
-        ttft_quartiles=None,
-        ttft_recompute_s=None,
-        speedup=None,
         **_quality(row),
+        **dict.fromkeys(_TIMES),
     )
 
 
-def _quality(row: RagRow | None) -> dict[str, float | None]:
+def _quality(row: RagRow | None) -> dict[str, Any]:
     return {name: None if row is None else getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
 
 
@@ -214,9 +203,9 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
     store = StoreConfig(dram_gib=num_blocks * layout.block_bytes / GIB)
     with contextlib.ExitStack() as stack:
         if way.storage == SSD:
-            directory = stack.enter_context(scratch_directory(None))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ca_jax-evaluate-"))
             num_turns = len(prompts) * (1 + config.repeats)  # Each has chunks of its own there.
-            store = dataclasses.replace(store, ssd_dir=str(directory), ssd_gib=num_turns * 2 * store.dram_gib)
+            store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=num_turns * 2 * store.dram_gib)
         wrapper = None
         if way.storage not in (DRAM, SSD):
             link = stack.enter_context(PacedLink(float(way.storage) * _GB, copies_early=True))
@@ -254,7 +243,7 @@ def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: tuple[int, int]) ->
         tier = "ssd" if way.storage == SSD else "dram"
         if usage.missed_chunks or usage.cached_tokens.get(tier, 0) != wanted:
             raise EvaluationError(
-                f"{way.method.name} from {way.storage} wanted {wanted} tokens of chunks in the store, found "
+                f"{way.method.name} from {way.storage} must find {wanted} tokens of chunks in the store, got "
                 f"{usage.cached_tokens}"
             )
     return usage

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 from absl import app, flags
 
 from ca_jax.config import EngineConfig
@@ -25,13 +23,15 @@ from ca_jax.device.buckets import history_buckets, slot_tokens
 from ca_jax.device.memory import wanted_bytes
 from ca_jax.engine import DEFAULT_WINDOW_TOKENS
 from ca_jax.kv.layout import kept_window, rest_layout
-from ca_jax.launch import engine_flags, overflow_flags, store_flags
-from ca_jax.launch.refused_flags import refuse_flags
+from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
+from ca_jax.launch.script import make_table, note
+from ca_jax.launch.script import run as run_script
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
+from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import stored_block_bytes
@@ -40,9 +40,11 @@ _READ = frozenset(
     {
         *("model_preset", "dtype", "device_gib", "context_window", "session_tokens", "max_batch_size"),
         *("prefill_chunk_tokens", "tensor_parallel_size", "data_parallel_size", "read_buffer_gib", "write_buffer_gib"),
-        *("kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver", *overflow_flags.FLAG_OF.values()),
+        *("kv_rest_dtype", "dram_gib", "ssd_gib", "ssd_driver"),
+        *(NAMES[OverflowConfig].get(field.name, field.name) for field in dataclasses.fields(OverflowConfig)),
     }
 )  # Flags that sizes depend on.
+_ENGINE = ConfigFlags(EngineConfig(), without=("dtype",))  # A plan may be of a dtype that no engine computes in.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ def make_plan(
     device_bytes: int,
     session_tokens: int | None = None,
 ) -> Plan:
-    """Lays a model out on accelerators that nobody has to have.
+    """Lays a model out on accelerators that need not exist.
 
     Args:
       config: the model's architecture.
@@ -118,15 +120,10 @@ def make_plan(
     """
     window = engine.context_window or min(config.steady_positions, DEFAULT_WINDOW_TOKENS)
     if window > config.max_positions:
-        raise ValueError(f"context_window wanted at most the model's {config.max_positions} tokens, found {window}")
+        raise ValueError(f"context_window must be at most the model's {config.max_positions} tokens, got {window}")
     session_tokens = window if session_tokens is None else session_tokens
     if session_tokens <= 0:
-        raise ValueError(f"session_tokens must be positive, found {session_tokens}")
-    if engine.max_batch_size % engine.data_parallel_size:
-        raise ValueError(
-            f"max_batch_size wanted a multiple of data_parallel_size={engine.data_parallel_size}, "
-            f"found {engine.max_batch_size}"
-        )
+        raise ValueError(f"session_tokens must be positive, got {session_tokens}")
     layout = rest_layout(config, dtype, engine)
     sharding = model_sharding(
         config,
@@ -138,7 +135,7 @@ def make_plan(
     if sum(wanted.values()) > device_bytes:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
         raise ValueError(
-            f"a device's memory wanted {sum(wanted.values()) / GIB:.2f} GiB ({parts}), found {device_bytes / GIB:.2f}; "
+            f"a device's memory must be {sum(wanted.values()) / GIB:.2f} GiB ({parts}), got {device_bytes / GIB:.2f}; "
             f"{_what_fits(config, engine, dtype, window, device_bytes)}"
         )
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
@@ -235,37 +232,33 @@ def print_plan(plan: Plan, title: str, console: rich.console.Console) -> None:
     """Shows a plan: a table of each device's memory, and one of the tiers."""
     is_packed = plan.stored_token_bytes != plan.token_bytes
     stored = f", {plan.stored_token_bytes / (1 << 20):.2f} stored" if is_packed else ""
-    console.print(
+    note(
+        console,
         f"{title}: {plan.total_weight_bytes / 1e9:.1f} GB of weights, {plan.token_bytes / (1 << 20):.2f} MiB of KV a "
         f"token{stored}; {plan.num_devices} {'device' if plan.num_devices == 1 else 'devices'} of "
-        f"{plan.device_bytes / GIB:.1f} GiB, {plan.device_bytes * plan.num_devices / 1e9:.0f} GB in all"
+        f"{plan.device_bytes / GIB:.1f} GiB, {plan.device_bytes * plan.num_devices / 1e9:.0f} GB in all",
+        None,
     )
-    devices = rich.table.Table("of each device", title_justify="left")
-    devices.add_column("bytes", justify="right")
-    devices.add_column("GiB", justify="right")
-    for name, num_bytes in (
-        ("weights", plan.weight_bytes),
-        (f"decode slots, {plan.window:,} tokens each", plan.slot_bytes),
-        ("read buffer", plan.read_buffer_bytes),
-        ("write buffer", plan.write_buffer_bytes),
-        ("left, activations included", plan.left_bytes),
-    ):
-        devices.add_row(name, f"{num_bytes:,}", f"{num_bytes / GIB:.2f}")
-    console.print(devices)
-    tiers = rich.table.Table("tier")
-    for name in ("GiB", "tokens", f"sessions of {plan.session_tokens:,} tokens"):
-        tiers.add_column(name, justify="right")
-    for tier in plan.tiers:
-        tiers.add_row(tier.name, f"{tier.num_bytes / GIB:.1f}", f"{tier.num_tokens:,}", f"{tier.num_sessions:,}")
-    console.print(tiers)
-    console.print("HBM: the decode slots, and as many more as what is left would hold.")
+    parts = {
+        "weights": plan.weight_bytes,
+        f"decode slots, {plan.window:,} tokens each": plan.slot_bytes,
+        "read buffer": plan.read_buffer_bytes,
+        "write buffer": plan.write_buffer_bytes,
+        "left, activations included": plan.left_bytes,
+    }
+    of_device = [(name, f"{num_bytes:,}", f"{num_bytes / GIB:.2f}") for name, num_bytes in parts.items()]
+    console.print(make_table(("of each device", ">bytes", ">GiB"), of_device))
+    tiers = [
+        (tier.name, f"{tier.num_bytes / GIB:.1f}", f"{tier.num_tokens:,}", f"{tier.num_sessions:,}")
+        for tier in plan.tiers
+    ]
+    columns = ("tier", ">GiB", ">tokens", f">sessions of {plan.session_tokens:,} tokens")
+    console.print(make_table(columns, tiers))
+    note(console, "HBM: the decode slots, and as many more as what is left would hold.", None)
 
 
-def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
+def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the flags.
-
-    Args:
-      flag_values: where they are defined.
 
     Raises:
       absl.flags.DuplicateFlagError: another flag has such a name.
@@ -275,28 +268,24 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
     flags.DEFINE_enum(
         "dtype",
         None,
-        ["float32", "bfloat16", "float16"],
+        [*DTYPES, "float16"],
         "Of weights and KV in a plan, by default bfloat16; of weights that are converted, by default float32.",
         **here,
     )
     flags.DEFINE_float("device_gib", 80.0, "Memory of each device, GiB.", lower_bound=0.0, **here)
-    flags.DEFINE_integer(
-        "context_window", None, "Most tokens of a context; by default the model's, at most 4,096.", **here
-    )
     flags.DEFINE_integer(
         "session_tokens",
         None,
         "Tokens of the sessions that tiers are counted in; by default a full context window.",
         **here,
     )
-    engine_flags.define(flag_values=flag_values)
-    store_flags.define(flag_values=flag_values)
+    _ENGINE.define(flag_values)
 
 
 def flag_names() -> list[str]:
     """The names of the flags that `define` defines."""
     values = flags.FlagValues()
-    define(flag_values=values)
+    define(values)
     return list(values)
 
 
@@ -310,14 +299,11 @@ def run() -> None:
     values = flags.FLAGS
     if values.model_preset is None:
         raise app.UsageError(f"--model_preset must be one of {', '.join(sorted(PRESETS))}; got none")
-    refuse_flags(set(flag_names()) - _READ, "a plan")
-    engine = dataclasses.replace(
-        engine_flags.engine_config(), context_window=values.context_window, store=store_flags.store_config()
-    )
+    refuse(set(flag_names()) - _READ, "a plan")
     dtype = values.dtype or "bfloat16"
     plan = make_plan(
         PRESETS[values.model_preset],
-        engine,
+        _ENGINE.read(),
         dtype=dtype,
         device_bytes=int(values.device_gib * GIB),
         session_tokens=values.session_tokens,
@@ -325,16 +311,11 @@ def run() -> None:
     print_plan(plan, f"{values.model_preset} in {dtype}", rich.console.Console(soft_wrap=True))
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
-    try:
-        run()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    run()
 
 
 if __name__ == "__main__":
     define()
-    app.run(main)
+    run_script(main, errors=(ValueError,))

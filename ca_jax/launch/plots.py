@@ -1,103 +1,201 @@
-"""Figures of what the scripts measure, as PNG files. Draws without a display and without pyplot's global state.
+"""Figures of what demo, replay and simulate measure, as PNG files; what all figures have in common.
 
-Not here: measuring, tables.
+Draws without a display and without pyplot's global state.
+
+Not here: measuring, tables (`launch.script`), figures of evaluations (`launch.evaluate_plots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-# Of Okabe and Ito's palette, told apart with any colour vision; markers and hatches say the same without colour.
-_VERMILION, _BLUE, _GREEN = "#D55E00", "#0072B2", "#009E73"
-_GREY = "#555555"
+from ca_jax.replay.running import RECOMPUTE, STORE, Run
+from ca_jax.simulate.comparison import PolicyResult
+from ca_jax.simulate.paper import PaperRow
+
+# Okabe and Ito's palette, told apart with any colour vision; markers and hatches say the same without colour.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+BLUE, VERMILION, GREEN = COLOURS[:3]
+GREY = "#555555"
+MARKERS = "osD^vPX"
+_PAPERS: dict[str, Any] = {"color": "white", "edgecolor": VERMILION, "hatch": "////"}  # Bars of the paper.
+
+
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure of that size, inches."""
+    figure = Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: Figure, path: Path, *, caption: str = "", grid: str = "y") -> None:
+    """Gives all axes the same frame and writes the PNG; makes the directory it goes to.
+
+    Args:
+      figure: drawn.
+      path: of the PNG.
+      caption: what it was measured on, small print below.
+      grid: across which axis lines run: x, y or both.
+    """
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis=grid, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]
+        axes.set_axisbelow(True)
+    if caption:
+        figure.supxlabel(caption, fontsize=8, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def style(nth: int) -> dict[str, Any]:
+    """Colour and marker of the nth line of a figure."""
+    return {"color": COLOURS[nth % len(COLOURS)], "marker": MARKERS[nth % len(MARKERS)]}
 
 
 def plot_turns(
-    path: Path,
-    *,
-    ttft_recompute_s: Sequence[float],
-    ttft_reuse_s: Sequence[float],
-    history_tokens: Sequence[int],
-    new_tokens: Sequence[int],
-    title: str,
-    caption: str,
-    restarted_before: int | None = None,
+    path: Path, turns: Sequence[Mapping[str, Any]], *, title: str, caption: str, restarted_before: int | None = None
 ) -> None:
     """Draws TTFT of each turn, recomputed and reused, above what each turn was conditioned on.
 
     Args:
-      path: the PNG to write; its directory must be there.
-      ttft_recompute_s: seconds, one a turn.
-      ttft_reuse_s: seconds, one a turn.
-      history_tokens: before each turn.
-      new_tokens: of each turn's message.
+      path: the PNG to write.
+      turns: of each `ttft_recompute_s` and `ttft_reuse_s`, seconds; `history_tokens` before it; `new_tokens` of it.
       title: of the figure.
       caption: what it was measured on, small print below.
       restarted_before: the turn, from 1, before which the process was restarted, so that its history came from SSD.
 
     Raises:
-      ValueError: the sequences differ in length, there are no turns, or none of the number `restarted_before`.
+      ValueError: there are no turns, or none of the number `restarted_before`.
     """
-    lengths = {len(each) for each in (ttft_recompute_s, ttft_reuse_s, history_tokens, new_tokens)}
-    if len(lengths) != 1 or not ttft_reuse_s:
-        raise ValueError(f"wanted one value per turn in every sequence, found lengths {sorted(lengths)}")
-    turns = list(range(1, len(ttft_reuse_s) + 1))
-    if restarted_before is not None and restarted_before not in turns:
-        raise ValueError(f"wanted a restart before one of turns 1..{len(turns)}, found {restarted_before}")
-    figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    numbers = list(range(1, len(turns) + 1))
+    if not turns:
+        raise ValueError("turns must be at least one, got none")
+    if restarted_before is not None and restarted_before not in numbers:
+        raise ValueError(f"restarted_before must be one of the turns 1 to {len(turns)}, got {restarted_before}")
+    recompute_s, reuse_s, history_tokens, new_tokens = (
+        [turn[name] for turn in turns] for name in ("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens")
+    )
+    figure = new_figure(8, 6.4)
     latency, tokens = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-
-    latency.plot(turns, ttft_recompute_s, "s-", color=_VERMILION, label="recompute: prefill history and message")
-    latency.plot(turns, ttft_reuse_s, "o-", color=_BLUE, label="reuse: load history, prefill message")
-    for turn, recompute_s, reuse_s in zip(turns, ttft_recompute_s, ttft_reuse_s, strict=True):
-        latency.annotate(
-            f"{recompute_s / reuse_s:.1f}\N{MULTIPLICATION SIGN}",
-            (turn, recompute_s),
-            xytext=(-5, 6),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=_GREY,
-        )
+    latency.plot(numbers, recompute_s, "s-", color=VERMILION, label="recompute: prefill history and message")
+    latency.plot(numbers, reuse_s, "o-", color=BLUE, label="reuse: load history, prefill message")
+    small: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": GREY}
+    for number, slow_s, fast_s in zip(numbers, recompute_s, reuse_s, strict=True):
+        ratio = f"{slow_s / fast_s:.1f}\N{MULTIPLICATION SIGN}"
+        latency.annotate(ratio, (number, slow_s), xytext=(-5, 6), fontsize=9, **small)
     if restarted_before is not None:
-        _mark_restart(latency, restarted_before, ttft_reuse_s[restarted_before - 1])
+        at, where = (restarted_before - 0.5, 1), ("data", "axes fraction")
+        latency.axvline(at[0], color=GREY, linestyle=":", linewidth=1)
+        latency.annotate("process restarts", at, xycoords=where, xytext=(-4, -2), va="top", fontsize=8, **small)
+        ssd_s = reuse_s[restarted_before - 1]
+        marked: dict[str, Any] = {"markersize": 9, "fillstyle": "none", "label": "of that, history from SSD"}
+        latency.plot([restarted_before], [ssd_s], "D", color=BLUE, **marked)
     latency.set_ylabel("time to first token (s)")
-    latency.set_ylim(0, max(*ttft_recompute_s, *ttft_reuse_s) * 1.15)
+    latency.set_ylim(0, max(*recompute_s, *reuse_s) * 1.15)
     latency.set_title(title, loc="left", fontsize=11)
-    latency.legend(loc="upper left", frameon=False, fontsize=9)
-
-    tokens.bar(turns, history_tokens, 0.6, color=_GREEN, label="history")
-    tokens.bar(turns, new_tokens, 0.6, bottom=history_tokens, color="white", edgecolor=_GREY, hatch="////", label="new")
+    tokens.bar(numbers, history_tokens, 0.6, color=GREEN, label="history")
+    hatched: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "////"}
+    tokens.bar(numbers, new_tokens, 0.6, bottom=history_tokens, label="new", **hatched)
     tokens.set_ylabel("prompt (tokens)")
     tokens.set_xlabel("turn")
-    tokens.set_xticks(turns)
-    tokens.legend(loc="upper left", frameon=False, fontsize=9)
+    tokens.set_xticks(numbers)
     for axes in (latency, tokens):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    figure.savefig(path)
+        axes.legend(loc="upper left", frameon=False, fontsize=9)
+    write_figure(figure, path, caption=caption)
 
 
-def _mark_restart(axes: Axes, turn: int, ttft_s: float) -> None:
-    """A line between two turns, and another marker on the turn that loaded from SSD."""
-    axes.axvline(turn - 0.5, color=_GREY, linestyle=":", linewidth=1)
-    axes.annotate(
-        "process restarts",
-        (turn - 0.5, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, -2),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        fontsize=8,
-        color=_GREY,
-    )
-    axes.plot([turn], [ttft_s], "D", color=_BLUE, markersize=9, fillstyle="none", label="of that, history from SSD")
+def plot_replay(path: Path, runs: Sequence[Run], *, title: str, caption: str) -> None:
+    """Draws the share of turns by TTFT, and below hit rate and occupancy of the tiers over time.
+
+    Args:
+      path: the PNG to write.
+      runs: with the store first.
+      title: of the figure.
+      caption: what it was measured on, small print below.
+    """
+    figure = new_figure(8, 7)
+    cdf, over_time = figure.subplots(2, 1, height_ratios=(3, 2))
+    styles = {STORE: (BLUE, "-"), RECOMPUTE: (VERMILION, "--")}
+    for run in runs:
+        ttft_s = np.sort([turn.ttft_s for turn in run.served.turns if turn.is_counted])
+        color, line = styles[run.name]
+        shares = 100 * np.arange(1, len(ttft_s) + 1) / len(ttft_s)
+        label = f"{run.name}: mean {run.summary.ttft_s.mean:.2f} s"
+        cdf.step(ttft_s, shares, line, where="post", color=color, label=label)
+    cdf.set_xscale("log")
+    cdf.set_xlabel("time to first token, from when a turn came (s)")
+    cdf.set_ylabel("turns (%)")
+    cdf.set_title(title, loc="left", fontsize=11)
+    samples = runs[0].served.samples
+    times_s = [sample.time_s for sample in samples]
+    hit_rates = [100 * sample.hits / sample.returning if sample.returning else np.nan for sample in samples]
+    over_time.plot(times_s, hit_rates, "-", color=BLUE, label="hit rate so far")
+    over_time.plot(times_s, [100 * sample.dram_share for sample in samples], "--", color=GREEN, label="DRAM in use")
+    if any(sample.ssd_share for sample in samples):
+        over_time.plot(times_s, [100 * sample.ssd_share for sample in samples], ":", color=GREY, label="SSD in use")
+    over_time.set_ylim(0, 105)
+    over_time.set_xlabel("time (s), with the store")
+    over_time.set_ylabel("%")
+    for axes in (cdf, over_time):
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+    write_figure(figure, path, caption=caption, grid="both")
+
+
+def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
+    """Draws a figure of the paper: bars of ours and, where it is known, of the paper's for each thing counted.
+
+    Args:
+      path: the PNG to write.
+      rows: of one figure.
+
+    Raises:
+      ValueError: no rows, or of several figures.
+    """
+    if len({row.figure for row in rows}) != 1:
+        raise ValueError(f"rows must be of one figure, got those of {sorted({row.figure for row in rows})}")
+    metrics = list(dict.fromkeys((row.metric, row.unit) for row in rows))
+    of_metric = [[row for row in rows if (row.metric, row.unit) == metric] for metric in metrics]
+    sizes = [len(each) + 1.5 for each in of_metric]
+    figure = new_figure(9, 0.7 + 0.34 * sum(sizes))
+    panels: Sequence[Axes] = np.ravel(figure.subplots(len(metrics), 1, height_ratios=sizes))  # type: ignore[assignment]
+    for (metric, unit), shown, axes in zip(metrics, of_metric, panels, strict=True):
+        scale, places = 100 if unit in ("%", "points") else 1, np.arange(len(shown))
+        axes.barh(places - 0.2, [scale * row.ours for row in shown], 0.38, color=BLUE)
+        papers = [np.nan if row.paper is None else scale * row.paper for row in shown]
+        axes.barh(places + 0.2, papers, 0.38, **_PAPERS)
+        axes.set_yticks(places, [row.case for row in shown], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{metric} ({unit})", fontsize=9)
+    marks = [Patch(color=BLUE), Patch(**_PAPERS)]
+    figure.legend(marks, ["simulated", "paper"], loc="outside upper right", ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)
+    write_figure(figure, path, grid="x")
+
+
+def plot_policies(path: Path, results: Sequence[PolicyResult]) -> None:
+    """Draws what policies found of a trace: hits, tokens, and prefill seconds saved.
+
+    Args:
+      path: the PNG to write.
+      results: recomputing first; at least one more.
+    """
+    panels = {
+        "hits (% of returning turns)": "hit_rate",
+        "tokens found (% of histories)": "cached_share",
+        "prefill saved (% of seconds)": "prefill_saved",
+    }
+    figure = new_figure(9, 3.2)
+    for axes, (title, field) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items(), strict=True):
+        axes.bar(range(1, len(results)), [100 * getattr(each, field) for each in results[1:]], color=BLUE, width=0.6)
+        axes.set_xticks(range(1, len(results)), [result.policy for result in results[1:]], rotation=20, ha="right")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_ylim(0, 100)
+    write_figure(figure, path)

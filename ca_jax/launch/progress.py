@@ -7,36 +7,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 import rich.console
 import rich.progress
 
-from ca_jax.pretrained import Progress
+
+class Bars(Protocol):
+    """Moves a bar; any thread may call it. Without the last argument it is a `Progress`."""
+
+    def __call__(self, what: str, done: int, total: int, now: str = "") -> None:
+        """A new `what` begins a new bar; `now` is said behind it."""
 
 
 @contextlib.contextmanager
-def progress_bars(console: rich.console.Console | None = None) -> Iterator[Progress]:
+def progress_bars(console: rich.console.Console | None = None) -> Iterator[Bars]:
     """Draws a bar per thing that is done, below each other, and leaves them there when it ends.
 
     Args:
       console: where to, stderr if not given; one that is no terminal gets each bar once, at the end.
 
     Yields:
-      The callback: `progress(what, done, total)`; a new `what` begins a new bar. Any thread may call it.
+      The callback.
     """
     columns = (
         rich.progress.TextColumn("{task.description:<18}"),
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),
         rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("{task.fields[now]}"),
     )
     tasks: dict[str, rich.progress.TaskID] = {}
     with rich.progress.Progress(*columns, console=console or rich.console.Console(stderr=True)) as bars:
 
-        def progress(what: str, done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int, now: str = "") -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
+                tasks[what] = bars.add_task(what, total=total, now=now)
+            bars.update(tasks[what], completed=done, total=total, now=now)
 
         yield progress
 

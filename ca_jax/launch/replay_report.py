@@ -1,40 +1,36 @@
-"""What a replay leaves: tables to read, and one JSON object.
+"""What a replay shows and leaves: how it goes on, tables to read, and one JSON object.
 
-Not here: replaying (`ca_jax.replay`), plots (replay_plot), describing the machine (machine).
+Not here: replaying (`ca_jax.replay`), figures (`launch.plots`), describing the machine (`launch.machine`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import rich.box
 import rich.console
-import rich.table
 
-from ca_jax.replay.running import ReplayConfig, Result, Run
+from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.script import make_table, note
+from ca_jax.pretrained import Progress
+from ca_jax.replay.running import OnSample, ReplayConfig, Result, Run
 from ca_jax.replay.served import Sample, ServedTurn
-from ca_jax.replay.summary import Spread
+from ca_jax.replay.summary import Spread, Summary
+from ca_jax.replay.workload import Workload
 from ca_jax.storage.config import GIB
 
 _DIGITS = 6  # Of seconds in the JSON.
 _LONG = ("turns", "samples")  # Of each run, and written a row on each line.
 _MOST_SAMPLES = 200  # Of a run in the JSON, about.
+_LINE_S = 10.0  # Between lines where no terminal is.
+_RATE_S = 10.0  # What tokens a second are of.
 
 
-def make_report(
-    result: Result,
-    config: ReplayConfig,
-    *,
-    model: str,
-    dtype: str,
-    machine: Mapping[str, Any],
-    versions: Mapping[str, Any],
-    command: str,
-) -> dict[str, Any]:
+def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, Any]:
     """Everything there is to say of a replay, JSON types only.
 
     Of each run `turns` are rows of `turn_columns`, and `samples`, some of those that were taken, of `sample_columns`.
@@ -42,33 +38,21 @@ def make_report(
     Args:
       result: of it.
       config: what was asked for.
-      model: which.
-      dtype: of its weights and KV.
-      machine: where.
-      versions: of what ran.
-      command: that does it again.
+      told: model, dtype, machine, versions, command.
     """
     workload = result.workload
+    counts = ("cut_turns", "cut_tokens", "left_out_turns", "skipped_rows", "first_skipped", "stored_tokens")
     return {
         "suite": "replay",
-        "model": model,
-        "dtype": dtype,
-        "machine": dict(machine),
-        "versions": dict(versions),
-        "command": command,
+        **told,
         "config": dataclasses.asdict(config),
         "workload": {
             "sessions": len(workload.sessions),
             "turns": workload.num_turns,
             "window": result.window,
-            "stored_tokens": workload.stored_tokens,
             "workload_bytes": result.workload_bytes,
             "store_bytes": result.store_bytes,
-            "cut_turns": workload.cut_turns,
-            "cut_tokens": workload.cut_tokens,
-            "left_out_turns": workload.left_out_turns,
-            "skipped_rows": workload.skipped_rows,
-            "first_skipped": workload.first_skipped,
+            **{name: getattr(workload, name) for name in counts},
         },
         "comparison": None if result.comparison is None else dataclasses.asdict(result.comparison),
         "agreement": None if result.agreement is None else dataclasses.asdict(result.agreement),
@@ -78,7 +62,7 @@ def make_report(
     }
 
 
-def write_json(report: Mapping[str, Any], path: Path) -> None:
+def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Writes a report, each turn and each sample on a line; makes the directory it goes to.
 
     Raises:
@@ -97,95 +81,73 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
 def print_report(result: Result, console: rich.console.Console) -> None:
     """Prints what was served and what it took, one column for each run."""
     workload = result.workload
-    console.print(
+    note(
+        console,
         f"{len(workload.sessions):,} conversations, {workload.num_turns:,} turns, window of {result.window:,} tokens; "
         f"KV of all at their ends {result.workload_bytes / GIB:.2f} GiB, store {result.store_bytes / GIB:.2f} GiB",
-        highlight=False,
+        None,
     )
-    for said in _left_out(result):
-        console.print(said, style="yellow", highlight=False, markup=False)
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("")
-    for run in result.runs:
-        table.add_column(run.name, justify="right")
-    for name, *cells in _rows(result.runs):
-        table.add_row(name, *cells)
-    console.print(table)
+    if workload.cut_turns:
+        cut = f"{workload.cut_tokens:,} tokens of {workload.cut_turns:,} messages"
+        note(console, f"cut to fit the window: {cut}", "yellow")
+    if workload.left_out_turns:
+        note(console, f"left out, since the window was full: {workload.left_out_turns:,} turns", "yellow")
+    if workload.skipped_rows:
+        skipped = f"{workload.skipped_rows:,} rows of the trace, the first one: {workload.first_skipped}"
+        note(console, f"skipped: {skipped}", "yellow")
+    rows = [(name, *(cell(run.summary) for run in result.runs)) for name, cell in _ROWS.items()]
+    console.print(make_table(("", *(f">{run.name}" for run in result.runs)), rows))
     if (against := result.comparison) is not None:
-        console.print(
+        note(
+            console,
             f"store against recompute: prefill time {against.prefill_time:.2f}x, total time {against.total_time:.2f}x, "
             f"busy time {against.busy_time:.2f}x, mean TTFT {against.mean_ttft:.2f}x; the same answer in "
             f"{against.same_answers} of {against.comparable_answers} turns before anything was dropped",
-            highlight=False,
+            None,
         )
     if (agreed := result.agreement) is not None:
-        console.print(
+        note(
+            console,
             f"simulated: hit rate {agreed.simulated_hit_rate:.1%} ({agreed.hit_rate_points:+.1f} points), prefilled "
             f"{agreed.simulated_prefill_tokens:,} tokens ({agreed.prefill_tokens_ratio - 1:+.2%}), "
             f"{agreed.simulated_elapsed_s:.0f} s",
-            highlight=False,
+            None,
         )
 
 
-def _left_out(result: Result) -> list[str]:
-    workload, said = result.workload, []
-    if workload.cut_turns:
-        said.append(f"cut to fit the window: {workload.cut_tokens:,} tokens of {workload.cut_turns:,} messages")
-    if workload.left_out_turns:
-        said.append(f"left out, since the window was full: {workload.left_out_turns:,} turns")
-    if workload.skipped_rows:
-        said.append(f"skipped: {workload.skipped_rows:,} rows of the trace, the first one: {workload.first_skipped}")
-    return said
+def _tiers(one: Summary) -> str:
+    returning = max(one.returning_turns, 1)
+    return ", ".join(f"{hits / returning:.1%}" for hits in (one.dram_hits, one.ssd_hits, one.misses))
 
 
-def _rows(runs: tuple[Run, ...]) -> list[list[str]]:
-    each = [run.summary for run in runs]
-    returning = [max(one.returning_turns, 1) for one in each]
-
-    def spread(name: str) -> list[str]:
-        return [_describe_spread(getattr(one, name)) for one in each]
-
-    return [
-        ["turns, those with a history", *(f"{one.turns:,}, {one.returning_turns:,}" for one in each)],
-        ["hit rate", *(f"{one.hit_rate:.1%}" for one in each)],
-        [
-            "  from DRAM, SSD, missed",
-            *(
-                f"{one.dram_hits / of:.1%}, {one.ssd_hits / of:.1%}, {one.misses / of:.1%}"
-                for one, of in zip(each, returning, strict=True)
-            ),
-        ],
-        [
-            "history tokens loaded, recomputed",
-            *(f"{one.loaded_tokens:,}, {one.recomputed_tokens:,}" for one in each),
-        ],
-        ["tokens prefilled", *(f"{one.prefill_tokens:,}" for one in each)],
-        ["TTFT, s: mean, p50, p90, p99", *spread("ttft_s")],
-        ["TPOT, s", *spread("tpot_s")],
-        ["latency, s", *spread("latency_s")],
-        ["prefill, prompt tokens/s", *(f"{one.prefill_tokens_per_s:,.0f}" for one in each)],
-        ["decode, tokens/s", *(f"{one.decode_tokens_per_s:,.0f}" for one in each)],
-        ["prefill, decode time, s", *(f"{one.totals.prefill_s:.1f}, {one.totals.decode_s:.1f}" for one in each)],
-        [
-            "waited for loads, for saves, s",
-            *(f"{one.totals.load_stall_s:.2f}, {one.totals.write_stall_s:.2f}" for one in each),
-        ],
-        [
-            "loaded, saved, GiB",
-            *(f"{one.totals.loaded_bytes / GIB:.2f}, {one.totals.saved_bytes / GIB:.2f}" for one in each),
-        ],
-        [
-            "fetched from, flushed to SSD, GiB",
-            *(f"{one.totals.fetched_bytes / GIB:.2f}, {one.totals.flushed_bytes / GIB:.2f}" for one in each),
-        ],
-        ["truncations", *(f"{one.totals.truncations:,}" for one in each)],
-        ["turns a minute", *(f"{one.turns_per_minute:.1f}" for one in each)],
-        ["total time, s", *(f"{one.totals.elapsed_s:.1f}" for one in each)],
-    ]
-
-
-def _describe_spread(spread: Spread) -> str:
+def _spread(spread: Spread) -> str:
     return ", ".join(f"{value:.3f}" for value in (spread.mean, spread.p50, spread.p90, spread.p99))
+
+
+def _totals(form: str, *names: str, unit: float = 1) -> Callable[[Summary], str]:
+    return lambda one: ", ".join(format(getattr(one.totals, name) / unit, form) for name in names)
+
+
+_ROWS: dict[str, Callable[[Summary], str]] = {
+    "turns, those with a history": lambda one: f"{one.turns:,}, {one.returning_turns:,}",
+    "hit rate": lambda one: f"{one.hit_rate:.1%}",
+    "  from DRAM, SSD, missed": _tiers,
+    "history tokens loaded, recomputed": lambda one: f"{one.loaded_tokens:,}, {one.recomputed_tokens:,}",
+    "tokens prefilled": lambda one: f"{one.prefill_tokens:,}",
+    "TTFT, s: mean, p50, p90, p99": lambda one: _spread(one.ttft_s),
+    "TPOT, s": lambda one: _spread(one.tpot_s),
+    "latency, s": lambda one: _spread(one.latency_s),
+    "prefill, prompt tokens/s": lambda one: f"{one.prefill_tokens_per_s:,.0f}",
+    "decode, tokens/s": lambda one: f"{one.decode_tokens_per_s:,.0f}",
+    "prefill, decode time, s": _totals(".1f", "prefill_s", "decode_s"),
+    "waited for loads, for saves, s": _totals(".2f", "load_stall_s", "write_stall_s"),
+    "loaded, saved, GiB": _totals(".2f", "loaded_bytes", "saved_bytes", unit=GIB),
+    "fetched from, flushed to SSD, GiB": _totals(".2f", "fetched_bytes", "flushed_bytes", unit=GIB),
+    "truncations": lambda one: f"{one.totals.truncations:,}",
+    "turns a minute": lambda one: f"{one.turns_per_minute:.1f}",
+    "total time, s": _totals(".1f", "elapsed_s"),
+}
+"""Lines of the table, and what each says of a run."""
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -201,3 +163,42 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _rounded(values: tuple[Any, ...]) -> list[Any]:
     return [round(value, _DIGITS) if isinstance(value, float) else value for value in values]
+
+
+@contextlib.contextmanager
+def replay_progress(console: rich.console.Console) -> Iterator[tuple[Progress, OnSample]]:
+    """Shows what goes on while the block lasts: bars; where no terminal is, a line of a run now and then.
+
+    Yields:
+      Whom to tell of what comes before a run, and whom, in the thread that serves, of a run.
+    """
+    seen: dict[str, list[tuple[float, int]]] = {}
+    last_s: dict[str, float] = {}
+
+    def describe(name: str, workload: Workload, sample: Sample) -> str:
+        points = seen.setdefault(name, [])
+        points.append((sample.time_s, sample.prompt_tokens + sample.output_tokens))
+        while len(points) > 2 and points[1][0] < sample.time_s - _RATE_S:
+            points.pop(0)
+        (begin_s, before), (end_s, now) = points[0], points[-1]
+        tokens_per_s = (now - before) / (end_s - begin_s) if end_s > begin_s else 0.0
+        tiers = f"DRAM {sample.dram_share:.0%}" + (f" SSD {sample.ssd_share:.0%}" if sample.ssd_share else "")
+        hits = f"hits {sample.hits / sample.returning:.0%}" if sample.returning else "hits -"
+        turns = f"{sample.ended}/{workload.num_turns} turns · running {sample.running} waiting {sample.waiting}"
+        return f"{turns} · {hits} · {tiers} · {tokens_per_s:,.0f} tokens/s"
+
+    def print_line(name: str, workload: Workload, sample: Sample) -> None:
+        described = describe(name, workload, sample)
+        if sample.time_s - last_s.get(name, 0.0) >= _LINE_S:
+            last_s[name] = sample.time_s
+            note(console, f"{name} {sample.time_s:.0f} s: {described}", None)
+
+    if not console.is_terminal:
+        yield lambda what, done, total: None, print_line
+        return
+    with progress_bars(console) as tell:
+
+        def tell_sample(name: str, workload: Workload, sample: Sample) -> None:
+            tell(name, sample.ended, workload.num_turns, describe(name, workload, sample))
+
+        yield tell, tell_sample

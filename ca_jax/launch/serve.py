@@ -10,7 +10,7 @@ for Prometheus, and http://127.0.0.1:8000/ shows the store at work. Ctrl-C or SI
 what is not saved, and leaves; with --ssd_dir conversations are gone on with by the next server of the directory.
 
 With --api_keys_file=FILE requests need a key, and each tenant has KV of its own (`ca_jax.server.tenants`). Without one
-whoever reaches the address is served, and only for a `Host` that is an address, localhost or one of --allowed_hosts.
+anybody who reaches the address is served, but only for a `Host` that is an address, localhost or in --allowed_hosts.
 
 Not here: the routes (`ca_jax.server`), the engine.
 """
@@ -27,37 +27,37 @@ from types import FrameType
 
 import rich.console
 import uvicorn
-from absl import app, flags, logging
+from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
-from ca_jax.launch import engine_flags, store_flags
+from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.serve_flags import define_server_flags, server_config
+from ca_jax.launch.script import note, run
 from ca_jax.server.app import make_app
+from ca_jax.server.config import ServerConfig
 from ca_jax.server.hosts import is_loopback
 from ca_jax.server.tenants import Tenants
 
 FLAGS = flags.FLAGS
 
-_DEFAULT_CONFIG = EngineConfig()
+_ENGINE = ConfigFlags(EngineConfig())
+_SERVER = ConfigFlags(ServerConfig())
 _KEEP_ALIVE_S = 75
 
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
-    flags.DEFINE_string(
-        "model",
-        "smollm2-135m-instruct",
-        "Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint.",
-    )
-    flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "Of weights and KV; by default what is fast here.")
-    flags.DEFINE_integer("context_window", None, "Most tokens of a conversation; by default the model's, up to 4,096.")
+    define_model()
     flags.DEFINE_boolean("warmup", True, "Compile what turns need before the first one comes.")
-    define_server_flags()
-    engine_flags.define(_DEFAULT_CONFIG)
-    store_flags.define()
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; 0.0.0.0 for all of the machine's.")
+    flags.DEFINE_integer("port", 8000, "Port to listen on.", 0, 65535)
+    flags.DEFINE_string(
+        "api_keys_file", None, "TOML file of tenants and their keys; by default keys are not asked for."
+    )
+    _SERVER.define()
+    _ENGINE.define()
 
 
 class _Server(uvicorn.Server):
@@ -87,27 +87,22 @@ def load_engine(model: str, config: EngineConfig, *, warmup: bool = False, conso
             if warmup:
                 engine.warmup(progress=progress)
     except (CaJaxError, ValueError, OSError, MemoryError) as error:
-        console.print(f"serve: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        note(console, f"serve: {error}", "red")
         raise
     return engine
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
     console = rich.console.Console(stderr=True)
     try:
         tenants = Tenants.read(FLAGS.api_keys_file) if FLAGS.api_keys_file else Tenants()
-        config = server_config()
-        store = store_flags.store_config()
-        engine_config = dataclasses.replace(
-            engine_flags.engine_config(_DEFAULT_CONFIG),
-            dtype=FLAGS.dtype,
-            context_window=FLAGS.context_window,
-            store=dataclasses.replace(store, tenant_quotas=tenants.quotas(dict(store.tenant_quotas))),
-        )
+        config = _SERVER.read()
+        config = dataclasses.replace(config, served_model_name=config.served_model_name or FLAGS.model)
+        engine_config = _ENGINE.read()
+        quotas = tenants.quotas(dict(engine_config.store.tenant_quotas))
+        store = dataclasses.replace(engine_config.store, tenant_quotas=quotas)
+        engine_config = dataclasses.replace(engine_config, store=store)
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         sys.exit(2)
@@ -115,7 +110,7 @@ def main(argv: Sequence[str]) -> None:
 
     def make_engine() -> Engine:
         engine = load_engine(FLAGS.model, engine_config, warmup=FLAGS.warmup, console=console)
-        console.print(f"ready: {engine.model.name} on {url}", markup=False, highlight=False, soft_wrap=True)
+        note(console, f"ready: {engine.model.name} on {url}", None)
         return engine
 
     def fail() -> None:
@@ -123,10 +118,12 @@ def main(argv: Sequence[str]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     url = f"http://{FLAGS.host}:{FLAGS.port}/"
-    console.print(f"{engine_config}\n{config}", markup=False, highlight=False, soft_wrap=True, style="dim")
+    note(console, f"{engine_config}\n{config}")
     if not (tenants.asks_for_keys or is_loopback(FLAGS.host)):
-        warning = f"--host={FLAGS.host} without --api_keys_file: whoever reaches it is served, and reads conversations"
-        console.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        warning = (
+            f"--host={FLAGS.host} without --api_keys_file: anybody who reaches it is served and reads conversations"
+        )
+        note(console, f"warning: {warning}", "yellow")
     served = make_app(make_engine, config, tenants, on_failure=fail)
     server = _Server(
         uvicorn.Config(
@@ -148,4 +145,4 @@ def main(argv: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run(main, errors=())

@@ -8,32 +8,28 @@
 Scheduler, store and policies are the engine's own; computing, links and disks take the time that data sheets or
 measurements say. Unless a trace is named, conversations are those of ShareGPT that `make setup` installs.
 
-Not here: the simulated server (`ca_jax.simulate`), the engine itself on a trace (`replay`).
+Not here: the simulated server (`ca_jax.simulate`), the engine itself on a trace (`replay`), figures (`plots`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
-from absl import app, flags, logging
+from absl import flags
 
+from ca_jax.launch.flags import out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
-from ca_jax.launch.out_flags import out_path
+from ca_jax.launch.plots import plot_figure, plot_policies
 from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.refused_flags import refuse_flags
+from ca_jax.launch.script import command_line, make_console, make_table, note, run, write_json
 from ca_jax.launch.simulate_flags import define_flags, paper_config, server_config, store_sizes, trace_source
-from ca_jax.launch.simulate_plot import plot_figure, plot_policies
-from ca_jax.launch.simulate_tables import print_figures, print_policies
 from ca_jax.launch.simulate_trace import read_trace, sharegpt_lengths
-from ca_jax.simulate.comparison import compare_policies, working_set_bytes
+from ca_jax.simulate.comparison import PolicyResult, compare_policies, working_set_bytes
 from ca_jax.simulate.paper import FIGURES, PaperRow, PaperRuns, figure_rows
 from ca_jax.simulate.workload import num_turns, stored_tokens
 
@@ -44,7 +40,6 @@ _OF_TRACES = (
 )
 _OF_SHAREGPT = ("chars_per_token", "max_turns", "arrival_rate", "think_time_s", "wait_for_answers", "seed")
 _OF_FIGURES = ("price_device", "price_dram_gb", "price_ssd_gb")
-_FILE_WIDTH = 120  # Of tables that are no terminal's.
 
 
 def simulate_figures(figures: Sequence[str], console: rich.console.Console, plot_dir: Path | None) -> dict[str, Any]:
@@ -56,13 +51,13 @@ def simulate_figures(figures: Sequence[str], console: rich.console.Console, plot
         rows = [row for figure in figures for row in figure_rows(figure, runs)]
     elapsed_s = time.perf_counter() - began_s
     print_figures(rows, console)
-    console.print(f"{runs.num_turns:,} turns simulated in {elapsed_s:.0f} s", highlight=False)
+    note(console, f"{runs.num_turns:,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
         for figure in figures:
             plot_figure(plot_dir / f"figure_{figure}.png", [row for row in rows if row.figure == figure])
     return {
         "config": dataclasses.asdict(config),
-        "rows": [_shown(row) for row in rows],
+        "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
         "num_turns": runs.num_turns,
         "elapsed_s": elapsed_s,
     }
@@ -81,7 +76,7 @@ def simulate_trace(console: rich.console.Console, plot_dir: Path | None) -> dict
     )
     sessions = trace.sessions
     if not sessions:
-        raise ValueError("trace wanted at least one session, found none")
+        raise ValueError("trace must have at least one session, got none")
     total = num_turns(sessions)
     config = server_config(total, max(map(stored_tokens, sessions)))
     working_set = working_set_bytes(config, sessions)
@@ -90,17 +85,18 @@ def simulate_trace(console: rich.console.Console, plot_dir: Path | None) -> dict
         results = compare_policies(config, store, list(dict.fromkeys(FLAGS.policy)), sessions, progress)
     elapsed_s = time.perf_counter() - began_s
     capacity = store.dram_bytes + store.ssd_bytes
-    console.print(
+    note(
+        console,
         f"{len(sessions):,} sessions, {total:,} turns; {working_set / 1e9:,.4g} GB of KV in all, "
         f"{capacity / 1e9:,.4g} GB of room ({100 * capacity / working_set:.3g} %)",
-        highlight=False,
+        None,
     )
     if trace.seen_blocks_share is not None:
-        console.print(f"leading blocks that were seen before: {trace.seen_blocks_share:.3f}", highlight=False)
+        note(console, f"leading blocks that were seen before: {trace.seen_blocks_share:.3f}", None)
     if trace.skipped_rows:
-        console.print(f"{trace.skipped_rows:,} rows skipped, the first: {trace.first_skipped}", highlight=False)
+        note(console, f"{trace.skipped_rows:,} rows skipped, the first: {trace.first_skipped}", None)
     print_policies(results, console)
-    console.print(f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", highlight=False)
+    note(console, f"{total * len(results):,} turns simulated in {elapsed_s:.0f} s", None)
     if plot_dir is not None:
         plot_policies(plot_dir / "policies.png", results)
     return {
@@ -115,43 +111,67 @@ def simulate_trace(console: rich.console.Console, plot_dir: Path | None) -> dict
     }
 
 
-def main(argv: Sequence[str]) -> None:
+def print_figures(rows: Sequence[PaperRow], console: rich.console.Console) -> None:
+    """Prints figures of the paper, its numbers beside ours."""
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        if cells and row.figure != cells[-1][0]:
+            cells.append(())
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        numbers = (shown(row.ours, row.unit), shown(row.paper, row.unit), ratio)
+        cells.append((row.figure, row.case, row.metric, *numbers))
+    console.print(make_table((">figure", "case", "what", ">ours", ">paper", ">ratio"), cells))
+
+
+def print_policies(results: Sequence[PolicyResult], console: rich.console.Console) -> None:
+    """Prints what became of a trace under each policy."""
+    headings = ">hits\n%", ">in DRAM\n%", ">tokens\n%", ">prefill\ns", ">saved\n%", ">GPU\ns"
+    percentiles = ">TTFT\nmean", ">\np50", ">\np90", ">\np99"
+    rows = [
+        (
+            result.policy,
+            *(f"{100 * share:.1f}" for share in (result.hit_rate, result.dram_share, result.cached_share)),
+            _number(result.prefill_s),
+            f"{100 * result.prefill_saved:.1f}",
+            *map(_number, (result.gpu_s, result.ttft_mean_s, *result.ttft_percentiles_s.values())),
+        )
+        for result in results
+    ]
+    console.print(make_table(("policy", *headings, *percentiles), rows))
+    note(console, "hits: of turns with a history; tokens: of those of histories; saved: of recomputing's prefill", None)
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A number with its unit; nothing for none."""
+    if value is None:
+        return ""
+    return f"{100 * value:.1f} {unit}" if unit in ("%", "points") else f"{_number(value)} {unit}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"wanted flags only, found {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console = rich.console.Console(width=_FILE_WIDTH)
-    try:
-        if FLAGS.figure:
-            refuse_flags(_OF_TRACES, "figures")
-        else:
-            refuse_flags(_OF_FIGURES, "a trace")
-        if FLAGS.trace_format != "sharegpt":
-            refuse_flags(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
-        json_out = out_path("json_out")
-        plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
-        if plot_dir is not None:
-            plot_dir.mkdir(parents=True, exist_ok=True)
-        if FLAGS.figure:
-            figures = FIGURES if "all" in FLAGS.figure else tuple(dict.fromkeys(FLAGS.figure))
-            report = simulate_figures(figures, console, plot_dir)
-        else:
-            report = simulate_trace(console, plot_dir)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    console = make_console()
+    refuse(*((_OF_TRACES, "figures") if FLAGS.figure else (_OF_FIGURES, "a trace")))
+    if FLAGS.trace_format != "sharegpt":
+        refuse(_OF_SHAREGPT, f"a trace of {FLAGS.trace_format}")
+    json_out = out_path("json_out")
+    plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
+    if plot_dir is not None:
+        plot_dir.mkdir(parents=True, exist_ok=True)
+    if FLAGS.figure:
+        figures = FIGURES if "all" in FLAGS.figure else tuple(dict.fromkeys(FLAGS.figure))
+        report = simulate_figures(figures, console, plot_dir)
+    else:
+        report = simulate_trace(console, plot_dir)
     if json_out is not None:
-        command = shlex.join(["python", "-m", "ca_jax.launch.simulate", *sys.argv[1:]])
-        report = {"command": command, **report, "machine": describe_machine(), "versions": describe_versions()}
-        json_out.parent.mkdir(parents=True, exist_ok=True)
-        json_out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _shown(row: PaperRow) -> dict[str, Any]:
-    return {**dataclasses.asdict(row), "ratio": row.ratio}
+        told = {"machine": describe_machine(), "versions": describe_versions()}
+        write_json({"command": command_line("simulate"), **report, **told}, json_out)
 
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    run(main, errors=(OSError, ValueError))

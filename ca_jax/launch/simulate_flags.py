@@ -1,16 +1,16 @@
 """Flags of `simulate`, and what they say as configurations.
 
-Not here: what is done with them (simulate).
+Not here: what is done with them (`simulate`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 from absl import flags
 
+from ca_jax.launch.flags import ConfigFlags
 from ca_jax.launch.simulate_trace import TraceSource
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.comparison import POLICIES
@@ -18,64 +18,60 @@ from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
 from ca_jax.simulate.machine import DEVICES, MODELS, CostModel, RooflineCost, SimModel
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
-from ca_jax.traces.formats import TRACE_FORMATS
+
+flags.disclaim_key_flags()  # They are flags of `simulate`: its --help shows them.
 
 FLAGS = flags.FLAGS
 _PAPER = PaperConfig()
+_TRACE = ConfigFlags(TraceSource(chars_per_token=_PAPER.chars_per_token, max_turns=40))
 _USABLE_HBM = 0.9
+
+_NUMBERS: dict[str, tuple[float | None, str]] = {
+    "arrival_rate": (_PAPER.arrival_rate, "ShareGPT: conversations a second, Poisson."),
+    "think_time_s": (_PAPER.think_s, "ShareGPT: mean time before a further turn, exponential."),
+    "warmup_share": (None, "Share of the turns that come first and do not count."),
+    "flops_share": (_PAPER.flops_share, "Share of its operations a second that a prefill reaches."),
+    "bytes_share": (_PAPER.bytes_share, "Share of its memory's bandwidth that a step reaches."),
+    "step_ms": (_PAPER.step_s * 1e3, "Of every prefill and decode step, however small."),
+    "dram_gb": (128.0, "Without figures: DRAM for KV."),
+    "ssd_gb": (10_000.0, "Without figures: SSD for KV; 0 for none."),
+    "capacity_share": (None, "Without figures: DRAM as this share of the KV of all sessions, and no SSD."),
+    "ssd_gb_per_s": (_PAPER.ssd_bytes_per_s / GB, "Bandwidth of the SSD, each way."),
+    "ttl_s": (None, "Without figures: how long KV is kept after its last use; by default while room lasts."),
+    "price_device": (_PAPER.prices.device, "Figure 17: dollars an hour of an accelerator."),
+    "price_dram_gb": (_PAPER.prices.dram_gb, "Figure 17: dollars an hour of a gigabyte of memory."),
+    "price_ssd_gb": (_PAPER.prices.ssd_gb, "Figure 17: dollars an hour of a gigabyte of SSD."),
+}
+_INTEGERS: dict[str, tuple[int | None, str]] = {
+    "num_sessions": (None, "Sessions that come; by default all of a trace, 9,000 for figures."),
+    "seed": (_PAPER.seed, "Of arrivals and the order of conversations."),
+    "window": (None, "Without figures: context window; by default the model's."),
+    "num_devices": (2, "Without figures: how many share the model."),
+    "max_batch_size": (_PAPER.max_batch_size, "Decode slots."),
+    "block_tokens": (StoreSizes.block_tokens, "Without figures: tokens of a block of the store."),
+}
 
 
 def define_flags() -> None:
     """Only where `simulate` is the program: scripts share names of flags."""
-    flags.DEFINE_multi_enum(
-        "figure", [], [*FIGURES, "all"], "Figure of the paper to simulate; may be given more than once."
-    )
-    # What is asked.
-    flags.DEFINE_enum("trace_format", "sharegpt", TRACE_FORMATS, "What kind of trace `--trace` is.")
-    flags.DEFINE_string("trace", None, "Trace: a file, of agents also a directory; by default the installed ShareGPT.")
-    flags.DEFINE_boolean("skip_bad_rows", False, "Leave out rows that cannot be used, and count them.")
-    flags.DEFINE_float("chars_per_token", _PAPER.chars_per_token, "Characters of a text that make a token.")
-    flags.DEFINE_integer("max_turns", 40, "ShareGPT: most turns of a conversation, as in the paper; 0 for all.")
-    flags.DEFINE_integer("num_sessions", None, "Sessions that come; by default all of a trace, 9,000 for figures.")
-    flags.DEFINE_float("arrival_rate", _PAPER.arrival_rate, "ShareGPT: conversations a second, Poisson.")
-    flags.DEFINE_float("think_time_s", _PAPER.think_s, "ShareGPT: mean time before a further turn, exponential.")
-    flags.DEFINE_boolean(
-        "wait_for_answers", _PAPER.waits_for_answers, "ShareGPT: turns come after answers, not at times of their own."
-    )
-    flags.DEFINE_float("warmup_share", None, "Share of the turns that come first and do not count.")
-    flags.DEFINE_integer("seed", _PAPER.seed, "Of arrivals and the order of conversations.")
-    # Who answers.
+    _TRACE.define()
+    for name, (number, text) in _NUMBERS.items():
+        flags.DEFINE_float(name, number, text)
+    for name, (integer, text) in _INTEGERS.items():
+        flags.DEFINE_integer(name, integer, text)
+    figures = "Figure of the paper to simulate; may be given more than once."
+    flags.DEFINE_multi_enum("figure", [], [*FIGURES, "all"], figures)
+    waits = "ShareGPT: turns come after answers, not at times of their own."
+    flags.DEFINE_boolean("wait_for_answers", _PAPER.waits_for_answers, waits)
     flags.DEFINE_enum("model", "llama-13b", sorted(MODELS), "Without figures: the model.")
-    flags.DEFINE_integer("window", None, "Without figures: context window; by default the model's.")
     flags.DEFINE_enum("device", _PAPER.device.name, sorted(DEVICES), "Accelerator.")
-    flags.DEFINE_integer("num_devices", 2, "Without figures: how many share the model.")
-    flags.DEFINE_integer("max_batch_size", _PAPER.max_batch_size, "Decode slots.")
-    flags.DEFINE_float("flops_share", _PAPER.flops_share, "Share of its operations a second that a prefill reaches.")
-    flags.DEFINE_float("bytes_share", _PAPER.bytes_share, "Share of its memory's bandwidth that a step reaches.")
-    flags.DEFINE_float("step_ms", _PAPER.step_s * 1e3, "Of every prefill and decode step, however small.")
     flags.DEFINE_multi_string(
         "cost",
         [],
         "Without figures: what computing takes as measured: the JSON of a bench, of the suites "
         f"{', '.join(FITTED_SUITES)}; give one of prefills and one of decoding at least. By default data sheets say.",
     )
-    # Where KV is kept.
     flags.DEFINE_multi_enum("policy", ["scheduler_aware", "lru", "fifo"], POLICIES, "Without figures: who is evicted.")
-    flags.DEFINE_float("dram_gb", 128.0, "Without figures: DRAM for KV.")
-    flags.DEFINE_float("ssd_gb", 10_000.0, "Without figures: SSD for KV; 0 for none.")
-    flags.DEFINE_float(
-        "capacity_share", None, "Without figures: DRAM as this share of the KV of all sessions, and no SSD."
-    )
-    flags.DEFINE_float("ssd_gb_per_s", _PAPER.ssd_bytes_per_s / GB, "Bandwidth of the SSD, each way.")
-    flags.DEFINE_float(
-        "ttl_s", None, "Without figures: how long KV is kept after its last use; by default while room lasts."
-    )
-    flags.DEFINE_integer("block_tokens", StoreSizes.block_tokens, "Without figures: tokens of a block of the store.")
-    # Figure 17.
-    flags.DEFINE_float("price_device", _PAPER.prices.device, "Dollars an hour: an accelerator.")
-    flags.DEFINE_float("price_dram_gb", _PAPER.prices.dram_gb, "Dollars an hour: a gigabyte of memory.")
-    flags.DEFINE_float("price_ssd_gb", _PAPER.prices.ssd_gb, "Dollars an hour: a gigabyte of SSD.")
-    # What comes out.
     flags.DEFINE_string("json_out", None, "File to write the result to.")
     flags.DEFINE_string("plot_dir", None, "Directory to write plots to: figure_13.png and so on, or policies.png.")
 
@@ -86,13 +82,7 @@ def trace_source() -> TraceSource:
     Raises:
       ValueError: a flag's value is out of range.
     """
-    return TraceSource(
-        trace_format=FLAGS.trace_format,
-        path=None if FLAGS.trace is None else Path(FLAGS.trace).expanduser(),
-        skip_bad_rows=FLAGS.skip_bad_rows,
-        chars_per_token=FLAGS.chars_per_token,
-        max_turns=FLAGS.max_turns or None,
-    )
+    return _TRACE.read()
 
 
 def paper_config() -> PaperConfig:
@@ -134,11 +124,11 @@ def server_config(num_turns: int, largest_tokens: int) -> ServerConfig:
     """
     model = MODELS[FLAGS.model]
     if FLAGS.window is not None and FLAGS.window < 2:
-        raise ValueError(f"window wanted at least 2, found {FLAGS.window}")
+        raise ValueError(f"window must be at least 2, got {FLAGS.window}")
     if FLAGS.warmup_share is not None and not 0 <= FLAGS.warmup_share < 1:
-        raise ValueError(f"warmup_share wanted a share in [0, 1), found {FLAGS.warmup_share}")
+        raise ValueError(f"warmup_share must be a share in [0, 1), got {FLAGS.warmup_share}")
     if FLAGS.max_batch_size < 1:
-        raise ValueError(f"max_batch_size wanted at least 1, found {FLAGS.max_batch_size}")
+        raise ValueError(f"max_batch_size must be at least 1, got {FLAGS.max_batch_size}")
     window = FLAGS.window or (model.window if FLAGS.trace_format == "sharegpt" else max(model.window, largest_tokens))
     model, device = dataclasses.replace(model, window=window), DEVICES[FLAGS.device]
     return ServerConfig(
@@ -161,7 +151,7 @@ def store_sizes(working_set_bytes: float) -> StoreSizes:
     dram_bytes, ssd_bytes = FLAGS.dram_gb * GB, FLAGS.ssd_gb * GB
     if FLAGS.capacity_share is not None:
         if not 0 < FLAGS.capacity_share < math.inf:
-            raise ValueError(f"capacity_share wanted a number above 0, found {FLAGS.capacity_share}")
+            raise ValueError(f"capacity_share must be a number above 0, got {FLAGS.capacity_share}")
         dram_bytes, ssd_bytes = FLAGS.capacity_share * working_set_bytes, 0.0
     return StoreSizes(
         dram_bytes=dram_bytes,
@@ -193,7 +183,7 @@ def _hbm_tokens(model: SimModel) -> float:
     free_bytes = FLAGS.num_devices * DEVICES[FLAGS.device].hbm_bytes * _USABLE_HBM - model.weight_bytes
     if free_bytes <= 0:
         raise ValueError(
-            f"num_devices wanted as many {FLAGS.device} as hold the {model.weight_bytes / GB:.3g} GB of weights of "
-            f"{model.name}, found {FLAGS.num_devices}"
+            f"num_devices must be as many {FLAGS.device} as hold the {model.weight_bytes / GB:.3g} GB of weights of "
+            f"{model.name}, got {FLAGS.num_devices}"
         )
     return free_bytes / model.token_bytes

@@ -1,6 +1,6 @@
 """A trace as sessions for the simulator: lengths and times alone.
 
-Not here: readers of files (`ca_jax.traces`), flags.
+Not here: readers of files (`ca_jax.traces`), flags (`simulate_flags`).
 """
 
 from __future__ import annotations
@@ -32,24 +32,29 @@ class TraceSource:
 
     trace_format: str = "sharegpt"
     """One of `TRACE_FORMATS`."""
-    path: Path | None = None
-    """The file, of agents also a directory of such; None for the installed ShareGPT."""
+    trace: str | None = None
+    """The file, of agents also a directory of such; None: the installed ShareGPT."""
     skip_bad_rows: bool = False
-    """Whether rows that cannot be used are left out and counted; if not, the first one is an error."""
+    """Leave out rows that cannot be used, and count them; else the first one is an error."""
     chars_per_token: float = 4.0
     """Characters of a text that make a token."""
-    max_turns: int | None = None
-    """Most turns of a conversation of ShareGPT; later ones are left out."""
+    max_turns: int = 0
+    """ShareGPT: most turns of a conversation, as in the paper; later ones are left out. 0 for all."""
 
     def __post_init__(self) -> None:
         if self.trace_format not in TRACE_FORMATS:
-            raise ValueError(f"trace_format wanted one of {', '.join(TRACE_FORMATS)}; found {self.trace_format!r}")
-        if self.path is None and self.trace_format != "sharegpt":
-            raise ValueError(f"trace wanted a file of the format {self.trace_format}, found none")
+            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}; got {self.trace_format!r}")
+        if self.trace is None and self.trace_format != "sharegpt":
+            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
         if not 0 < self.chars_per_token < float("inf"):
-            raise ValueError(f"chars_per_token wanted a number above 0, found {self.chars_per_token}")
-        if self.max_turns is not None and self.max_turns < 1:
-            raise ValueError(f"max_turns wanted at least 1, found {self.max_turns}")
+            raise ValueError(f"chars_per_token must be a number above 0, got {self.chars_per_token}")
+        if self.max_turns < 0:
+            raise ValueError(f"max_turns must be at least 0, got {self.max_turns}")
+
+    @property
+    def path(self) -> Path | None:
+        """Of the trace; None for the installed ShareGPT."""
+        return None if self.trace is None else Path(self.trace).expanduser()
 
     def num_tokens(self, text: str) -> int:
         """Of a text, about."""
@@ -77,7 +82,7 @@ def sharegpt_lengths(source: TraceSource) -> Lengths:
       FileNotFoundError: there is no such file, or the package is not installed.
       ValueError: it is malformed.
     """
-    return conversation_lengths(load_sharegpt(source.path), source.num_tokens, max_turns=source.max_turns)
+    return conversation_lengths(load_sharegpt(source.path), source.num_tokens, max_turns=source.max_turns or None)
 
 
 def read_trace(
@@ -94,10 +99,7 @@ def read_trace(
     Args:
       source: which.
       num_sessions: how many at most, the first ones; None for all.
-      arrival_rate: of conversations of ShareGPT, see `poisson_sessions`; and so the rest.
-      think_s: likewise.
-      waits_for_answers: likewise.
-      seed: likewise.
+      arrival_rate, think_s, waits_for_answers, seed: of conversations of ShareGPT, see `poisson_sessions`.
 
     Raises:
       FileNotFoundError: there is no such file.

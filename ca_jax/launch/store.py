@@ -13,28 +13,28 @@ ID is a session's id, its key, or the beginning of its key. gc, drop and claim w
 claim none on that which had the blocks before; the others may run beside one and change nothing. Results go to stdout,
 and with --json_out to a file too.
 
-Not here: reading and changing the directory (`ca_jax.storage`), what is told of it (`store_facts`, `store_report`).
+Not here: reading and changing the directory (`ca_jax.storage`), what is said of it (`store_report`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import rich.console
 import safetensors.numpy
-from absl import app, flags
+from absl import flags
 
 from ca_jax.errors import CaJaxError
-from ca_jax.launch import store_facts, store_report
+from ca_jax.launch import store_report
+from ca_jax.launch.flags import out_path
 from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.terminal import printable
+from ca_jax.launch.script import make_console, write_json
+from ca_jax.launch.script import run as run_script
 from ca_jax.pretrained import Progress
 from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.catalog_rows import DamagedRecordError
@@ -49,15 +49,9 @@ COMMANDS = ("list", "show", "verify", "gc", "export", "drop", "stats", "claim")
 """What there is to do; the first one is the default."""
 
 _WITH_ID = {"show": True, "drop": True, "export": False}  # Command to whether it must be told which session.
-_OPTIONS_OF = {
-    "output_dir": "export",
-    "drop_namespaces": "gc",
-    "dry_run": "gc",
-    "verify_blocks": "gc",
-}  # Field of a request to the command that it is of.
+_OPTIONS_OF = {"output_dir": "export", **dict.fromkeys(("drop_namespaces", "dry_run", "verify_blocks"), "gc")}
 _LONG = ("verify", "export")  # Commands that report progress.
 _FIRST_TOKEN_IDS = 32
-_PIPE_COLUMNS = 160  # Where there is no terminal to ask.
 
 
 class CommandError(CaJaxError, ValueError):
@@ -95,16 +89,16 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.command not in COMMANDS:
-            raise CommandError(f"wanted one of {', '.join(COMMANDS)}; found {self.command!r}")
+            raise CommandError(f"a command must be one of {', '.join(COMMANDS)}; got {self.command!r}")
         if _WITH_ID.get(self.command) and not self.session:
-            raise CommandError(f"{self.command} wanted a session's id or the beginning of its key, found none")
+            raise CommandError(f"{self.command} must be told a session's id or the beginning of its key, got none")
         if self.session is not None and self.command not in _WITH_ID:
-            raise CommandError(f"{self.command} wanted no session, found {self.session!r}")
+            raise CommandError(f"{self.command} must be told no session, got {self.session!r}")
         for field, command in _OPTIONS_OF.items():
             if getattr(self, field) and command != self.command:
-                raise CommandError(f"{field} is for {command}, found it with {self.command}")
+                raise CommandError(f"{field} must come with {command}, got {self.command}")
         if self.command == "export" and self.output_dir is None:
-            raise CommandError("export wanted output_dir, found none")
+            raise CommandError("export must be told output_dir, got none")
         if self.command == "claim" and self.url is None:
             raise CommandError("claim must be told ssd_url, got none")
 
@@ -143,8 +137,8 @@ def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress
     listing = inspector.sessions(request.tenant)
     return Result(
         facts={
-            "sessions": [store_facts.session_facts(each, now_s) for each in listing.sound],
-            "damaged_rows": [store_facts.row_facts(each) for each in listing.damaged],
+            "sessions": [store_report.session_facts(each, now_s) for each in listing.sound],
+            "damaged_rows": [store_report.row_facts(each) for each in listing.damaged],
         }
     )
 
@@ -165,8 +159,8 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
         for index, block_id in enumerate(record.block_ids.tolist())
     ]
     facts = {
-        "session": store_facts.session_facts(session, now_s),
-        "namespace": store_facts.namespace_facts(session.namespace),
+        "session": store_report.session_facts(session, now_s),
+        "namespace": store_report.namespace_facts(session.namespace),
         "blocks_at": inspector.block_location(session.namespace),
         "blocks": blocks,
         "first_token_ids": first_token_ids,
@@ -187,7 +181,7 @@ def _verify(inspector: StoreInspector, request: Request, now_s: float, progress:
             num_blocks += verdict.session.record.num_blocks
             num_bytes += verdict.session.num_bytes
         if not verdict.ok:
-            damaged.append(store_facts.verdict_facts(verdict, now_s))
+            damaged.append(store_report.verdict_facts(verdict, now_s))
     told = {each["key"] for each in damaged}
     problems = [] if request.tenant is not None else catalog_problems(inspector)  # They are the whole store's.
     facts = {
@@ -211,7 +205,7 @@ def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) 
     )
     facts = {
         "dry_run": request.dry_run,
-        "namespaces": [store_facts.garbage_facts(each, now_s) for each in garbage.namespaces],
+        "namespaces": [store_report.garbage_facts(each, now_s) for each in garbage.namespaces],
         "files": list(garbage.files),
         "num_file_bytes": garbage.num_file_bytes,
         "catalog_bytes": garbage.catalog_bytes,
@@ -224,7 +218,7 @@ def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) 
 def _export(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Result:
     output_dir = request.output_dir
     if output_dir is None:
-        raise CommandError("export wanted output_dir, found none")
+        raise CommandError("export must be told output_dir, got none")
     sessions: Sequence[StoredSession]
     damaged = []
     if request.session is not None:
@@ -232,21 +226,21 @@ def _export(inspector: StoreInspector, request: Request, now_s: float, progress:
     else:
         listing = inspector.sessions(request.tenant)
         sessions = listing.sound
-        damaged = [store_facts.row_facts(each) for each in listing.damaged]
+        damaged = [store_report.row_facts(each) for each in listing.damaged]
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        raise CommandError(f"output_dir wanted a new or empty directory, found {output_dir}")
+        raise CommandError(f"output_dir must be a new or empty directory, got {output_dir}")
     output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     exported = []
     for done, session in enumerate(sessions, 1):
         try:
             read = read_session(inspector, session)
         except DamagedSessionError as error:
-            damaged.append({**store_facts.session_facts(session, now_s), "found": str(error)})
+            damaged.append({**store_report.session_facts(session, now_s), "found": str(error)})
         else:
             if read is not None:  # Not forgotten meanwhile.
                 path = output_dir / f"{session.record.key}.safetensors"
                 _write(read, path)
-                exported.append({**store_facts.session_facts(read.session, now_s), "file": str(path)})
+                exported.append({**store_report.session_facts(read.session, now_s), "file": str(path)})
         progress("export", done, len(sessions))
     return Result(facts={"exported": exported, "damaged": damaged}, ok=not damaged)
 
@@ -268,7 +262,7 @@ def _write(read: SessionKV, path: Path) -> None:
 
 def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
     garbage = drop_session(inspector, inspector.find(request.session or "", request.tenant))
-    return Result(facts=store_facts.garbage_facts(garbage, now_s))
+    return Result(facts=store_report.garbage_facts(garbage, now_s))
 
 
 def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
@@ -276,7 +270,7 @@ def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progres
     listings = [(each, inspector.sessions_of(each.namespace, request.tenant)) for each in inspector.namespaces()]
     facts = {
         "namespaces": [
-            store_facts.usage_facts(info, listing, use.blocks.get(info.namespace), now_s) for info, listing in listings
+            store_report.usage_facts(info, listing, use.blocks.get(info.namespace), now_s) for info, listing in listings
         ],
         "catalog": dataclasses.asdict(use.catalog),
         "unknown": {name: dataclasses.asdict(each) for name, each in use.unknown.items()},
@@ -322,7 +316,7 @@ def _define_flags() -> None:
 def _request(arguments: Sequence[str]) -> Request:
     """What the command line asks for."""
     if len(arguments) > 2:
-        raise CommandError(f"wanted a command and at most one session, found {' '.join(arguments)}")
+        raise CommandError(f"arguments must be a command and at most one session, got {' '.join(arguments)}")
     return Request(
         directory=Path(FLAGS.ssd_dir).expanduser(),
         command=arguments[0] if arguments else COMMANDS[0],
@@ -337,29 +331,19 @@ def _request(arguments: Sequence[str]) -> Request:
     )
 
 
-def _show_no_progress(what: str, done: int, total: int) -> None:
-    pass
-
-
 def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
-    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    json_out = None if FLAGS.json_out is None else Path(FLAGS.json_out).expanduser()
-    try:
-        if json_out is not None and json_out.is_dir():  # Before anything is deleted.
-            raise CommandError(f"json_out wanted a file, found the directory {json_out}")
-        request = _request(argv[1:])
-        shown = progress_bars() if request.command in _LONG else contextlib.nullcontext(_show_no_progress)
-        with shown as progress:
-            result = run(request, progress)
-        store_report.print_facts(result.facts, console)
-        if json_out is not None:
-            json_out.write_text(f"{json.dumps(result.facts, indent=2)}\n", encoding="utf-8")
-    except (CaJaxError, BlockIoError, OSError, ValueError) as error:
-        sys.exit(f"error: {printable(str(error))}")
+    json_out = out_path("json_out")  # Before anything is deleted.
+    request = _request(argv[1:])
+    quiet: contextlib.AbstractContextManager[Progress] = contextlib.nullcontext(lambda what, done, total: None)
+    with progress_bars() if request.command in _LONG else quiet as progress:
+        result = run(request, progress)
+    store_report.print_facts(result.facts, make_console())
+    if json_out is not None:
+        write_json(result.facts, json_out)
     sys.exit(0 if result.ok else 1)
 
 
 if __name__ == "__main__":
     _define_flags()
-    app.run(main)
+    run_script(main, arguments=True, errors=(CaJaxError, BlockIoError, OSError, ValueError))

@@ -1,24 +1,109 @@
-"""How `ca_jax.launch.store` shows what it found: tables of the facts that are also written as JSON.
+"""What `ca_jax.launch.store` says of what it found: facts, which are JSON values by name, and tables of them.
 
-Sizes are rounded, times are local. What users have named is text, never markup, and steers no terminal.
+In tables sizes are rounded and times are local. Sessions are those whose rows of the catalog are sound.
 
-Not here: finding it (store), the facts (store_facts).
+Not here: finding it (`store`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import rich.console
 import rich.filesize
-import rich.table
-import rich.text
 
-from ca_jax.launch.store_facts import SUMS, Facts
-from ca_jax.launch.terminal import printable
+from ca_jax.launch.script import make_table, note
+from ca_jax.launch.terminal import describe_time
+from ca_jax.storage.catalog_records import Namespace, NamespaceInfo
+from ca_jax.storage.housekeeping import NamespaceGarbage
+from ca_jax.storage.inspection import DamagedRow, DiskUse, Listing, StoredSession
+from ca_jax.storage.verification import Verdict
 
+Facts = dict[str, Any]
+"""JSON values by name."""
+
+_SUMS = ("num_sessions", "num_tokens", "num_blocks", "num_bytes")  # Of a namespace and of each tenant.
+_OF_RECORD = (
+    *("session_id", "key", "tenant", "num_tokens", "num_blocks", "created_s", "last_used_s", "ttl_s", "expires_s"),
+    *("pinned", "generation"),
+)
 _SHORT = 12  # Characters of a fingerprint or key in a table.
+
+
+def session_facts(session: StoredSession, now_s: float) -> Facts:
+    """What the catalog says of a session."""
+    record = session.record
+    return {
+        **{name: getattr(record, name) for name in _OF_RECORD},
+        "namespace": session.namespace.directory_name,
+        "weights": session.namespace.weights,
+        "num_dropped": record.lineage.num_dropped,
+        "num_bytes": session.num_bytes,
+        "expired": session.expired(now_s),
+        "state": record.state.value,
+    }
+
+
+def row_facts(row: DamagedRow) -> Facts:
+    """What is left of a damaged row."""
+    return {"key": row.key, "namespace": row.namespace.directory_name, "found": row.found}
+
+
+def namespace_facts(namespace: Namespace) -> Facts:
+    """A namespace's name and what makes it."""
+    return {"name": namespace.directory_name, **dataclasses.asdict(namespace)}
+
+
+def verdict_facts(verdict: Verdict, now_s: float) -> Facts:
+    """A session and what is wrong with it."""
+    return {
+        "key": verdict.key,
+        "namespace": verdict.namespace.directory_name,
+        "session": None if verdict.session is None else session_facts(verdict.session, now_s),
+        "damages": [{**dataclasses.asdict(each), "reason": each.reason.value} for each in verdict.damages],
+    }
+
+
+def garbage_facts(garbage: NamespaceGarbage, now_s: float) -> Facts:
+    """What goes of a namespace."""
+    return {
+        "namespace": garbage.namespace.directory_name,
+        "weights": garbage.namespace.weights,
+        "forgotten": [
+            {
+                "key": each.key,
+                "reason": each.reason.value,
+                "session": None if each.session is None else session_facts(each.session, now_s),
+            }
+            for each in garbage.forgotten
+        ],
+        **{name: getattr(garbage, name) for name in ("dropped", "num_blocks", "num_bytes", "num_leftovers")},
+    }
+
+
+def usage_facts(info: NamespaceInfo, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
+    """What a namespace holds, by tenant, and takes on disk. A block that sessions of a tenant share counts once."""
+    tenants: dict[str, Facts] = {}
+    held: dict[str, set[int]] = {}
+    for session in listing.sound:
+        record = session.record
+        sums = tenants.setdefault(record.tenant, {"tenant": record.tenant, **dict.fromkeys(_SUMS, 0), "num_expired": 0})
+        held.setdefault(record.tenant, set()).update(record.block_ids.tolist())
+        num_blocks = len(held[record.tenant])
+        sums["num_sessions"] += 1
+        sums["num_tokens"] += record.num_tokens
+        sums |= {"num_blocks": num_blocks, "num_bytes": num_blocks * info.namespace.layout.block_bytes}
+        sums["num_expired"] += session.expired(now_s)
+    return {
+        "namespace": namespace_facts(info.namespace),
+        "created_s": info.created_s,
+        **{name: sum(each[name] for each in tenants.values()) for name in _SUMS},
+        "num_damaged_rows": len(listing.damaged),
+        "tenants": [tenants[name] for name in sorted(tenants)],
+        "disk": None if use is None else dataclasses.asdict(use),
+    }
 
 
 def print_facts(facts: Facts, console: rich.console.Console) -> None:
@@ -28,80 +113,74 @@ def print_facts(facts: Facts, console: rich.console.Console) -> None:
 
 def _print_list(facts: Facts, console: rich.console.Console) -> None:
     sessions = facts["sessions"]
-    _print_sessions(sessions, console)
-    _note(
-        console,
-        f"{len(sessions):,} sessions, {sum(each['num_tokens'] for each in sessions):,} tokens, "
-        f"{_size(sum(each['num_bytes'] for each in sessions))}",
-    )
+    columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
+    rows = [
+        (
+            *(each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each)),
+            *(describe_time(each["created_s"]), describe_time(each["last_used_s"]), _expiry(each)),
+            *("yes" if each["pinned"] else "no", each["state"], each["weights"][:_SHORT]),
+        )
+        for each in sessions
+    ]
+    console.print(make_table(columns, rows, ruled=False))
+    tokens = sum(each["num_tokens"] for each in sessions)
+    size = rich.filesize.decimal(sum(each["num_bytes"] for each in sessions))
+    note(console, f"{len(sessions):,} sessions, {tokens:,} tokens, {size}")
     for row in facts["damaged_rows"]:
-        _note(console, f"damaged row of the catalog: {row['found']}", style="red")
+        note(console, f"damaged row of the catalog: {row['found']}", "red")
 
 
 def _print_show(facts: Facts, console: rich.console.Console) -> None:
     session, namespace = facts["session"], facts["namespace"]
-    layout = namespace["layout"]
-    token_ids = facts["first_token_ids"]
+    layout, token_ids = namespace["layout"], facts["first_token_ids"]
+    shape = f"{layout['num_layers']} layers x {layout['num_kv_heads']} KV heads x {layout['head_dim']}"
     rows = [
         ("session", session["session_id"]),
         ("key", session["key"]),
         ("tenant", session["tenant"]),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
-        ("size", f"{_size(session['num_bytes'])} in {session['num_blocks']:,} blocks"),
-        ("created", _when(session["created_s"])),
-        ("last used", f"{_when(session['last_used_s'])}, saved {session['generation']} times"),
+        ("size", f"{_size(session)} in {session['num_blocks']:,} blocks"),
+        ("created", describe_time(session["created_s"])),
+        ("last used", f"{describe_time(session['last_used_s'])}, saved {session['generation']} times"),
         ("expires", _expiry(session)),
         ("pinned", "yes" if session["pinned"] else "no"),
         ("state", session["state"]),
         ("weights", namespace["weights"]),
-        (
-            "layout",
-            f"{layout['num_layers']} layers x {layout['num_kv_heads']} KV heads x {layout['head_dim']}, "
-            f"{layout['dtype']}, blocks of {layout['block_tokens']} tokens",
-        ),
+        ("layout", f"{shape}, {layout['dtype']}, blocks of {layout['block_tokens']} tokens"),
         ("blocks at", facts["blocks_at"]),
         ("first token ids", "not readable" if token_ids is None else " ".join(map(str, token_ids))),
     ]
-    table = rich.table.Table(box=None, show_header=False, pad_edge=False)
-    for name, value in rows:
-        table.add_row(name, rich.text.Text(printable(value), overflow="fold"))
-    console.print(table)
+    console.print(make_table(("", ""), rows, header=False, ruled=False))
     if facts["damage"]:
-        _note(console, f"damaged: {facts['damage']}", style="red")
+        note(console, f"damaged: {facts['damage']}", "red")
+    blocks = [(f"{each['index']}", f"{each['block_id']}", f"{each['tokens']}") for each in facts["blocks"]]
     console.print()
-    _print_table(
-        console,
-        (">block", ">id on disk", ">tokens"),
-        ((f"{each['index']}", f"{each['block_id']}", f"{each['tokens']}") for each in facts["blocks"]),
-    )
+    console.print(make_table((">block", ">id on disk", ">tokens"), blocks, ruled=False))
 
 
 def _print_verify(facts: Facts, console: rich.console.Console) -> None:
     damaged, problems = facts["damaged"], facts["catalog_problems"]
     if damaged:
-        _print_table(
-            console,
-            ("session", "tenant", "key", ">block", ">id on disk", "damage", "found"),
+        rows = [
             (
-                (
-                    *_who(each),
-                    *("-" if damage[name] is None else f"{damage[name]}" for name in ("index", "block_id")),
-                    damage["reason"],
-                    damage["found"],
-                )
-                for each in damaged
-                for damage in each["damages"]
-            ),
-        )
+                *_who(each),
+                *("-" if damage[name] is None else f"{damage[name]}" for name in ("index", "block_id")),
+                damage["reason"],
+                damage["found"],
+            )
+            for each in damaged
+            for damage in each["damages"]
+        ]
+        columns = ("session", "tenant", "key", ">block", ">id on disk", "damage", "found")
+        console.print(make_table(columns, rows, ruled=False))
     for problem in problems:
         of = "" if problem["key"] is None else f" (session {problem['key'][:_SHORT]})"
-        _note(console, f"catalog{of}: {problem['found']}", style="red")
-    style = "red" if damaged or problems else "green"
-    _note(
+        note(console, f"catalog{of}: {problem['found']}", "red")
+    note(
         console,
         f"{len(damaged):,} of {facts['num_sessions']:,} sessions damaged, {len(problems):,} other problems of the "
-        f"catalog; {facts['num_blocks']:,} blocks, {_size(facts['num_bytes'])}",
-        style=style,
+        f"catalog; {facts['num_blocks']:,} blocks, {_size(facts)}",
+        "red" if damaged or problems else "green",
     )
 
 
@@ -109,96 +188,68 @@ def _print_gc(facts: Facts, console: rich.console.Console) -> None:
     would = "would be " if facts["dry_run"] else ""
     forgotten = [each for namespace in facts["namespaces"] for each in namespace["forgotten"]]
     if forgotten:
-        _print_table(
-            console, ("session", "tenant", "key", "why"), ((*_who(each), each["reason"]) for each in forgotten)
+        rows = [(*_who(each), each["reason"]) for each in forgotten]
+        console.print(make_table(("session", "tenant", "key", "why"), rows, ruled=False))
+    namespaces = [
+        (
+            each["namespace"] + (f", {would}dropped" if each["dropped"] else ""),
+            *(each["weights"][:_SHORT], f"{len(each['forgotten']):,}", f"{each['num_blocks']:,}", _size(each)),
+            "-" if each["num_leftovers"] is None else f"{each['num_leftovers']:,}",
         )
-    rows = []
-    for each in facts["namespaces"]:
-        leftovers = each["num_leftovers"]
-        rows.append(
-            (
-                each["namespace"] + (f", {would}dropped" if each["dropped"] else ""),
-                each["weights"][:_SHORT],
-                f"{len(each['forgotten']):,}",
-                f"{each['num_blocks']:,}",
-                _size(each["num_bytes"]),
-                "-" if leftovers is None else f"{leftovers:,}",
-            )
-        )
-    _print_table(console, ("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), rows)
+        for each in facts["namespaces"]
+    ]
+    columns = ("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers")
+    console.print(make_table(columns, namespaces, ruled=False))
     if facts["files"]:
-        _note(console, f"{would}deleted ({_size(facts['num_file_bytes'])}): {', '.join(facts['files'])}")
+        note(console, f"{would}deleted ({_size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}")
     if facts["compacted_bytes"] is not None:
-        _note(console, f"catalog: {_size(facts['catalog_bytes'])} before, {_size(facts['compacted_bytes'])} now")
+        note(console, f"catalog: {_size(facts, 'catalog_bytes')} before, {_size(facts, 'compacted_bytes')} now")
     if facts["not_compacted"] is not None:
-        _note(console, f"catalog not compacted: {facts['not_compacted']}", style="red")
+        note(console, f"catalog not compacted: {facts['not_compacted']}", "red")
     freed_bytes = sum(each["num_bytes"] for each in facts["namespaces"]) + facts["num_file_bytes"]
-    _note(console, f"{len(forgotten):,} sessions {would}forgotten, {_size(freed_bytes)} {would}freed")
+    freed = rich.filesize.decimal(freed_bytes)
+    note(console, f"{len(forgotten):,} sessions {would}forgotten, {freed} {would}freed")
 
 
 def _print_export(facts: Facts, console: rich.console.Console) -> None:
     if facts["exported"]:
-        _print_table(
-            console,
-            ("session", "tenant", ">tokens", ">size", "file"),
-            (
-                (
-                    each["session_id"],
-                    each["tenant"],
-                    f"{each['num_tokens']:,}",
-                    _size(each["num_bytes"]),
-                    each["file"],
-                )
-                for each in facts["exported"]
-            ),
-        )
+        rows = [
+            (each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each), each["file"])
+            for each in facts["exported"]
+        ]
+        console.print(make_table(("session", "tenant", ">tokens", ">size", "file"), rows, ruled=False))
     for each in facts["damaged"]:
-        _note(console, f"not exported: {each['found']}", style="red")
-    _note(console, f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged")
+        note(console, f"not exported: {each['found']}", "red")
+    note(console, f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged")
 
 
 def _print_drop(facts: Facts, console: rich.console.Console) -> None:
     session, tenant, key = _who(facts["forgotten"][0])
-    _note(
-        console,
-        f"session {session!r} of tenant {tenant!r} ({key}) dropped: {facts['num_blocks']:,} blocks deleted, "
-        f"{_size(facts['num_bytes'])} freed",
-    )
+    freed = f"{facts['num_blocks']:,} blocks deleted, {_size(facts)} freed"
+    note(console, f"session {session!r} of tenant {tenant!r} ({key}) dropped: {freed}")
 
 
 def _print_stats(facts: Facts, console: rich.console.Console) -> None:
     rows = []
     for each in facts["namespaces"]:
-        disk, damaged = each["disk"], each["num_damaged_rows"]
-        rows.append(
-            (
-                each["namespace"]["name"],
-                each["namespace"]["weights"][:_SHORT],
-                "all",
-                *_sums(each),
-                "-" if disk is None else f"{disk['num_files']:,}",
-                "-" if disk is None else _size(disk["num_bytes"]),
-                f"{damaged:,}",
-            )
-        )
+        disk = each["disk"]
+        on_disk = ("-", "-") if disk is None else (f"{disk['num_files']:,}", _size(disk))
+        name, weights = each["namespace"]["name"], each["namespace"]["weights"][:_SHORT]
+        rows.append((name, weights, "all", *_sums(each), *on_disk, f"{each['num_damaged_rows']:,}"))
         rows.extend(("", "", tenant["tenant"], *_sums(tenant), "", "", "") for tenant in each["tenants"])
     sums = (">sessions", ">tokens", ">blocks", ">size")
-    _print_table(console, ("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows"), rows)
+    columns = ("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows")
+    console.print(make_table(columns, rows, ruled=False))
     for name, use in facts["unknown"].items():
-        _note(console, f"of no namespace: {name}, {use['num_files']:,} files, {_size(use['num_bytes'])}; gc deletes it")
-    _note(
-        console,
-        f"catalog {_size(facts['catalog']['num_bytes'])}; disk {_size(facts['free_bytes'])} free of "
-        f"{_size(facts['total_bytes'])}",
-    )
+        note(console, f"of no namespace: {name}, {use['num_files']:,} files, {_size(use)}; gc deletes it")
+    disk = f"disk {_size(facts, 'free_bytes')} free of {_size(facts, 'total_bytes')}"
+    note(console, f"catalog {_size(facts['catalog'])}; {disk}")
 
 
 def _print_claim(facts: Facts, console: rich.console.Console) -> None:
     for each in facts["taken"]:
-        _note(
-            console,
-            f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {each['owner'] or 'nobody known'}",
-        )
+        before = each["owner"] or "nobody known"
+        note(console, f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {before}")
 
 
 _PRINTERS: dict[str, Callable[[Facts, rich.console.Console], None]] = {
@@ -213,43 +264,6 @@ _PRINTERS: dict[str, Callable[[Facts, rich.console.Console], None]] = {
 }
 
 
-def _print_sessions(sessions: Iterable[Facts], console: rich.console.Console) -> None:
-    columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
-    rows = (
-        (
-            each["session_id"],
-            each["tenant"],
-            f"{each['num_tokens']:,}",
-            _size(each["num_bytes"]),
-            _when(each["created_s"]),
-            _when(each["last_used_s"]),
-            _expiry(each),
-            "yes" if each["pinned"] else "no",
-            each["state"],
-            each["weights"][:_SHORT],
-        )
-        for each in sessions
-    )
-    _print_table(console, columns, rows)
-
-
-def _print_table(console: rich.console.Console, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """A column whose name begins with ">" is of numbers."""
-    table = rich.table.Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        is_number = column.startswith(">")
-        table.add_column(
-            column.removeprefix(">"), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
-        )
-    for row in rows:
-        table.add_row(*(rich.text.Text(printable(value)) for value in row))
-    console.print(table)
-
-
-def _note(console: rich.console.Console, text: str, style: str = "dim") -> None:
-    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
-
-
 def _who(facts: Facts) -> tuple[str, str, str]:
     """Session, tenant and shortened key of what has a `key` and perhaps a `session`."""
     session = facts["session"]
@@ -258,19 +272,11 @@ def _who(facts: Facts) -> tuple[str, str, str]:
 
 
 def _sums(facts: Facts) -> tuple[str, str, str, str]:
-    num_sessions, num_tokens, num_blocks, num_bytes = (facts[name] for name in SUMS)
-    return f"{num_sessions:,}", f"{num_tokens:,}", f"{num_blocks:,}", _size(num_bytes)
+    return f"{facts['num_sessions']:,}", f"{facts['num_tokens']:,}", f"{facts['num_blocks']:,}", _size(facts)
 
 
-def _size(num_bytes: int) -> str:
-    return rich.filesize.decimal(num_bytes)
-
-
-def _when(time_s: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
-    except (OSError, OverflowError, ValueError):  # No checksum is over the times in a catalog.
-        return f"{time_s} s"
+def _size(facts: Mapping[str, Any], name: str = "num_bytes") -> str:
+    return rich.filesize.decimal(facts[name])
 
 
 def _expiry(session: Facts) -> str:
@@ -278,4 +284,4 @@ def _expiry(session: Facts) -> str:
         return "never"
     if session["pinned"]:
         return "never, pinned"
-    return f"{_when(session['expires_s'])}{', expired' if session['expired'] else ''}"
+    return f"{describe_time(session['expires_s'])}{', expired' if session['expired'] else ''}"

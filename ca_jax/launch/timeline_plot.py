@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from ca_jax.launch.plots import new_figure, write_figure
 from ca_jax.telemetry.timeline import TRACKS, Place, Span, Track, place_spans
 
 # Of Okabe and Ito's palette, told apart with any colour vision; each track is labelled as well.
@@ -23,8 +22,7 @@ _COLOURS: dict[Track, str] = {
     "save": "#009E73",
     "flush": "#E69F00",
 }
-_GREY = "#555555"
-_WIDTH_IN, _DPI = 9.0, 150
+_WIDTH_IN = 9.0
 _ROW_IN, _MAX_ROWS_IN = 0.32, 6.0
 _FRAME_IN = 1.3  # Title, axis and caption.
 _LABEL_POINTS = 7
@@ -49,16 +47,15 @@ def plot_timeline(path: Path, spans: Iterable[Span], *, title: str, caption: str
     """
     places = place_spans(spans)
     if not places:
-        raise ValueError("wanted at least one span to draw, found none")
+        raise ValueError("spans must be at least one, got none")
     origin_s = places[0].span.start_s
     total_ms = 1e3 * (max(place.span.end_s for place in places) - origin_s)
     if total_ms == 0:
-        raise ValueError("wanted spans that take time, found all of them at one instant")
+        raise ValueError("spans must take time, got all of them at one instant")
     rows, middles, height = _rows(places)
     rows_in = min(height * _ROW_IN, _MAX_ROWS_IN)
     has_labels = 72 * rows_in / height > _LABEL_POINTS
-    figure = Figure(figsize=(_WIDTH_IN, rows_in + _FRAME_IN), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH_IN, rows_in + _FRAME_IN)
     axes = figure.subplots()
     for place in places:
         start_ms, end_ms = (1e3 * (at_s - origin_s) for at_s in (place.span.start_s, place.span.end_s))
@@ -78,11 +75,8 @@ def plot_timeline(path: Path, spans: Iterable[Span], *, title: str, caption: str
     axes.set_xlim(0, total_ms)
     axes.set_xlabel("time (ms)")
     axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    figure.supxlabel(caption, fontsize=8, color=_GREY)
-    figure.savefig(path)
+    axes.spines["left"].set_visible(False)
+    write_figure(figure, path, caption=caption, grid="x")
 
 
 def _line(place: Place) -> tuple[Track, int, int]:

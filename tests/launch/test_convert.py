@@ -23,6 +23,8 @@ from tests.models.test_checkpoint_gguf import assert_same_params
 DATA = Path(__file__).parents[1] / "data"
 CONFIG = tiny.tiny_config(num_layers=2)
 
+convert._define_flags()
+
 
 @pytest.fixture
 def run(monkeypatch):
@@ -46,9 +48,13 @@ def source(tmp_path):
     return tiny.write_tiny_hf(tmp_path / "tiny-llama", CONFIG, tiny.tiny_params(CONFIG))
 
 
+def cells(text, row):
+    """The cells of the table's row that begins so."""
+    return re.split(r"\s{2,}", next(line.strip() for line in text.splitlines() if line.strip().startswith(row)))
+
+
 def number(text, row):
-    """The first number of the table's row that begins so."""
-    return int(re.search(rf"│ {row}[^│]*│\s*([\d,]+)", text).group(1).replace(",", ""))
+    return int(cells(text, row)[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
@@ -118,9 +124,8 @@ def test_a_dry_run_prints_bytes_and_sessions(run):
     assert number(text, "weights") == 34_490_302_464
     assert "sessions of 4,096 tokens" in text
     token = 2 * 80 * 8 * 128 * 2
-    cells = [cell.strip() for cell in next(line for line in text.splitlines() if "DRAM" in line).split("│")]
-    assert cells[1:5] == ["DRAM", "128.0", f"{(128 << 30) // (128 * token) * 128:,}", "102"]
-    assert re.search(r"│ SSD  │ 10240\.0 │", text)
+    assert cells(text, "DRAM") == ["DRAM", "128.0", f"{(128 << 30) // (128 * token) * 128:,}", "102"]
+    assert cells(text, "SSD")[1] == "10240.0"
 
 
 def test_a_dry_run_follows_its_flags(run):
@@ -143,19 +148,19 @@ def test_a_dry_run_follows_its_flags(run):
     ("values", "message"),
     [
         ({"model_preset": "llama2-70b"}, "tensor_parallel_size=2 would do"),
-        ({"model_preset": "llama2-70b", "tensor_parallel_size": 3}, "wanted one of 1, 2, 4"),
-        ({"model_preset": "llama2-7b", "context_window": 9999}, "context_window wanted at most"),
+        ({"model_preset": "llama2-70b", "tensor_parallel_size": 3}, "1, 2, 4"),
+        ({"model_preset": "llama2-7b", "context_window": 9999}, "context_window must be at most"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(run, values, message):
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         run(dry_run=True, **values)
 
 
 def test_what_is_asked_for_must_be_clear(run):
     with pytest.raises(convert.app.UsageError, match=r"--model_preset must be one of .*; got none"):
         run(dry_run=True)
-    with pytest.raises(convert.app.UsageError, match="wanted --model and --output_dir"):
+    with pytest.raises(convert.app.UsageError, match="must be --model and --output_dir"):
         run(model="somewhere")
 
 

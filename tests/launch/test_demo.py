@@ -1,20 +1,19 @@
 """The demo: a conversation served with reuse and with recomputation, on a tiny model, and what is written of it."""
 
-import dataclasses
 import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import rich.console
 
 from ca_jax import Engine, EngineConfig, StoreConfig
-from ca_jax.launch import demo, demo_acts, demo_report
+from ca_jax.launch import demo, demo_acts
 from ca_jax.launch.plots import plot_turns
-from ca_jax.launch.terminal import decode_rate
 from ca_jax.storage.records import Residency
 from ca_jax.turns.requests import Usage
 
@@ -114,21 +113,19 @@ def test_only_the_reused_conversation_is_stored_and_a_second_demo_begins_anew(ti
     arguments = act(tiny_model, tmp_path)
     for _ in range(2):
         first = demo_acts.serve_with_and_without(messages=MESSAGES[:2], **arguments)
-        assert [turn.usage.num_cached_tokens > 0 for turn in first.reused] == [False, True]
-        assert [turn.usage.num_cached_tokens for turn in first.recomputed] == [0, 0]
-        assert [turn.answer_ids for turn in first.recomputed] == [turn.answer_ids for turn in first.reused]
-        assert [len(turn.answer_ids) for turn in first.reused] == [4, 4]
+        assert [row.cached_tokens for row in first.rows] == [{}, {"dram": first.rows[1].history_tokens - 1}]
+        assert [(row.same_tokens, row.answer_tokens) for row in first.rows] == [(True, 4)] * 2
     with Engine.from_pretrained(arguments["model"], arguments["engine_config"]) as engine:
         stored = engine.stored.list()
         assert [(info.session_id, info.residency) for info in stored] == [("demo", Residency.SSD)]
         known = engine.session(session_id="demo").token_ids
     assert stored[0].ssd_tokens == len(known) - 1
-    assert known[-4:] == first.reused[-1].answer_ids
+    assert len(known) == first.rows[1].history_tokens + first.rows[1].new_tokens + 4
 
 
 def test_act_two_wants_what_act_one_has_left(tiny_model, tmp_path):
-    with pytest.raises(demo_report.DemoError, match="wanted the conversation of session 'demo' in the store"):
-        demo_acts.go_on(message="And now?", started_s=0.0, **act(tiny_model, tmp_path))
+    with pytest.raises(demo_acts.DemoError, match="must have the conversation of session 'demo'"):
+        demo_acts.go_on(message="And now?", started_s=0.0, page_cache_dropped=False, **act(tiny_model, tmp_path))
 
 
 def test_an_act_runs_in_a_process_of_its_own():
@@ -178,7 +175,7 @@ def test_json_and_figure_are_written(ran, results_dir):
 def served(answer_ids, ttft_s, cached, compiles=0, tier="dram"):
     usage = Usage(
         prompt_tokens=100,
-        cached_tokens={tier: cached},
+        cached_tokens={"ssd": 0, tier: cached},
         completion_tokens=len(answer_ids),
         ttft_s=ttft_s,
         queued_s=0.0,
@@ -186,83 +183,68 @@ def served(answer_ids, ttft_s, cached, compiles=0, tier="dram"):
         load_stall_s=0.0,
         decode_s=0.5,
     )
-    return demo_report.ServedTurn(history_tokens=80, answer_ids=answer_ids, usage=usage, compiles=compiles)
+    return demo_acts.ServedTurn(history_tokens=80, answer_ids=answer_ids, usage=usage, compiles=compiles)
 
 
 def resumed(answer_ids=(1, 2), cached=79, tier="ssd"):
-    act = demo_acts.SecondAct(
-        num_messages=4,
-        reused=served(list(answer_ids), 0.5, cached, tier=tier),
-        recomputed=served([1, 2], 2.0, 0, compiles=1),
-        start_to_first_token_s=3.0,
-        startup={"model_load_s": 1.0, "warmup_s": 1.0, "first_touch_s": 0.5},
-    )
-    return demo_report.resume_row(3, "trip", act, page_cache_dropped=True)
-
-
-def as_report(rows, resume):
-    return {"rows": [dataclasses.asdict(row) for row in rows], "resume": dataclasses.asdict(resume)}
+    return demo_acts.compared(3, served([1, 2], 2.0, 0, compiles=1), served(list(answer_ids), 0.5, cached, tier=tier))
 
 
 def test_an_answer_that_differs_is_told_and_ends_the_demo():
-    recomputed = [served([1, 2, 3], 2.0, 0), served([4, 5], 2.0, 0, compiles=2)]
-    reused = [served([1, 2, 3], 0.25, 79), served([4, 6], 0.5, 79, compiles=1)]
-    good, bad = demo_report.compare(recomputed, reused)
-    assert (good.same_tokens, bad.same_tokens) == (True, False)
-    assert (good.ratio, bad.ratio) == (8.0, 4.0)
-    assert (good.new_tokens, good.cached_tokens, good.compiles, bad.compiles) == (20, {"dram": 79}, 0, 3)
-    assert good.decode_tokens_per_s == decode_rate(reused[0].usage) == 4.0
-    resume = resumed()
-    assert (resume.same_tokens, resume.ratio, resume.compiles, resume.new_tokens) == (True, 4.0, 1, 20)
-    demo_report.check(as_report([good], resume))
-    with pytest.raises(demo_report.DemoError, match=r"found others in turns \[2, 3\]"):
-        demo_report.check(as_report([good, bad], resumed(answer_ids=(1, 3))))
+    good = demo_acts.compared(1, served([1, 2, 3], 2.0, 0), served([1, 2, 3], 0.25, 79))
+    bad = demo_acts.compared(2, served([4, 5], 2.0, 0, compiles=2), served([4, 6], 0.5, 79, compiles=1))
+    told = [(row["same_tokens"], row["ratio"], row["compiles"]) for row in (good, bad)]
+    assert told == [(True, 8.0, 0), (False, 4.0, 3)]
+    assert (good["new_tokens"], good["answer_tokens"], good["cached_tokens"]) == (20, 3, {"dram": 79})
+    demo.check({"rows": [good], "resume": resumed()})
+    with pytest.raises(demo_acts.DemoError, match=r"got others in turns \[2, 3\]"):
+        demo.check({"rows": [good, bad], "resume": resumed(answer_ids=(1, 3))})
 
 
 @pytest.mark.parametrize(
     ("found", "message"),
-    [({"cached": 0}, "found none"), ({"cached": 64}, "found ssd 64"), ({"tier": "dram"}, "found dram 79")],
+    [({"cached": 0}, "got none"), ({"cached": 64}, "got ssd 64"), ({"tier": "dram"}, "got dram 79")],
 )
 def test_a_restart_that_found_less_than_all_on_ssd_ends_the_demo(found, message):
-    with pytest.raises(demo_report.DemoError, match=f"wanted KV of ssd 79 tokens after the restart, {message}"):
-        demo_report.check(as_report([], resumed(**found)))
+    with pytest.raises(demo_acts.DemoError, match=f"must be of ssd 79 tokens, {message}"):
+        demo.check({"rows": [], "resume": resumed(**found)})
 
 
 def test_turns_measured_while_compiling_are_told(ran):
     report = ran[0] | {"rows": [ran[0]["rows"][0] | {"compiles": 1, "same_tokens": False}]}
     output = io.StringIO()
-    demo_report.print_report(report, rich.console.Console(file=output, width=100))
+    demo.print_report(report, rich.console.Console(file=output, width=100))
     assert "while turns [1] were measured" in output.getvalue()
-    assert " NO " in output.getvalue()
+    assert " NO\n" in output.getvalue()
 
 
 def test_a_conversation_that_is_too_short_is_refused(recording):
     config = demo.DemoConfig(conversation_id="silent", sharegpt_file=str(recording))
-    with pytest.raises(demo_report.DemoError, match=r"wanted at least 2 user turns in conversation 'silent'.* found 0"):
+    with pytest.raises(demo_acts.DemoError, match=r"conversation 'silent' must have at least 2 user turns.* got 0"):
         demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
 
 
 @pytest.mark.parametrize(("field", "least"), [("turns", 2), ("max_tokens", 1)])
 def test_too_few_turns_or_tokens_are_refused(field, least):
-    with pytest.raises(ValueError, match=f"{field} must be at least {least}, found {least - 1}"):
+    with pytest.raises(ValueError, match=f"{field} must be at least {least}, got {least - 1}"):
         demo.DemoConfig(**{field: least - 1})
 
 
 def test_a_store_that_keeps_nothing_is_refused():
-    with pytest.raises(ValueError, match="dram_gib wanted room for the conversation, found 0"):
+    with pytest.raises(ValueError, match="dram_gib must leave room for the conversation, got 0"):
         demo.DemoConfig(store=StoreConfig(dram_gib=0))
 
 
-def draw(path, turns=2, **changes):
-    values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), [1] * turns)
-    plot_turns(path, **(values | changes), title="", caption="")
+def draw(path, turns=2, **options):
+    values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), 1)
+    plot_turns(path, [values] * turns, title="", caption="", **options)
 
 
-def test_a_figure_wants_one_value_per_turn_and_a_restart_among_them(tmp_path):
-    with pytest.raises(ValueError, match=r"found lengths \[1, 2\]"):
-        draw(tmp_path / "x.png", ttft_reuse_s=[1.0])
+def test_a_figure_wants_turns_and_a_restart_among_them(tmp_path):
+    with pytest.raises(ValueError, match="got none"):
+        draw(tmp_path / "x.png", turns=0)
     for turn in (0, 3):
-        with pytest.raises(ValueError, match=rf"before one of turns 1\.\.2, found {turn}"):
+        with pytest.raises(ValueError, match=f"must be one of the turns 1 to 2, got {turn}"):
             draw(tmp_path / "x.png", restarted_before=turn)
 
 
@@ -270,6 +252,11 @@ def test_a_restart_is_seen_in_the_figure(tmp_path):
     draw(tmp_path / "with.png", restarted_before=2)
     draw(tmp_path / "without.png")
     assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+
+
+def test_unless_told_otherwise_it_writes_where_git_looks_away():
+    ignored = (Path(__file__).parents[2] / ".gitignore").read_text().splitlines()
+    assert f"{demo.DemoConfig().results_dir}/" in ignored
 
 
 def test_the_program_says_what_it_lacks(recording):

@@ -3,32 +3,21 @@
 import dataclasses
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rich.console
-from absl import flags
 
 from ca_jax.evaluation.comparison import EvaluationError
 from ca_jax.evaluation.schema import AccuracyRow, AgreementRow, CurveBin, MmluConfig, PerplexityConfig, PerplexityRow
-from ca_jax.launch import evaluate_flags, evaluate_report, evaluate_run
-from ca_jax.launch.evaluate_plot import plot_losses
+from ca_jax.launch import evaluate_flags
+from ca_jax.launch.evaluate_plots import plot_losses
 from ca_jax.launch.evaluate_tables import print_report
 from ca_jax.overflow.config import OverflowConfig
-from tests import engine_kit as kit
+from tests.launch.evaluate_kit import launch, parse, run
+from tools import quality_page
 
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 4
-NEEDED = ("--json_out=out.json",)
-
-
-def parse(*arguments: str):
-    values = flags.FlagValues()
-    evaluate_flags.define(flag_values=values)
-    values(["program", *arguments, *NEEDED])
-    return evaluate_flags.config(flag_values=values)
 
 
 def fields(kind: type) -> set[str]:
@@ -50,14 +39,6 @@ def mmlu(text: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> dict:
-    """The report of a task on the tiny model, as it is written."""
-    config = parse(*map(str, arguments))
-    task = next(str(each) for each in arguments if str(each).startswith("--task")).removeprefix("--task=")
-    report = evaluate_run.run(task, config, lambda _: kit.tiny_model(), command=f"python -m it --task={task}")
-    return json.loads(json.dumps(report, allow_nan=False))
-
-
 def shown(report: dict) -> str:
     output = io.StringIO()
     print_report(report, rich.console.Console(file=output, width=200))
@@ -70,7 +51,7 @@ def shown(report: dict) -> str:
 def test_without_flags_configs_have_their_defaults():
     found = parse("--task=ppl", "--data=a.txt")
     assert [(each.method, each.keep_first_tokens) for each in found.comparison.methods] == [
-        (name, OverflowConfig.keep_first_tokens) for name in evaluate_flags.DEFAULT_METHODS
+        (name, OverflowConfig.keep_first_tokens) for name in ("tt", "ca", "nkvt")
     ]
     assert found == PerplexityConfig(comparison=found.comparison, data="a.txt")
     assert (found.comparison.window, found.comparison.step_tokens) == (1024, 128)
@@ -110,18 +91,18 @@ def test_a_method_may_say_what_it_has_otherwise():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task=ppl", "--method=tt,cc"], "overflow method wanted one of ca, tt, of, nkvt; found 'cc'"),
-        (["--task=ppl", "--method=ca:anchor=1"], r"found 'anchor=1' in 'ca:anchor=1'; did you mean anchor_tokens\?"),
-        (["--task=ppl", "--method=ca:discarder=x"], "token discarder wanted one of oldest"),
-        (["--task=ppl", "--method=ca:anchor_tokens=x"], "anchor_tokens wanted an integer, found 'x'"),
-        (["--task=ppl", "--method=ca,ca"], "wanted each method once, found 'ca, keep 4, .*' more often"),
-        (["--task=ppl", "--every=256"], "every wanted one of the tasks agreement; found ppl"),
-        (["--task=ppl", "--seed=1"], "seed wanted one of the tasks longeval, mmlu, rag, blend_gate; found ppl"),
-        (["--task=mmlu", "--plot_out=a.png"], "plot_out wanted one of the tasks ppl, rag; found mmlu"),
-        (["--task=longeval", "--form=talk"], "form wanted one of continue, chat, found 'talk'"),
-        (["--task=agreement", "--method=tt"], "agreement wanted tt and a method"),
-        (["--task=ppl", "--keep_first_tokens=1024"], "keep_first_tokens wanted fewer than the context window of 1024"),
-        (["--task=ppl", "--truncation_ratio=0"], "truncation_ratio wanted a share of the window"),
+        (["--task=ppl", "--method=tt,cc"], "one of ca, tt, of, nkvt; .* 'cc'"),
+        (["--task=ppl", "--method=ca:anchor=1"], r"got 'anchor=1' in 'ca:anchor=1'; did you mean anchor_tokens\?"),
+        (["--task=ppl", "--method=ca:discarder=x"], "oldest"),
+        (["--task=ppl", "--method=ca:anchor_tokens=x"], "anchor_tokens must be an integer, got 'x'"),
+        (["--task=ppl", "--method=ca,ca"], "each method once, .*'ca, keep 4, .*' more often"),
+        (["--task=ppl", "--every=256"], "every must be of one of the tasks agreement; got ppl"),
+        (["--task=ppl", "--seed=1"], "seed must be of one of the tasks longeval, mmlu, rag, blend_gate; got ppl"),
+        (["--task=mmlu", "--plot_out=a.png"], "plot_out must be of one of the tasks ppl, rag; got mmlu"),
+        (["--task=longeval", "--form=talk"], "form .* continue, chat, .*'talk'"),
+        (["--task=agreement", "--method=tt"], "agreement .*tt and a method"),
+        (["--task=ppl", "--keep_first_tokens=1024"], "keep_first_tokens .*1024"),
+        (["--task=ppl", "--truncation_ratio=0"], "truncation_ratio"),
         (["--task=ppl", "--step_tokens=2000"], "step_tokens <= window"),
     ],
 )
@@ -135,7 +116,8 @@ def test_bad_flags_are_refused(arguments, message):
 
 def test_perplexity_is_told_with_its_settings_and_drawn(text, tmp_path):
     report = run(
-        *("--task=ppl", "--method=tt,of,ca:anchor_tokens=2,nkvt", f"--data={text}"),
+        "ppl",
+        *("--method=tt,of,ca:anchor_tokens=2,nkvt", f"--data={text}"),
         *("--window=128", "--step_tokens=32", "--max_tokens=300"),
     )
     assert list(report) == [
@@ -168,13 +150,14 @@ def test_perplexity_is_told_with_its_settings_and_drawn(text, tmp_path):
 def test_the_other_tasks_are_told_alike(text, mmlu, tmp_path):
     sizes = ("--window=384", "--step_tokens=64", "--max_tokens=390", f"--preamble={text}", "--num_shots=0")
     text.write_text(TEXT * 2, encoding="utf-8")
-    questions = run("--task=mmlu", "--method=tt,ca", f"--data={mmlu}", *sizes)
+    questions = run("mmlu", "--method=tt,ca", f"--data={mmlu}", *sizes)
     assert [row.keys() for row in questions["rows"]] == [dict.fromkeys(fields(AccuracyRow)).keys()] * 2
     assert [row["data"] for row in questions["rows"]] == ["mmlu", "mmlu"]
     assert [item["subject"] for item in questions["items"]] == ["sums", "sums"]
     assert "p\n" in shown(questions) or "McNemar" in shown(questions)
     places = run(
-        *("--task=agreement", "--method=tt,nkvt", f"--data={text}", "--window=128", "--step_tokens=32"),
+        "agreement",
+        *("--method=tt,nkvt", f"--data={text}", "--window=128", "--step_tokens=32"),
         *("--max_tokens=200", "--every=64", "--answer_tokens=2"),
     )
     (row,) = places["rows"]
@@ -186,14 +169,14 @@ def test_the_other_tasks_are_told_alike(text, mmlu, tmp_path):
 def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
     sizes = ("--step_tokens=32", "--max_tokens=200", f"--data={text}")
     reports = [
-        run("--task=ppl", "--method=tt,ca:repair=none", "--window=128", *sizes),
-        run("--task=ppl", "--method=tt,nkvt", "--window=96", *sizes),
-        run("--task=ppl", "--method=ca:repair=none", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
-        run("--task=agreement", "--method=tt,ca:repair=none", "--window=128", "--every=32", *sizes),
+        run("ppl", "--method=tt,ca:repair=none", "--window=128", *sizes),
+        run("ppl", "--method=tt,nkvt", "--window=96", *sizes),
+        run("ppl", "--method=ca:repair=none", "--window=256", *sizes[:1], "--max_tokens=200", sizes[2]),
+        run("agreement", "--method=tt,ca:repair=none", "--window=128", "--every=32", *sizes),
     ]
     for i, report in enumerate(reports):
         report["command"] += f" --nth={i}"
-    page = evaluate_report.to_markdown(reports, notes="## What it says\n\nMuch.").splitlines()
+    page = quality_page.to_markdown(reports, notes="## What it says\n\nMuch.").splitlines()
     head = page.index("| text | window | tokens | overflows | tt, keep 4 | ca, keep 4 | nkvt, keep 4 |")
     (tt, ca), (_, nkvt) = reports[0]["rows"], reports[1]["rows"]
     first, second, third = (page[head + nth].split(" | ") for nth in (2, 3, 4))
@@ -206,16 +189,16 @@ def test_the_page_has_every_report_once_and_how_to_redo_it(text, tmp_path):
     assert page.index("## What it says") < page.index("## Perplexity") < page.index("## Going on as `tt` does")
     for i in range(4):
         assert sum(line.endswith(f"--nth={i}") and line.startswith("    python") for line in page) == 1
-    with pytest.raises(ValueError, match="at least one report"):
-        evaluate_report.to_markdown([])
+    with pytest.raises(ValueError, match="at least one, got none"):
+        quality_page.to_markdown([])
 
 
 def test_a_run_of_many_methods_has_a_line_for_each(text):
     method = "--method=ca:repair=deviating:repair_ratio=0:anchor_tokens=8"
-    report = run("--task=ppl", method, "--window=128", "--step_tokens=32", f"--data={text}")
+    report = run("ppl", method, "--window=128", "--step_tokens=32", f"--data={text}")
     (row,) = report["rows"]
     many = {**report, "rows": [{**row, "name": f"ca, {i}"} for i in range(7)]}
-    page = evaluate_report.to_markdown([report, many]).splitlines()
+    page = quality_page.to_markdown([report, many]).splitlines()
     head = next(i for i, line in enumerate(page) if line.startswith("| data | window | method |"))
     lines = [line.strip("| ").split(" | ") for line in page[head + 2 : head + 9]]
     assert [line[:3] for line in lines] == [["text.txt", "128", f"ca, {i}"] for i in range(7)]
@@ -231,38 +214,39 @@ def test_a_file_that_is_no_report_is_refused(tmp_path):
         ("{", "Expecting"),
         ("[]", "without task, model"),
         ('{"task": "ppl"}', "without model, dtype"),
-        (json.dumps(dict.fromkeys(evaluate_report.REQUIRED, "x")), "found .* of the task 'x'"),
+        (json.dumps(dict.fromkeys(quality_page.REQUIRED, "x")), "got .* of the task 'x'"),
     ):
         path.write_text(content)
-        with pytest.raises(ValueError, match=f"wanted a JSON file of launch.evaluate, .*{message}"):
-            evaluate_report.read_report(path)
+        with pytest.raises(ValueError, match=f"must be a JSON file of launch.evaluate, .*{message}"):
+            quality_page.read_report(path)
     with pytest.raises(ValueError, match="No such file"):
-        evaluate_report.read_report(tmp_path / "none.json")
+        quality_page.read_report(tmp_path / "none.json")
 
 
 def test_data_that_are_none_are_refused_before_anything_is_fed(text, tmp_path):
-    with pytest.raises(EvaluationError, match=r"found .*none\.txt: No such file"):
-        run("--task=ppl", f"--data={tmp_path / 'none.txt'}", "--window=256")
+    with pytest.raises(EvaluationError, match=r"none\.txt: No such file"):
+        run("ppl", f"--data={tmp_path / 'none.txt'}", "--window=256")
     with pytest.raises(EvaluationError, match="window <= 512, the model's context window"):
-        run("--task=ppl", f"--data={text}")
+        run("ppl", f"--data={text}")
     text.write_text("short")
-    with pytest.raises(EvaluationError, match="at least 257 tokens to overflow a window of 256, found 5"):
-        run("--task=ppl", f"--data={text}", "--window=256")
+    with pytest.raises(EvaluationError, match="at least 257 tokens to overflow a window of 256"):
+        run("ppl", f"--data={text}", "--window=256")
 
 
-# The commands themselves: flags of two launch modules cannot be defined in one process.
-
-
-def launch(module: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cwd / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", f"ca_jax.launch.{module}", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+# The commands themselves.
 
 
 def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
     out, plot = tmp_path / "new" / "ppl.json", tmp_path / "new" / "ppl.png"
     asked = ("--task=ppl", "--method=tt,ca", f"--data={text}", "--window=128", "--step_tokens=32", "--max_tokens=256")
-    done = launch("evaluate", f"--model={tiny_model}", *asked, f"--json_out={out}", f"--plot_out={plot}", cwd=tmp_path)
+    done = launch(
+        "ca_jax.launch.evaluate",
+        f"--model={tiny_model}",
+        *asked,
+        f"--json_out={out}",
+        f"--plot_out={plot}",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text(encoding="utf-8"))
     assert [row["tokens"] for row in report["rows"]] == [256, 256]
@@ -272,29 +256,36 @@ def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
     assert "ca, keep 4" in done.stdout
     assert report["machine"]["cpu"] in done.stdout
     page = tmp_path / "page" / "quality.md"
-    done = launch("evaluate_report", f"--out={page}", out, cwd=tmp_path)
+    done = launch("tools.quality_page", f"--out={page}", out, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert report["command"] in page.read_text(encoding="utf-8")
-    done = launch("evaluate_report", f"--out={page}", text, cwd=tmp_path)
-    assert (done.returncode, "error: wanted a JSON file" in done.stderr) == (1, True)
+    done = launch("tools.quality_page", f"--out={page}", text, cwd=tmp_path)
+    assert (done.returncode, "must be a JSON file" in done.stderr) == (1, True)
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task=ppl", "--method=tt,xx"], "error: overflow method wanted one of ca, tt, of, nkvt; found 'xx'"),
+        (["--task=ppl", "--method=tt,xx"], "one of ca, tt, of, nkvt; "),
         (
             ["--task=ppl", "--window=9000"],
-            "error: wanted 0 < step_tokens <= window <= 8192, the model's context window",
+            "step_tokens <= window <= 8192, the model's context window",
         ),
-        (["--task=ppl"], "error: wanted a text of at least 1025 tokens to overflow a window of 1024, found 376 in"),
+        (["--task=ppl"], "at least 1025 tokens to overflow a window of 1024"),
         (["--task=chess"], "value should be one of <ppl|longeval|mmlu|agreement|rag|blend_gate>"),
     ],
 )
 def test_the_command_says_what_was_wrong(tiny_model, text, tmp_path, arguments, message):
     out = tmp_path / "out.json"
-    done = launch("evaluate", f"--model={tiny_model}", f"--data={text}", f"--json_out={out}", *arguments, cwd=tmp_path)
+    done = launch(
+        "ca_jax.launch.evaluate",
+        f"--model={tiny_model}",
+        f"--data={text}",
+        f"--json_out={out}",
+        *arguments,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -302,7 +293,7 @@ def test_the_command_says_what_was_wrong(tiny_model, text, tmp_path, arguments, 
 
 
 def test_the_help_has_an_example_of_each_task(tmp_path):
-    done = launch("evaluate", "--help", cwd=tmp_path)
+    done = launch("ca_jax.launch.evaluate", "--help", cwd=tmp_path)
     assert all(f"python -m ca_jax.launch.evaluate --task={task} " in done.stdout for task in evaluate_flags.CONFIGS)
     flags_told = ("task", "method", "data", "window", "truncation_ratio", "max_tokens", "json_out", "keep_first_tokens")
     assert all(f"--{name}: " in done.stdout for name in flags_told)

@@ -2,28 +2,18 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rich.console
-from absl import flags
 
 from ca_jax.evaluation.rag_schema import BASELINES, Blends, Chunking, GateConfig, RagConfig
-from ca_jax.launch import evaluate_flags, evaluate_rag_plot, evaluate_rag_tables, evaluate_run
-from tests import engine_kit as kit
+from ca_jax.launch import evaluate_plots, evaluate_tables
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
+from tests.launch.evaluate_kit import launch, parse, run
 
+SCRIPT = "ca_jax.launch.evaluate"
 SMALL = ("--num_chunks=3", "--chunk_tokens=48", f"--instruction={INSTRUCTION}")
-
-
-def parse(*arguments: str, json_out: str | None = "out.json"):
-    values = flags.FlagValues()
-    evaluate_flags.define(flag_values=values)
-    values(["program", *arguments, *([] if json_out is None else [f"--json_out={json_out}"])])
-    return evaluate_flags.config(flag_values=values)
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +21,9 @@ def items(tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("rag") / "items.json", ITEMS)
 
 
-def run(task: str, *arguments: object) -> dict:
-    """The report of a task on the tiny model, as it is written."""
-    config = parse(f"--task={task}", *map(str, arguments))
-    report = evaluate_run.run(task, config, lambda _: kit.tiny_model(), command=f"python -m it --task={task}")
-    return json.loads(json.dumps(report, allow_nan=False))
-
-
 def shown(report: dict) -> str:
     output = io.StringIO()
-    evaluate_rag_tables.print_report(report, rich.console.Console(file=output, width=220))
+    evaluate_tables.print_report(report, rich.console.Console(file=output, width=220))
     return output.getvalue()
 
 
@@ -100,19 +83,22 @@ def test_a_bound_in_nats_takes_the_place_of_the_share_unless_both_are_given():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--task=rag", "--ratios=a"], "ratios wanted numbers, found 'a'"),
-        (["--task=rag", "--ratios=2"], "ratios wanted shares"),
-        (["--task=rag", "--chunk_counts=1.5"], "chunk_counts wanted whole numbers, found '1.5'"),
-        (["--task=rag", "--storage_gb_s=0"], "storage_gb_s wanted numbers above 0"),
-        (["--task=rag", "--repeats=0"], "repeats wanted at least 1, found 0"),
-        (["--task=rag", "--figure=9"], "figure wanted one of 6, 7, 8, 12, 15, 16, 17; found 9"),
-        (["--task=rag", "--baselines=peer"], f"baselines wanted some of {', '.join(BASELINES)}; found 'peer'"),
-        (["--task=rag", "--max_kl=1"], "max_kl wanted one of the tasks blend_gate; found rag"),
-        (["--task=rag", "--window=128"], "window wanted one of the tasks ppl, longeval, mmlu, agreement; found rag"),
-        (["--task=blend_gate", "--figure=6"], "figure wanted one of the tasks rag; found blend_gate"),
-        (["--task=blend_gate", "--plot_out=a.png"], "plot_out wanted one of the tasks ppl, rag; found blend_gate"),
-        (["--task=ppl", "--data=a", "--ratios=1"], "ratios wanted one of the tasks rag, blend_gate; found ppl"),
-        (["--task=ppl"], "data wanted what ppl reads, found none"),
+        (["--task=rag", "--ratios=a"], "ratios must be numbers with commas between them, got 'a'"),
+        (["--task=rag", "--ratios=2"], "ratios"),
+        (
+            ["--task=rag", "--chunk_counts=1.5"],
+            "chunk_counts must be whole numbers with commas.*'1.5'",
+        ),
+        (["--task=rag", "--storage_gb_s=0"], "storage_gb_s"),
+        (["--task=rag", "--repeats=0"], "repeats .*at least 1"),
+        (["--task=rag", "--figure=9"], "figure must be one of 6, 7, 8, 12, 15, 16, 17; got 9"),
+        (["--task=rag", "--baselines=peer"], f"baselines .*{', '.join(BASELINES)}; .*'peer'"),
+        (["--task=rag", "--max_kl=1"], "max_kl must be of one of the tasks blend_gate; got rag"),
+        (["--task=rag", "--window=128"], "window must be of one of the tasks ppl, longeval, mmlu, agreement; got rag"),
+        (["--task=blend_gate", "--figure=6"], "figure must be of one of the tasks rag; got blend_gate"),
+        (["--task=blend_gate", "--plot_out=a.png"], "plot_out must be of one of the tasks ppl, rag; got blend_gate"),
+        (["--task=ppl", "--data=a", "--ratios=1"], "ratios must be of one of the tasks rag, blend_gate; got ppl"),
+        (["--task=ppl"], "data must be what ppl reads, got none"),
     ],
 )
 def test_bad_flags_are_refused(arguments, message):
@@ -122,7 +108,7 @@ def test_bad_flags_are_refused(arguments, message):
 
 def test_a_gate_needs_no_file():
     assert parse("--task=blend_gate", json_out=None) == GateConfig()
-    with pytest.raises(ValueError, match="json_out wanted a file for what rag gives, found none"):
+    with pytest.raises(ValueError, match="json_out must be a file for what rag gives, got none"):
         parse("--task=rag", json_out=None)
 
 
@@ -137,11 +123,11 @@ def test_methods_are_told_and_drawn(items, tmp_path):
     for row in report["rows"]:
         assert row["name"] in table
     assert f"{report['rows'][2]['mean_kl']:.4f}" in table
-    assert evaluate_rag_tables.SMALL_MODEL_REMARK.split(":")[0][:60] in table
-    markdown = evaluate_rag_tables.to_markdown(report).splitlines()
+    assert evaluate_tables.SMALL_MODEL_REMARK.split(":")[0][:60] in table
+    markdown = evaluate_tables.to_markdown(report).splitlines()
     assert sum(line.startswith("|") for line in markdown) == 2 + len(report["rows"])
     assert markdown[2].startswith("| method | computed tokens | KL, nats |")
-    evaluate_rag_plot.plot(tmp_path / "new" / "a.png", report, caption="tiny")
+    evaluate_plots.plot_rag(tmp_path / "new" / "a.png", report, caption="tiny")
     assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,7 +136,7 @@ def test_figures_of_deviation_are_told_and_drawn(items, tmp_path, figure):
     report = run("rag", f"--data={items}", *SMALL, "--ratios=0.5", f"--figure={figure}")
     assert f"figure {figure}, items.json" in shown(report)
     assert "3 items" in shown(report)
-    evaluate_rag_plot.plot(tmp_path / "a.png", report, caption="tiny")
+    evaluate_plots.plot_rag(tmp_path / "a.png", report, caption="tiny")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -174,7 +160,7 @@ def test_turns_from_each_storage_find_their_chunks_there(items, tmp_path):
     )
     assert "0.01 GB/s" in shown(report)
     assert "medians of 1 turns of each of up to 2 items" in shown(report)
-    evaluate_rag_plot.plot(tmp_path / "a.png", report, caption="tiny")
+    evaluate_plots.plot_rag(tmp_path / "a.png", report, caption="tiny")
 
 
 def test_quality_and_time_stand_beside_each_other(items, tmp_path):
@@ -189,7 +175,7 @@ def test_quality_and_time_stand_beside_each_other(items, tmp_path):
     assert rows["MapReduce"]["f1"] is not None
     assert len(report["items"]) == 3, "quality is of all items"
     assert "figure 12, items.json" in shown(report)
-    evaluate_rag_plot.plot(tmp_path / "a.png", report, caption="tiny")
+    evaluate_plots.plot_rag(tmp_path / "a.png", report, caption="tiny")
 
 
 def test_sizes_of_contexts_are_varied_one_by_one(items, tmp_path):
@@ -203,7 +189,7 @@ def test_sizes_of_contexts_are_varied_one_by_one(items, tmp_path):
         for name in ("full recompute", "hkvd 50%")
     ]
     assert "2 of 48" in shown(report)
-    evaluate_rag_plot.plot(tmp_path / "a.png", report, caption="tiny")
+    evaluate_plots.plot_rag(tmp_path / "a.png", report, caption="tiny")
 
 
 def test_a_gate_says_from_which_ratio_on_its_bound_is_kept(items):
@@ -212,26 +198,20 @@ def test_a_gate_says_from_which_ratio_on_its_bound_is_kept(items):
     assert "is kept from ratio 1 on, hkvd" in shown(report)
     report["rows"] = report["rows"][:2]
     assert "no: " in shown(report)
-    assert "is kept by no ratio of 0, 0.5" in evaluate_rag_tables.verdict(report)
+    assert "is kept by no ratio of 0, 0.5" in evaluate_tables.verdict(report)
 
 
 # The command itself.
 
 
-def launch(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cwd / "cache"), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "ca_jax.launch.evaluate", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
 def test_a_gates_exit_says_whether_a_ratio_will_do(tiny_model, items, tmp_path):
     asked = ("--task=blend_gate", f"--model={tiny_model}", f"--data={items}", *SMALL, "--max_kl_share=0.01")
     out = tmp_path / "gate.json"
-    done = launch(*asked, "--ratios=0.5", f"--json_out={out}", cwd=tmp_path)
+    done = launch(SCRIPT, *asked, "--ratios=0.5", f"--json_out={out}", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 0)
     assert "no: KL to full recompute" in done.stdout
     assert [row["passes"] for row in json.loads(out.read_text())["rows"]] == [False, False], "written all the same"
-    done = launch(*asked, "--ratios=1", cwd=tmp_path)
+    done = launch(SCRIPT, *asked, "--ratios=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "written to" not in done.stdout
     assert "yes: KL to full recompute" in done.stdout
@@ -240,10 +220,10 @@ def test_a_gates_exit_says_whether_a_ratio_will_do(tiny_model, items, tmp_path):
 def test_a_figure_is_written_where_it_is_asked_for(tiny_model, items, tmp_path):
     plot = tmp_path / "new" / "8.png"
     asked = (f"--model={tiny_model}", f"--data={items}", *SMALL, f"--json_out={tmp_path / '8.json'}")
-    done = launch("--task=rag", "--figure=8", *asked, f"--plot_out={plot}", cwd=tmp_path)
+    done = launch(SCRIPT, "--task=rag", "--figure=8", *asked, f"--plot_out={plot}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert str(plot) in done.stdout.replace("\n", "")
-    done = launch("--task=rag", *asked, "--data=none.json", cwd=tmp_path)
+    done = launch(SCRIPT, "--task=rag", *asked, "--data=none.json", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 0)
-    assert "error: wanted a file to read, found none.json: No such file" in done.stderr
+    assert "none.json: No such file" in done.stderr

@@ -128,14 +128,14 @@ def test_tiers_hold_as_many_blocks_as_planned(tmp_path, driver):
 
 
 def test_heads_that_cannot_be_divided_so_are_refused():
-    with pytest.raises(ValueError, match=r"tensor_parallel_size wanted one of 1, 2, 4, 8, .* found 3"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size .* 1, 2, 4, 8, .* 3"):
         plan("llama2-70b", tensor_parallel_size=3)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size wanted one of 1, 71"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size .* 1, 71"):
         plan("falcon-7b", tensor_parallel_size=2)
 
 
 def test_a_model_that_does_not_fit_is_refused_and_what_would_do_is_said():
-    with pytest.raises(ValueError, match=r"wanted 14\d.*128\.48 for the weights.* found 74\.51; ten.*=2 would"):
+    with pytest.raises(ValueError, match=r"must be 14\d.*128\.48 for the weights.* got 74\.51; ten.*=2 would"):
         plan("llama2-70b")
     with pytest.raises(ValueError, match="no tensor_parallel_size would do"):
         plan("llama2-70b", device_bytes=GIB)
@@ -145,9 +145,9 @@ def test_a_model_that_does_not_fit_is_refused_and_what_would_do_is_said():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"context_window": 8192}, "context_window wanted at most the model's 4096 tokens, found 8192"),
-        ({"max_batch_size": 3, "data_parallel_size": 2}, "multiple of data_parallel_size=2, found 3"),
-        ({"session_tokens": 0}, "session_tokens must be positive, found 0"),
+        ({"context_window": 8192}, "context_window must be at most the model's 4096 tokens, got 8192"),
+        ({"max_batch_size": 3, "data_parallel_size": 2}, "multiple of data_parallel_size=2"),
+        ({"session_tokens": 0}, "session_tokens must be positive, got 0"),
         ({"dtype": "int4"}, "int4"),
     ],
 )

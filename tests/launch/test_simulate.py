@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from ca_jax.launch.simulate_plot import plot_figure
-from ca_jax.launch.simulate_tables import shown
+from ca_jax.launch.plots import plot_figure
+from ca_jax.launch.simulate import shown
 from ca_jax.launch.simulate_trace import TraceSource, read_trace
 from ca_jax.simulate.paper import FIGURES, PaperConfig, PaperRow, PaperRuns, figure_rows
 
@@ -115,12 +115,12 @@ def test_a_trace_is_served_under_every_policy_and_bad_rows_are_counted(mooncake,
 BAD = {
     "a negative length": (
         ["--trace_format=mooncake", "--capacity_share=1"],
-        "line 6: `input_length` wanted an integer",
+        "line 6: `input_length`",
     ),
-    "a store under one session": (["--trace_format=mooncake", "--skip_bad_rows", "--dram_gb=0.1"], "dram_bytes wanted"),
+    "a store under one session": (["--trace_format=mooncake", "--skip_bad_rows", "--dram_gb=0.1"], "dram_bytes"),
     "too few devices": (
         ["--trace_format=mooncake", "--skip_bad_rows", "--model=llama-70b", "--num_devices=1"],
-        "num_devices wanted as many a100-80 as hold the 138 GB of weights of llama-70b, found 1",
+        "num_devices must be as many a100-80 as hold the 138 GB of weights of llama-70b, got 1",
     ),
     "a flag of figures alone": (["--trace_format=mooncake", "--price_device=3"], "--price_device must be left out of"),
     "a flag of traces alone": (["--figure=13", "--policy=lru"], "--policy must be left out of figures"),
@@ -140,16 +140,16 @@ def test_what_is_wrong_is_said_in_a_line(mooncake, arguments, message):
 
 
 def test_traces_that_cannot_be_read_are_told_of(tmp_path):
-    with pytest.raises(ValueError, match="trace wanted a file of the format arrivals, found none"):
+    with pytest.raises(ValueError, match="trace must be a file of the format arrivals, got none"):
         TraceSource(trace_format="arrivals")
-    with pytest.raises(ValueError, match="trace_format wanted one of sharegpt, mooncake, agents, arrivals; found 'x'"):
-        TraceSource(trace_format="x", path=tmp_path)
+    with pytest.raises(ValueError, match="trace_format must be one of sharegpt, mooncake, agents, arrivals; got 'x'"):
+        TraceSource(trace_format="x", trace=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
-        read_trace(TraceSource(trace_format="mooncake", path=tmp_path / "nothing.jsonl"))
-    with pytest.raises(FileNotFoundError, match=r"wanted at least one file \*\.jsonl"):
-        read_trace(TraceSource(trace_format="agents", path=tmp_path))
-    for change in ({"chars_per_token": 0.0}, {"max_turns": 0}):
-        with pytest.raises(ValueError, match=f"{next(iter(change))} wanted"):
+        read_trace(TraceSource(trace_format="mooncake", trace=tmp_path / "nothing.jsonl"))
+    with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
+        read_trace(TraceSource(trace_format="agents", trace=tmp_path))
+    for change in ({"chars_per_token": 0.0}, {"max_turns": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} must be"):
             TraceSource(**change)
 
 
@@ -158,13 +158,13 @@ def test_agents_and_arrivals_are_read_too(tmp_path):
         {"timestamp": 1000000 * t, "input": "abcd" * (t + 1), "output": "x" * 8, "session_id": "a"} for t in range(2)
     ]
     (tmp_path / "calls.jsonl").write_text("\n".join(map(json.dumps, calls)))
-    source = TraceSource(trace_format="agents", path=tmp_path, chars_per_token=4.0)
+    source = TraceSource(trace_format="agents", trace=tmp_path, chars_per_token=4.0)
     (session,) = read_trace(source).sessions
     assert [(turn.user_tokens, turn.kept_tokens, turn.answer_tokens) for turn in session.turns] == [
         (1, 0, 2),
         (1, 1, 2),
     ]
     (tmp_path / "arrivals.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,7\n2,6,8\n")
-    trace = read_trace(TraceSource(trace_format="arrivals", path=tmp_path / "arrivals.csv"), num_sessions=1)
+    trace = read_trace(TraceSource(trace_format="arrivals", trace=tmp_path / "arrivals.csv"), num_sessions=1)
     assert [session.turns[0].user_tokens for session in trace.sessions] == [5]
     assert trace.seen_blocks_share is None

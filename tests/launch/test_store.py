@@ -222,7 +222,7 @@ def test_export_leaves_out_what_is_damaged(tmp_path, filled):
     result, _ = ask(tmp_path, "export", "notes", output_dir=tmp_path / "one")
     assert result.ok
     assert [path.name for path in (tmp_path / "one").iterdir()] == [f"{KEYS['second']}.safetensors"]
-    with pytest.raises(CommandError, match="wanted a new or empty directory"):
+    with pytest.raises(CommandError, match="must be a new or empty directory"):
         ask(tmp_path, "export", output_dir=tmp_path / "one")
 
 
@@ -280,14 +280,14 @@ def test_beside_an_engine_all_that_only_looks_works(tmp_path, filled):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"command": "lst"}, "wanted one of list, show, .*; found 'lst'"),
-        ({"command": "show"}, "show wanted a session's id or the beginning of its key, found none"),
-        ({"command": "drop", "session": ""}, "drop wanted a session's id"),
-        ({"command": "stats", "session": "x"}, "stats wanted no session, found 'x'"),
-        ({"command": "export"}, "export wanted output_dir, found none"),
-        ({"command": "list", "dry_run": True}, "dry_run is for gc, found it with list"),
-        ({"command": "verify", "drop_namespaces": ("x",)}, "drop_namespaces is for gc, found it with verify"),
-        ({"command": "gc", "output_dir": Path("x")}, "output_dir is for export, found it with gc"),
+        ({"command": "lst"}, "must be one of list, show, .*; got 'lst'"),
+        ({"command": "show"}, "show must be told a session's id or the beginning of its key, got none"),
+        ({"command": "drop", "session": ""}, "drop must be told a session's id"),
+        ({"command": "stats", "session": "x"}, "stats must be told no session, got 'x'"),
+        ({"command": "export"}, "export must be told output_dir, got none"),
+        ({"command": "list", "dry_run": True}, "dry_run must come with gc, got list"),
+        ({"command": "verify", "drop_namespaces": ("x",)}, "drop_namespaces must come with gc, got verify"),
+        ({"command": "gc", "output_dir": Path("x")}, "output_dir must come with export, got gc"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path, options, message):
@@ -323,8 +323,8 @@ def test_errors_go_to_stderr(tmp_path):
     nowhere = tmp_path / "none"
     for arguments, message in (
         (("show", "x"), f"wanted a store's directory, found nothing at {nowhere}"),
-        (("show", "x", "y"), "wanted a command and at most one session, found show x y"),
-        ((f"--json_out={tmp_path}",), f"json_out wanted a file, found the directory {tmp_path}"),
+        (("show", "x", "y"), "arguments must be a command and at most one session, got show x y"),
+        ((f"--json_out={tmp_path}",), f"json_out must be a file, got the directory {tmp_path}"),
     ):
         done = launch(f"--ssd_dir={nowhere}", *arguments)
         assert done.returncode == 1

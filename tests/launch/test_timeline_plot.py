@@ -68,7 +68,7 @@ def test_a_figure_of_many_rows_stays_of_a_size_and_has_no_labels_that_overlap(dr
 
 
 @pytest.mark.parametrize(
-    ("spans", "message"), [([], "found none"), ([Span("load", "x", 1.0, 1.0)], "all of them at one instant")]
+    ("spans", "message"), [([], "got none"), ([Span("load", "x", 1.0, 1.0)], "all of them at one instant")]
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, spans, message):
     with pytest.raises(ValueError, match=message):

@@ -369,5 +369,5 @@ def test_a_server_that_others_reach_without_a_key_warns_at_its_start(tmp_path):
         command = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={tmp_path / 'nothing'}", "--port=0", *flags]
         return subprocess.run(command, check=False, capture_output=True, text=True, cwd=REPOSITORY).stderr
 
-    assert "whoever reaches it is served" in said("--host=192.0.2.1")  # No address of any machine: it ends there.
-    assert "whoever reaches it" not in said("--host=127.0.0.1")
+    assert "anybody who reaches it is served" in said("--host=192.0.2.1")  # No address of any machine: it ends there.
+    assert "anybody who reaches it" not in said("--host=127.0.0.1")

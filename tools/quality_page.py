@@ -1,12 +1,12 @@
 """Makes a page of tables from what evaluations have written.
 
-    python -m ca_jax.launch.evaluate_report --out=results/quality.md ppl_*.json lines.json mmlu.json
+    python -m tools.quality_page --out=results/quality.md ppl_*.json lines.json mmlu.json
 
 Perplexities of one model are a table, a line for each text and window and a column for each method; those of a file
 with many methods, and the other tasks, have a line for each method, those on the same data below each other. The
 commands that made the files come last.
 
-Not here: evaluating (`evaluate`), what the files hold (`evaluation.schema`, `evaluate_run`).
+Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`ca_jax.evaluation.schema`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-
 from ca_jax.launch.evaluate_run import Report
+
 from ca_jax.launch.evaluate_tables import COLUMNS, gap, with_error
 from ca_jax.launch.machine import summarize_machine
+from ca_jax.launch.script import make_markdown
 
 _OUT = flags.DEFINE_string("out", None, "Markdown file to write.", required=True)
 _NOTES = flags.DEFINE_string("notes", None, "Markdown file whose text comes before the tables.")
@@ -71,7 +72,7 @@ def to_markdown(reports: Sequence[Report], *, notes: str = "") -> str:
       ValueError: there are none.
     """
     if not reports:
-        raise ValueError("wanted at least one report, found none")
+        raise ValueError("reports must be at least one, got none")
     lines = ["# Quality behind an overflow", "", _INTRODUCTION]
     if notes.strip():
         lines += [notes.strip(), ""]
@@ -104,12 +105,12 @@ def read_report(path: Path) -> Report:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"wanted a JSON file of launch.evaluate, found {path}: {error}") from error
+        raise ValueError(f"a report must be a JSON file of launch.evaluate, got {path}: {error}") from error
     missing = [name for name in REQUIRED if not isinstance(report, dict) or name not in report]
     if missing:
-        raise ValueError(f"wanted a JSON file of launch.evaluate, found {path} without {', '.join(missing)}")
+        raise ValueError(f"a report must be a JSON file of launch.evaluate, got {path} without {', '.join(missing)}")
     if report["task"] not in _TITLES:
-        raise ValueError(f"wanted a JSON file of launch.evaluate, found {path} of the task {report['task']!r}")
+        raise ValueError(f"a report must be a JSON file of launch.evaluate, got {path} of the task {report['task']!r}")
     return report
 
 
@@ -123,7 +124,7 @@ def _perplexities(reports: Sequence[Report]) -> list[str]:
         cells.setdefault(key, {})[row["name"]] = _perplexity(row)
     head = ["text", "window", "tokens", "overflows", *names]
     body = [[*key, *(by_name.get(name, "") for name in names)] for key, by_name in cells.items()]
-    return _table(head, body)
+    return make_markdown(head, body)
 
 
 def _perplexity(row: Mapping[str, Any]) -> str:
@@ -141,7 +142,7 @@ def _by_method(task: str, reports: Sequence[Report]) -> list[str]:
     body = [[_data(row), f"{row['window']:,}", *(cell(row) for _, cell in columns)] for row in rows]
     order = {key: i for i, key in enumerate(dict.fromkeys((line[0], line[1]) for line in body))}
     body.sort(key=lambda line: order[line[0], line[1]])
-    return _table(["data", "window", *(heading for heading, _ in columns)], body)
+    return make_markdown(["data", "window", *(heading for heading, _ in columns)], body)
 
 
 def _data(row: Mapping[str, Any]) -> str:
@@ -162,18 +163,10 @@ def _place(report: Report) -> str:
     return f"{summarize_machine(report['machine'])}; {versions}"
 
 
-def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    return [_line(head), _line(["---"] * len(head)), *map(_line, body)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def main(argv: Sequence[str]) -> None:
     """Runs from the command line."""
     if len(argv) < 2:
-        raise app.UsageError("wanted JSON files of launch.evaluate, found none")
+        raise app.UsageError("arguments must be JSON files of launch.evaluate, got none")
     try:
         reports = [read_report(Path(name)) for name in argv[1:]]
         notes = "" if _NOTES.value is None else Path(_NOTES.value).read_text(encoding="utf-8")
