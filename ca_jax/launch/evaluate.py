@@ -47,10 +47,10 @@ from ca_jax.launch import (
     evaluate_run,
     evaluate_tables,
 )
-from ca_jax.launch.bench_report import write_json
 from ca_jax.launch.evaluate_plot import plot_losses
 from ca_jax.launch.machine import summarize_machine
 from ca_jax.launch.out_flags import out_path
+from ca_jax.launch.scratch import write_json
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 
 FLAGS = flags.FLAGS

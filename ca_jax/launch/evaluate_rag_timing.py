@@ -29,7 +29,7 @@ from ca_jax.evaluation.rag_rows import RagRow, TimedRow
 from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.kv.layout import kv_layout
-from ca_jax.launch.bench_disk import scratch_directory
+from ca_jax.launch.scratch import scratch_directory
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import SamplingParams
 from ca_jax.storage.config import GIB, StoreConfig

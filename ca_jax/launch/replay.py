@@ -28,12 +28,12 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import engine_flags, store_flags
-from ca_jax.launch.bench_disk import scratch_directory
 from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
 from ca_jax.launch.out_flags import out_path
 from ca_jax.launch.replay_plot import plot_replay
 from ca_jax.launch.replay_progress import replay_progress
 from ca_jax.launch.replay_report import make_report, print_report, write_json
+from ca_jax.launch.scratch import scratch_directory
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.replay.running import ReplayConfig, Result, replay
 from ca_jax.replay.trace_scripts import TraceConfig
