@@ -77,7 +77,7 @@ def define(*, flag_values: flags.FlagValues = flags.FLAGS) -> None:
         defaults = {suite: field.default for suite, field in by_suite.items()}
         is_shared = len(set(defaults.values())) == 1
         kind = str(next(iter(by_suite.values())).type).split("[")[0]
-        default = next(iter(defaults.values())) if is_shared else None
+        default: Any = next(iter(defaults.values())) if is_shared else None
         if kind == "tuple" and default is not None:
             default = [str(item) for item in default]
         _DEFINES.get(kind, flags.DEFINE_string)(name, default, _help(name, defaults, is_shared), **here)

@@ -268,8 +268,8 @@ class _Bench:
         rng, block_tokens = self.run.rng(), self.run.config.engine.store.block_tokens
         recompute, prefix, *blends = self.ways
         cells: dict[str, tuple[Way, str | None]] = {"recompute": (recompute, None), "prefix": (prefix, "dram")}
-        for tier, way in itertools.product(self.run.config.blend_tiers, blends):
-            cells[f"{way.blend.recompute_ratio} {tier}"] = (way, tier)
+        for place, way in itertools.product(self.run.config.blend_tiers, blends):
+            cells[f"{way.blend.recompute_ratio} {place}"] = (way, place)
 
         def ways() -> Ways:
             chunks = [self.chunks[index] for index in rng.permutation(len(self.chunks))]

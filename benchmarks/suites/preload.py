@@ -251,7 +251,8 @@ class _Bench:
                     raise BenchError("an engine that has warmed up must know its rates, got none")
                 cell = self._cell(num_history, num_new, load_s, load_ratio)
                 turns = cell.rows(rounds)
-                yield from (*turns, cell.depth_row(turns, auto.rates, padded))
+                yield from turns
+                yield cell.depth_row(turns, auto.rates, padded)
 
     def _cell(self, num_history: int, num_new: int, load_s: float, load_ratio: float | None) -> PreloadCell:
         return PreloadCell(self.run.model.config.num_layers, num_history, num_new, load_s, load_ratio)

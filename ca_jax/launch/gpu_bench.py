@@ -17,7 +17,7 @@ from ca_jax.launch.checkout import find_benchmarks
 
 if __name__ == "__main__":
     find_benchmarks()
-    from benchmarks.gpu import main
+    from benchmarks.gpu.main import define, main
 
-    main.define()
-    app.run(main.main)
+    define()
+    app.run(main)

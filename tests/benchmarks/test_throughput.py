@@ -225,13 +225,10 @@ def test_conversations_that_do_not_fit_or_lack_answers_are_passed_by(model):
 def sharegpt(monkeypatch):
     """Puts conversations in ShareGPT's place."""
 
-    def put(*conversations):
+    def put(*said):
+        found = [Conversation(id=str(i), turns=turns) for i, turns in enumerate(said)]
         monkeypatch.setattr(conversations, "dataset_path", lambda: None)
-        monkeypatch.setattr(
-            conversations,
-            "load_sharegpt",
-            lambda min_turns: (Conversation(id=str(i), turns=turns) for i, turns in enumerate(conversations)),
-        )
+        monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter(found))
 
     return put
 
