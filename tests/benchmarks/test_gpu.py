@@ -179,7 +179,7 @@ def section(name: str, needs_s: float, takes_s: float, clock: Clock, error: Exce
 
 def test_what_would_not_end_in_time_is_skipped_and_what_breaks_does_not_end_the_others():
     clock, seen = Clock(), []
-    sections = [
+    made = [
         section("first", 0, 7, clock),
         section("broken", 5, 2, clock, RuntimeError("out of memory")),
         section("too long", 12, 9, clock),
@@ -187,7 +187,7 @@ def test_what_would_not_end_in_time_is_skipped_and_what_breaks_does_not_end_the_
         section("late", 1, 1, clock),
     ]
     results = sections.run_sections(
-        None, sections, budget_s=20, after_each=lambda so_far: seen.append(len(so_far)), clock=clock
+        None, made, budget_s=20, after_each=lambda so_far: seen.append(len(so_far)), clock=clock
     )
     assert [(result.name, result.status, result.seconds) for result in results] == [
         ("first", "done", 7),
