@@ -1,12 +1,15 @@
 """The page of CacheBlend's figures: every table of what was measured, what was not, and the words, each once."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from ca_jax.launch import bench_tables, evaluate_tables
+from benchmarks.suites.blend import BlendRow
+from benchmarks.suites.blend_throughput import BlendThroughputRow
+from ca_jax.launch import evaluate_tables
 from tools import blend_page
 from tools.paper_page import sections
 
@@ -45,7 +48,7 @@ def filled(columns, row):
 
 
 def bench_row(kind, **row):
-    return filled([name for _, name, _ in bench_tables._COLUMNS[kind]], row)
+    return filled([field.name for field in dataclasses.fields(kind)], row)
 
 
 class AnyField(dict):
@@ -62,13 +65,13 @@ def rag_report(figure, rows):
 
 
 TTFT_ROWS = [
-    bench_row("blend", mode="recompute", tier=None, recompute_ratio=None, ttft_s=6.0),
-    bench_row("blend", mode="prefix", tier="dram", recompute_ratio=None, ttft_s=5.0),
-    bench_row("blend", mode="blend", tier="dram", recompute_ratio=0.15, ttft_s=2.0, speedup=3.01, over_ideal=1.1),
-    bench_row("blend", mode="blend", tier="ssd", recompute_ratio=0.15, ttft_s=2.5, speedup=2.4, over_ideal=1.4),
+    bench_row(BlendRow, mode="recompute", tier=None, recompute_ratio=None, ttft_s=6.0),
+    bench_row(BlendRow, mode="prefix", tier="dram", recompute_ratio=None, ttft_s=5.0),
+    bench_row(BlendRow, mode="blend", tier="dram", recompute_ratio=0.15, ttft_s=2.0, speedup=3.01, over_ideal=1.1),
+    bench_row(BlendRow, mode="blend", tier="ssd", recompute_ratio=0.15, ttft_s=2.5, speedup=2.4, over_ideal=1.4),
 ]
 STREAM_ROWS = [
-    bench_row("blend_throughput", mode="blend", dram_share=0.4, ssd_share=0.8, speedup=3.2, speedup_over_prefix=2.71)
+    bench_row(BlendThroughputRow, mode="blend", dram_share=0.4, ssd_share=0.8, speedup=3.2, speedup_over_prefix=2.71)
 ]
 QUALITY_ROWS = [
     {"name": "full recompute", "method": "recompute", "ratio": None, "selection": None, "f1": 0.05, "num_items": 50},

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ca_jax.launch.bench_disk import can_drop
+from benchmarks.disk import can_drop
 from tests import engine_kit as kit
 from tools import kv_rest
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ca_jax.launch import bench_tables, evaluate_tables
+from benchmarks import tables
+from ca_jax.launch import evaluate_tables
 from ca_jax.launch.machine import summarize_machine
 from tools.paper_page import RESULTS, sections, table
 
@@ -181,7 +182,7 @@ def _of_report(name: str, report: Report) -> Iterable[str]:
     yield ""
     try:
         if "suite" in report:
-            yield bench_tables.to_markdown(dict(report)).rstrip()
+            yield tables.to_markdown(dict(report)).rstrip()
         else:
             yield evaluate_tables.to_markdown(dict(report)).rstrip()
     except KeyError as error:

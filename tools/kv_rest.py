@@ -25,14 +25,13 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from benchmarks.engines import OneSessionEngine, check_source, one_session_config, send_turn
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
 from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.evaluation.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.kv.layout import rest_layout
-from ca_jax.launch.bench_engines import OneSessionEngine, check_source, one_session_config
-from ca_jax.launch.bench_suites import send_turn
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model

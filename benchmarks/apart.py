@@ -1,0 +1,194 @@
+"""A turn's load and its compute, each without the other: what a turn that does both at once is compared with.
+
+Both go past the engine's scheduling, through the same loader and the same compiled functions as its turns.
+
+Not here: turns (`engines.send_turn`), what is made of the times (`suites.ttft`, `suites.blend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+
+from benchmarks.harness import BenchError
+from ca_jax.device.runner import LayerSource
+from ca_jax.device.transfer import to_host
+from ca_jax.engine import Engine
+from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv.histories import History
+from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.recompute.blending import Blending
+from ca_jax.session import Session
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.tickets import LoadTicket
+from ca_jax.turns.chunks import ChunkSpan
+
+_SLOT = 0  # Nothing is put into it: a prefill that is not inserted leaves the decode slots as they are.
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryOnDevice:
+    """A history that needs no loading; a `runner.LayerSource`."""
+
+    num_tokens: int
+    """Of it that count."""
+    layers: Sequence[jax.Array]
+    """Unrotated KV, per layer `[2, S, K, H]`."""
+    load_s: float
+    """Seconds from the start of the load until the last layer was on the device."""
+    token_ids: Sequence[int] = ()
+    """Of chunks: theirs, one chunk behind the other."""
+    history: History | None = None
+    """Of chunks: what the engine would hand to `Blending`."""
+
+    def layer(self, layer: int) -> jax.Array:
+        """A layer's KV."""
+        return self.layers[layer]
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """Nothing waits for it."""
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """Nothing waits for it."""
+
+
+class ApartEngine:
+    """Loads and prefills of an idle engine, done one without the other. Blocks; the engine stays as it was.
+
+    Args:
+      engine: whose functions and device state are used; nothing else may run it meanwhile.
+      store: the engine's own, as its `store_wrapper` was given it.
+      max_history_tokens: of the longest history.
+    """
+
+    def __init__(self, engine: Engine, store: AttentionStore, *, max_history_tokens: int) -> None:
+        self._engine = engine
+        self._store = store
+        padded_tokens = engine._runner.padded_history(max_history_tokens)
+        self._loader = LayerLoader(store.layout, padded_tokens * store.layout.token_bytes)
+        self._loader.touch()
+
+    def close(self) -> None:
+        """Lets go of memory."""
+        self._loader.close()
+
+    @contextlib.contextmanager
+    def loaded(self, session: Session) -> Iterator[HistoryOnDevice]:
+        """Loads all of a session's KV from DRAM, as fast as it comes, while nothing is computed.
+
+        Yields:
+          It, until the block ends: on CPU it lies in the loader's memory.
+
+        Raises:
+          BenchError: the store has not all of it in DRAM.
+        """
+        ticket = self._open_load(session)
+        with self._on_device(ticket, [ticket]) as (layers, load_s, _):
+            yield HistoryOnDevice(ticket.num_tokens, layers, load_s)
+
+    @contextlib.contextmanager
+    def loaded_context(self, chunks: Sequence[Sequence[int]], tenant: str = "") -> Iterator[HistoryOnDevice]:
+        """Loads the KV of chunks from DRAM, one behind the other, as fast as it comes, while nothing is computed.
+
+        Yields:
+          It, until the block ends, as in `loaded`.
+
+        Raises:
+          BenchError: the store has not all of it in DRAM.
+        """
+        stored = self._engine._kv.chunks
+        starts = itertools.accumulate(map(len, chunks), initial=0)
+        spans = [
+            ChunkSpan(stored.key(ids, tenant), start, len(ids)) for ids, start in zip(chunks, starts, strict=False)
+        ]
+        with self._engine._lock:
+            tickets = [stored.hold(span, list(ids)) for span, ids in zip(spans, chunks, strict=True)]
+            held = [ticket for ticket in tickets if ticket is not None]
+            if len(held) < len(chunks):
+                for ticket in held:
+                    self._store.abort_load(ticket)
+                raise BenchError(f"a load of {len(chunks)} chunks must find all of them in DRAM, got {len(held)}")
+        fused = FusedTicket([(part, span.start) for part, span in zip(held, spans, strict=True)])
+        with self._on_device(fused, held) as (layers, load_s, load):
+            history = History("", load, num_stored=0, num_slid=0, predicted_s=None, chunks=tuple(spans))
+            token_ids = list(itertools.chain.from_iterable(chunks))
+            yield HistoryOnDevice(fused.num_tokens, layers, load_s, token_ids, history)
+
+    def prefill(self, history: HistoryOnDevice, new_ids: list[int]) -> tuple[int, float]:
+        """Computes a turn over a history that is on the device.
+
+        Returns:
+          The likeliest first token, and seconds until it is on the host.
+        """
+        return self._prefill(lambda: history, history.num_tokens, new_ids)
+
+    def blend(self, context: HistoryOnDevice, new_ids: list[int], ratio: float) -> tuple[int, float]:
+        """Computes a turn over chunks that are on the device: what of them is computed anew, and the new tokens.
+
+        Args:
+          context: of `loaded_context`.
+          new_ids: behind the chunks.
+          ratio: share of their tokens that is computed anew.
+
+        Returns:
+          As `prefill`.
+        """
+        if context.history is None:
+            raise ValueError("context must be of chunks, got a session's history")
+        blending = Blending(self._engine.config.blend, self._engine._runner)
+        history = dataclasses.replace(context.history, recompute_ratio=ratio)
+        fused = partial(blending.fused, list(context.token_ids), history, 0, context)
+        return self._prefill(fused, context.num_tokens, new_ids)
+
+    @contextlib.contextmanager
+    def _on_device(
+        self, ticket: LoadTicket | FusedTicket, held: Sequence[LoadTicket]
+    ) -> Iterator[tuple[list[jax.Array], float, LayerLoad]]:
+        num_layers = self._store.layout.num_layers
+        started_s = time.perf_counter()
+        load = self._loader.open(ticket, self._engine._runner.padded_history(ticket.num_tokens), depth=num_layers)
+        try:
+            layers = jax.block_until_ready([load.layer(layer) for layer in range(num_layers)])
+            yield layers, time.perf_counter() - started_s, load
+        finally:
+            load.release()
+            with self._engine._lock:
+                for part in held:
+                    self._store.complete_load(part)
+
+    def _prefill(self, source: Callable[[], LayerSource], num_tokens: int, new_ids: list[int]) -> tuple[int, float]:
+        runner = self._engine._runner
+        with self._engine._lock:
+            started_s = time.perf_counter()
+            history = source()
+            prefill = runner.start_prefill(_SLOT, new_ids, num_tokens)
+            while prefill.num_left:
+                runner.run_pass(
+                    prefill, min(prefill.num_left, runner.chunk_tokens), None if prefill.num_done else history
+                )
+            if prefill.logits is None:
+                raise RuntimeError("a prefill of all tokens has ended without logits")
+            token = int(np.argmax(to_host(prefill.logits)))
+            elapsed_s = time.perf_counter() - started_s
+            jax.block_until_ready((prefill.past, prefill.kv))
+        return token, elapsed_s
+
+    def _open_load(self, session: Session) -> LoadTicket:
+        num_tokens, num_found = len(session.token_ids), 0
+        with self._engine._lock:  # The engine's own thread looks after the store now and then.
+            for info in self._store.of_name(session.session_id):
+                ticket = self._store.prepare_load(info.key, session.token_ids)
+                if ticket is None:
+                    continue
+                if ticket.num_tokens == num_tokens:
+                    return ticket
+                num_found = ticket.num_tokens
+                self._store.abort_load(ticket)
+        raise BenchError(f"a load of {num_tokens} tokens must find all of them in DRAM, got {num_found}")

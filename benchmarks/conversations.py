@@ -1,0 +1,173 @@
+"""The conversations that suites serve, ShareGPT's or random tokens where it is not installed, and the loop that serves.
+
+Not here: a recorded conversation as turns (`ca_jax.replay.scripts`), reading the data set (`ca_jax.traces.sharegpt`),
+which conversations a suite takes (`suites.throughput`, `suites.overflow`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from benchmarks.engines import answer_of
+from benchmarks.harness import BenchError
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.replay.scripts import Script, recorded_script
+from ca_jax.traces.sharegpt import Turn, dataset_path, load_sharegpt
+from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import Usage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripts:
+    """All conversations."""
+
+    source: str
+    """`sharegpt` or `random`."""
+    each: tuple[Script, ...]
+    """What is said, and how long answers are."""
+
+
+def recorded_or_random(
+    model: LoadedModel,
+    num_scripts: int,
+    choose: Callable[[Iterable[Sequence[Turn]]], Iterator[Script]],
+    make: Callable[[np.random.Generator], Script],
+    *,
+    min_turns: int,
+    wanted: str,
+    seed: int,
+) -> Scripts:
+    """The first conversations of ShareGPT that are chosen; made ones without the data set, or without a tokenizer.
+
+    Args:
+      model: who answers.
+      num_scripts: how many.
+      choose: gives the scripts of those recorded conversations that will do.
+      make: gives one of random tokens.
+      min_turns: of a recorded conversation that is looked at.
+      wanted: what they are to be, for the error.
+      seed: of random tokens.
+
+    Raises:
+      BenchError: the data set has too few such conversations.
+    """
+    if model.tokenizer is None or not is_installed():
+        rng = np.random.default_rng(seed)
+        return Scripts(source="random", each=tuple(make(rng) for _ in range(num_scripts)))
+    recorded = (conversation.turns for conversation in load_sharegpt(min_turns=min_turns))
+    found = tuple(itertools.islice(choose(recorded), num_scripts))
+    if len(found) < num_scripts:
+        raise BenchError(f"ShareGPT must have {num_scripts} conversations {wanted}, got {len(found)}")
+    return Scripts(source="sharegpt", each=found)
+
+
+def is_installed() -> bool:
+    """Whether ShareGPT is there."""
+    try:
+        dataset_path()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def answered_script(model: LoadedModel, turns: Sequence[Turn], max_turns: int, answer_tokens: int) -> Script:
+    """A recorded conversation's first turns that were answered.
+
+    Args:
+      model: whose tokenizer and chat template count.
+      turns: as recorded.
+      max_turns: how many at most.
+      answer_tokens: most tokens generated of an answer; the rest comes with the next message.
+
+    Raises:
+      ValueError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} must have a tokenizer, got none")
+    pairs = (pair for pair in itertools.pairwise(turns) if (pair[0].role, pair[1].role) == ("user", "assistant"))
+    texts = [(said.text, answered.text) for said, answered in itertools.islice(pairs, max_turns)]
+    return recorded_script(model, model.tokenizer, texts, answer_tokens)
+
+
+def num_tokens(script: Script) -> int:
+    """Of all its messages and answers."""
+    return sum(turn.num_tokens for turn in script)
+
+
+# Serving.
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedTurn:
+    """One turn that has ended."""
+
+    history_tokens: int
+    """Of the conversation before it."""
+    answer_ids: tuple[int, ...]
+    """What was generated."""
+    usage: Usage
+    """What it took."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedRound:
+    """All conversations, served once."""
+
+    elapsed_s: float
+    """From the first message sent to the last answer ended."""
+    conversations: tuple[tuple[ServedTurn, ...], ...]
+    """Their turns."""
+
+    @property
+    def turns(self) -> list[ServedTurn]:
+        """Of all conversations, one behind the other."""
+        return list(itertools.chain.from_iterable(self.conversations))
+
+
+def serve(engine: Engine, scripts: Sequence[Script]) -> ServedRound:
+    """Serves conversations to their end in a closed loop, each in a session of its own that is forgotten then.
+
+    Each sends its next message as soon as its answer has ended; one thread drives all by the engine's steps.
+
+    Args:
+      engine: idle; it is idle again afterwards.
+      scripts: what is said in each, and how long answers are.
+
+    Raises:
+      Exception: what broke a turn, if something did.
+    """
+    sessions = [engine.session() for _ in scripts]
+    to_come = [iter(script) for script in scripts]
+    turns: list[list[ServedTurn]] = [[] for _ in scripts]
+    history_tokens = [0] * len(scripts)
+    running: dict[int, Job] = {}
+
+    def send(indices: Iterable[int]) -> None:
+        for index in indices:
+            if (exchange := next(to_come[index], None)) is not None:
+                history_tokens[index] = len(sessions[index].token_ids)
+                params = answer_of(exchange.answer_tokens)
+                running[index] = engine.submit_turn(sessions[index], exchange.message, params)
+
+    started_s = time.perf_counter()
+    send(range(len(scripts)))
+    while running:
+        engine.step()
+        ended = [index for index, job in running.items() if job.done]
+        for index in ended:
+            job = running.pop(index)
+            if job.error is not None:
+                raise job.error
+            turns[index].append(ServedTurn(history_tokens[index], tuple(job.output_ids), job.usage()))
+        send(ended)
+    elapsed_s = time.perf_counter() - started_s
+    engine.wait_for_saves()
+    for session in sessions:
+        session.close()
+    return ServedRound(elapsed_s, tuple(map(tuple, turns)))

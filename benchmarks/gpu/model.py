@@ -1,0 +1,181 @@
+"""Measures a model on the accelerator against what bounds it: prefill by matrix products, decode by memory.
+
+Prefill and decode go through the engine's own `Runner`, without an engine around it: rows that decode together would
+each be prefilled between two decode steps, and every number of rows on the way there be compiled.
+
+Not here: what bounds it (`probes`), turns over stored histories (`ttft`), the paper's figures (`paper`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.engines import random_ids
+from benchmarks.gpu.rows import MATMUL_FLOOR, ROOFLINE_FLOOR, Findings, Floor, GpuBenchConfig, Probes
+from ca_jax.device import sampling
+from ca_jax.device.runner import Prefill, Runner
+from ca_jax.models import attention
+from ca_jax.models.transformer import Transformer
+from ca_jax.pretrained import LoadedModel, random_model
+
+_SETTLING_STEPS = 2  # Decode steps before the first sample.
+
+
+def shaped_model(preset: str, config: GpuBenchConfig, num_tokens: int) -> LoadedModel:
+    """A model of random weights with room for so many tokens, whatever its preset was trained for."""
+    model = random_model(preset, dtype=config.dtype, seed=config.seed)
+    if num_tokens <= model.config.max_positions:
+        return model
+    longer = dataclasses.replace(model.config, max_positions=num_tokens)
+    return dataclasses.replace(model, config=longer, model=Transformer(longer))
+
+
+def compute_bytes(model: LoadedModel) -> int:
+    """Of the weights that a token goes through: all but an embedding table that is looked up only."""
+    return _layer_numbers(model) * model.params["params"]["embed"]["embedding"].dtype.itemsize + _head_bytes(model)
+
+
+def prefill_flops(model: LoadedModel, num_tokens: int) -> int:
+    """Floating-point operations of prefilling so many tokens over no history, logits of the last one included.
+
+    Two for each weight and token, and four for each number of a head and each pair of tokens that attention sees.
+    """
+    c = model.config
+    pairs = num_tokens * (num_tokens + 1) // 2
+    attended = 4 * pairs * c.num_layers * c.num_heads * c.head_dim
+    return 2 * _layer_numbers(model) * num_tokens + 2 * c.embed_dim * c.vocab_size + attended
+
+
+def _layer_numbers(model: LoadedModel) -> int:
+    layers = [part for name, part in model.params["params"].items() if name.startswith("layer_")]
+    return sum(leaf.size for leaf in jax.tree.leaves(layers))
+
+
+def _head_bytes(model: LoadedModel) -> int:
+    embedding = model.params["params"]["embed"]["embedding"]
+    return embedding.nbytes  # The head has as many numbers, whether it is the same table or not.
+
+
+class RunnerBench:
+    """Prefill and decode of one model.
+
+    Args:
+      model: which.
+      config: how much of it.
+    """
+
+    def __init__(self, model: LoadedModel, config: GpuBenchConfig) -> None:
+        self._model = model
+        self._config = config
+        longest = config.context_tokens + _SETTLING_STEPS + (1 + config.repeats) * config.decode_steps
+        self._runner = Runner(
+            model.config,
+            model.params,
+            window=max(longest, config.prefill_tokens),
+            max_batch_size=config.batch_size,
+            chunk_tokens=config.chunk_tokens,
+        )
+        self._tokens = random_ids(np.random.default_rng(config.seed), model, max(longest, config.prefill_tokens))
+
+    def prefill(self, probes: Probes) -> Findings:
+        """Time of a prefill without history, against the matmul peak."""
+        num_tokens = self._config.prefill_tokens
+        rounds = harness.interleave(
+            lambda: {"ours": lambda: harness.timed("prefill_s", self._prefill, 0, num_tokens)}, self._config.repeats
+        )
+        samples = harness.samples(rounds)
+        prefill_s = harness.must_median(samples, "prefill_s")
+        flops_per_s = prefill_flops(self._model, num_tokens) / prefill_s
+        share = flops_per_s / probes.matmul_flops_per_s
+        row = {
+            "new_tokens": num_tokens,
+            "prefill_s": prefill_s,
+            "tflop_per_s": flops_per_s / 1e12,
+            "share_of_matmul_peak": share,
+            "recompiles": harness.recompiles(rounds),
+        }
+        c = self._model.config
+        how = attention.prefill_attention(self._model.params["params"]["embed"]["embedding"].dtype, c.head_dim)
+        return Findings(
+            rows=[row],
+            floors=[Floor(what="prefill, share of the matmul peak", value=share, bound=MATMUL_FLOOR)],
+            notes=[model_note(self._model), f"attention of prefill: {how}", *_spread_notes(samples, "prefill_s")],
+        )
+
+    def decode(self, probes: Probes) -> Findings:
+        """Time of a decode step of a full batch, against reading all weights and all KV once."""
+        config, num_rows = self._config, self._config.batch_size
+        for slot in range(num_rows):
+            self._runner.insert(self._prefill(slot, config.context_tokens))
+        lengths = np.full(num_rows, config.context_tokens, np.int32)
+        tokens = self._steps(_SETTLING_STEPS, np.zeros(num_rows, np.int32), lengths)
+
+        def step() -> dict[str, float]:
+            nonlocal tokens
+            started_s = time.perf_counter()
+            tokens = self._steps(config.decode_steps, tokens, lengths)
+            elapsed_s = time.perf_counter() - started_s
+            return {"step_s": elapsed_s / config.decode_steps, "length": float(lengths[0])}
+
+        rounds = harness.interleave(lambda: {"ours": step}, config.repeats)
+        samples = harness.samples(rounds)
+        step_s = harness.must_median(samples, "step_s")
+        num_context = int(np.mean([sample["length"] for sample in samples]))
+        dtype = self._model.params["params"]["embed"]["embedding"].dtype
+        kv_bytes = self._model.config.kv_bytes_per_token(dtype.itemsize) * num_rows * num_context
+        roofline_s = (compute_bytes(self._model) + kv_bytes) / probes.memory_read_bytes_per_s
+        row = {
+            "rows": num_rows,
+            "context_tokens": num_context,
+            "step_s": step_s,
+            "tokens_per_s": num_rows / step_s,
+            "weight_gb": compute_bytes(self._model) / 1e9,
+            "kv_gb": kv_bytes / 1e9,
+            "roofline_s": roofline_s,
+            "share_of_roofline": roofline_s / step_s,
+            "recompiles": harness.recompiles(rounds),
+        }
+        how = attention.slot_attention(self._runner.slots.buffers.keys[0])
+        return Findings(
+            rows=[row],
+            floors=[
+                Floor(
+                    what=f"decode of {num_rows} rows, share of the bandwidth's roofline",
+                    value=roofline_s / step_s,
+                    bound=ROOFLINE_FLOOR,
+                )
+            ],
+            notes=[model_note(self._model), f"attention of decode: {how}", *_spread_notes(samples, "step_s")],
+        )
+
+    def _prefill(self, slot: int, num_tokens: int) -> Prefill:
+        """A prefill that has ended."""
+        prefill = self._runner.start_prefill(slot, self._tokens[:num_tokens], 0)
+        while prefill.num_left:
+            self._runner.run_pass(prefill, min(prefill.num_left, self._config.chunk_tokens))
+        jax.block_until_ready((prefill.logits, prefill.kv))
+        return prefill
+
+    def _steps(self, num_steps: int, tokens: np.ndarray | jax.Array, lengths: np.ndarray) -> np.ndarray | jax.Array:
+        """Decodes greedily, and waits for the last tokens; `lengths` grow in place."""
+        for _ in range(num_steps):
+            logits, _, _ = self._runner.slots.decode(tokens, lengths.copy())
+            tokens = sampling.greedy(logits)
+            lengths += 1
+        return jax.block_until_ready(tokens)
+
+
+def model_note(model: LoadedModel) -> str:
+    """Which model a section is of."""
+    return f"{model.name} in {model.dtype}"
+
+
+def _spread_notes(samples: Sequence[harness.Sample], name: str) -> list[str]:
+    taken = [1e3 * sample[name] for sample in samples]
+    return [f"{name}: {min(taken):.2f} to {max(taken):.2f} ms, {len(taken)} samples"]

@@ -1,0 +1,180 @@
+"""The sections of the accelerator's benchmark, in order of importance, run for as long as time lasts.
+
+Not here: measuring (`probes`, `model`, `ttft`, `paper`), flags and main (`main`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from benchmarks.gpu import model, paper
+from benchmarks.gpu.model import RunnerBench
+from benchmarks.gpu.probes import measure_probes, probe_findings
+from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes, SectionResult, Status
+from benchmarks.gpu.ttft import measure_ttft
+from ca_jax.errors import CaJaxError
+from ca_jax.pretrained import LoadedModel, Progress
+
+Clock = Callable[[], float]
+
+
+class MissingResultError(CaJaxError):
+    """A section builds on what another one measures, which has no result."""
+
+
+class GpuBench:
+    """Runs the sections, one after the other, with one model at a time.
+
+    Args:
+      config: what to measure.
+      progress: told of rounds.
+    """
+
+    def __init__(self, config: GpuBenchConfig, progress: Progress) -> None:
+        self.config = config
+        """What to measure."""
+        self.progress = progress
+        """Told of rounds."""
+        self.probes: Probes | None = None
+        """Of the device, once they are measured."""
+        self._model: tuple[str, LoadedModel] | None = None
+        self._runner: RunnerBench | None = None
+
+    def measure_probes(self) -> Findings:
+        """What the hardware gives."""
+        self.probes = measure_probes(self.config)
+        return probe_findings(self.probes, self.config)
+
+    def known_probes(self) -> Probes:
+        """What was measured.
+
+        Raises:
+          MissingResultError: the probes failed.
+        """
+        if self.probes is None:
+            raise MissingResultError("the device's own rates must be known to compare with, got none: they failed")
+        return self.probes
+
+    def model(self, preset: str) -> LoadedModel:
+        """The model; of two the device may not have room for, so there is one at a time."""
+        self._runner = None  # Its decode slots are in the way as well.
+        if self._model is None or self._model[0] != preset:
+            self._model = None
+            gc.collect()
+            num_tokens = max(self.config.history_tokens) + self.config.new_tokens + 2
+            self._model = preset, model.shaped_model(preset, self.config, num_tokens)
+        return self._model[1]
+
+    def runner(self) -> RunnerBench:
+        """Prefill and decode of the model."""
+        if self._runner is None:
+            self._runner = RunnerBench(self.model(self.config.preset), self.config)
+        return self._runner
+
+    def run(self, measure: Callable[[RunnerBench, Probes], Findings]) -> Findings:
+        """Prefill or decode of the model, judged by the device's rates."""
+        probes = self.known_probes()
+        return measure(self.runner(), probes)
+
+    def figure(self, measure: Callable[[LoadedModel, GpuBenchConfig, Progress], Findings]) -> Findings:
+        """One of the paper's figures."""
+        return measure(self.model(self.config.overlap_preset), self.config, self.progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One part of the benchmark."""
+
+    name: str
+    """For the command line and the JSON."""
+    title: str
+    """For people."""
+    needs_s: float
+    """Seconds that it takes on an H100 with everything still to be compiled, generously."""
+    run: Callable[[GpuBench], Findings]
+    """Measures it."""
+
+
+SECTIONS = (
+    Section("probes", "The hardware", 0, GpuBench.measure_probes),
+    Section("prefill", "Prefill against the matmul peak", 40, lambda bench: bench.run(RunnerBench.prefill)),
+    Section("decode", "Decode against the memory's bandwidth", 60, lambda bench: bench.run(RunnerBench.decode)),
+    Section(
+        "ttft",
+        "Turns over histories in DRAM",
+        90,
+        lambda bench: measure_ttft(
+            probes=bench.known_probes(), model=bench.model(bench.config.preset), config=bench.config
+        ),
+    ),
+    Section(
+        "figure_19",
+        "Figure 19: layer-wise pre-loading by depth of the read buffer",
+        50,
+        lambda bench: bench.figure(paper.figure_19),
+    ),
+    Section("figure_20", "Figure 20: asynchronous saving", 70, lambda bench: bench.figure(paper.figure_20)),
+    Section("figure_18", "Figure 18: reuse by share of history", 50, lambda bench: bench.figure(paper.figure_18)),
+)
+"""In order of importance."""
+
+
+def run_sections(
+    bench: GpuBench,
+    sections: Sequence[Section],
+    *,
+    budget_s: float,
+    after_each: Callable[[Sequence[SectionResult]], None],
+    clock: Clock = time.perf_counter,
+) -> list[SectionResult]:
+    """Runs sections for as long as the time lasts; one that breaks does not end the others.
+
+    Args:
+      bench: what they are of.
+      sections: in the order they are run.
+      budget_s: seconds in all; a section that needs more than is left is skipped.
+      after_each: called with all results so far.
+      clock: gives the time, seconds.
+    """
+    begun_s = clock()
+    results: list[SectionResult] = []
+    for section in sections:
+        left_s = budget_s - (clock() - begun_s)
+        started_s = clock()
+        status: Status = "done"
+        if section.needs_s and left_s < section.needs_s:
+            status, findings = "skipped", _note(f"needs {section.needs_s:.0f} s, got {max(left_s, 0):.0f} s left")
+        else:
+            try:
+                findings = section.run(bench)
+            except Exception as error:  # Whatever it is: what the other sections find is worth having.
+                logging.exception("section %s broke off", section.name)
+                status, findings = "failed", _note(f"{type(error).__name__}: {error}")
+        results.append(
+            SectionResult(
+                name=section.name, title=section.title, status=status, seconds=clock() - started_s, findings=findings
+            )
+        )
+        after_each(results)
+    return results
+
+
+def choose_sections(names: Sequence[str]) -> list[Section]:
+    """The sections of those names, in order, and the first; all for none.
+
+    Raises:
+      ValueError: there is no such section.
+    """
+    known = [section.name for section in SECTIONS]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"sections must be some of {', '.join(known)}; got {', '.join(unknown)}")
+    return [section for section in SECTIONS if not names or section.name in names or section is SECTIONS[0]]
+
+
+def _note(text: str) -> Findings:
+    return Findings(rows=[], notes=[text])

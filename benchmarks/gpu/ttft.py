@@ -1,0 +1,119 @@
+"""Turns over histories in the host's memory: how near the load comes to the link, and the turn to what bounds it.
+
+Not here: loads and computes alone (`benchmarks.apart`), what the link gives (`probes`), other tiers (`suites.ttft`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.apart import ApartEngine
+from benchmarks.engines import (
+    check_source,
+    engine_and_store,
+    engine_for,
+    random_ids,
+    send_turn,
+    store_session,
+    take_back,
+)
+from benchmarks.gpu.model import model_note
+from benchmarks.gpu.rows import LINK_FLOOR, TTFT_CEILING, Findings, Floor, GpuBenchConfig, Probes
+from benchmarks.harness import Sample, Ways
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.kv.layout import kv_layout
+from ca_jax.pretrained import LoadedModel
+from ca_jax.session import Session
+
+
+def measure_ttft(model: LoadedModel, config: GpuBenchConfig, probes: Probes) -> Findings:
+    """TTFT of turns over histories in DRAM, by history: against its load and its compute, each measured alone.
+
+    Raises:
+      BenchError: the engine cannot be as large as that, or a history did not come from DRAM.
+    """
+    longest = max(config.history_tokens) + config.new_tokens + 1
+    settings = EngineConfig(
+        prefill_chunk_tokens=config.chunk_tokens, read_buffer="all", recompute_if_faster=False, compile_cache_dir=None
+    )
+    engine_config = engine_for(settings, model, [longest], context_window=longest + 1)
+    with contextlib.ExitStack() as stack:
+        engine, store = engine_and_store(model, engine_config, suite="ttft")
+        stack.enter_context(engine)
+        apart = ApartEngine(engine, store, max_history_tokens=max(config.history_tokens))
+        stack.callback(apart.close)
+        engine.wait_until_ready()  # First touch would share the memory bus with the samples.
+        rows = [_ttft_row(engine, apart, num_history, config, probes) for num_history in config.history_tokens]
+    return Findings(
+        rows=rows,
+        floors=[
+            Floor(
+                what="load from DRAM, least share of the link",
+                value=min(row["share_of_link"] for row in rows),
+                bound=LINK_FLOOR,
+            ),
+            Floor(
+                what="TTFT on a DRAM hit over the larger of load and compute, most",
+                value=max(row["ttft_vs_bound"] for row in rows),
+                bound=TTFT_CEILING,
+                is_ceiling=True,
+            ),
+        ],
+        notes=[
+            model_note(model),
+            "load_s: of all layers to the device, nothing computed. compute_s: of the new tokens and the first token's "
+            "draw, the history on the device. ttft_vs_bound: TTFT over the larger of both, median of the rounds",
+        ],
+    )
+
+
+def _ttft_row(
+    engine: Engine, apart: ApartEngine, num_history: int, config: GpuBenchConfig, probes: Probes
+) -> dict[str, Any]:
+    model, rng = engine.model, np.random.default_rng((config.seed, num_history))
+    session = store_session(engine, random_ids(rng, model, num_history))
+
+    def ways() -> Ways:
+        new_ids = random_ids(rng, model, config.new_tokens)
+        return {"turn": partial(_turn, engine, session, new_ids), "apart": partial(_alone, apart, session, new_ids)}
+
+    rounds = harness.interleave(ways, config.repeats)
+    session.close()
+    for each in rounds:
+        alone = each["apart"]
+        alone["ttft_vs_bound"] = each["turn"]["ttft_s"] / max(alone["load_s"], alone["compute_s"])
+    names = ("load_s", "compute_s", "ttft_s", "ttft_vs_bound", "load_stall_s")
+    medians = {name: harness.must_median(harness.samples(rounds), name) for name in names}
+    kv_bytes = num_history * kv_layout(model, engine.config).token_bytes
+    load_s = medians.pop("load_s")
+    return {
+        "history_tokens": num_history,
+        "new_tokens": config.new_tokens,
+        "kv_gb": kv_bytes / 1e9,
+        "load_s": load_s,
+        "load_gb_per_s": kv_bytes / load_s / 1e9,
+        "share_of_link": kv_bytes / load_s / probes.to_device_bytes_per_s,
+        **medians,
+        "same_tokens": harness.same(rounds, "token"),
+        "recompiles": harness.recompiles(rounds),
+    }
+
+
+def _turn(engine: Engine, session: Session, new_ids: list[int]) -> Sample:
+    num_history = len(session.token_ids)
+    token, ttft_s = send_turn(engine, session, new_ids)
+    usage = check_source("dram", session, len(new_ids), {"dram": num_history})
+    take_back(engine, session, num_history)
+    return {"token": token, "ttft_s": ttft_s, "load_stall_s": usage.load_stall_s}
+
+
+def _alone(apart: ApartEngine, session: Session, new_ids: list[int]) -> Sample:
+    with apart.loaded(session) as history:
+        token, compute_s = apart.prefill(history, new_ids)
+    return {"token": token, "compute_s": compute_s, "load_s": history.load_s}

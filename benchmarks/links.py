@@ -1,0 +1,97 @@
+"""Links of a set pace between store and device, for engines whose loads or saves take as long as a suite says.
+
+Not here: what is measured over them (`suites.preload`, `suites.save`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+from benchmarks.engines import make_engine
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.testing.controlled_store import ControlledStore
+from ca_jax.testing.paced import Future, PacedLink, Result, Transfer
+from ca_jax.testing.timers import Timer, TimerThread
+
+CALIBRATIONS = 3
+"""Samples of compute alone that a link's pace is set by."""
+
+
+class AdjustableLink:
+    """A `PacedLink` whose pace can be set while nothing moves on it, and that hardly uses the CPU; endless at first.
+
+    A load whose bytes the same load has put there before, and no other since, takes its time and copies nothing: a
+    device's copy engine would not take cores from what computes either. What is stored must stay the same meanwhile.
+
+    Args:
+      timer: whose time; a thread's own by default.
+    """
+
+    def __init__(self, timer: Timer | None = None) -> None:
+        self._timer = timer or TimerThread()
+        self._present: dict[tuple[int, int], Transfer] = {}  # What lies where.
+        self._link = PacedLink(timer=self._timer, copies_early=True)
+
+    def set_pace(self, bytes_per_s: float = math.inf) -> None:
+        """Makes what is submitted from now on take its time at that bandwidth.
+
+        Raises:
+          ValueError: a bandwidth that is not positive.
+        """
+        self._link = PacedLink(bytes_per_s, timer=self._timer, copies_early=True)
+
+    def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
+        """See `Transfers`."""
+        if transfer.memory is None:
+            return self._link.submit(transfer, copy)
+        if self._present.get(transfer.memory) == transfer:
+            return self._link.submit(transfer, cast(Callable[[], Result], lambda: None))
+        start, stop = transfer.memory
+        for each in [each for each in self._present if each[0] < stop and start < each[1]]:
+            del self._present[each]
+        self._present[transfer.memory] = transfer
+        return self._link.submit(transfer, copy)
+
+    def close(self) -> None:
+        """Waits until what was submitted has ended."""
+        self._timer.close()
+
+    def __enter__(self) -> AdjustableLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def paced_engine(
+    model: LoadedModel,
+    config: EngineConfig,
+    *,
+    suite: str,
+    loads: AdjustableLink | None = None,
+    saves: AdjustableLink | None = None,
+) -> Engine:
+    """An engine that is ready to be measured.
+
+    Args:
+      model: what it serves.
+      config: what it is.
+      suite: what is measured.
+      loads: what histories are loaded over; None: memory as it is.
+      saves: what new KV is saved over; likewise.
+
+    Raises:
+      BenchError: it cannot be as large as that.
+    """
+
+    def wrap(store: AttentionStore) -> AttentionStore:
+        return cast(AttentionStore, ControlledStore(store, loads=loads, saves=saves))
+
+    engine = make_engine(model, config, suite=suite, store_wrapper=wrap if loads or saves else None)
+    engine.wait_until_ready()  # First touch would share the memory bus with the samples.
+    return engine

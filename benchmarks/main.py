@@ -1,0 +1,182 @@
+"""Runs one suite and leaves what it measured: JSON, tables, a figure. `ca_jax.launch.bench` is the command.
+
+Not here: flags (`flags`), suites (`suites`), what they share (`harness`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import rich.console
+from absl import app, logging
+from absl import flags as absl_flags
+
+import benchmarks.suites
+from benchmarks import figures, flags, tables
+from benchmarks.harness import SUITES, Config, Run, ServingConfig, Suite
+from benchmarks.peers import PEER_PACKAGES, make_peer
+from benchmarks.recording import Recorder
+from ca_jax.config import EngineConfig
+from ca_jax.engine import enable_compile_cache
+from ca_jax.errors import CaJaxError
+from ca_jax.launch import machine
+from ca_jax.launch.out_flags import out_path
+from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.scratch import write_json
+from ca_jax.pretrained import LoadedModel, Progress, load_model, random_model
+from ca_jax.telemetry.metrics import CompileCounter
+
+FLAGS = absl_flags.FLAGS
+Report = dict[str, Any]
+"""suite, machine, versions, command, config, rows, summary; JSON types only.
+
+Of suites that serve also model, dtype, peer and startup; of the others other_load_share, which startup has there.
+"""
+
+_PIPE_COLUMNS = 180  # Where there is no terminal to ask.
+_IDLE_CHECK_S = 0.5
+
+benchmarks.suites.load()
+
+
+def run_suite(
+    suite: Suite,
+    config: Config,
+    *,
+    load: Callable[[Progress], LoadedModel],
+    command: str,
+    peer_name: str | None = None,
+    recorder: Recorder | None = None,
+    console: rich.console.Console | None = None,
+) -> Report:
+    """Measures a suite and says all about it. Progress goes to stderr.
+
+    Args:
+      suite: which.
+      config: of its kind.
+      load: gives the model; not called for suites that serve none.
+      command: how it was asked for.
+      peer_name: one of `PEER_PACKAGES`, or None.
+      recorder: of one more round; what it has is still to be written.
+      console: where the configuration is printed.
+
+    Raises:
+      CaJaxError: the model cannot be loaded, an engine cannot be as large as the suite wants it, the disk cannot be
+        used, the peer is not installed, or a sample did other work than its row would say.
+    """
+    other_load_share = _other_load_share()
+    described = machine.describe_machine()
+    run: Run[Any] = Run(config=config, recorder=recorder, cores=described["cores"])
+    about: Report = {"suite": suite.name}
+    with CompileCounter() as compiles, progress_bars() as run.progress:
+        if suite.serves:
+            enable_compile_cache(EngineConfig().compile_cache_dir)
+            run.loaded = load(run.progress)
+            about |= {"model": run.model.name, "dtype": run.model.dtype}
+            run.peer = None if peer_name is None else make_peer(peer_name, run.model)
+        if console is not None:
+            console.print(repr(config), style="dim", markup=False, highlight=False, soft_wrap=True)
+        rows, summary = suite.run(run)
+    packages = PEER_PACKAGES[peer_name] if peer_name else ()
+    about |= {
+        "machine": described,
+        "versions": machine.describe_versions((*machine.PACKAGES, *packages)),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "rows": [row if isinstance(row, dict) else dataclasses.asdict(row) for row in rows],
+        "summary": summary,
+    }
+    if not suite.serves:
+        return {**about, "other_load_share": other_load_share}
+    startup = {
+        "other_load_share": other_load_share,
+        "model_load_s": run.model.load_s,
+        "engine_start_s": run.startup.get("engine_start_s"),
+        "first_touch_s": run.startup.get("first_touch_s"),
+        "compile_s": compiles.seconds,
+        "compiles": compiles.count,
+    }
+    return {**about, "peer": peer_name, "startup": startup}
+
+
+def model_loader(model: str, preset: str | None, *, dtype: str | None, seed: int) -> Callable[[Progress], LoadedModel]:
+    """What gives the model to measure: of a preset, random weights of that seed; else as `load_model`."""
+
+    def load(progress: Progress) -> LoadedModel:
+        if preset is not None:
+            return random_model(preset, dtype=dtype, seed=seed)
+        return load_model(model, dtype=dtype, progress=progress)
+
+    return load
+
+
+def _check_flags(suite: Suite) -> None:
+    """Raises ValueError for flags that do not go together."""
+    for name, able in (
+        ("peer", "has_peer"),
+        ("trace_out", "is_recorded"),
+        ("profile_dir", "is_recorded"),
+        ("plot_out", "is_plotted"),
+    ):
+        if FLAGS[name].value is not None and not getattr(suite, able):
+            suites = ", ".join(each.name for each in SUITES.values() if getattr(each, able))
+            raise ValueError(f"{name} must go with one of the suites {suites}, got {suite.name}")
+    if FLAGS.model_preset is not None and FLAGS["model"].present:
+        raise ValueError(f"model and model_preset must not both be given, got {FLAGS.model} and {FLAGS.model_preset}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs from the command line."""
+    if len(argv) > 1:
+        raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    suite = SUITES[FLAGS.suite]
+    try:
+        _check_flags(suite)
+        config = flags.config(suite.name)
+        json_out, trace_out, plot_out = (out_path(name) for name in ("json_out", "trace_out", "plot_out"))
+        if plot_out is not None and suite.plot_needs is not None and not getattr(config, suite.plot_needs):
+            raise ValueError(f"plot_out must have {suite.plot_needs} of at least 1 to draw, got 0")
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    profile_dir = None if FLAGS.profile_dir is None else Path(FLAGS.profile_dir).expanduser()
+    turn_out = plot_out if suite.plots_turn else None
+    recorder = Recorder(trace_out=trace_out, plot_out=turn_out, profile_dir=profile_dir)
+    try:
+        report = run_suite(
+            suite,
+            config,
+            load=model_loader(FLAGS.model, FLAGS.model_preset, dtype=FLAGS.dtype, seed=FLAGS.seed),
+            command=shlex.join(["python", "-m", "ca_jax.launch.bench", *sys.argv[1:]]),
+            peer_name=FLAGS.peer,
+            recorder=recorder,
+            console=console if isinstance(config, ServingConfig) else None,
+        )
+    except CaJaxError as error:
+        sys.exit(f"error: {error}")
+    if json_out is not None:
+        write_json(report, json_out)
+    tables.print_report(report, console)
+    if suite.serves:
+        place = report["machine"]
+        text = {"title": report["model"], "caption": f"{report['dtype']}, {place['cpu']}, {place['device']}"}
+        recorder.write(**text)
+        if plot_out is not None and suite.panels:
+            figures.plot(plot_out, suite.panels, report["rows"], **text)
+    written = [path for path in (json_out, trace_out, plot_out, profile_dir) if path is not None]
+    console.print(f"written to {', '.join(map(str, written))}", highlight=False)
+
+
+def _other_load_share() -> float | None:
+    """The share of the machine's CPU time that is spent on something else; None where psutil is not installed."""
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return psutil.cpu_percent(interval=_IDLE_CHECK_S) / 100

@@ -1,0 +1,174 @@
+"""What one truncation takes of an engine: the gap it leaves in an answer, and the turn behind it.
+
+Methods take turns, sample for sample, and every round begins with another one. Token ids are random.
+
+Not here: engines and conversations (`suites.overflow`), bookkeeping alone (`overflow_store`), what rows hold
+(`overflow_rows`).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.engines import SETTLING_STEPS, answer_of, random_ids, send_turn, take_back
+from benchmarks.harness import BenchError, Rounds, Run, Sample
+from benchmarks.overflow_rows import NOWHERE, PLACES, GapRow, NextTurnRow, OverflowBenchConfig
+from ca_jax.engine import Engine
+from ca_jax.session import Session
+from ca_jax.telemetry.metrics import CompileCounter
+from ca_jax.turns.jobs import Job
+
+_TOKENS_BEFORE = 12  # Of an answer, until the window is full.
+_TOKENS_AFTER = 16
+
+Engines = Mapping[str, Engine]
+"""By method, idle and warm."""
+
+
+def first_truncations(engine: Engine, config: OverflowBenchConfig, rng: np.random.Generator) -> int:
+    """Has an idle engine truncate in the middle of an answer and for a message, for nothing.
+
+    Returns:
+      Functions that were compiled for it, or read from the compile cache: 0 unless its warm-up missed one.
+
+    Raises:
+      BenchError: it did not truncate.
+    """
+    with CompileCounter() as compiles:
+        gap_sample(engine, 1, rng)
+        for place in PLACES:
+            _next_turn_sample(engine, place, config.next_turn_tokens, rng)
+    return compiles.count
+
+
+def _rounds(run: Run[OverflowBenchConfig], what: str, ways: Mapping[str, partial[Sample]]) -> Rounds:
+    step = run.steps(len(ways) * (1 + run.config.repeats) if ways else 0, what)
+
+    def told(way: partial[Sample]) -> Sample:
+        sample = way()
+        step()
+        return sample
+
+    made = {name: partial(told, way) for name, way in ways.items()}
+    return harness.interleave(lambda: made, run.config.repeats) if ways else []
+
+
+def gap_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[GapRow]:
+    """The gap of every method and number of sessions.
+
+    Raises:
+      BenchError: an answer did not overflow where it should have, or another one ended meanwhile.
+    """
+    config = run.config
+    cells = {f"{method} {num}": (method, num) for num in config.gap_sessions for method in config.gap_methods}
+    ways = {name: partial(gap_sample, engines[method], num, rng) for name, (method, num) in cells.items()}
+    rounds = _rounds(run, "decode_gap", ways)
+    for name, (method, num_sessions) in cells.items():
+        taken = harness.of_way(rounds, name)
+        extra_steps = harness.must_median(taken, "gap_ratio") - 1
+        fixed = {"method": method, "sessions": num_sessions, "context_tokens": config.context_window}
+        yield harness.make_row(GapRow, taken, **fixed, extra_steps=extra_steps)
+
+
+def gap_sample(engine: Engine, num_sessions: int, rng: np.random.Generator) -> Sample:
+    """An answer that overflows while others go on beside it; those are let go of then."""
+    window = engine.window
+    sessions = [engine.session() for _ in range(num_sessions)]
+    others = [_submit(engine, session, window // 2, window // 2 - 1, rng) for session in sessions[1:]]
+    while not all(job.token_times_s or job.done for job in others):
+        engine.step()
+    job = _submit(engine, sessions[0], window - _TOKENS_BEFORE, _TOKENS_BEFORE + _TOKENS_AFTER, rng)
+    while not job.done:
+        engine.step()
+    num_ended = sum(other.done for other in others)
+    for other in others:
+        engine.cancel(other)
+    engine.wait_for_saves()
+    for session in sessions:
+        session.close()
+    if job.error is not None:
+        raise job.error
+    usage = job.usage()
+    if num_ended or not usage.dropped_tokens:
+        raise BenchError(
+            f"an answer must overflow beside {len(others)} others that go on, got {usage.dropped_tokens} tokens "
+            f"dropped and {num_ended} that had ended"
+        )
+    times_s = np.diff(usage.token_times_s)
+    at = _TOKENS_BEFORE - 1  # The token behind as many as fill the window.
+    tpot_s = float(np.median([*times_s[SETTLING_STEPS:at], *times_s[at + 2 :]]))
+    gap_s = float(times_s[at : at + 2].max())
+    return {"tpot_s": tpot_s, "gap_s": gap_s, "gap_ratio": gap_s / tpot_s, "dropped_tokens": usage.dropped_tokens}
+
+
+def _submit(engine: Engine, session: Session, num_tokens: int, max_tokens: int, rng: np.random.Generator) -> Job:
+    return engine.submit_turn(session, random_ids(rng, engine.model, num_tokens), answer_of(max_tokens))
+
+
+def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[NextTurnRow]:
+    """The turn behind a truncation, of every method and by where the window overflowed.
+
+    Raises:
+      BenchError: a turn did not overflow where it should have.
+    """
+    config, num_new = run.config, run.config.next_turn_tokens
+    cells = {f"{name} {place}": (name, place) for place in (*PLACES, NOWHERE) for name in config.next_turn_methods}
+    ways = {
+        name: partial(_next_turn_sample, engines[method], place, num_new, rng)
+        for name, (method, place) in cells.items()
+    }
+    rounds = _rounds(run, "next_turn", ways)
+    for each in rounds:
+        for name, sample in each.items():
+            method, place = cells[name]
+            sample["overflow_ratio"] = sample["ttft_s"] / each[f"{method} {NOWHERE}"]["ttft_s"]
+            if (of_ca := each.get(f"ca {place}")) is not None:
+                sample["ratio"] = sample["ttft_s"] / of_ca["ttft_s"]
+    for name, (method, place) in cells.items():
+        taken = harness.of_way(rounds, name)
+        prefill_tokens = max(sample["prefill_tokens"] for sample in taken)
+        yield harness.make_row(
+            NextTurnRow,
+            taken,
+            method=method,
+            overflowed=place,
+            new_tokens=num_new,
+            prefill_tokens=prefill_tokens,
+            recomputed_tokens=prefill_tokens - num_new,
+            repaired_tokens=max(sample["repaired_tokens"] for sample in taken),
+        )
+
+
+def _next_turn_sample(engine: Engine, place: str, num_new: int, rng: np.random.Generator) -> Sample:
+    session, ids = engine.session(), partial(random_ids, rng, engine.model)
+    if place != "answer":
+        num_history = engine.window - num_new // 2
+        if place == NOWHERE and engine.config.overflow is not None:
+            num_history -= round(engine.config.overflow.truncation_ratio * engine.window)
+        send_turn(engine, session, ids(num_history))
+    else:
+        params = answer_of(_TOKENS_BEFORE + _TOKENS_AFTER)
+        collections.deque(session.send_ids(ids(engine.window - _TOKENS_BEFORE), sampling=params), maxlen=0)
+        if not session.num_dropped:
+            raise BenchError("an answer must overflow, got no tokens dropped")
+    take_back(
+        engine, session, len(session.token_ids) - 1
+    )  # An answer's last token was never computed: it would be now.
+    _, ttft_s = send_turn(engine, session, ids(num_new))
+    usage = session.usage
+    session.close()
+    if usage is None:
+        raise RuntimeError(f"a turn of session {session.session_id} has ended without usage")
+    if (usage.dropped_tokens > 0) != (place == "prompt"):
+        raise BenchError(f"the {place} must overflow, got a turn that dropped {usage.dropped_tokens} tokens")
+    return {
+        "ttft_s": ttft_s,
+        "history_tokens": usage.prompt_tokens - num_new,
+        "prefill_tokens": usage.new_tokens,
+        "repaired_tokens": usage.repaired_tokens,
+    }

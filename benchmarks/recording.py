@@ -1,0 +1,89 @@
+"""One round of a suite as it happened: a trace that Perfetto opens, a figure of a turn, a profile of jax's.
+
+Not here: measuring (the suites), spans (`timeline`), drawing (`timeline_plot`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from benchmarks.harness import BenchError
+from ca_jax.launch.timeline_plot import plot_timeline
+from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline, trace_events
+
+
+class Recorder:
+    """Keeps what happened in the turns of one round, and writes it.
+
+    The round comes on top of those that a suite measures, so that what it costs to record shows in none of them.
+
+    Args:
+      trace_out: where the trace of all turns goes, as JSON; None for none.
+      plot_out: where the figure of the first turn goes, as PNG; None for none.
+      profile_dir: where `jax.profiler` writes of the round; None for none.
+    """
+
+    def __init__(
+        self, *, trace_out: Path | None = None, plot_out: Path | None = None, profile_dir: Path | None = None
+    ) -> None:
+        self._trace_out, self._plot_out, self._profile_dir = trace_out, plot_out, profile_dir
+        wants_spans = trace_out is not None or plot_out is not None
+        self.timeline = Timeline() if wants_spans else NO_TIMELINE
+        """For the suite's engines."""
+        self.is_wanted = wants_spans or profile_dir is not None
+        """Whether there is to be such a round."""
+        self._is_recording = False
+        self._turns: dict[str, list[Span]] = {}
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        """The block is the round."""
+        profile = contextlib.nullcontext() if self._profile_dir is None else jax.profiler.trace(str(self._profile_dir))
+        with profile:
+            self._is_recording = True
+            try:
+                yield
+            finally:
+                self._is_recording = False
+
+    @contextlib.contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """The block is a turn, of the round or of another one, of which nothing is kept. No other turn may run."""
+        if not (self._is_recording and self.timeline.enabled):
+            yield
+            return
+        self.timeline.clear()
+        with self.timeline.span("engine", name):
+            yield
+        self._turns[name] = self.timeline.spans()
+
+    def write(self, *, title: str, caption: str) -> None:
+        """Writes what is wanted and was recorded; makes the directories it goes to.
+
+        Args:
+          title: of the figure; the turn's name is put behind it.
+          caption: of the figure.
+
+        Raises:
+          BenchError: no turn was recorded.
+          OSError: it cannot be written there.
+        """
+        if not self.timeline.enabled:
+            return
+        if not self._turns:
+            raise BenchError("a recorded round must have at least one turn, got none")
+        for path in (self._trace_out, self._plot_out):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+        if self._trace_out is not None:
+            spans = [span for turn in self._turns.values() for span in turn]
+            content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
+            self._trace_out.write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")
+        if self._plot_out is not None:
+            name, spans = next(iter(self._turns.items()))
+            plot_timeline(self._plot_out, spans, title=f"{title}: {name}", caption=caption)

@@ -1,0 +1,162 @@
+"""The commands of the benchmarks write what they promise, with the fields of their rows, and say what is wrong."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+import ca_jax
+from benchmarks.disk import scratch_on_disk
+from benchmarks.harness import BenchError
+from benchmarks.overflow_rows import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow, OverflowBenchConfig
+from benchmarks.suites.reuse import DecodeConfig, DecodeRow
+from benchmarks.suites.tiers import SOURCES, SourceTimes, TiersConfig, TiersRow
+from benchmarks.suites.ttft import TtftConfig, TtftRow
+
+
+def names(kind):
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def run(command, suite, directory, *arguments):
+    """The report of a run that succeeds, and what it printed."""
+    out = directory / "new" / f"{suite}.json"
+    done = command(f"--suite={suite}", f"--json_out={out}", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert f"{out}" in done.stdout.replace("\n", "")
+    return json.loads(out.read_text(encoding="utf-8")), done.stdout
+
+
+def test_decode_leaves_json_and_a_table(command, tiny_model, tmp_path):
+    sizes = ["--batch_sizes=1,2", "--context_tokens=20", "--decode_steps=2", "--repeats=2", "--dram_gib=0.004"]
+    report, text = run(command, "decode", tmp_path, f"--model={tiny_model}", "--dtype=float32", *sizes)
+    assert report.keys() == {
+        *("suite", "model", "dtype", "machine", "versions", "command", "config", "peer", "rows", "startup", "summary")
+    }
+    assert report["config"].keys() == names(DecodeConfig)
+    assert (report["suite"], report["model"], report["dtype"]) == ("decode", tiny_model.name, "float32")
+    assert report["machine"]["cores"] >= 1
+    assert {"jax", "jaxlib"} <= report["versions"].keys()
+    assert "--batch_sizes=1,2" in report["command"]
+    assert [row["batch_size"] for row in report["rows"]] == [1, 2]
+    assert all(row.keys() == names(DecodeRow) for row in report["rows"])
+    startup = report["startup"]
+    assert min(startup["compiles"], startup["compile_s"], startup["first_touch_s"]) > 0
+    assert startup["engine_start_s"] >= startup["model_load_s"] > 0
+    assert report["summary"]["recompiles"] == 0
+    for part in ("tokens per s", "medians of 2", report["machine"]["cpu"]):
+        assert part in text
+
+
+def test_tiers_remove_what_they_wrote(command, tiny_model, tmp_path, disk):
+    sizes = ["--history_tokens=150", "--new_tokens=9", "--repeats=1", "--ssd_driver=raw", f"--ssd_dir={disk}"]
+    report, text = run(command, "tiers", tmp_path, f"--model={tiny_model}", *sizes)
+    assert report["config"].keys() == names(TiersConfig)
+    (row,) = report["rows"]
+    assert row.keys() == names(TiersRow)
+    assert list(row["sources"]) == list(SOURCES)
+    assert all(times.keys() == names(SourceTimes) for times in row["sources"].values())
+    assert all(report["summary"][f"ttft_{name}_vs_recompute"] > 0 for name in ("ssd", "ssd_restart", "dram"))
+    assert "150 ssd" in text
+    assert list(disk.iterdir()) == []
+
+
+def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
+    trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "turn.png"
+    sizes = ["--history_tokens=150", "--new_tokens=9", "--repeats=1", "--read_buffer=1"]
+    files = [f"--trace_out={trace}", f"--plot_out={plot}"]
+    report, text = run(command, "ttft", tmp_path, f"--model={tiny_model}", *sizes, *files)
+    assert report["config"].keys() == names(TtftConfig)
+    assert report["config"]["engine"]["read_buffer"] == 1
+    (row,) = report["rows"]
+    assert row.keys() == names(TtftRow)
+    assert report["summary"].keys() == {"ratio_dram", "ratio_ssd", "ratio_ideal", "same_tokens", "recompiles"}
+    assert report["startup"]["engine_start_s"] is None
+    assert "ratio_ideal" in text
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert matplotlib.image.imread(plot).ndim == 3
+
+
+def test_overflow_draws_its_conversations(command, tiny_model, tmp_path):
+    plot = tmp_path / "figures" / "overflow.png"
+    sizes = ["--context_window=128", "--conversation_tokens=240", "--prefill_chunk_tokens=64", "--max_batch_size=2"]
+    counts = ["--num_sessions=2", "--bookkeeping_sessions=1", "--bookkeeping_blocks=4", "--gap_sessions=1"]
+    counts += ["--next_turn_methods=ca", "--next_turn_tokens=20", "--repeats=1", "--keep_first_tokens=2"]
+    counts += ["--max_answer_tokens=6", f"--plot_out={plot}"]
+    report, text = run(command, "overflow", tmp_path, f"--model={tiny_model}", *sizes, *counts)
+    assert report["config"].keys() == names(OverflowBenchConfig)
+    assert report["config"]["engine"]["overflow"]["keep_first_tokens"] == 2
+    kinds = {"conversations": ConversationsRow, "decode_gap": GapRow, "next_turn": NextTurnRow}
+    kinds["bookkeeping"] = BookkeepingRow
+    assert {row["measured"] for row in report["rows"]} == kinds.keys()
+    assert all(row.keys() == names(kinds[row["measured"]]) for row in report["rows"])
+    assert report["summary"]["same_turns"] is True
+    assert all(f"{kind}, {tiny_model.name}" in text for kind in kinds)
+    assert matplotlib.image.imread(plot).ndim == 3
+
+
+@pytest.mark.parametrize(
+    ("suite", "arguments", "summary"),
+    [
+        ("store", ["--num_layers=3", "--store_gib=0.0002", "--session_tokens=70"], ["ssd_write_vs_plain"]),
+        ("policy", ["--num_sessions=60", "--num_jobs=10", "--num_steps=20", "--loop_sessions=42"], ["loop_vs_belady"]),
+    ],
+)
+def test_suites_without_a_model_are_run(command, tmp_path, disk, suite, arguments, summary):
+    sizes = [*arguments, "--repeats=2", f"--ssd_dir={disk}"]
+    if suite == "store":
+        sizes += ["--num_kv_heads=2", "--head_dim=16", "--block_tokens=32"]
+    report, text = run(command, suite, tmp_path, *sizes)
+    assert report.keys() == {
+        *("suite", "machine", "versions", "command", "config", "rows", "summary", "other_load_share")
+    }
+    assert all(report["summary"][name] > 0 for name in summary)
+    assert report["machine"]["cpu"] in text
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite=tiers", "--ssd_dir=/dev/null/below"], "ssd_dir must be a directory"),
+        (
+            ["--suite=tiers", "--peer=transformers"],
+            "peer must go with one of the suites reuse, prefill, decode, got",
+        ),
+        (["--suite=reuse", "--history_tokens=9,x"], "history_tokens must be integers"),
+        (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
+        (["--suite=reuse", "--trace_out=t.json"], "trace_out must go with one of the suites throughput, ttft, got"),
+        (["--suite=throughput", "--plot_out=t.png"], "plot_out must go with one of the suites"),
+        (["--suite=ttft", "--model_preset=llama2-7b"], "model and model_preset must not both be given"),
+        (["--suite=ttft", "--plot_out=."], "plot_out "),
+        (["--suite=overflow", "--num_sessions=0", "--plot_out=o.png"], "plot_out must have num_sessions"),
+    ],
+)
+def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, message):
+    out = tmp_path / "out.json"
+    done = command(f"--json_out={out}", f"--model={tiny_model}", *arguments)
+    assert done.returncode == 1
+    assert f"error: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+def test_tiers_in_memory_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.disk.cached_share", lambda path: 1.0)
+    with pytest.raises(BenchError, match="ssd_dir must be on a disk"), scratch_on_disk(str(tmp_path)):
+        pytest.fail("wanted no directory")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("module", ["bench", "gpu_bench"])
+def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
+    package = Path(ca_jax.__file__).parent
+    shutil.copytree(package, tmp_path / "ca_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = command(module=module, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the benchmarks are not part of the package: clone its repository")
+    assert len(done.stderr.splitlines()) == 1

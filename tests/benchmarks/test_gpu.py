@@ -1,0 +1,302 @@
+"""The accelerator's benchmark on any backend, with a tiny model: what it counts, runs, leaves and skips."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from benchmarks import figures
+from benchmarks.gpu import model as models
+from benchmarks.gpu import paper, sections
+from benchmarks.gpu.model import RunnerBench, compute_bytes, prefill_flops
+from benchmarks.gpu.probes import measure_probes, probe_findings
+from benchmarks.gpu.report import make_report, to_markdown
+from benchmarks.gpu.rows import Findings, Floor, GpuBenchConfig, Probes, SectionResult
+from benchmarks.gpu.sections import MissingResultError
+from benchmarks.gpu.ttft import measure_ttft
+from tests import engine_kit as kit
+
+TINY = dataclasses.replace(
+    GpuBenchConfig.small(),
+    matmul_size=64,
+    memory_mib=1,
+    transfer_mib=1,
+    prefill_tokens=64,
+    batch_size=2,
+    context_tokens=40,
+    decode_steps=1,
+    history_tokens=(40, 70),
+    new_tokens=10,
+    chunk_tokens=64,
+    figure18_prompt_tokens=64,
+    figure18_history_tokens=(32,),
+    figure18_read_buffers=(0, 1),
+    figure19_history_tokens=64,
+    figure19_read_buffers=(0, 1),
+    figure20_prompt_tokens=(40,),
+    figure20_answer_tokens=2,
+    repeats=1,
+)
+PROBES = Probes(
+    matmul_flops_per_s=1e12,
+    memory_read_bytes_per_s=1e11,
+    memory_copy_bytes_per_s=1e11,
+    to_device_bytes_per_s=1e10,
+    to_host_bytes_per_s=1e10,
+    to_device_mapped_bytes_per_s=None,
+    to_device_pageable_bytes_per_s=None,
+    to_host_pageable_bytes_per_s=None,
+    host_copy_bytes_per_s=1e10,
+)
+MACHINE = {"cpu": "a CPU", "cores": 2, "memory_gib": 8.0, "platform": "gpu", "num_devices": 1, "device": "a GPU"}
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+# What is counted.
+
+
+def test_work_is_counted_as_it_would_be_by_hand():
+    """3 layers of wq, wo 64x64, wk, wv 64x32, three of 64x128 and two norms of 64; head and table 64x256."""
+    model = kit.tiny_model()
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    pairs = 1 + 2 + 3 + 4 + 5
+    assert prefill_flops(model, 5) == 2 * 5 * 3 * layer + 2 * 64 * 256 + 4 * pairs * 3 * 64
+    assert compute_bytes(model) == 4 * (3 * layer + 64 * 256)
+
+
+def test_a_model_has_room_for_more_tokens_than_its_preset(monkeypatch):
+    made = []
+    monkeypatch.setattr(models, "random_model", lambda *_, **__: made.append(1) or kit.tiny_model())
+    assert models.shaped_model("smollm2-135m", TINY, 512) is kit.tiny_model()
+    longer = models.shaped_model("smollm2-135m", TINY, 513)
+    assert (longer.config.max_positions, longer.model.config.max_positions) == (513, 513)
+    assert longer.params is kit.tiny_model().params
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"preset": "gpt-5"}, "preset must be one of .*llama3-8b.*, got 'gpt-5'"),
+        ({"overlap_preset": ""}, "overlap_preset must be one of"),
+        ({"history_tokens": ()}, "history_tokens must have at least one item, got none"),
+        ({"figure19_read_buffers": (-1,)}, "figure19_read_buffers must be at least 0, got -1"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_ceiling", "is_met"), [(0.8, False, True), (0.79, False, False), (0.8, True, True)]
+)
+def test_floors_are_floors_and_ceilings_are_not(value, is_ceiling, is_met):
+    assert Floor(what="it", value=value, bound=0.8, is_ceiling=is_ceiling).is_met == is_met
+
+
+# What is measured.
+
+
+def test_probes_are_rates(monkeypatch):
+    probes = measure_probes(TINY)
+    known = [rate for rate in dataclasses.asdict(probes).values() if rate is not None]
+    assert min(known) > 0
+    assert (probes.to_device_pageable_bytes_per_s is None) == (jax.default_backend() == "cpu")
+    rows = probe_findings(probes, TINY).rows
+    assert rows[0] == {"probe": "matmul", "rate": probes.matmul_flops_per_s / 1e12, "unit": "TFLOP/s"}
+    assert len(rows) == len(dataclasses.fields(probes))
+
+
+def test_prefill_and_decode_are_of_what_was_asked_for():
+    bench = RunnerBench(kit.tiny_model(), TINY)
+    prefill, decode = bench.prefill(PROBES), bench.decode(PROBES)
+    (row,) = prefill.rows
+    assert row["new_tokens"] == 64
+    assert row["share_of_matmul_peak"] == pytest.approx(prefill_flops(kit.tiny_model(), 64) / row["prefill_s"] / 1e12)
+    (row,) = decode.rows
+    assert (row["rows"], row["context_tokens"], row["recompiles"]) == (2, 40 + 2 + 1 + 1, 0)
+    kv_bytes = 2 * 44 * kit.TOKEN_BYTES
+    assert row["kv_gb"] == kv_bytes / 1e9
+    assert row["roofline_s"] == pytest.approx((compute_bytes(kit.tiny_model()) + kv_bytes) / 1e11)
+    assert [len(findings.floors) for findings in (prefill, decode)] == [1, 1]
+
+
+def test_turns_load_what_they_say_and_floors_are_of_the_worst():
+    findings = measure_ttft(kit.tiny_model(), TINY, PROBES)
+    assert [row["history_tokens"] for row in findings.rows] == [40, 70]
+    assert all(row["same_tokens"] and not row["recompiles"] for row in findings.rows)
+    assert [row["kv_gb"] for row in findings.rows] == [num * kit.TOKEN_BYTES / 1e9 for num in (40, 70)]
+    link, ttft = findings.floors
+    assert link.value == min(row["share_of_link"] for row in findings.rows)
+    assert (ttft.value, ttft.is_ceiling) == (max(row["ttft_vs_bound"] for row in findings.rows), True)
+
+
+def test_the_papers_figures_have_a_row_for_each_of_its_bars(tmp_path):
+    model = kit.tiny_model()
+    rows = {name: getattr(paper, name)(model, TINY, ignore).rows for name in ("figure_18", "figure_19", "figure_20")}
+    assert [row["read_buffer"] for row in rows["figure_18"]] == ["off", "0", "1", "all", "recompute"]
+    changes = {row["read_buffer"]: (row["change"], row["paper_change"]) for row in rows["figure_19"]}
+    assert changes["off"] == (0.0, None)
+    assert changes["0"][1] == -0.35
+    (row,) = rows["figure_20"]
+    assert row["change"] == pytest.approx(row["async_s"] / row["blocking_s"] - 1)
+    assert all(row["same_tokens"] for of_figure in rows.values() for row in of_figure)
+    for name, panel in paper.PANELS.items():
+        figures.plot(tmp_path / f"{name}.png", [panel], rows[name], title="t", caption="c")
+        assert (tmp_path / f"{name}.png").stat().st_size > 0
+
+
+# What is run and what is left.
+
+
+class Clock:
+    """Goes on by what sections say they take."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def section(name: str, needs_s: float, takes_s: float, clock: Clock, error: Exception | None = None):
+    def run(bench: object) -> Findings:
+        clock.now_s += takes_s
+        if error is not None:
+            raise error
+        return Findings(rows=[{"name": name}])
+
+    return sections.Section(name, name.upper(), needs_s, run)
+
+
+def test_what_would_not_end_in_time_is_skipped_and_what_breaks_does_not_end_the_others():
+    clock, seen = Clock(), []
+    made = [
+        section("first", 0, 7, clock),
+        section("broken", 5, 2, clock, RuntimeError("out of memory")),
+        section("too long", 12, 9, clock),
+        section("short", 11, 11, clock),
+        section("late", 1, 1, clock),
+    ]
+    results = sections.run_sections(
+        None, made, budget_s=20, after_each=lambda so_far: seen.append(len(so_far)), clock=clock
+    )
+    assert [(result.name, result.status, result.seconds) for result in results] == [
+        ("first", "done", 7),
+        ("broken", "failed", 2),
+        ("too long", "skipped", 0),
+        ("short", "done", 11),
+        ("late", "skipped", 0),
+    ]
+    assert results[1].findings.notes == ["RuntimeError: out of memory"]
+    assert results[2].findings.notes == ["needs 12 s, got 11 s left"]
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_the_hardware_is_run_in_any_case_and_unknown_sections_are_refused():
+    assert [each.name for each in sections.choose_sections(["decode"])] == ["probes", "decode"]
+    assert sections.choose_sections([]) == list(sections.SECTIONS)
+    with pytest.raises(ValueError, match=r"sections must be some of probes, prefill, .*; got nothing"):
+        sections.choose_sections(["nothing"])
+
+
+def test_a_section_without_the_probes_it_is_judged_by_says_so():
+    with pytest.raises(MissingResultError, match="the device's own rates must be known"):
+        sections.choose_sections(["decode"])[1].run(sections.GpuBench(TINY, ignore))
+
+
+def report_of(*results: SectionResult, platform: str = "gpu") -> dict:
+    return make_report(
+        TINY,
+        results,
+        PROBES,
+        {
+            "machine": {**MACHINE, "platform": platform, "date": "today"},
+            "versions": {"jax": "1", "gone": None},
+            "command": "python -m it",
+            "budget_s": 420,
+        },
+    )
+
+
+def test_the_page_has_floors_tables_and_what_was_skipped():
+    done = SectionResult(
+        name="decode",
+        title="Decoding",
+        status="done",
+        seconds=3.0,
+        findings=Findings(
+            rows=[
+                {"rows": 16, "step_s": 0.0125, "share": 0.7511, "tokens_per_s": 1280.4, "change": -0.35, "none": None}
+            ],
+            floors=[
+                Floor(what="decode", value=0.7511, bound=0.7),
+                Floor(what="ttft", value=2, bound=1, is_ceiling=True),
+            ],
+            notes=["as it was"],
+        ),
+    )
+    skipped = SectionResult(
+        name="late", title="Too late", status="skipped", seconds=0.0, findings=Findings(rows=[], notes=["no time"])
+    )
+    report = json.loads(json.dumps(report_of(done, skipped)))
+    page = to_markdown(report)
+    for line in (
+        "# a GPU",
+        "| decode | 0.751 | at least 0.7 | yes |",
+        "| ttft | 2 | at most 1 | **no** |",
+        "| rows | step ms | share | tokens per s | change |",
+        "| 16 | 12.5 | 75.1% | 1,280.4 | -35.0% |",
+        "- as it was",
+        "**Skipped.**",
+        "- no time",
+    ):
+        assert line in page.splitlines(), line
+    assert "2 cores, 8 GiB, 1 x a GPU; jax 1; today" in page
+    without = to_markdown(report_of(done, platform="cpu"))
+    assert "at least" not in without
+    assert "Without an accelerator" in without
+
+
+def test_the_sections_run_with_one_model_at_a_time(monkeypatch):
+    made = []
+
+    def random_model(preset: str, **_: object):
+        made.append(preset)
+        return kit.tiny_model()
+
+    monkeypatch.setattr(models, "random_model", random_model)
+    config = dataclasses.replace(TINY, overlap_preset="smollm2-360m")
+    chosen = sections.choose_sections(["prefill", "decode", "figure_19", "figure_20"])
+    bench = sections.GpuBench(config, ignore)
+    results = sections.run_sections(bench, chosen, budget_s=1e6, after_each=ignore)
+    assert [(result.name, result.status) for result in results] == [(each.name, "done") for each in chosen]
+    assert made == ["smollm2-135m", "smollm2-360m"]
+
+
+def test_the_command_writes_what_it_has(command, tmp_path):
+    made = tmp_path / "made"
+    files = (f"--json_out={made / 'it.json'}", f"--markdown_out={made / 'it.md'}", f"--plot_out={made / 'it.png'}")
+    done = command(*files, "--small", "--repeats=1", "--sections=ttft", "--budget_s=1", module="gpu_bench")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((made / "it.json").read_text(encoding="utf-8"))
+    assert [(each["name"], each["status"]) for each in report["sections"]] == [("probes", "done"), ("ttft", "skipped")]
+    assert report["probes"]["matmul_flops_per_s"] > 0
+    assert report["command"].endswith("--sections=ttft --budget_s=1")
+    assert "**Skipped.**" in (made / "it.md").read_text(encoding="utf-8")
+    assert not (made / "it.png").exists(), "there is no figure to draw"
+
+
+def test_the_command_says_what_is_wrong_with_its_flags(command, tmp_path):
+    done = command(f"--json_out={tmp_path / 'it.json'}", "--preset=none", module="gpu_bench")
+    assert done.returncode == 2
+    assert "preset must be one of" in done.stderr
+    assert not list(tmp_path.iterdir())

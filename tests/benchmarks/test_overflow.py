@@ -1,0 +1,396 @@
+"""`overflow` has every method do the same turns, and says what truncation took of each. No number is judged here."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import conversations, overflow_costs
+from benchmarks.conversations import Scripts
+from benchmarks.harness import BenchError, Run
+from benchmarks.overflow_rows import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow, OverflowBenchConfig
+from benchmarks.overflow_store import measure_bookkeeping
+from benchmarks.suites import overflow as suite
+from benchmarks.suites.overflow import engine_config, make_scripts, overflowing_scripts, summarize
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.replay.scripts import Exchange
+from ca_jax.serving import batch
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import StoreConfig
+from ca_jax.traces.sharegpt import Conversation, Turn
+from tests.benchmarks.conftest import steps
+
+WINDOW = 128
+SHARE = WINDOW // 2
+KEEP_FIRST = 4
+CONFIG = OverflowBenchConfig(
+    num_sessions=3,
+    concurrent_sessions=2,
+    context_window=WINDOW,
+    conversation_tokens=240,
+    max_answer_tokens=6,
+    bookkeeping_blocks=6,
+    bookkeeping_sessions=2,
+    gap_sessions=(1, 2),
+    next_turn_tokens=20,
+    repeats=1,
+    engine=EngineConfig(
+        compile_cache_dir=None,
+        max_batch_size=2,
+        prefill_chunk_tokens=64,
+        overflow=OverflowConfig(keep_first_tokens=KEEP_FIRST),
+        store=StoreConfig(block_tokens=16),
+    ),
+)
+
+
+def message(model, num_tokens):
+    """The same tokens nowhere else."""
+    return tuple(np.random.default_rng(num_tokens).integers(model.config.vocab_size, size=num_tokens).tolist())
+
+
+@pytest.fixture(scope="module")
+def scripts(model):
+    """Overflows by a message and in the middle of an answer, and by a message that leaves room for nothing else."""
+    sizes = ([60, 50, 40, 20], [100, 25, 70], [30, 120])  # The second's second answer is to fill the window.
+    return tuple(tuple(Exchange(message(model, size), 6) for size in each) for each in sizes)
+
+
+@dataclasses.dataclass
+class Expected:
+    """What a method should do."""
+
+    history_turns: int = 0
+    hits: int = 0
+    prompt_overflows: int = 0
+    answer_overflows: int = 0
+    prefill_tokens: int = 0
+    history_tokens: int = 0
+    loaded_tokens: int = 0
+
+
+def expected(scripts, *, recomputes):
+    """By arithmetic alone: tokens of a context, and how many of the first of them are stored."""
+    found = Expected()
+    for script in scripts:
+        held = stored = 0
+        for turn in script:
+            found.history_turns += held > 0
+            if held + len(turn.message) >= WINDOW:
+                found.prompt_overflows += 1
+                stop = min(KEEP_FIRST + SHARE, held)  # Of what leaves; the last token held may be among it.
+                left = held - stop + KEEP_FIRST
+                fits = left + len(turn.message) + 1 <= WINDOW
+                stored = KEEP_FIRST + max(stored - stop, 0) if fits and not recomputes else 0
+                held = left if fits else 0
+            found.hits += stored > KEEP_FIRST
+            found.history_tokens += held
+            found.loaded_tokens += stored
+            found.prefill_tokens += held - stored + len(turn.message)
+            held += len(turn.message) + turn.answer_tokens
+            if held > WINDOW:  # It was full before its last token was drawn.
+                found.answer_overflows += 1
+                held -= SHARE
+                in_slot = WINDOW - 1 - SHARE
+                found.prefill_tokens += in_slot if recomputes else 0
+            stored = held - 1  # The last token was drawn and never run.
+    return found
+
+
+# The suite.
+
+
+@pytest.fixture(scope="module")
+def result(measure, model, scripts):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite, "make_scripts", lambda *_: Scripts(source="here", each=scripts))
+        return measure("overflow", CONFIG, model)
+
+
+@pytest.mark.parametrize("method", ["ca", "of"])
+def test_conversations_are_counted_as_arithmetic_has_them(result, scripts, method):
+    (row,) = [row for row in result.rows if isinstance(row, ConversationsRow) and row.method == method]
+    wanted = expected(scripts, recomputes=method == "of")
+    assert min(wanted.answer_overflows, wanted.prompt_overflows) > 0, "what is served has both"
+    assert (row.sessions, row.turns, row.history_turns) == (3, 9, wanted.history_turns)
+    assert row.answer_overflows == wanted.answer_overflows
+    assert row.overflows == row.metrics["truncations"] == wanted.answer_overflows + wanted.prompt_overflows
+    assert (row.hits, row.hit_rate) == (wanted.hits, wanted.hits / wanted.history_turns)
+    assert row.prefill_tokens == wanted.prefill_tokens
+    assert row.history_tokens == wanted.history_tokens
+    assert row.loaded_share == pytest.approx(wanted.loaded_tokens / wanted.history_tokens)
+    assert row.metrics["invalidated_histories"] == (row.overflows if method == "of" else 0)
+    assert len(row.group_s) == 2, "of two conversations, and of one"
+    assert row.total_s == sum(row.group_s)
+    assert 0 < row.prefill_s < row.total_s
+    assert 0 < row.ttft_p50_s <= row.ttft_p99_s
+    assert row.overflow_ttft_p50_s > 0
+
+
+def test_rows_and_summary_are_of_all_parts(result):
+    found = result
+    kinds = [type(row) for row in found.rows]
+    assert kinds == [ConversationsRow] * 2 + [GapRow] * 4 + [NextTurnRow] * 9 + [BookkeepingRow] * 2
+    assert (found.summary["conversations"], found.summary["same_turns"]) == ("here", True)
+    compiled = [row for row in found.rows if getattr(row, "recompiles", 0)]
+    assert all(row.measured == "conversations" and row.repaired_tokens for row in compiled), (
+        "repairs of other sizes alone"
+    )
+    assert found.summary["recompiles"] == sum(row.recompiles for row in compiled)
+    assert found.summary["recomputed_tokens"]["ca"] == 0
+    assert found.summary["of_over_ca"]["hit_rate_drop_points"] > 0
+    assert found.summary["first_truncation_compiles"].keys() == {"ca", "of", "tt"}
+    for what, total in {"conversations": 4, "decode_gap": 8, "next_turn": 18, "bookkeeping": 4}.items():
+        assert found.told(what) == steps(total)
+
+
+def test_an_answer_overflows_beside_others(result):
+    rows = [row for row in result.rows if isinstance(row, GapRow)]
+    assert [(row.method, row.sessions) for row in rows] == [("ca", 1), ("tt", 1), ("ca", 2), ("tt", 2)]
+    for row in rows:
+        assert (row.context_tokens, row.dropped_tokens) == (WINDOW, SHARE)
+        assert row.gap_ratio == pytest.approx(row.gap_s / row.tpot_s)
+        assert row.extra_steps == pytest.approx(row.gap_ratio - 1)
+
+
+def test_the_turn_behind_a_truncation_recomputes_what_its_method_says(result):
+    rows = {(row.method, row.overflowed): row for row in result.rows if isinstance(row, NextTurnRow)}
+    history_tokens = WINDOW - 10 - SHARE
+    for method in ("ca", "of", "tt"):
+        by_message, by_answer = rows[method, "prompt"], rows[method, "answer"]
+        assert by_message.history_tokens == history_tokens
+        assert by_message.recomputed_tokens == (0 if method == "ca" else history_tokens)
+        assert by_answer.history_tokens == WINDOW + 16 - SHARE - 1
+        assert by_answer.recomputed_tokens == 0
+        for row in (by_message, by_answer):
+            assert (row.new_tokens, row.prefill_tokens) == (20, 20 + row.recomputed_tokens)
+            assert row.ratio == pytest.approx(row.ttft_s / rows["ca", row.overflowed].ttft_s)
+
+
+def test_parts_may_be_left_out(measure, wordless):
+    config = dataclasses.replace(
+        CONFIG, num_sessions=0, bookkeeping_sessions=0, gap_methods=(), next_turn_methods=("tt",)
+    )
+    result = measure("overflow", config, wordless)
+    assert [(row.method, row.overflowed, row.ratio) for row in result.rows] == [
+        ("tt", "prompt", None),
+        ("tt", "answer", None),
+        ("tt", "nowhere", None),
+    ]
+    assert result.summary.keys() == {
+        *("recomputed_tokens", "recompiles", "overflow_ttft_ratio", "first_truncation_compiles")
+    }
+
+
+def test_other_truncations_than_turns_tell_of_are_no_row(measure, wordless, monkeypatch):
+    true_counts = suite._counts
+    monkeypatch.setattr(suite, "_counts", lambda engine: {**true_counts(engine), "truncations": 0})
+    config = dataclasses.replace(CONFIG, bookkeeping_sessions=0, gap_methods=(), next_turn_methods=())
+    with pytest.raises(BenchError, match=r"ca must truncate \d+ times, got 0"):
+        measure("overflow", config, wordless)
+
+
+def test_engines_differ_in_their_method_alone(model):
+    ca, of = (engine_config(CONFIG, model, method) for method in ("ca", "of"))
+    assert (ca.overflow.method, of.overflow.method) == ("ca", "of")
+    assert dataclasses.replace(of, overflow=ca.overflow) == ca
+    assert (ca.context_window, ca.recompute_if_faster) == (WINDOW, False)
+    block_bytes = 16 * model.config.kv_bytes_per_token(itemsize=4)
+    assert ca.store.dram_bytes >= 2 * (WINDOW // 16) * block_bytes
+
+
+# The gap.
+
+
+@pytest.fixture
+def served(wordless):
+    with Engine(wordless, engine_config(CONFIG, wordless, "ca")) as engine:
+        yield engine
+
+
+def test_the_gap_is_where_the_truncation_is(served, monkeypatch):
+    now = 0.0
+
+    def perf_counter():
+        nonlocal now
+        now += 1
+        return now
+
+    cut = served._truncator.cut_running
+
+    def cut_slowly(*arguments):
+        nonlocal now
+        now += 1000
+        return cut(*arguments)
+
+    monkeypatch.setattr(batch, "time", types.SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(served._truncator, "cut_running", cut_slowly)
+    gap = overflow_costs.gap_sample(served, 2, np.random.default_rng(0))
+    assert 1000 < gap["gap_s"] < 1100
+    assert 0 < gap["tpot_s"] < 100
+    assert served.sessions == ()
+
+
+def test_an_answer_that_does_not_overflow_is_no_sample(wordless):
+    config = dataclasses.replace(engine_config(CONFIG, wordless, "ca"), overflow=None)
+    with Engine(wordless, config) as engine, pytest.raises(BenchError, match="got 0 tokens dropped"):
+        overflow_costs.gap_sample(engine, 1, np.random.default_rng(0))
+
+
+def test_what_the_first_truncation_compiles_is_counted(served, monkeypatch):
+    served.warmup()
+    cut = served._truncator.cut_running
+
+    def cut_and_compile(*arguments):
+        jax.jit(lambda x: x + 1)(1.0)  # A function that nobody has seen.
+        return cut(*arguments)
+
+    assert overflow_costs.first_truncations(served, CONFIG, np.random.default_rng(0)) == 0
+    monkeypatch.setattr(served._truncator, "cut_running", cut_and_compile)
+    assert overflow_costs.first_truncations(served, CONFIG, np.random.default_rng(0)) >= 2, "two answers overflow"
+
+
+# Bookkeeping.
+
+
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_discards_are_timed_in_both_tiers(tmp_path, driver):
+    config = dataclasses.replace(CONFIG, ssd_dir=str(tmp_path), ssd_driver=driver)
+    rows = list(measure_bookkeeping(Run(config=config)))
+    assert [row.tier for row in rows] == ["dram", "ssd"]
+    for row in rows:
+        assert (row.blocks, row.tokens, row.sessions) == (6, 6 * 128, 2)
+        assert row.kept_blocks == 4, "the first for its first tokens, half a one less, and three whole ones"
+        assert row.spread.keys() == {"discard_s", "conversation_s"}
+        for name, (least, largest) in row.spread.items():
+            assert 0 < least <= getattr(row, name) <= largest
+        assert row.discard_s <= row.discard_p99_s
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_discard_that_keeps_other_tokens_is_no_row(monkeypatch):
+    true_discard = AttentionStore.discard
+
+    def discard_nothing(store, key, discarded, note=None):
+        return true_discard(store, key, np.zeros_like(discarded), note=note)
+
+    monkeypatch.setattr(AttentionStore, "discard", discard_nothing)
+    with pytest.raises(BenchError, match="a discard must leave 384 tokens of 768, got 768"):
+        list(measure_bookkeeping(Run(config=CONFIG)))
+
+
+# What the rows come to.
+
+
+def conversations_row(method, **changes):
+    values = {
+        "sessions": 60,
+        "turns": 300,
+        "overflows": 70,
+        "answer_overflows": 3,
+        "history_turns": 240,
+        "hits": 180,
+        "hit_rate": 0.75,
+        "history_tokens": 100_000,
+        "loaded_share": 0.7,
+        "prompt_tokens": 150_000,
+        "prefill_tokens": 60_000,
+        "repaired_tokens": 0,
+        "prefill_s": 30.0,
+        "ttft_mean_s": 0.5,
+        "ttft_p50_s": 0.4,
+        "ttft_p99_s": 2.0,
+        "overflow_ttft_p50_s": None,
+        "total_s": 60.0,
+        "group_s": (20.0, 40.0),
+        "metrics": {"truncations": 70},
+        "recompiles": 1,
+    }
+    return ConversationsRow(method=method, **(values | changes))
+
+
+def gap_row(method, sessions, extra_steps):
+    times = {"tpot_s": 0.04, "gap_s": 0.04 * (1 + extra_steps), "gap_ratio": 1 + extra_steps}
+    return GapRow(
+        method=method,
+        sessions=sessions,
+        context_tokens=1024,
+        dropped_tokens=512,
+        extra_steps=extra_steps,
+        recompiles=0,
+        spread={},
+        **times,
+    )
+
+
+def test_methods_are_held_against_ca():
+    rows = [
+        conversations_row("ca", hit_rate=1.0, prefill_tokens=40_000, prefill_s=20.0, ttft_mean_s=0.25),
+        conversations_row("of", total_s=90.0, group_s=(40.0, 50.0)),
+        *(gap_row("ca", 1, 0.5), gap_row("tt", 1, 9.0), gap_row("ca", 4, 0.25)),
+    ]
+    summary = summarize(rows)
+    assert summary["of_over_ca"] == {
+        "hit_rate_drop_points": 25.0,
+        "total_s": 1.5,
+        "total_s_of_groups": [1.25, 2.0],
+        "prefill_tokens": 1.5,
+        "prefill_s": 1.5,
+        "ttft_mean_s": 2.0,
+    }
+    assert summary["paper_hit_rate_drop_points"] == [17.6, 41.5, 18.1, 18.4]
+    assert summary["extra_decode_steps"] == {"ca": 0.5, "tt": 9.0}
+    assert (summary["same_turns"], summary["recompiles"]) == (True, 2)
+
+
+def test_methods_that_had_other_turns_show():
+    rows = [conversations_row("ca"), conversations_row("tt", prompt_tokens=150_001)]
+    assert summarize(rows)["same_turns"] is False
+
+
+# What is said.
+
+
+def recorded(*texts):
+    """A conversation that the user begins."""
+    return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
+
+
+def test_conversations_are_taken_that_outgrow_the_window_and_cut_before_their_cap(model):
+    long = recorded(*("so it is " * 2,) * 14)
+    short = recorded("hi", "yes")
+    too_wide = recorded("hi", "yes", "no " * 200, "oh", *("so it is " * 2,) * 14)
+    (script,) = overflowing_scripts(model, CONFIG, [short, long, too_wide])
+    num_tokens = sum(turn.num_tokens for turn in script)
+    assert WINDOW < num_tokens <= CONFIG.conversation_tokens
+    assert 2 < len(script) < 7
+    assert {turn.answer_tokens for turn in script} == {6}
+    assert not list(overflowing_scripts(model, dataclasses.replace(CONFIG, max_turns=1), [long]))
+    answer_ids = model.tokenizer.encode("so it is " * 2, add_bos=False)
+    assert list(script[1].message[: len(answer_ids) - 6]) == answer_ids[6:], "what the cap cut off comes with the next"
+
+
+def test_too_few_conversations_are_no_rows(model, monkeypatch):
+    conversation = Conversation(id="x", turns=recorded(*("so it is " * 2,) * 14))
+    monkeypatch.setattr(conversations, "is_installed", lambda: True)
+    monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter([conversation] * 2))
+    found = make_scripts(model, dataclasses.replace(CONFIG, num_sessions=2))
+    assert (found.source, len(found.each)) == ("sharegpt", 2)
+    with pytest.raises(BenchError, match="must have 3 conversations that outgrow a window of 128 tokens, got 2"):
+        make_scripts(model, CONFIG)
+
+
+def test_without_data_set_or_tokenizer_conversations_are_random_and_outgrow_the_window(model, wordless, monkeypatch):
+    monkeypatch.setattr(conversations, "is_installed", lambda: False)
+    config = dataclasses.replace(CONFIG, num_sessions=20, conversation_tokens=140)
+    found = make_scripts(model, config)
+    assert found == make_scripts(wordless, config)
+    assert found != make_scripts(wordless, dataclasses.replace(config, seed=1))
+    assert (found.source, len(found.each)) == ("random", 20)
+    for script in found.each:
+        assert WINDOW < sum(turn.num_tokens for turn in script) <= 140
+        assert all(turn.message and turn.answer_tokens == 6 for turn in script)

@@ -1,0 +1,324 @@
+"""The suites that need no engine measure what their rows say, at a tiny size. No speed is judged here."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import benchmarks.disk
+from benchmarks.disk import PlainDisk, block_extents, cached_share, can_drop, drop_cached, is_dropped
+from benchmarks.harness import BenchError
+from benchmarks.host_turns import TurnRow
+from benchmarks.suites import policy as policies
+from benchmarks.suites import store as stores
+from benchmarks.suites.policy import DecisionRow, LoopRow, PolicyBenchConfig, PrefixRow, StartupRow
+from benchmarks.suites.store import DRIVERS, StoreBenchConfig, StoreRow
+from ca_jax.errors import CaJaxError
+from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import GIB
+from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.ssd_raw import RawSsdTier
+from tests.benchmarks.conftest import steps
+
+STORE_SIZES = {
+    "num_layers": 3,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "block_tokens": 32,  # Blocks of 24 KiB.
+    "session_tokens": 70,
+    "store_gib": 5.5 * 24 * 1024 / GIB,
+    "repeats": 2,
+}
+POLICY_SIZES = {
+    "num_sessions": 60,
+    "num_jobs": 10,
+    "num_steps": 20,
+    "loop_sessions": 42,
+    "queue_depth": 0.75,
+    "repeats": 2,
+}
+MEASURED = ["ssd_read_cold", "ssd_read_warm", "ssd_write"]
+
+
+def sized(disk: Path, **changes: object) -> StoreBenchConfig:
+    return StoreBenchConfig(ssd_dir=str(disk), **(STORE_SIZES | changes))
+
+
+# store
+
+
+def test_store_measures_every_move_of_every_driver_and_leaves_nothing(measure, disk: Path) -> None:
+    config = sized(disk)
+    found = measure("store", config, cores=2)
+    rows = found.rows
+    assert [(row.measured, row.driver) for row in rows] == [
+        ("dram_load", None),
+        *((measured, driver) for driver in ("zarr3", "raw") for measured in MEASURED),
+        ("crc32c", None),
+    ]
+    assert list(disk.iterdir()) == []
+    assert all(found.told(what) == steps(3) for what in ("dram", "zarr3", "raw", "crc32c"))
+    assert [row.num_bytes for row in rows[:-1]] == [70 * config.layout.token_bytes] + 6 * [5 * 24 * 1024]
+    plain = {row.measured: {way.split(",")[0] for way in row.plain_gb_per_s_of} for row in rows}
+    assert plain["dram_load"] == {"np.copyto"}
+    assert plain["ssd_read_cold"] == plain["ssd_read_warm"] == {"preadv"}
+    assert plain["ssd_write"] == {"pwritev"}
+    assert plain["crc32c"] == set()
+    for row in rows:
+        assert row.gb_per_s > 0
+        assert row.cpu_s_per_gb >= 0
+        if row.plain is None:
+            assert row.measured == "crc32c"
+            continue
+        assert row.plain_gb_per_s == row.plain_gb_per_s_of[row.plain]
+        assert row.ratio == pytest.approx(row.gb_per_s / row.plain_gb_per_s)
+        if row.driver:
+            assert row.plain_gb_per_s == max(row.plain_gb_per_s_of.values())
+            assert len(row.plain_gb_per_s_of) == 2
+        for name, (least, largest) in row.spread.items():
+            assert 0 <= least <= getattr(row, name) <= largest
+
+
+def test_a_parallel_copy_is_tried_but_a_load_is_held_against_the_simple_one(measure, disk: Path) -> None:
+    alone = measure("store", sized(disk)).rows[0]
+    beside = measure("store", sized(disk), cores=3).rows[0]
+    assert list(alone.plain_gb_per_s_of) == ["np.copyto, 1 thread"]
+    assert list(beside.plain_gb_per_s_of) == ["np.copyto, 1 thread", "np.copyto, 3 threads"]
+    assert beside.plain == alone.plain == "np.copyto, 1 thread"
+
+
+def make_row(measured: str, driver: str | None, gb_per_s: float, **plain_gb_per_s_of: float) -> StoreRow:
+    plain = next(iter(plain_gb_per_s_of), None)
+    return StoreRow(
+        measured=measured,
+        driver=driver,
+        num_bytes=1,
+        gb_per_s=gb_per_s,
+        cpu_s_per_gb=0.125,
+        plain=plain,
+        plain_gb_per_s=plain_gb_per_s_of.get(plain),
+        plain_cpu_s_per_gb=None,
+        plain_gb_per_s_of=plain_gb_per_s_of,
+        ratio=None if plain is None else gb_per_s / plain_gb_per_s_of[plain],
+        spread={},
+    )
+
+
+def test_store_summary_has_ratios_of_the_default_driver_and_of_the_other_one() -> None:
+    rows = [
+        make_row("dram_load", None, 6.0, one=8.0, two=12.0),
+        *(make_row(measured, "zarr3", 1.0, one=2.0) for measured in MEASURED),
+        *(make_row(measured, "raw", 3.0, one=4.0) for measured in MEASURED),
+        make_row("crc32c", None, 9.0),
+    ]
+    assert stores.summarize(rows) == {
+        "dram_vs_memcpy": 0.75,
+        "dram_vs_parallel_memcpy": 0.5,
+        "ssd_read_cold_vs_preadv": 0.5,
+        "ssd_read_warm_vs_preadv": 0.5,
+        "ssd_write_vs_plain": 0.5,
+        "raw_ssd_read_cold_vs_preadv": 0.75,
+        "raw_ssd_read_warm_vs_preadv": 0.75,
+        "raw_ssd_write_vs_plain": 0.75,
+        "raw_vs_zarr3_ssd_read_cold": 3.0,
+        "raw_vs_zarr3_ssd_read_warm": 3.0,
+        "raw_vs_zarr3_ssd_write": 3.0,
+        "crc32c_cpu_s_per_gb": 0.125,
+    }
+
+
+def test_a_tier_that_gives_other_bytes_is_no_row(measure, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_something_else(self, block_ids, blocks):
+        return write_blocks(self, block_ids, [block + 1 for block in blocks])
+
+    write_blocks = RawSsdTier.write_blocks
+    monkeypatch.setattr(RawSsdTier, "write_blocks", write_something_else)
+    with pytest.raises(BenchError, match="a read of raw must give the bytes that were written"):
+        measure("store", sized(disk))
+    assert list(disk.iterdir()) == []
+
+
+def test_a_page_cache_that_stays_full_is_no_cold_read(measure, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "drop_cached", lambda paths: [p.read_bytes() for p in paths])
+    with pytest.raises(BenchError, match="must be without the files of zarr3, got them there"):
+        measure("store", sized(disk))
+
+
+def test_a_directory_in_memory_is_refused(measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks.disk, "cached_share", lambda path: 1.0)
+    with pytest.raises(BenchError, match=f"whose page cache can be emptied, got {tmp_path}"):
+        measure("store", sized(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_is_told_of(measure, disk: Path) -> None:
+    config = sized(disk, store_gib=1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ca_jax.storage.ssd_space.DiskSpace._free_bytes", lambda self: 1000)
+        with pytest.raises(BenchError, match=r"no measurement at this size in .*SSD capacity"):
+            measure("store", config)
+
+
+# The plain ways.
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_plain_reads_give_what_the_tier_wrote(tmp_path: Path, driver: str, num_threads: int) -> None:
+    layout = StoreBenchConfig(**STORE_SIZES).layout
+    tier: SsdTier | RawSsdTier = DRIVERS[driver](layout, tmp_path, 12 * (layout.block_bytes + 16384))
+    blocks = np.random.default_rng(0).standard_normal((11, *layout.block_shape)).astype(np.float32)
+    tier.write_blocks(range(11), blocks).result()
+    extents = block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 11)
+    into = np.zeros((11, layout.block_bytes), np.uint8)
+    PlainDisk(num_threads).read(extents, into)
+    tier.close()
+    gap = {"zarr3": 4, "raw": 0}[driver]  # A checksum behind each layer, or all behind the block.
+    for layer in range(layout.num_layers - 1):
+        start = layer * (layout.layer_block_bytes + gap)
+        found = into[:, start : start + layout.layer_block_bytes]
+        assert found.tobytes() == blocks[:, layer].tobytes()
+    with pytest.raises(BenchError, match="must hold 99 blocks, got"):
+        block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 99)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_plain_writes_are_read_back(tmp_path: Path, num_threads: int) -> None:
+    blocks = np.random.default_rng(0).integers(256, size=(7, 5000), dtype=np.uint8)
+    disk = PlainDisk(num_threads)
+    for seed in (1, 0):  # The second call replaces what the first one wrote.
+        disk.write_files(tmp_path, np.roll(blocks, seed, axis=0))
+        disk.write_slots(tmp_path / "slots", np.roll(blocks, seed, axis=0))
+    assert (tmp_path / "slots").read_bytes() == blocks.tobytes()
+    assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(7)), "slots"}
+    assert [(tmp_path / str(i)).read_bytes() for i in range(7)] == [block.tobytes() for block in blocks]
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "0").write_bytes(bytes(100))
+    extents = block_extents(tmp_path, 100, 4096, 1)
+    with pytest.raises(OSError, match="must have 28 more bytes at 100, got its end"):
+        PlainDisk(2).read(extents, np.zeros((1, 128), np.uint8))
+
+
+def test_what_is_in_memory_is_told_and_dropped(disk: Path) -> None:
+    disk.mkdir()
+    path = disk / "file"
+    path.write_bytes(bytes(1 << 20))
+    assert cached_share(path) == 1.0
+    assert not is_dropped([path])
+    drop_cached([path])
+    assert cached_share(path) == 0.0
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # No more than is asked for.
+        os.pread(file.fileno(), 4096, 8192)
+    assert 0 < cached_share(path) < 0.5
+    (disk / "empty").touch()
+    assert cached_share(disk / "empty") == 0.0
+
+
+def test_files_in_memory_cannot_be_dropped() -> None:
+    memory = Path("/dev/shm")
+    if not (memory.is_dir() and os.access(memory, os.W_OK)):
+        pytest.skip("wants a /dev/shm")
+    assert not can_drop(memory)
+
+
+# policy
+
+
+def test_policy_measures_choices_start_up_and_loop(measure, tmp_path: Path) -> None:
+    config = PolicyBenchConfig(ssd_dir=str(tmp_path), **POLICY_SIZES)
+    found = measure("policy", config)
+    rows = found.rows
+    assert list(tmp_path.iterdir()) == []
+    decisions = [row for row in rows if isinstance(row, DecisionRow)]
+    assert [row.policy for row in decisions] == ["scheduler_aware", "return_aware", "lru", "fifo"]
+    for row in decisions:
+        assert (row.num_sessions, row.num_jobs) == (60, 10)
+        assert 0 < row.p50_ms <= row.p99_ms <= row.max_ms
+        assert 0 < row.fetches_per_plan <= 8
+        assert row.p50_ms_of.keys() == {"queue", "lookup", "plan", "victims"}
+        assert all(part_ms > 0 for part_ms in row.p50_ms_of.values())
+    (startup,) = [row for row in rows if isinstance(row, StartupRow)]
+    assert startup.num_sessions == 60
+    assert 60 < startup.num_blocks <= 60 * 31
+    assert startup.catalog_bytes > startup.num_blocks * 128 * 4, "token ids are in it"
+    for name, (least, largest) in startup.spread.items():
+        assert 0 < least <= getattr(startup, name) <= largest
+    assert "startup_s" in startup.spread
+    assert startup.store_bytes is None or startup.store_bytes >= 0
+    (prefix,) = [row for row in rows if isinstance(row, PrefixRow)]
+    assert (prefix.num_sessions, prefix.shared_tokens, prefix.prompt_tokens) == (60, 512, 2048)
+    assert 0 < prefix.p50_ms <= prefix.p99_ms <= prefix.max_ms
+    turns = [row for row in rows if isinstance(row, TurnRow)]
+    assert [(row.history_tokens, row.new_tokens) for row in turns] == [(1_000, 100), (100_000, 100)]
+    for row in turns:
+        assert row.ms_of.keys() == {"render", "queue", "load", "save", "adopt", "keep"}
+        assert row.total_ms > 0
+        assert all(part_ms > 0 for part_ms in row.ms_of.values())
+    loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
+    assert list(loop) == [
+        ("belady", None),
+        *(("scheduler_aware", depth) for depth in (0.1, 0.25, 0.5, 0.75, 1.0)),
+        ("lru", 0.75),
+        ("fifo", 0.75),
+    ]
+    for row in loop.values():
+        assert row.num_sessions == 42
+        assert row.over_capacity == pytest.approx(0.05)
+        assert 0 <= row.hit_rate <= loop["belady", None].hit_rate < 1
+        assert row.vs_belady == pytest.approx(row.hit_rate / loop["belady", None].hit_rate)
+    # What is no measurement is the same everywhere: 40 of 42 fit, and who knows all jobs does as well as can be.
+    assert loop["belady", None].hit_rate == pytest.approx(40 / 42, abs=0.03)
+    assert loop["scheduler_aware", 1.0].vs_belady > 0.97
+    assert loop["lru", 0.75].hit_rate == 0
+    assert found.summary == {
+        "p50_ms": decisions[0].p50_ms,
+        "p99_ms": decisions[0].p99_ms,
+        "startup_100k_s": startup.startup_s,
+        "startup_100k_cold_s": startup.cold_startup_s,
+        "prefix_p99_ms": prefix.p99_ms,
+        "loop_vs_belady": loop["scheduler_aware", 0.75].vs_belady,
+        "loop_lru": 0.0,
+        "turn_100k_ms": turns[1].total_ms,
+    }
+
+
+def test_a_start_up_that_loses_sessions_is_no_row(measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        policies,
+        "AttentionStore",
+        lambda layout, config, weights: AttentionStore(layout, config, weights=f"not {weights}"),
+    )
+    with pytest.raises(BenchError, match="a restart must find 60 sessions, got 0"):
+        measure("policy", PolicyBenchConfig(ssd_dir=str(tmp_path), **POLICY_SIZES))
+    assert list(tmp_path.iterdir()) == []
+
+
+# Asking.
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (StoreBenchConfig, {"store_gib": 0.0}, "store_gib must be room for at least one block of 5898240 bytes, got 0"),
+        (StoreBenchConfig, {"num_layers": 0}, "num_layers must be at least 1, got 0"),
+        (PolicyBenchConfig, {"num_jobs": 0}, "num_jobs must be at least 1, got 0"),
+        (PolicyBenchConfig, {"queue_depth": 1.5}, r"queue_depth must be a share in \[0, 1\], got 1.5"),
+        (PolicyBenchConfig, {"queue_depth": 0.0}, "queue_depth must be a share above 0, got 0.0"),
+    ],
+)
+def test_configs_refuse_what_cannot_be_measured(kind: type, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**changes)
+
+
+@pytest.mark.parametrize("below", ["file", "file/below"])
+@pytest.mark.parametrize("suite", ["store", "policy"])
+def test_a_file_for_a_directory_is_refused(measure, suite: str, below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    kind, sizes = {"store": (StoreBenchConfig, STORE_SIZES), "policy": (PolicyBenchConfig, POLICY_SIZES)}[suite]
+    with pytest.raises(CaJaxError, match="ssd_dir must be a directory, got the file"):
+        measure(suite, kind(ssd_dir=str(tmp_path / below), **sizes))
