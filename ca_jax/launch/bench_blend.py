@@ -48,8 +48,8 @@ from ca_jax.launch.bench_engines import (
 from ca_jax.launch.bench_schema import Samples
 from ca_jax.launch.bench_suites import send_turn
 from ca_jax.pretrained import LoadedModel, Progress
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
 
 _MEDIANS = {  # Of a row.

@@ -18,10 +18,10 @@ from ca_jax.launch.bench_overflow_schema import TIERS, BookkeepingRow, OverflowB
 from ca_jax.launch.bench_schema import BenchError, Samples
 from ca_jax.overflow.config import OverflowConfig, oldest_first
 from ca_jax.pretrained import Progress
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 
 # The smallest blocks there are: bookkeeping does not depend on their size.

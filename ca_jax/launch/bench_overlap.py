@@ -20,8 +20,8 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.bench_engines import make_engine
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, PacedLink, Result, Transfer
 from ca_jax.testing.timers import Timer, TimerThread

@@ -31,7 +31,7 @@ from ca_jax.launch.bench_serving_schema import TtftBenchConfig, TtftResult, Ttft
 from ca_jax.launch.bench_suites import send_turn
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import Usage
 

@@ -24,10 +24,10 @@ from ca_jax.launch.bench_schema import BenchError
 from ca_jax.launch.bench_storage_schema import PolicyBenchConfig, TurnRow
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation, chain_of
 from ca_jax.turns.jobs import Job

@@ -21,7 +21,7 @@ from ca_jax.launch.gpu_model import model_note
 from ca_jax.launch.gpu_schema import LINK_FLOOR, TTFT_CEILING, Findings, Floor, GpuBenchConfig, Probes
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
 
 

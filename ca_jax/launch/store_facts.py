@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ca_jax.storage.catalog_records import Namespace, NamespaceInfo
-from ca_jax.storage.housekeeping import NamespaceGarbage
-from ca_jax.storage.inspection import DamagedRow, DiskUse, Listing, StoredSession
-from ca_jax.storage.verification import Verdict
+from ca_jax.storage.catalog.records import Namespace, NamespaceInfo
+from ca_jax.storage.collect import NamespaceGarbage
+from ca_jax.storage.inspector import DamagedRow, DiskUse, Listing, StoredSession
+from ca_jax.storage.verify import Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""

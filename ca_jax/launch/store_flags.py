@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
-from ca_jax.storage.policy import EVICTION_POLICIES
+from ca_jax.storage.placement.policy import EVICTION_POLICIES
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

@@ -4,6 +4,8 @@ are free.
 A process that died left whole sessions, blocks that no session refers to, and perhaps a catalog that is damaged. After
 `open_ssd` the catalog, the free list and `OpenedSsd.records` say the same; after `OpenedSsd.reclaim` the disk does too.
 
+Putting the SSD tier together: the directory that a config names, opened, and the books of what is stored there.
+
 Not here: whether the blocks hold what they should, which is known once they are read (seal); what the sessions are
 served from (ssd_books).
 """
@@ -13,23 +15,33 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ca_jax.storage import ssd, ssd_raw
-from ca_jax.storage.block_io import BlockIoError
-from ca_jax.storage.block_owner import claim_blocks
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
-from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Namespace, SessionRecord, SessionState
+from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.policy import EvictionPolicy
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.sessions import SessionIndex
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tiers import raw as ssd_raw
+from ca_jax.storage.tiers import zarr3 as ssd
+from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tiers.mover import SsdWorker, TimelyContents
+from ca_jax.storage.tiers.owner import claim_blocks
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.telemetry.timeline import Timeline
 
 _LOG = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
@@ -306,3 +318,86 @@ def _delete(tier: DiskTier, block_ids: Sequence[int]) -> BlockIoError | None:
     handle.wait()
     handle.wait_settled()
     return handle.error
+
+
+def open_ssd_index(
+    config: StoreConfig,
+    namespace: Namespace,
+    *,
+    table: SessionIndex,
+    dram: DramTier,
+    dram_blocks: ChargedBlocks,
+    policy: EvictionPolicy,
+    clock: Callable[[], float],
+    on_progress: Callable[[], None],
+    on_fetch: Callable[[int, float], None],
+    timeline: Timeline,
+) -> SsdIndex:
+    """Opens the directory that the config names, and takes in what is stored there.
+
+    Args:
+      config: with an `ssd_dir`.
+      namespace: whose sessions.
+      table: entries are added for what is stored.
+      dram: as for `SsdIndex`; so are the others.
+      dram_blocks: likewise.
+      policy: likewise.
+      clock: likewise.
+      on_progress: likewise.
+      on_fetch: as for `SsdWorker`.
+      timeline: likewise.
+
+    Raises:
+      ValueError: the caps do not fit block or disk.
+      NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory cannot be used.
+    """
+    directory = config.ssd_directory
+    if directory is None:
+        raise ValueError("wanted a config with an ssd_dir, found none")
+    with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
+        opened = open_ssd(
+            directory,
+            namespace,
+            capacity_bytes=config.ssd_bytes,
+            free_floor_bytes=config.ssd_free_floor_bytes,
+            driver=config.ssd_driver,
+            blocks_url=config.ssd_url,
+            deadline_s=config.ssd_deadline_s,
+        )
+        quota = TenantQuota.in_bytes(
+            config.tenant_quota_bytes, dict(config.tenant_quotas), opened.tier.stored_block_bytes
+        )
+        mover = SsdWorker(
+            opened.tier,
+            opened.catalog,
+            CatalogReader(directory, namespace),
+            prepare=opened.reclaim,
+            deadline_s=config.ssd_deadline_s,
+            on_progress=on_progress,
+            on_fetch=on_fetch,
+            timeline=timeline,
+        )
+        return SsdIndex(
+            opened.tier,
+            TimelyContents(CatalogReader(directory, namespace), config.ssd_deadline_s),
+            mover,
+            opened.records,
+            opened.num_lost,
+            table=table,
+            dram=dram,
+            dram_blocks=dram_blocks,
+            policy=policy,
+            quota=quota,
+            clock=clock,
+        )
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

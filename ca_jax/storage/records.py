@@ -7,7 +7,44 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
+
+
+class StoreClosedError(RuntimeError):
+    """A call on a store that has been closed."""
+
+
+class EntryInUseError(RuntimeError):
+    """A session's KV was to be shortened or dropped while a load or save of it is open."""
+
+
+class IoFailure(enum.StrEnum):
+    """Why a move failed: the reason a miss or a skipped save is counted under."""
+
+    CORRUPT = "corrupt"
+    """What is on disk is not what was written: a checksum, a length or a label is wrong."""
+    MISSING = "missing"
+    """Nothing is on disk for the block."""
+    DEADLINE = "deadline"
+    """The device made no progress for too long."""
+    NO_SPACE = "no_space"
+    """The disk is full, or would be under its floor."""
+    CANCELLED = "cancelled"
+    """The mover, or the end of the store, gave it up."""
+    DEVICE = "device"
+    """Anything else that the system or the device reports."""
+    CATALOG = "catalog"
+    """What says where the blocks are could not be read or written."""
+
+
+class BlockIoError(Exception):
+    """A move that failed. The message says of what and how; `reason` is for counting."""
+
+    def __init__(self, reason: IoFailure, message: str):
+        super().__init__(message)
+        self.reason = reason
+        """Why."""
 
 
 class Residency(enum.Enum):
@@ -272,3 +309,13 @@ class StoreStats:
     """Bytes published."""
     ssd: SsdStats | None
     """The SSD tier; None where there is none."""
+
+
+def check_ttl(ttl_s: float | None) -> None:
+    """Refuses a time to live that is none.
+
+    Raises:
+      ValueError: ttl_s is negative or not finite.
+    """
+    if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
+        raise ValueError(f"ttl_s wanted a number of seconds >= 0, or None, found {ttl_s}")

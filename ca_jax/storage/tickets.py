@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from ca_jax.storage.dram import DramTier
-from ca_jax.storage.places import BlockRows, TokenPlaces
+from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tokens import BlockRows, TokenPlaces
 
 
 class TicketState(enum.Enum):

@@ -27,10 +27,10 @@ from ca_jax.launch.bench_storage_schema import (
     StoreRow,
     TurnRow,
 )
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 STORE_SIZES = {
     "num_layers": 3,
@@ -175,7 +175,7 @@ def test_a_disk_without_room_is_told_of(disk: Path) -> None:
     sizes = STORE_SIZES | {"store_gib": 1e-3}
     config = StoreBenchConfig(ssd_dir=str(disk), **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ca_jax.storage.ssd_space.DiskSpace._free_bytes", lambda self: 1000)
+        patch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: 1000)
         with pytest.raises(BenchError, match=r"no measurement at this size in .*SSD capacity"):
             run_store_suite(config, 1, ignore)
 

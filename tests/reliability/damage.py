@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests.reliability import workload
 from tests.reliability.arena import Arena
 

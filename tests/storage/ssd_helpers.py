@@ -11,9 +11,9 @@ import numpy as np
 import tensorstore as ts
 
 from ca_jax.storage import KVLayout
-from ca_jax.storage.disk_tier import DiskTier
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .store_helpers import make_kv, make_layout
 

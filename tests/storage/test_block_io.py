@@ -6,7 +6,8 @@ import concurrent.futures
 
 import pytest
 
-from ca_jax.storage.block_io import BlockIoError, IoFailure, IoQueue, close_all
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.io import IoQueue, close_all
 
 from .ssd_helpers import StoppedClock
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ca_jax.storage import AttentionStore
-from ca_jax.storage.block_owner import ID_NAME, OWNER_NAME, BlocksOwnedError, claim_blocks
-from ca_jax.storage.catalog_file import CATALOG_NAME
-from ca_jax.storage.housekeeping import collect_garbage, drop_session, take_over_blocks
-from ca_jax.storage.inspection import StoreInspector
-from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.catalog.file import CATALOG_NAME
+from ca_jax.storage.collect import collect_garbage, drop_session, take_over_blocks
+from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.tiers.owner import ID_NAME, OWNER_NAME, BlocksOwnedError, claim_blocks
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .store_helpers import LAYOUT, assert_loads, ids, make_store, put, ssd_tokens
 

@@ -21,9 +21,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ca_jax.storage import catalog_file
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import (
+from ca_jax.storage.catalog import file as catalog_file
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import (
     CatalogAccessError,
     CatalogCorruptError,
     CatalogError,
@@ -32,13 +32,9 @@ from ca_jax.storage.catalog_file import (
     CatalogVersionError,
     quarantine,
 )
-from ca_jax.storage.catalog_reader import CatalogReader, namespaces
-from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.catalog_rows import DamagedRecordError
-from ca_jax.storage.lineage import Lineage
-from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.prefix import HASH_BYTES, prefix_hashes
-from ca_jax.storage.ssd_copy import Cuts
+from ca_jax.storage.catalog.reader import CatalogReader, namespaces
+from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, SessionRecord, SessionState
+from ca_jax.storage.tokens import HASH_BYTES, Cuts, Lineage, TokenPlaces, prefix_hashes
 
 from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import AttentionStore
-from ca_jax.storage.catalog_file import CatalogLateError
+from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.storage.records import FlushFailure, MissReason, Residency
 
 from .store_helpers import (

@@ -7,7 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from ca_jax.storage import EntryInUseError, MissReason, cutting
+from ca_jax.storage import EntryInUseError, MissReason
+from ca_jax.storage import truncation as cutting
 
 from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, save, used_blocks
 
@@ -291,7 +292,7 @@ def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkey
         assert save(store, "a", tokens, rows)
     slow.gate.set()
     if ticket is not None:
-        while store._cutting.busy:
+        while store._truncation.busy:
             store._progress.wait(PATIENCE_S)
             store.poll()
         assert info(store, "a").num_blocks >= 10

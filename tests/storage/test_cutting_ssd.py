@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import AttentionStore, MissReason, Residency
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError
-from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import Namespace
-from ca_jax.storage.inspection import StoreInspector
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Namespace
+from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.records import FlushFailure, Owner
-from ca_jax.storage.verification import catalog_problems, read_session, verify
+from ca_jax.storage.verify import catalog_problems, read_session, verify
 
 from .store_helpers import (
     LAYOUT,

@@ -7,21 +7,15 @@ import sqlite3
 
 import pytest
 
-from ca_jax.storage import housekeeping
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogFullError, CatalogLockedError
-from ca_jax.storage.catalog_records import SessionState
-from ca_jax.storage.housekeeping import (
-    ForgetReason,
-    UnknownNamespaceError,
-    collect_garbage,
-    drop_session,
-    find_namespaces,
-)
-from ca_jax.storage.inspection import StoreInspector
-from ca_jax.storage.note_log import LOG_NAME, NoteLog
+from ca_jax.storage import collect as housekeeping
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
+from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
+from ca_jax.storage.catalog.records import SessionState
+from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
+from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.records import Owner
-from ca_jax.storage.verification import catalog_problems, verify
+from ca_jax.storage.verify import catalog_problems, verify
 
 from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier
 from .ssd_helpers import make_blocks

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogCorruptError
-from ca_jax.storage.catalog_records import SessionState
-from ca_jax.storage.inspection import (
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogCorruptError
+from ca_jax.storage.catalog.records import SessionState
+from ca_jax.storage.inspector import (
     AmbiguousSessionError,
     StoreDirectoryError,
     StoreInspector,
     UnknownSessionError,
     measure,
 )
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.verification import (
+from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.verify import (
     DamagedSessionError,
     DamageReason,
     catalog_problems,

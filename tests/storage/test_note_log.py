@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from ca_jax.storage.note_log import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
+from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
 from ca_jax.storage.records import Owner
 
 OWNER = Owner(tenant="a", session_id="one")

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogCorruptError, CatalogLockedError, CatalogVersionError
-from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.housekeeping import collect_garbage
-from ca_jax.storage.inspection import StoreInspector
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogCorruptError, CatalogLockedError, CatalogVersionError
+from ca_jax.storage.catalog.records import Namespace, SessionRecord, SessionState
+from ca_jax.storage.collect import collect_garbage
+from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.opening import OpenedSsd, open_ssd
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
 from .ssd_helpers import make_blocks, read
 from .store_helpers import make_layout

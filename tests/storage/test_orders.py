@@ -10,8 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.orders import TierOrders
+from ca_jax.storage.placement.orders import LookAhead, TierOrders
 
 from .policy_simulator import Stored, describe
 

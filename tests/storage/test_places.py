@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage.lineage import PLAIN, Lineage
-from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.ssd_copy import Cuts, SsdCopy, rows_left
+from ca_jax.storage.tokens import PLAIN, Cuts, Lineage, SsdCopy, TokenPlaces, rows_left
 
 BLOCK_TOKENS = st.integers(1, 5)
 # What happens to a session: so many tokens more, so many left, or which of them stay.

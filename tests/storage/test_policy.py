@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ca_jax.storage import FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
-from ca_jax.storage.policy import (
+from ca_jax.storage.placement.policy import (
     PrefetchPlan,
     PrefetchPolicy,
     ReturnAwarePolicy,

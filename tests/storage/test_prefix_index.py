@@ -7,15 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ca_jax.storage import prefix_index
-from ca_jax.storage.books import Entry, EntryTable
-from ca_jax.storage.lineage import Lineage
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.prefix import prefix_hashes
-from ca_jax.storage.prefix_index import PrefixIndex, Published, SortedRuns, as_units
+from ca_jax.storage import prefixes as prefix_index
+from ca_jax.storage.placement.orders import LookAhead
+from ca_jax.storage.prefixes import PrefixIndex, Published, SortedRuns, as_units
 from ca_jax.storage.records import Owner
-from ca_jax.storage.ssd_copy import Cuts, SsdCopy
+from ca_jax.storage.sessions import Entry, SessionIndex
+from ca_jax.storage.tokens import Cuts, Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = BLOCK_TOKENS = 2
@@ -101,7 +98,7 @@ TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
     wanted=st.lists(st.integers(0, 1), max_size=9),
 )
 def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, wanted):
-    table = EntryTable(LookAhead(), 99, BLOCK_TOKENS)
+    table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS)
     agreeing: dict[str, int] = {}
     with table.loading():
         for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ca_jax.storage import returns
-from ca_jax.storage.returns import NUM_GROUPS, ReturnTimes, best_rates
+from ca_jax.storage.placement import returns
+from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, best_rates
 
 
 class Hand:

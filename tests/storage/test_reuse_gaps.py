@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from ca_jax.storage import Residency
+from ca_jax.storage.placement.returns import ReuseGaps
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram
-from ca_jax.storage.reuse_gaps import ReuseGaps
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import LAYOUT, fetch, ids, load, make_kv, make_store, put, save

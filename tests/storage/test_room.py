@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.orders import TierOrders
-from ca_jax.storage.policy import FifoPolicy, LruPolicy, ReturnAwarePolicy, SchedulerAwarePolicy
-from ca_jax.storage.quota import ChargedBlocks, TenantQuota
-from ca_jax.storage.room import FreeingPolicy, choose_room
-from ca_jax.storage.tier import BlockAllocator
+from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.policy import (
+    FifoPolicy,
+    FreeingPolicy,
+    LruPolicy,
+    ReturnAwarePolicy,
+    SchedulerAwarePolicy,
+    choose_room,
+)
 
 from .policy_simulator import Stored, describe
 

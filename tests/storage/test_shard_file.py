@@ -6,9 +6,8 @@ import crc32c
 import numpy as np
 import pytest
 
-from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.shard_file import ShardFiles
-from ca_jax.storage.ssd import SsdTier
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.zarr3 import ShardFiles, SsdTier
 
 from .ssd_helpers import make_blocks, make_disk, read
 from .store_helpers import as_bits, make_layout

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import DramTier
-from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.ssd import SsdTier, _describe
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.zarr3 import SsdTier, _describe
 
 from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read
 from .store_helpers import as_bits, make_kv, make_layout
@@ -164,7 +164,7 @@ def test_nothing_to_move_is_done_at_once(disk):
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_raw_write_is_done_only_after_it_is_synced(tmp_path, monkeypatch, durable):
     synced = []
-    monkeypatch.setattr("ca_jax.storage.ssd_raw.os.fdatasync", lambda file: synced.append(tier.stored_block_ids()))
+    monkeypatch.setattr("ca_jax.storage.tiers.raw.os.fdatasync", lambda file: synced.append(tier.stored_block_ids()))
     tier = make_disk("raw", tmp_path).open(durable=durable)
     tier.write_blocks([1, 2], make_blocks(tier.layout, 2)).result()
     assert synced == ([[1, 2]] if durable else [])  # Once, after both.
@@ -345,7 +345,7 @@ def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path):
 
 def test_writes_stop_at_the_floor_and_go_on_above_it(local_disk, monkeypatch):
     free_bytes = 100 * 4096
-    monkeypatch.setattr("ca_jax.storage.ssd_space.DiskSpace._free_bytes", lambda self: free_bytes)
+    monkeypatch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: free_bytes)
     tier = local_disk.open(num_blocks=4, free_floor_bytes=20 * 4096)
     blocks = make_blocks(tier.layout, 2)
     free_bytes = 20 * 4096 + tier.stored_block_bytes
@@ -361,7 +361,7 @@ def test_writes_stop_at_the_floor_and_go_on_above_it(local_disk, monkeypatch):
 
 def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk, monkeypatch):
     free_bytes = 100 * 4096
-    monkeypatch.setattr("ca_jax.storage.ssd_space.DiskSpace._free_bytes", lambda self: free_bytes)
+    monkeypatch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: free_bytes)
     tier = local_disk.open(num_blocks=8)
     assert tier.num_blocks == 8
     capacity_bytes = 8 * tier.stored_block_bytes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ca_jax.storage import BlockAllocator, DramTier, host_array
-from ca_jax.storage.host_memory import touch
+from ca_jax.storage.tiers.dram import touch
 
 from .store_helpers import make_layout
 

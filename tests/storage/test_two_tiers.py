@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import MissReason, Residency, SkipReason
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogFullError
-from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import Namespace
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogFullError
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.records import FlushFailure, Note, Owner
 from ca_jax.telemetry.timeline import Timeline
 
