@@ -35,7 +35,7 @@ from ca_jax.storage.sessions import SessionIndex
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers import raw as ssd_raw
 from ca_jax.storage.tiers import zarr3 as ssd
-from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.mover import SsdWorker, TimelyContents
 from ca_jax.storage.tiers.owner import claim_blocks
@@ -171,9 +171,7 @@ def open_ssd(
             namespace.layout,
             location,
             capacity_bytes,
-            durable=durable,
-            deadline_s=deadline_s,
-            free_floor_bytes=free_floor_bytes,
+            DiskOptions(durable=durable, deadline_s=deadline_s, free_floor_bytes=free_floor_bytes),
         )
 
     def open_all(quarantined: Path | None) -> OpenedSsd:

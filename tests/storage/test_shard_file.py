@@ -28,14 +28,14 @@ def test_tensorstore_reads_what_we_write(disk, layout):
     blocks = make_blocks(layout, 3)
     tier.write_blocks([0, 5, 2], blocks).result()
     for block, wanted in zip([0, 5, 2], blocks, strict=True):
-        np.testing.assert_array_equal(as_bits(tier.blocks[block].read().result()), as_bits(wanted))
+        np.testing.assert_array_equal(as_bits(disk.tensorstore()[block].read().result()), as_bits(wanted))
     assert not [path for path in disk.path.rglob("*") if path.name.endswith(".__lock")]
 
 
 def test_we_read_what_tensorstore_writes(disk, layout):
-    tier: SsdTier = disk.open(layout)
+    disk.open(layout)
     (block,) = make_blocks(layout, 1)
-    tier.blocks[4].write(block).result()
+    disk.tensorstore()[4].write(block).result()
     found = np.zeros_like(block)
     assert ShardFiles(layout).read(disk.block_file(4), found), "laid out as we expect, or this reads nothing"
     np.testing.assert_array_equal(as_bits(found), as_bits(block))

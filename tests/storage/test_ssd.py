@@ -14,10 +14,11 @@ import pytest
 
 from ca_jax.storage import DramTier
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.zarr3 import SsdTier, _describe
+from ca_jax.storage.tiers.disk import DiskOptions, describe
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read
-from .store_helpers import as_bits, make_kv, make_layout
+from .store_helpers import as_bits, make_layout
 
 
 @pytest.fixture(params=["file", "memory", "raw"])
@@ -85,10 +86,6 @@ def test_whole_pages_come_back_too(disk):
     tier.write_blocks([1, 0], dram.slab[:2]).result()
     tier.read_blocks([1, 0], [dram.slab[3], dram.slab[2]]).result()
     assert np.array_equal(as_bits(dram.slab[2:]), as_bits(dram.slab[1::-1]))
-    staging = np.zeros((2, 8, 4, 256), np.float32)
-    tier.read_layer([0, 1], 2, staging).result()
-    assert np.array_equal(as_bits(staging[:, :4]), as_bits(dram.slab[1, 2]))
-    assert np.array_equal(as_bits(staging[:, 4:]), as_bits(dram.slab[0, 2]))
 
 
 def test_a_block_is_replaced_in_place(disk):
@@ -98,31 +95,6 @@ def test_a_block_is_replaced_in_place(disk):
         tier.write_blocks([5], blocks).result()
         assert np.array_equal(as_bits(read(tier, [5])), as_bits(blocks))
     assert tier.stored_block_ids() == [5]
-
-
-@pytest.mark.parametrize("num_tokens", [12, 11, 9])
-def test_a_layer_is_read_alone_and_nothing_beyond_its_tokens_is_touched(disk, num_tokens):
-    tier = disk.open()
-    blocks = make_blocks(tier.layout, 3)
-    tier.write_blocks([4, 1, 7], blocks).result()
-    for layer in range(3):
-        dst = make_kv(tier.layout, 20, seed=9)[0, :, :16]  # Part of a larger buffer.
-        before = dst.copy()
-        tier.read_layer([4, 1, 7], layer, dst, num_tokens).result()
-        wanted = np.concatenate(list(blocks[:, layer]), axis=1)
-        assert np.array_equal(as_bits(dst[:, :num_tokens]), as_bits(wanted[:, :num_tokens]))
-        assert np.array_equal(as_bits(dst[:, num_tokens:]), as_bits(before[:, num_tokens:]))
-
-
-def test_a_layer_of_many_blocks_in_any_order(disk):
-    tier = disk.open(num_blocks=1100)  # Two groups of files, and more blocks than one operation reads.
-    ids = [int(i) for i in np.random.default_rng(0).permutation(1100)[:40]]
-    assert {block // 1024 for block in ids} == {0, 1}
-    blocks = make_blocks(tier.layout, 40)
-    tier.write_blocks(ids, blocks).result()
-    dst = np.zeros((2, 160, 2, 5), np.float32)
-    tier.read_layer(ids, 1, dst).result()
-    assert np.array_equal(as_bits(dst), as_bits(np.concatenate(list(blocks[:, 1]), axis=1)))
 
 
 def test_another_run_finds_the_same_bytes(disk):
@@ -145,12 +117,13 @@ def test_the_blocks_of_a_larger_run_can_be_deleted(disk):
         read(tier, [6])
 
 
-def test_the_tensorstore_of_all_blocks_is_the_same_bytes(tmp_path):
-    tier = SsdTier(make_layout(), tmp_path, 1030 * 4096)
+def test_tensorstore_alone_reads_both_groups(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open(num_blocks=1030)
     blocks = make_blocks(tier.layout, 2)
     tier.write_blocks([1023, 1024], blocks).result()
-    assert tier.blocks.shape == (1030, *tier.layout.block_shape)
-    assert np.array_equal(as_bits(tier.blocks[1023:1025].read().result()), as_bits(blocks))
+    for group, index, block in ((0, 1023, blocks[0]), (1, 0, blocks[1])):
+        assert np.array_equal(as_bits(disk.tensorstore(group)[index].read().result()), as_bits(block))
 
 
 def test_nothing_to_move_is_done_at_once(disk):
@@ -173,7 +146,7 @@ def test_a_raw_write_is_done_only_after_it_is_synced(tmp_path, monkeypatch, dura
 @pytest.mark.parametrize("durable", [True, False])
 def test_a_zarr3_write_is_synced_by_tensorstore(tmp_path, durable):
     tier = make_disk("file", tmp_path).open(durable=durable)
-    assert tier.blocks.spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
+    assert tier._groups[0].spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
 
 
 # What is damaged is an error. Files are damaged behind TensorStore's back and within one tick of their clock, so that
@@ -185,7 +158,6 @@ def test_a_block_that_was_never_written_is_missing_not_zeros(disk):
     tier.write_blocks([0, 2], make_blocks(tier.layout, 2)).result()
     into = make_blocks(tier.layout, 1)
     assert reason(tier.read_blocks([1], into)) is IoFailure.MISSING
-    assert reason(tier.read_layer([1], 0, np.zeros((2, 4, 2, 5), np.float32))) is IoFailure.MISSING
 
 
 def test_a_deleted_block_is_missing(disk):
@@ -231,21 +203,7 @@ def test_what_tensorstore_says_of_a_file_that_shrinks_while_it_is_read_is_damage
     message = (
         "FAILED_PRECONDITION: Error reading shard entry: Requested byte range [-52, ?) is not valid for value of size 1"
     )
-    assert _describe(ValueError(message)).reason is IoFailure.CORRUPT
-
-
-def test_a_damaged_layer_leaves_the_others_readable(tmp_path):
-    disk = make_disk("file", tmp_path)
-    tier = disk.open()
-    blocks = make_blocks(tier.layout, 1)
-    tier.write_blocks([0], blocks).result()
-    damaged = bytearray(disk.block_file(0).read_bytes())
-    damaged[tier.layout.layer_block_bytes + 10] ^= 1  # In layer 1 or its checksum.
-    disk.block_file(0).write_bytes(damaged)
-    dst = np.zeros((2, 4, 2, 5), np.float32)
-    assert reason(tier.read_layer([0], 1, dst)) is IoFailure.CORRUPT
-    tier.read_layer([0], 2, dst).result()
-    assert np.array_equal(as_bits(dst), as_bits(blocks[0, 2]))
+    assert describe(ValueError(message)).reason is IoFailure.CORRUPT
 
 
 def test_a_file_of_any_other_length_is_found(tmp_path):
@@ -376,7 +334,7 @@ def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk,
 
 def test_a_floor_wants_a_disk():
     with pytest.raises(ValueError, match="wants a local disk, found 4096 bytes for a remote URL"):
-        SsdTier(make_layout(), "memory://", 4096, free_floor_bytes=4096)
+        SsdTier(make_layout(), "memory://", 4096, DiskOptions(free_floor_bytes=4096))
 
 
 # Files.
@@ -512,7 +470,6 @@ def test_a_file_url_is_a_directory(tmp_path):
 def test_what_does_not_fit_is_refused(disk):
     tier = disk.open()
     blocks = make_blocks(tier.layout, 2)
-    layer = np.zeros((2, 8, 2, 5), np.float32)
     with pytest.raises(ValueError, match=r"block id in \[0, 8\), found 8"):
         tier.write_blocks([0, 8], blocks)
     with pytest.raises(ValueError, match=r"block id in \[0, 8\), found -1"):
@@ -532,11 +489,4 @@ def test_what_does_not_fit_is_refused(disk):
     blocks.flags.writeable = False
     with pytest.raises(ValueError, match=r"writeable memory, found .* read-only"):
         tier.read_blocks([0], blocks[:1])
-    with pytest.raises(ValueError, match=r"a layer in \[0, 3\), found 3"):
-        tier.read_layer([0, 1], 3, layer)
-    for num_tokens in (9, 4, 0, -1):
-        with pytest.raises(ValueError, match=f"end in the last of 2 blocks of 4, found {num_tokens}"):
-            tier.read_layer([0, 1], 0, layer, num_tokens)
-    with pytest.raises(ValueError, match=r"dst wanted float32\[2, 8, 2, 5\], found float32\[2, 7, 2, 5\]"):
-        tier.read_layer([0, 1], 0, layer[:, :7].copy())
     assert tier.stored_block_ids() == []

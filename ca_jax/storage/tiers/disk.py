@@ -1,27 +1,44 @@
-"""What a tier on disk is, whichever way it keeps its files, and what it asks of its callers.
+"""What every tier on disk does, whichever way it keeps its files: queues of moves, checks, room on the disk, checksums.
 
-Where an SSD tier may write, and how much: its directory, the cap, and the floor of free space on the disk.
-
-Not here: the two that there are, `SsdTier` and `RawSsdTier`.
+Not here: the two kinds there are, `SsdTier` (zarr3) and `RawSsdTier` (raw).
 """
 
 from __future__ import annotations
 
+import abc
+import concurrent.futures
+import dataclasses
+import errno
+import functools
+import mmap
 import os
+import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import crc32c
 import numpy as np
 
 from ca_jax.storage.catalog.file import make_directory
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.io import IoHandle
+from ca_jax.storage.tiers.io import IoHandle, IoQueue, Operation, OperationFuture, close_all
+
+PAGE_BYTES = 4096
+"""What files are rounded up to on disk."""
+Buffer = memoryview | mmap.mmap | bytearray | bytes
+_REASONS = {
+    "NOT_FOUND": IoFailure.MISSING,
+    "DATA_LOSS": IoFailure.CORRUPT,
+    "OUT_OF_RANGE": IoFailure.CORRUPT,
+    "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
+}
 
 
 class SsdBlocks(Protocol):
@@ -48,15 +65,87 @@ class SsdBlocks(Protocol):
         ...
 
 
-class DiskTier(SsdBlocks, Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskOptions:
+    """How a tier on disk is opened."""
+
+    durable: bool = True
+    """Whether a write is done only when it would survive a loss of power."""
+    deadline_s: float = 30.0
+    """Seconds without progress after which a move fails; see `IoQueue`."""
+    free_floor_bytes: int = 0
+    """Free space that stays on a local disk."""
+    clock: Callable[[], float] = time.monotonic
+    """Seconds, never decreasing."""
+    only_existing: bool = False
+    """Takes what is on disk as it stands, for tools, beside an engine or after one: makes nothing and checks no room.
+    Blocks are read and deleted, never written; the capacity says which ids may be named."""
+
+
+DEFAULT_OPTIONS = DiskOptions()
+
+
+class DiskTier(abc.ABC):
     """Blocks that outlive the process.
 
     Moves do not block and never raise for what a disk does: they give a handle, whose error has a reason. Memory and
-    blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Whole blocks
-    only are written, and whose bytes they are is for others to know: a block that nobody refers to is just overwritten.
+    blocks of a move belong to it until the handle has `settled`, after an error or a missed deadline too. Only whole
+    blocks are written. The tier does not know whose a block is: a write replaces what was there.
 
-    Any thread may move, the allocator belongs to one. L layers, K KV heads, H head dim.
+    Any thread may move blocks; the allocator belongs to one thread. L layers, K KV heads, H head dim.
+
+    Args:
+      layout: the shape of a block.
+      capacity_bytes: cap of what is stored, checksums and rounding included.
+      stored_block_bytes: what one block takes.
+      options: how it is opened.
+      max_reads: blocks that are read at once, each by a thread of its own on a local disk.
+      max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
+
+    Raises:
+      ValueError: a capacity under one block, or a deadline or number that is not positive.
     """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        capacity_bytes: int,
+        stored_block_bytes: int,
+        options: DiskOptions,
+        max_reads: int,
+        max_writes: int,
+    ) -> None:
+        self._layout = layout
+        self._options = options
+        self._stored_block_bytes = stored_block_bytes
+        self._num_blocks = blocks_within(capacity_bytes, stored_block_bytes, layout)
+        self._reads, self._writes = (
+            IoQueue(max_in_flight=number, deadline_s=options.deadline_s, describe=describe, clock=options.clock)
+            for number in (max_reads, max_writes)
+        )
+        self._threads = concurrent.futures.ThreadPoolExecutor(max_reads + max_writes, thread_name_prefix="ca_jax-ssd")
+        self._space = DiskSpace(None, 0)
+        self._allocator = BlockAllocator(self._num_blocks)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the cap holds."""
+        return self._num_blocks
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """What one block takes on SSD, with checksums and rounding: the unit of the cap."""
+        return self._stored_block_bytes
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The free list. At start all blocks are free, whatever is on disk: the catalog takes its own."""
+        return self._allocator
 
     def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """Reads whole blocks, verifying their checksums.
@@ -69,24 +158,11 @@ class DiskTier(SsdBlocks, Protocol):
         Raises:
           ValueError: an id, shape, dtype or number that does not fit, or memory that cannot be written.
         """
-        ...
-
-    def read_layer(
-        self, block_ids: Sequence[int], layer: int, dst: np.ndarray, num_tokens: int | None = None
-    ) -> IoHandle:
-        """Reads one layer of a sequence of blocks, verifying its checksums.
-
-        Args:
-          block_ids: the sequence's blocks, in order.
-          layer: which layer.
-          dst: `[2, S, K, H]`, keys and values each C-contiguous, writeable; `dst[:, :num_tokens]` is filled, the rest
-            stays.
-          num_tokens: how many, in the last of the blocks at the least; by default all that the blocks hold.
-
-        Raises:
-          ValueError: an id, layer, shape, dtype or number that does not fit, or memory that cannot be written.
-        """
-        ...
+        check_block_ids(block_ids, self._num_blocks)
+        check_blocks("into", into, len(block_ids), self._layout, writeable=True)
+        return self._reads.submit(
+            [functools.partial(self._read, block, dst) for block, dst in zip(block_ids, into, strict=True)]
+        )
 
     def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
         """Writes whole blocks, over whatever is there; durable, if the tier is, when the handle is done.
@@ -100,7 +176,20 @@ class DiskTier(SsdBlocks, Protocol):
         Raises:
           ValueError: an id, shape, dtype or number that does not fit.
         """
-        ...
+        if self._options.only_existing:
+            raise ValueError("write_blocks must have a tier that may write, got one opened with only_existing")
+        check_block_ids(block_ids, self._num_blocks, distinct=True)
+        check_blocks("blocks", blocks, len(block_ids), self._layout)
+        num_bytes = len(block_ids) * self._stored_block_bytes
+        error = self._space.reserve(num_bytes)
+        if error is not None:
+            return self._writes.failed(error)
+        handle = self._writes.submit(
+            [functools.partial(self._write, block, src) for block, src in zip(block_ids, blocks, strict=True)],
+            last=self._syncing(block_ids) if self._options.durable else None,
+        )
+        handle.add_settled_callback(lambda _: self._space.release(num_bytes))
+        return handle
 
     def delete_blocks(self, block_ids: Sequence[int]) -> IoHandle:
         """Removes blocks from disk, also such that are not there, or lie beyond the cap (of an earlier, larger store).
@@ -110,11 +199,12 @@ class DiskTier(SsdBlocks, Protocol):
         Raises:
           ValueError: a negative id.
         """
-        ...
+        check_block_ids(block_ids, None)
+        return self._writes.submit([functools.partial(self._delete, block) for block in block_ids])
 
+    @abc.abstractmethod
     def stored_block_ids(self) -> list[int]:
         """Which blocks have bytes on disk, ascending, also beyond the cap. Blocks, for seconds at a million blocks."""
-        ...
 
     def sweep(self) -> int:
         """Removes what writes cut short by a crash left behind. Before the first write, by the only user of the store.
@@ -122,11 +212,12 @@ class DiskTier(SsdBlocks, Protocol):
         Returns:
           Number of files removed. Blocks for as long as `stored_block_ids`.
         """
-        ...
+        return 0
 
     def poll(self) -> None:
-        """Fails moves that are late. Never blocks; for whoever turns the engine's wheel."""
-        ...
+        """Fails moves that are late. Never blocks; call it now and then."""
+        self._reads.poll()
+        self._writes.poll()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Refuses new moves, cancels those that have not begun, waits for the others.
@@ -134,7 +225,24 @@ class DiskTier(SsdBlocks, Protocol):
         Returns:
           Whether all have settled within `timeout_s`. If not, the memory they move must stay.
         """
-        ...
+        settled = close_all([self._reads, self._writes], timeout_s)
+        self._threads.shutdown(wait=settled)
+        return settled
+
+    # One block each. An operation that runs when it is called is given to `_threads`.
+
+    @abc.abstractmethod
+    def _read(self, block: int, dst: np.ndarray) -> OperationFuture: ...
+
+    @abc.abstractmethod
+    def _write(self, block: int, src: np.ndarray) -> OperationFuture: ...
+
+    @abc.abstractmethod
+    def _delete(self, block: int) -> OperationFuture: ...
+
+    @abc.abstractmethod
+    def _syncing(self, block_ids: Sequence[int]) -> Operation | None:
+        """The operation that ends a durable write of blocks."""
 
 
 def blocks_within(capacity_bytes: int, stored_block_bytes: int, layout: KVLayout) -> int:
@@ -178,31 +286,6 @@ def check_blocks(
     for block in blocks:
         _check_shape(name, block, layout.block_shape, layout)
         _check_memory(name, block, writeable=writeable)
-
-
-def check_layer(layer: int, dst: np.ndarray, num_blocks: int, num_tokens: int | None, layout: KVLayout) -> int:
-    """Checks the arguments of `DiskTier.read_layer`; the default of `num_tokens` is all that the blocks hold.
-
-    Returns:
-      How many tokens are read.
-
-    Raises:
-      ValueError: they do not fit.
-    """
-    if not 0 <= layer < layout.num_layers:
-        raise ValueError(f"wanted a layer in [0, {layout.num_layers}), found {layer}")
-    held = num_blocks * layout.block_tokens
-    num_tokens = held if num_tokens is None else num_tokens
-    if layout.num_blocks(num_tokens) != num_blocks or num_tokens < 0:
-        raise ValueError(
-            f"wanted num_tokens that end in the last of {num_blocks} blocks of {layout.block_tokens}, "
-            f"found {num_tokens}"
-        )
-    num_slots = dst.shape[1] if dst.ndim == 4 else 0
-    _check_shape("dst", dst, (2, max(num_slots, num_tokens), layout.num_kv_heads, layout.head_dim), layout)
-    for half in dst:
-        _check_memory("dst", half, writeable=True)
-    return num_tokens
 
 
 def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...], layout: KVLayout) -> None:
@@ -311,3 +394,80 @@ class DiskSpace:
 
     def _free_bytes(self) -> int | None:
         return None if self._directory is None else shutil.disk_usage(self._directory).free
+
+
+def transfer(
+    call: Callable[..., int], file: int, buffers: Sequence[Buffer], offset: int = 0, direct_file: int | None = None
+) -> None:
+    """Reads or writes all of `buffers` at `offset`, by `os.preadv` or `os.pwritev`.
+
+    Args:
+      call: which of the two.
+      file: through the page cache.
+      buffers: memory in the order of the file.
+      offset: bytes from the beginning of the file.
+      direct_file: the same file past the page cache, used where all is in whole pages; None: there is none.
+
+    Raises:
+      BlockIoError: the file ends before.
+      OSError: the disk reports an error.
+    """
+    views = [np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer)]
+    direct = direct_file is not None and not any(
+        (view.ctypes.data | view.nbytes | offset) % PAGE_BYTES for view in views
+    )
+    while views:
+        num_bytes = call(direct_file if direct else file, views, offset)
+        if num_bytes <= 0:
+            raise BlockIoError(IoFailure.CORRUPT, f"the file must have more bytes at {offset}, and ends there")
+        offset += num_bytes
+        while views and num_bytes >= views[0].nbytes:
+            num_bytes -= views.pop(0).nbytes
+        if num_bytes:
+            views[0] = views[0][num_bytes:]
+            direct = direct and not num_bytes % PAGE_BYTES
+
+
+def as_bytes(array: np.ndarray) -> memoryview:
+    """The array's memory, without a copy."""
+    return array.reshape(-1, copy=False).view(np.uint8).data
+
+
+def layer_sums(block: np.ndarray) -> list[int]:
+    """The crc32c of each layer of a block."""
+    return [crc32c.crc32c(as_bytes(layer)) for layer in block]
+
+
+def check_sums(where: str, block: np.ndarray, wanted: Sequence[int]) -> None:
+    """Checks the crc32c of each layer of a block.
+
+    Raises:
+      BlockIoError: one is another.
+    """
+    for layer, (sum_wanted, found) in enumerate(zip(wanted, layer_sums(block), strict=True)):
+        if found != sum_wanted:
+            raise BlockIoError(
+                IoFailure.CORRUPT, f"layer {layer} of {where} must have crc32c {sum_wanted:#010x}, got {found:#010x}"
+            )
+
+
+def whole_pages(num_bytes: int) -> int:
+    """So many bytes, rounded up to pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def describe(exception: BaseException) -> BlockIoError:
+    """Finds the reason in what an operation raised. TensorStore's is a ValueError that begins with its status."""
+    if isinstance(exception, BlockIoError):
+        return exception
+    if isinstance(exception, OSError):
+        full = exception.errno in (errno.ENOSPC, errno.EDQUOT)
+        return BlockIoError(
+            IoFailure.NO_SPACE if full else IoFailure.DEVICE, f"{type(exception).__name__}: {exception}"
+        )
+    message = str(exception)
+    if re.search(r"os_error_code='(28|122)'", message):  # ENOSPC, EDQUOT
+        return BlockIoError(IoFailure.NO_SPACE, message)
+    if re.search(r"Requested byte range .* is not valid for value of size", message):
+        return BlockIoError(IoFailure.CORRUPT, message)
+    return BlockIoError(_REASONS.get(message.partition(":")[0], IoFailure.DEVICE), message)
