@@ -15,7 +15,7 @@ Not here: JAX, models, or copies between host and device.
 
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator, BlockTier
+from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.placement.policy import EvictionPolicy, FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
 from ca_jax.storage.records import (
     EntryInfo,
@@ -34,7 +34,6 @@ from ca_jax.storage.tiers.dram import DramTier, host_array
 __all__ = [
     "AttentionStore",
     "BlockAllocator",
-    "BlockTier",
     "DramTier",
     "EntryInUseError",
     "EntryInfo",

@@ -11,22 +11,21 @@ between: one binary search finds it, however many there are, and however many of
 Saves of decoded tokens publish often, and searches are rare: what changes is only marked, and put in its place by the
 next search.
 
-Not here: hashes of blocks (prefix), or which units count (books).
+Not here: hashes of blocks (tokens), or which units count (sessions).
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
+from sortedcontainers import SortedList
 
 _MAX_CHANGED = 64  # Sessions that a search puts in their place, at most: a millisecond or two.
-_RUN_ITEMS = 1000  # Of a sorted list, at least after a run was split.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,52 +40,6 @@ class Published:
     """How many of them, from the first on, others may have the KV of."""
 
 
-class SortedRuns:
-    """A sorted list in runs, so that a change moves a few thousand items however long it is."""
-
-    def __init__(self) -> None:
-        self._runs: list[list[Any]] = []  # None is empty.
-        self._lasts: list[Any] = []
-
-    def update(self, items: Iterable[Any]) -> None:
-        """Adds many items, for the price of sorting all."""
-        ordered = sorted([item for run in self._runs for item in run] + list(items))
-        self._runs = [ordered[start : start + _RUN_ITEMS] for start in range(0, len(ordered), _RUN_ITEMS)]
-        self._lasts = [run[-1] for run in self._runs]
-
-    def add(self, item: Any) -> None:
-        """Adds an item."""
-        if not self._runs:
-            self.update([item])
-            return
-        index = min(bisect.bisect_left(self._lasts, item), len(self._runs) - 1)
-        run = self._runs[index]
-        bisect.insort(run, item)
-        parts = [run] if len(run) <= 2 * _RUN_ITEMS else [run[:_RUN_ITEMS], run[_RUN_ITEMS:]]
-        self._runs[index : index + 1] = parts
-        self._lasts[index : index + 1] = [part[-1] for part in parts]
-
-    def remove(self, item: Any) -> None:
-        """Removes an item that is there."""
-        index = bisect.bisect_left(self._lasts, item)
-        run = self._runs[index]
-        del run[bisect.bisect_left(run, item)]
-        parts = [run] if run else []
-        self._runs[index : index + 1] = parts
-        self._lasts[index : index + 1] = [part[-1] for part in parts]
-
-    def around(self, wanted: Any) -> Iterator[Any]:
-        """The items between which `wanted` would stand: two, or one at an end."""
-        index = bisect.bisect_left(self._lasts, wanted)
-        at = bisect.bisect_left(self._runs[index], wanted) if index < len(self._runs) else 0
-        if at:
-            yield self._runs[index][at - 1]
-        elif index:
-            yield self._lasts[index - 1]
-        if index < len(self._runs):
-            yield self._runs[index][at]
-
-
 class _Indexed(NamedTuple):
     """An item of the sorted list."""
 
@@ -97,10 +50,10 @@ class _Indexed(NamedTuple):
 
 
 class PrefixIndex:
-    """Sequences of all tenants, sorted. Belongs to the thread that keeps the books.
+    """Sequences of all tenants, sorted. Belongs to the bookkeeping thread.
 
     A search costs O(log n) comparisons, and for each session that changed since the last one a copy of its units if
-    they are token ids, and a move within a run. A change costs an entry in a dict.
+    they are token ids. A change costs an entry in a dict.
 
     Args:
       published: what a session has to share by its key; None if it has nothing (any more).
@@ -114,7 +67,7 @@ class PrefixIndex:
         self._min_units = max(min_units, 1)
         self._max_changed = _MAX_CHANGED
         self._changed: dict[str, None] = {}
-        self._sorted = SortedRuns()
+        self._sorted = SortedList()
         self._indexed: dict[str, _Indexed] = {}
 
     def __len__(self) -> int:
@@ -147,8 +100,14 @@ class PrefixIndex:
           How many units agree, and its key; 0 and an empty one where there is none.
         """
         self._catch_up()
-        neighbours = [item for item in self._sorted.around((tenant, wanted)) if item.tenant == tenant]
-        found = [(_num_common_bytes(item.sequence, wanted) // self._unit_bytes, item.key) for item in neighbours]
+        place = tenant, wanted
+        around = (self._sorted.irange(maximum=place, reverse=True), self._sorted.irange(minimum=place))
+        neighbours = [item for item in (next(items, None) for items in around) if item is not None]
+        found = [
+            (_num_common_bytes(item.sequence, wanted) // self._unit_bytes, item.key)
+            for item in neighbours
+            if item.tenant == tenant
+        ]
         return max([agreeing for agreeing in found if agreeing[0] >= self._min_units], default=(0, ""))
 
     def _catch_up(self) -> None:
@@ -167,11 +126,7 @@ class PrefixIndex:
                 sequence = units[:num_bytes]
                 self._indexed[key] = _Indexed(now.tenant, sequence, key, now.units)
                 added.append(self._indexed[key])
-        if len(added) > _MAX_CHANGED:
-            self._sorted.update(added)
-        else:
-            for item in added:
-                self._sorted.add(item)
+        self._sorted.update(added)  # Of few it adds one by one; with many it sorts all.
 
 
 def as_units(token_ids: np.ndarray) -> bytes:

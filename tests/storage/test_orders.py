@@ -27,7 +27,7 @@ def test_positions_are_those_of_the_queue():
     assert list(queue.keys(2)) == ["a", "b"]
     assert queue.remove(0) == "a"
     assert [queue.position(key) for key in "abcd"] == [1, 0, 2, None]
-    queue.append_front(0, "d")
+    queue.append(0, "d", -1)
     assert [queue.position(key) for key in "abcd"] == [2, 1, 3, 0]
     assert len(queue) == 4
     assert 0 in queue
@@ -40,9 +40,8 @@ def test_urgent_jobs_stand_before_others_and_equals_in_the_order_of_their_arriva
         queue.append(job, key, priority)
     assert list(queue.keys()) == ["c", "b", "a", "d", "b", "e"]
     assert [queue.position(key) for key in "abcde"] == [2, 1, 0, 3, 5]
-    queue.append_front(6, "f")
     queue.append(7, "g", -2)
-    assert list(queue.keys(3)) == ["g", "f", "c"]
+    assert list(queue.keys(2)) == ["g", "c"]
 
 
 def test_a_session_whose_later_job_is_more_urgent_is_watched_by_that():
@@ -60,9 +59,8 @@ def test_a_session_whose_later_job_is_more_urgent_is_watched_by_that():
 def test_a_job_waits_once():
     queue = LookAhead()
     queue.append("job", "a")
-    for put in (queue.append, queue.append_front):
-        with pytest.raises(ValueError, match="a job that does not wait yet, found 'job'"):
-            put("job", "b")
+    with pytest.raises(ValueError, match="a job that does not wait yet, found 'job'"):
+        queue.append("job", "b")
     with pytest.raises(ValueError, match="found 'other', which is none of the 1 that wait"):
         queue.remove("other")
 
@@ -146,13 +144,6 @@ class OrdersMachine(RuleBasedStateMachine):
     @rule(key=KEYS, priority=st.integers(-2, 2))
     def append_job(self, key, priority):
         self.append(key, priority)
-
-    @rule(key=KEYS)
-    def append_job_in_front(self, key):
-        self.queue.append_front(self.num_jobs, key)
-        self.priorities.insert(0, self.priorities[0] if self.priorities else 0)
-        self.jobs.insert(0, (self.num_jobs, key))
-        self.num_jobs += 1
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), first=st.booleans())

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage import prefixes as prefix_index
 from ca_jax.storage.placement.orders import LookAhead
-from ca_jax.storage.prefixes import PrefixIndex, Published, SortedRuns, as_units
+from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
 from ca_jax.storage.tokens import Cuts, Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = BLOCK_TOKENS = 2
-
-
-@pytest.fixture(autouse=True)
-def short_runs(monkeypatch):
-    """So that a few sessions are several runs."""
-    monkeypatch.setattr(prefix_index, "_RUN_ITEMS", 2)
 
 
 def published(token_ids: list[int], tenant: str = "x", num_plain: int | None = None) -> Published:
@@ -33,7 +25,6 @@ def num_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.lists(
         st.tuples(
@@ -92,7 +83,6 @@ def test_what_changes_between_searches_is_copied_once():
 TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sessions=st.lists(st.tuples(TOKENS_ON_SSD, st.sampled_from("xy"), st.none() | st.integers(0, 9), st.booleans())),
     wanted=st.lists(st.integers(0, 1), max_size=9),
@@ -119,34 +109,3 @@ def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, want
     num_tokens, key = table.find_prefix_on_ssd("x", np.array(wanted, np.int32))
     assert num_tokens == max(agreeing.values(), default=0)
     assert agreeing.get(key, 0) == num_tokens
-
-
-class Counted(int):
-    """A number that counts how often it is compared."""
-
-    num_compared = 0
-
-    def __lt__(self, other):
-        Counted.num_compared += 1
-        return int(self) < int(other)
-
-
-def test_the_cost_of_a_sorted_list_does_not_follow_its_length(monkeypatch):
-    monkeypatch.setattr(prefix_index, "_RUN_ITEMS", 100)
-
-    def compared(num_items: int) -> int:
-        """How many comparisons an addition, a search and a removal take together, at most."""
-        runs = SortedRuns()
-        runs.update(map(Counted, range(0, 2 * num_items, 2)))
-        worst = 0
-        for number in range(1, 2 * num_items, num_items // 50):
-            before = Counted.num_compared
-            item = Counted(number)
-            runs.add(item)
-            assert list(map(int, runs.around(item)))[-1] == number
-            runs.remove(item)
-            assert list(map(int, runs.around(item))) in ([number - 1, number + 1], [number - 1])
-            worst = max(worst, Counted.num_compared - before)
-        return worst
-
-    assert compared(100_000) <= compared(1000) + 60, "a binary search of a hundred times as many takes 7 more"

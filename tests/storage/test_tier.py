@@ -162,16 +162,6 @@ def test_the_slab_and_its_tensorstore_are_the_same_bytes(dtype):
     assert np.all(tier.slab[0] == 0)
 
 
-def test_touch_reports_to_the_end_and_changes_nothing():
-    array = host_array((100, 4096), np.uint8)
-    array[...] = 3
-    seen = []
-    assert touch(array, lambda done, total: seen.append((done, total))) >= 0
-    assert np.all(array == 3)
-    if seen:  # Kernels that cannot do it report nothing.
-        assert seen[-1] == (array.nbytes, array.nbytes)
-
-
 def test_touch_of_a_tier_keeps_what_it_holds_and_of_a_closed_one_ends_at_once():
     layout = make_layout()
     tier = DramTier(layout, 100 * layout.block_bytes)
@@ -183,8 +173,10 @@ def test_touch_of_a_tier_keeps_what_it_holds_and_of_a_closed_one_ends_at_once():
 
 
 def test_touch_asks_between_chunks_whether_to_stop():
-    array = host_array((200 << 20,), np.uint8)  # Mapped; of its 200 MiB not one becomes resident.
-    touch(array, lambda done, total: pytest.fail("touched after it was stopped"), stopped=lambda: True)
+    array = host_array((200 << 20,), np.uint8)  # Mapped; of its 200 MiB the first 64 become resident.
+    asked = []
+    touch(array, stopped=lambda: bool(asked.append(1)) or len(asked) == 2)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])

@@ -1,62 +1,27 @@
-"""What a tier is: a TensorStore of blocks and the list of those that are free.
+"""Free lists, and who holds which block: each block is charged to its tenant, and counted how often it is held.
 
-How much of a tier each tenant holds, and how much it is over what it may.
+Whose sessions go when a tenant is over its quota is the eviction policy's choice among that tenant's own:
+`TierOrders.view` with its `tenant`, for the blocks that `excess` says.
 
-Whose sessions go when a tenant is over is the eviction policy's choice among that tenant's own: `TierOrders.view` with
-its `tenant`, for the blocks that `excess` says.
-
-Not here: what the blocks hold, or whom they belong to.
+Not here: that choice, who a tenant is, or which sessions share blocks.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
-import tensorstore as ts
+from sortedcontainers import SortedDict, SortedList
 
-from ca_jax.storage.layout import KVLayout
-
-
-class BlockTier(Protocol):
-    """One level of the AttentionStore.
-
-    A move between tiers is a write of one tier's view into another's: `dst.blocks[ids].write(src.blocks[ids])`.
-    """
-
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks the tier's cap holds."""
-        ...
-
-    @property
-    def blocks(self) -> ts.TensorStore:
-        """`[num_blocks, L, 2, block_tokens, K, H]`."""
-        ...
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """Who knows which blocks are free."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of memory and files. No copy may be under way."""
-        ...
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 class BlockAllocator:
     """The free list of a tier: hands out block ids, runs of consecutive ids where there are any.
 
-    Deterministic: the same calls give the same ids. Not thread-safe: it belongs to the thread that keeps the books.
+    Deterministic: the same calls give the same ids. Not thread-safe: it belongs to the bookkeeping thread.
     """
 
     def __init__(self, num_blocks: int):
@@ -65,10 +30,9 @@ class BlockAllocator:
         self._num_blocks = num_blocks
         self._num_free = num_blocks
         self._taken = bytearray(num_blocks)
-        # The free blocks as runs: sorted first ids, and how many blocks follow from each. Neighbours are always merged.
-        self._run_starts = [0] if num_blocks else []
-        self._run_length = {0: num_blocks} if num_blocks else {}
-        self._by_length = [(num_blocks, 0)] if num_blocks else []  # The same, as sorted (length, start).
+        # The free blocks as runs: how many there are from each first id on. Neighbours are always merged.
+        self._run_length: SortedDict[int, int] = SortedDict({0: num_blocks} if num_blocks else {})
+        self._by_length = SortedList((length, start) for start, length in self._run_length.items())
 
     @property
     def num_blocks(self) -> int:
@@ -84,8 +48,7 @@ class BlockAllocator:
         """Takes `num_blocks` blocks, all or nothing.
 
         The ids that follow `after` come first, then the smallest run that holds the rest, then, where none does, the
-        longest runs. O(log r) comparisons in the number r of free runs, and moves within lists of them, for each run
-        that is taken from.
+        longest runs. O(log r) in the number r of free runs, for each run that is taken from.
 
         Args:
           num_blocks: how many, >= 0.
@@ -106,10 +69,8 @@ class BlockAllocator:
             ids += self._take(after + 1, min(num_blocks, self._run_length[after + 1]))
         while len(ids) < num_blocks:
             wanted = num_blocks - len(ids)
-            fitting = bisect.bisect_left(self._by_length, (wanted, -1))
-            if fitting == len(self._by_length):  # The first of the longest.
-                fitting = bisect.bisect_left(self._by_length, (self._by_length[-1][0], -1))
-            length, start = self._by_length[fitting]
+            at_least = min(wanted, self._by_length[-1][0])
+            length, start = next(self._by_length.irange((at_least, -1)))
             ids += self._take(start, min(length, wanted))
         return tuple(ids)
 
@@ -143,14 +104,13 @@ class BlockAllocator:
         #   ------####--####----   ->   starts 0 10 16, ends 6 12 20
         is_first = np.diff(wanted, prepend=-2) > 1
         first, last = wanted[is_first], wanted[np.roll(is_first, -1)]
-        starts = np.array(self._run_starts, np.int64)
-        lengths = np.fromiter(map(self._run_length.__getitem__, self._run_starts), np.int64, len(starts))
+        starts = np.fromiter(self._run_length.keys(), np.int64, len(self._run_length))
+        lengths = np.fromiter(self._run_length.values(), np.int64, len(starts))
         ends = np.sort(np.concatenate([starts + lengths, first]))
         starts = np.sort(np.concatenate([starts, last + 1]))
         is_run = starts < ends
-        self._run_starts = starts[is_run].tolist()
-        self._run_length = dict(zip(self._run_starts, (ends - starts)[is_run].tolist(), strict=True))
-        self._by_length = sorted((length, start) for start, length in self._run_length.items())
+        self._run_length = SortedDict(zip(starts[is_run].tolist(), (ends - starts)[is_run].tolist(), strict=True))
+        self._by_length = SortedList((length, start) for start, length in self._run_length.items())
 
     def free(self, ids: Iterable[int]) -> None:
         """Gives blocks back, all or nothing.
@@ -183,33 +143,26 @@ class BlockAllocator:
 
     def _put(self, start: int, length: int) -> None:
         """Adds a run to the free ones, merged with its neighbours."""
-        position = bisect.bisect_left(self._run_starts, start)
-        if position < len(self._run_starts) and self._run_starts[position] == start + length:
+        if start + length in self._run_length:
             length += self._drop_run(start + length)
-        if position:
-            before = self._run_starts[position - 1]
-            if before + self._run_length[before] == start:
-                start, length = before, length + self._drop_run(before)
+        before = next(self._run_length.irange(maximum=start, reverse=True), None)
+        if before is not None and before + self._run_length[before] == start:
+            start, length = before, length + self._drop_run(before)
         self._add_run(start, length)
 
     def _add_run(self, start: int, length: int) -> None:
-        bisect.insort(self._run_starts, start)
-        bisect.insort(self._by_length, (length, start))
         self._run_length[start] = length
+        self._by_length.add((length, start))
 
     def _drop_run(self, start: int) -> int:
         """Takes a run out of the free ones; how long it was."""
-        length = self._run_length.pop(start)
-        del self._run_starts[bisect.bisect_left(self._run_starts, start)]
-        del self._by_length[bisect.bisect_left(self._by_length, (length, start))]
+        length: int = self._run_length.pop(start)
+        self._by_length.remove((length, start))
         return length
 
 
-_NOBODY: Mapping[str, int] = MappingProxyType({})
-
-
 class TenantQuota:
-    """Blocks held by tenant, against one quota for each. Belongs to the thread that keeps the books.
+    """Blocks held by tenant, against one quota for each. Belongs to the bookkeeping thread.
 
     Args:
       quota_blocks: most blocks a tenant may hold that is not named; None for no limit.

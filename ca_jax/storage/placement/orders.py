@@ -1,8 +1,6 @@
-"""The job queue as placement sees it: which session's next job stands where, kept as jobs come and go.
+"""The job queue and the sessions of one tier, kept in the orders that placement asks for: no choice sorts or scans.
 
-The sessions of one tier, kept in the orders that placement asks for: no choice ever sorts or scans.
-
-Not here: the jobs themselves and who runs next (the scheduler), or what is stored.
+Not here: the jobs themselves and who runs next (the scheduler), the choice (policy), or what a session is.
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3: the look-ahead windows.
 """
@@ -13,11 +11,14 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
+
+from sortedcontainers import SortedDict
 
 from ca_jax.storage.placement.policy import StoredEntry, StoreView
 
+T = TypeVar("T")
 _TICKETS_PER_PRIORITY = 2**48  # More than jobs ever come; an integer compares faster than a pair.
 
 Watcher = Callable[[str, int | None, int | None], None]
@@ -31,20 +32,18 @@ class LookAhead:
     waits, so that orders by next job can be kept without renumbering: arrivals counted from the number that the job's
     priority begins at.
 
-    A change costs O(log n) comparisons and one move of up to 8n bytes within a list: 3 us at 10,000 jobs, where a
-    tree in Python would take longer. Belongs to the thread that keeps the books.
+    A change costs O(log n). Belongs to the bookkeeping thread.
     """
 
     def __init__(self) -> None:
-        self._tickets: list[int] = []  # Of waiting jobs, ascending: index i is queue position i.
+        self._keys: SortedDict[int, str] = SortedDict()  # By ticket of the waiting job: index i is queue position i.
         self._ticket_of: dict[Hashable, int] = {}
-        self._key_of: dict[int, str] = {}
         self._waiting: dict[str, list[int]] = {}  # Tickets of a session's jobs, ascending. Nearly always one.
         self._watchers: list[Watcher] = []
         self._num_arrived = 0
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._keys)
 
     def __contains__(self, job: Hashable) -> bool:
         return job in self._ticket_of
@@ -55,18 +54,16 @@ class LookAhead:
         Raises:
           ValueError: the job waits already.
         """
-        self._add(job, key, priority * _TICKETS_PER_PRIORITY + self._num_arrived)
+        if job in self._ticket_of:
+            raise ValueError(f"wanted a job that does not wait yet, found {job!r}, which does")
+        ticket = priority * _TICKETS_PER_PRIORITY + self._num_arrived
         self._num_arrived += 1
-
-    def append_front(self, job: Hashable, key: str) -> None:
-        """Puts a job of session `key` at the head, before all that wait: one that was taken and has to wait again.
-
-        It counts as of the priority that was first, or of 0 where none waits: more urgent ones still come before it.
-
-        Raises:
-          ValueError: the job waits already.
-        """
-        self._add(job, key, (self._tickets[0] if self._tickets else self._num_arrived) - 1)
+        self._ticket_of[job] = ticket
+        self._keys[ticket] = key
+        waiting = self._waiting.setdefault(key, [])
+        first = waiting[0] if waiting else None
+        bisect.insort(waiting, ticket)
+        self._tell(key, first, waiting[0])
 
     def remove(self, job: Hashable) -> str:
         """Takes a job out, wherever it stands: to run it, or because nobody wants it any more.
@@ -80,8 +77,7 @@ class LookAhead:
         if job not in self._ticket_of:
             raise ValueError(f"wanted a waiting job, found {job!r}, which is none of the {len(self)} that wait")
         ticket = self._ticket_of.pop(job)
-        key = self._key_of.pop(ticket)
-        del self._tickets[bisect.bisect_left(self._tickets, ticket)]
+        key: str = self._keys.pop(ticket)
         waiting = self._waiting[key]
         first = waiting[0]
         waiting.remove(ticket)
@@ -98,26 +94,15 @@ class LookAhead:
     def position(self, key: str) -> int | None:
         """Queue position of a session's next job, 0 at the head; None where none waits."""
         ticket = self.next_ticket(key)
-        return None if ticket is None else bisect.bisect_left(self._tickets, ticket)
+        return None if ticket is None else self._keys.bisect_left(ticket)
 
     def keys(self, num_jobs: int | None = None) -> Iterator[str]:
         """Sessions of the first `num_jobs` waiting jobs (of all, if None), in queue order, once for each job."""
-        return (self._key_of[ticket] for ticket in itertools.islice(self._tickets, num_jobs))
+        return itertools.islice(self._keys.values(), num_jobs)
 
     def watch(self, watcher: Watcher) -> None:
         """Calls `watcher` whenever a session's next job becomes another one, or none, from now on."""
         self._watchers.append(watcher)
-
-    def _add(self, job: Hashable, key: str, ticket: int) -> None:
-        if job in self._ticket_of:
-            raise ValueError(f"wanted a job that does not wait yet, found {job!r}, which does")
-        self._ticket_of[job] = ticket
-        self._key_of[ticket] = key
-        bisect.insort(self._tickets, ticket)
-        waiting = self._waiting.setdefault(key, [])
-        first = waiting[0] if waiting else None
-        bisect.insort(waiting, ticket)
-        self._tell(key, first, waiting[0])
 
     def _tell(self, key: str, before: int | None, after: int | None) -> None:
         if before != after:
@@ -125,15 +110,12 @@ class LookAhead:
                 watcher(key, before, after)
 
 
-T = TypeVar("T")
-
-
 class TierOrders(Generic[T]):
     """What a tier holds, by creation, by use and by next job; for all tenants and for each.
 
     Every change is O(1), or O(log n) for a session with a waiting job. When the last waiting job of a session leaves
-    the queue, be it run or cancelled, that counts as a use; so does the end of a hold. Belongs to the thread that keeps
-    the books.
+    the queue, be it run or cancelled, that counts as a use; so does the end of a hold. Belongs to the bookkeeping
+    thread.
 
     Args:
       look_ahead: the job queue; watched from now on, for as long as it lives.
@@ -221,15 +203,13 @@ class TierOrders(Generic[T]):
         def described(slot: _Slot[T]) -> StoredEntry:
             return describe(slot.item, self._look_ahead.position(slot.key))
 
+        idle_groups = [orders.idle] if self._group_of is None else list(orders.groups.values())
         return StoreView(
-            by_last_used=_Lazy(orders.by_last_used.values, described),
-            by_created=_Lazy(lambda: (slot for slot in orders.by_created.values() if not slot.held), described),
-            idle=_Lazy(orders.idle.values, described),
-            by_next_job=_ByNextJob(orders, described),
-            idle_groups=tuple(
-                _FromBothEnds(group, described)
-                for group in ((orders.idle,) if self._group_of is None else orders.groups.values())
-            ),
+            by_last_used=_Described(orders.by_last_used, described),
+            by_created=_Described(orders.by_created, described),
+            idle=_Described(orders.idle, described),
+            by_next_job=_Described(orders.waiting, described),
+            idle_groups=tuple(_Described(group, described) for group in idle_groups),
         )
 
     def _orders_of(self, slot: _Slot[T]) -> tuple[_Orders[T], _Orders[T]]:
@@ -261,13 +241,11 @@ class _Orders(Generic[T]):
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
-        self.groups: dict[
-            int, collections.OrderedDict[str, _Slot[T]]
-        ] = {}  # Of the idle ones, if asked for; never empty.
+        # Of the idle ones, if asked for; no group is empty.
+        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}
         self._group: dict[str, int] = {}  # Of the idle ones.
         self._group_of = group_of
-        self.tickets: list[int] = []  # Of the next jobs of those that are not idle, ascending.
-        self.waiting: dict[int, _Slot[T]] = {}
+        self.waiting: SortedDict[int, _Slot[T]] = SortedDict()  # Those that are not idle, by ticket of their next job.
 
     def enter(self, slot: _Slot[T], ticket: int | None) -> None:
         """Takes a slot in, as the last used."""
@@ -301,7 +279,6 @@ class _Orders(Generic[T]):
                 group = self._group[slot.key] = self._group_of(slot.key)
                 self.groups.setdefault(group, collections.OrderedDict())[slot.key] = slot
         else:
-            bisect.insort(self.tickets, ticket)
             self.waiting[ticket] = slot
 
     def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
@@ -313,44 +290,20 @@ class _Orders(Generic[T]):
                 if not self.groups[group]:
                     del self.groups[group]
         else:
-            del self.tickets[bisect.bisect_left(self.tickets, ticket)]
             del self.waiting[ticket]
 
 
-class _Lazy(Generic[T]):
-    """Slots as policies see them, made one by one."""
+class _Described(Generic[T]):
+    """Slots as policies see them, made one by one from either end, without those that are held."""
 
-    def __init__(self, slots: Callable[[], Iterable[_Slot[T]]], described: Callable[[_Slot[T]], StoredEntry]):
+    def __init__(
+        self, slots: collections.OrderedDict[str, _Slot[T]] | SortedDict, described: Callable[[_Slot[T]], StoredEntry]
+    ) -> None:
         self._slots = slots
         self._described = described
 
     def __iter__(self) -> Iterator[StoredEntry]:
-        return map(self._described, self._slots())
-
-
-class _FromBothEnds(Generic[T]):
-    """Slots in their order or, reversed, from its end."""
-
-    def __init__(self, slots: collections.OrderedDict[str, _Slot[T]], described: Callable[[_Slot[T]], StoredEntry]):
-        self._slots = slots
-        self._described = described
-
-    def __iter__(self) -> Iterator[StoredEntry]:
-        return map(self._described, self._slots.values())
+        return (self._described(slot) for slot in self._slots.values() if not slot.held)
 
     def __reversed__(self) -> Iterator[StoredEntry]:
-        return map(self._described, reversed(self._slots.values()))
-
-
-class _ByNextJob(Generic[T]):
-    """Slots with a waiting job, from the queue's head or, reversed, from its tail."""
-
-    def __init__(self, orders: _Orders[T], described: Callable[[_Slot[T]], StoredEntry]):
-        self._orders = orders
-        self._described = described
-
-    def __iter__(self) -> Iterator[StoredEntry]:
-        return (self._described(self._orders.waiting[ticket]) for ticket in self._orders.tickets)
-
-    def __reversed__(self) -> Iterator[StoredEntry]:
-        return (self._described(self._orders.waiting[ticket]) for ticket in reversed(self._orders.tickets))
+        return (self._described(slot) for slot in reversed(self._slots.values()) if not slot.held)

@@ -28,7 +28,7 @@ from ca_jax.storage.placement.blocks import BlockAllocator
 
 
 class DramTier:
-    """Blocks in host memory. See `BlockTier`.
+    """Blocks in host memory.
 
     Raises:
       ValueError: a capacity that is negative, under one block (0 is none at all), or above the machine's memory.
@@ -134,8 +134,7 @@ def host_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 def touch(
     array: np.ndarray,
-    progress: Callable[[int, int], None] | None = None,
-    stopped: Callable[[], bool] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> float:
     """Makes `array` resident without changing what it holds, so that no later write pays for its first touch.
 
@@ -145,7 +144,6 @@ def touch(
 
     Args:
       array: C-contiguous, of `host_array`.
-      progress: called with bytes done and bytes in all, from the calling thread.
       stopped: asked between chunks of 64 MiB; True ends the work early.
 
     Returns:
@@ -158,11 +156,9 @@ def touch(
     first = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     end = array.ctypes.data + array.nbytes
     for address in range(first, end, _TOUCH_CHUNK):
-        if madvise is None or (stopped is not None and stopped()):
+        if madvise is None or stopped():
             break
         size = min(_TOUCH_CHUNK, end - address)
         if madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE)):
             break
-        if progress is not None:
-            progress(min(address + size, end) - array.ctypes.data, array.nbytes)
     return time.perf_counter() - start_s
