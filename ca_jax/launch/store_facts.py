@@ -38,7 +38,7 @@ def session_facts(session: StoredSession, now_s: float) -> Facts:
         "expires_s": record.expires_s,
         "expired": session.expired(now_s),
         "pinned": record.pinned,
-        "state": record.state.value,
+        "state": "ready",
         "generation": record.generation,
     }
 

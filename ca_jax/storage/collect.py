@@ -22,7 +22,7 @@ from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogFullError, DirectoryLock
 from ca_jax.storage.catalog.notes import NoteLog
-from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, SessionState
+from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
 from ca_jax.storage.inspector import StoredSession, StoreInspector
 from ca_jax.storage.tiers.owner import Owner, claim_blocks
 from ca_jax.storage.tiers.zarr3 import SsdTier
@@ -286,8 +286,6 @@ def _unfit(
 
 
 def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:
-    if session.record.state is SessionState.DAMAGED:
-        return True
     if read_blocks:
         verdict = verify_session(inspector, session)
         return verdict is not None and not verdict.ok

@@ -25,7 +25,7 @@ import numpy as np
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
 from ca_jax.storage.catalog.reader import CatalogReader
-from ca_jax.storage.catalog.records import Namespace, SessionRecord, SessionState
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
@@ -48,7 +48,6 @@ _DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the res
 
 # Why sessions cannot be served.
 _DAMAGED_ROW = "their rows in the catalog are damaged"
-_MARKED = "they were found damaged before"
 _IMPOSSIBLE = "what the catalog says of them cannot be"
 _BEYOND_CAP = "their blocks lie beyond the cap"
 _OVERLAP = "their blocks belong to others"
@@ -135,7 +134,7 @@ def open_ssd(
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
-    were marked damaged, that cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
+    cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
     published before; sessions of one tenant may share blocks. A catalog that cannot be read is moved aside, and the
     store starts empty. Both are logged.
 
@@ -260,9 +259,6 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
     """
     refused: dict[int, str] = {}
     for index, record in enumerate(records):
-        if record.state is not SessionState.READY:
-            refused[index] = _MARKED
-            continue
         try:
             record.check_sizes(layout)
         except ValueError:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.reader import CatalogReader
-from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace, Problem, SessionRecord, SessionState
+from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace, Problem, SessionRecord
 from ca_jax.storage.inspector import StoreDirectoryError, StoredSession, StoreInspector
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
@@ -46,8 +46,6 @@ class DamageReason(enum.StrEnum):
     """The device reports an error, or makes no progress."""
     CATALOG = "catalog"
     """What the catalog says about it does not pass its checksum."""
-    MARKED = "marked"
-    """The engine found it damaged and marked it so in the catalog."""
 
 
 _REASONS = {IoFailure.CORRUPT: DamageReason.CORRUPT, IoFailure.MISSING: DamageReason.MISSING}
@@ -190,10 +188,6 @@ def _examine(inspector: StoreInspector, session: StoredSession, *, with_kv: bool
             damages=[],
             kv=_kv_of(session.namespace.layout, record.num_tokens) if with_kv else None,
         )
-        if record.state is SessionState.DAMAGED:
-            examined.damages.append(
-                Damage(reason=DamageReason.MARKED, found="wanted a session to be served, found it marked as damaged")
-            )
         _examine_blocks(inspector, examined, contents)
         if _stands(reader, record):
             return examined

@@ -33,7 +33,7 @@ from ca_jax.storage.catalog.file import (
     quarantine,
 )
 from ca_jax.storage.catalog.reader import CatalogReader, namespaces
-from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, SessionRecord, SessionState
+from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, SessionRecord
 from ca_jax.storage.tokens import HASH_BYTES, Cuts, Lineage, TokenPlaces, prefix_hashes
 
 from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
@@ -241,14 +241,13 @@ def test_small_changes_last(tmp_path):
         catalog.publish(*session(1, range(4)))
         assert catalog.set_pinned(key_of(1), True)
         assert catalog.set_ttl(key_of(1), 5.0)
-        assert catalog.set_state(key_of(1), SessionState.DAMAGED)
         catalog.touch_used({key_of(1): 123.5, "never there": 1.0})
         assert not catalog.set_pinned("never there", True)
         with pytest.raises(ValueError, match="ttl_s wanted a number of seconds >= 0, or None, found -5"):
             catalog.set_ttl(key_of(1), -5)
     with Catalog(tmp_path, NAMESPACE) as catalog:
         record = catalog.get(key_of(1))
-    assert (record.pinned, record.ttl_s, record.state, record.last_used_s) == (True, 5.0, "damaged", 123.5)
+    assert (record.pinned, record.ttl_s, record.last_used_s) == (True, 5.0, 123.5)
 
 
 @pytest.mark.parametrize(

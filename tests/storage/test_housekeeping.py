@@ -11,7 +11,6 @@ from ca_jax.storage import collect as housekeeping
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
 from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
-from ca_jax.storage.catalog.records import SessionState
 from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
 from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.records import Owner
@@ -114,10 +113,9 @@ def test_damaged_sessions_go(tmp_path, filled, kind):
         "UPDATE contents SET token_ids = zeroblob(5) WHERE session = (SELECT id FROM sessions WHERE key = ?)",
         [KEYS["third"]],
     )
+    db.execute("UPDATE sessions SET state = 'damaged' WHERE key = ?", [KEYS["other"]])
     db.commit()
     db.close()
-    with Catalog(tmp_path, OTHER_NAMESPACE) as catalog:
-        catalog.set_state(KEYS["other"], SessionState.DAMAGED)
     garbage = collect(tmp_path)
     assert reasons(garbage) == {
         KEYS["first"]: ForgetReason.DAMAGED,

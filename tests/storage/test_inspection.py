@@ -10,7 +10,6 @@ import pytest
 
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogCorruptError
-from ca_jax.storage.catalog.records import SessionState
 from ca_jax.storage.inspector import (
     AmbiguousSessionError,
     StoreDirectoryError,
@@ -252,8 +251,7 @@ def test_a_block_written_over_is_found_by_its_seal(tmp_path, filled, kind):
 
 
 def test_a_damaged_catalog_is_found(tmp_path, filled):
-    with Catalog(tmp_path, OTHER_NAMESPACE) as catalog:
-        catalog.set_state(KEYS["other"], SessionState.DAMAGED)
+    change_row(tmp_path, "UPDATE sessions SET state = 'damaged' WHERE key = ?", KEYS["other"])
     change_row(tmp_path, "UPDATE sessions SET num_tokens = 3 WHERE key = ?", KEYS["first"])
     change_row(
         tmp_path,
@@ -263,13 +261,16 @@ def test_a_damaged_catalog_is_found(tmp_path, filled):
     assert damages(tmp_path) == {
         KEYS["first"]: [(DamageReason.CATALOG, None, None)],
         KEYS["second"]: [(DamageReason.CATALOG, None, None)],
-        KEYS["other"]: [(DamageReason.MARKED, None, None)],
+        KEYS["other"]: [(DamageReason.CATALOG, None, None)],
     }
     with StoreInspector(tmp_path) as inspector:
-        (row,) = inspector.sessions().damaged
-        assert row.key == KEYS["first"]
+        assert {row.key for row in inspector.sessions().damaged} == {KEYS["first"], KEYS["other"]}
         assert inspector.sessions("alice").damaged == ()
-        assert {problem.key for problem in catalog_problems(inspector)} == {KEYS["first"], KEYS["second"]}
+        assert {problem.key for problem in catalog_problems(inspector)} == {
+            KEYS["first"],
+            KEYS["second"],
+            KEYS["other"],
+        }
 
 
 @pytest.mark.parametrize(("tenant", "found"), [("alice", "found another seal"), ("bob", "of another")])
@@ -308,7 +309,7 @@ def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, kind):
     with StoreInspector(tmp_path) as inspector:
         tier = inspector.open_blocks(NAMESPACE)
         assert set(tier.stored_block_ids()) == {0, 1, 2, 3, 5, 6, 7}
-        with pytest.raises(ValueError, match="wanted a tier that may write"):
+        with pytest.raises(ValueError, match="must have a tier that may write"):
             tier.write_blocks([0], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype))
         assert files_of(tmp_path) == before
         tier.delete_blocks([7, 3]).result()

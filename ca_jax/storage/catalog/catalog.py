@@ -35,7 +35,6 @@ from ca_jax.storage.catalog.records import (
     DamagedRecordError,
     Namespace,
     SessionRecord,
-    SessionState,
     session_from_row,
     session_to_row,
 )
@@ -258,10 +257,6 @@ class Catalog(CatalogReader):
         """
         check_ttl(ttl_s)
         return self._set(key, "ttl_s", ttl_s)
-
-    def set_state(self, key: str, state: SessionState) -> bool:
-        """Says whether a session may be served. Durable. Returns whether it is stored."""
-        return self._set(key, "state", state.value)
 
     def drop_namespace(self, namespace: Namespace) -> int:
         """Forgets another namespace and all its sessions. Its blocks are the caller's to delete, afterwards. Durable.

@@ -10,7 +10,6 @@ Not here: how they are kept (catalog), the file they are kept in (catalog_file).
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 import json
 import zlib
@@ -71,15 +70,6 @@ class Namespace:
         return f"blocks-{self.fingerprint[:16]}"
 
 
-class SessionState(enum.StrEnum):
-    """Whether a stored session may be served."""
-
-    READY = "ready"
-    """It may."""
-    DAMAGED = "damaged"
-    """A block of it was found unreadable. Kept to be told about, never served."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SessionRecord:
     """One stored session, without what only a load needs (token ids, seals)."""
@@ -106,8 +96,6 @@ class SessionRecord:
     """Whether it is never evicted and never expires."""
     ttl_s: float | None = None
     """How long it lives after its last use, seconds; None for ever."""
-    state: SessionState = SessionState.READY
-    """Whether it may be served."""
     generation: int = 0
     """How many times it was published or cut; the catalog counts."""
 
@@ -215,7 +203,8 @@ SESSION_COLUMNS = (
     "key, tenant, session_id, block_ids, num_tokens, runs, num_rows, num_dropped, num_plain, created_s, last_used_s, "
     "pinned, ttl_s, state, generation, checksum, prefix_hashes"
 )
-"""Of table `sessions`, in the order of `to_row` and `from_row`."""
+"""Of table `sessions`, in the order of `session_to_row` and `session_from_row`."""
+_READY = "ready"  # The one state of a session's row.
 
 
 class DamagedRecordError(CatalogError):
@@ -281,7 +270,7 @@ def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
         record.last_used_s,
         int(record.pinned),
         record.ttl_s,
-        record.state.value,
+        _READY,
         record.generation,
         _session_checksum(*named, record.generation, record.prefixes),
         record.prefixes,
@@ -300,6 +289,8 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
         cut = runs, num_rows, num_dropped, num_plain
         if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation, prefixes):
             raise ValueError("wanted a row that passes its checksum, found another")
+        if state != _READY:
+            raise ValueError(f"state must be {_READY!r}, got {state!r}")
         cuts = None
         if runs or num_rows != num_tokens or num_dropped or num_plain is not None:
             cuts = Cuts(
@@ -319,14 +310,10 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
             last_used_s=float(used_s),
             pinned=bool(pinned),
             ttl_s=None if ttl_s is None else float(ttl_s),
-            state=_STATES[state],
             generation=generation,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedRecordError(f"session {key!r}: {error}") from error
-
-
-_STATES = {state.value: state for state in SessionState}
 
 
 def _session_checksum(
