@@ -28,15 +28,13 @@ from ca_jax.storage.catalog.reader import CatalogReader
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
-from ca_jax.storage.placement.policy import EvictionPolicy
+from ca_jax.storage.placement.blocks import TenantQuota
 from ca_jax.storage.records import BlockIoError
-from ca_jax.storage.sessions import SessionIndex
+from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers import raw as ssd_raw
 from ca_jax.storage.tiers import zarr3 as ssd
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
-from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.mover import SsdWorker, TimelyContents
 from ca_jax.storage.tiers.owner import claim_blocks
 from ca_jax.storage.tiers.raw import RawSsdTier
@@ -318,11 +316,7 @@ def open_ssd_index(
     config: StoreConfig,
     namespace: Namespace,
     *,
-    table: SessionIndex,
-    dram: DramTier,
-    dram_blocks: ChargedBlocks,
-    policy: EvictionPolicy,
-    clock: Callable[[], float],
+    parts: StoreParts,
     on_progress: Callable[[], None],
     on_fetch: Callable[[int, float], None],
     timeline: Timeline,
@@ -332,13 +326,9 @@ def open_ssd_index(
     Args:
       config: with an `ssd_dir`.
       namespace: whose sessions.
-      table: entries are added for what is stored.
-      dram: as for `SsdIndex`; so are the others.
-      dram_blocks: likewise.
-      policy: likewise.
-      clock: likewise.
-      on_progress: likewise.
-      on_fetch: as for `SsdWorker`.
+      parts: of the store; entries are added to its index for what is stored.
+      on_progress: as for `SsdWorker`.
+      on_fetch: likewise.
       timeline: likewise.
 
     Raises:
@@ -377,12 +367,8 @@ def open_ssd_index(
             mover,
             opened.records,
             opened.num_lost,
-            table=table,
-            dram=dram,
-            dram_blocks=dram_blocks,
-            policy=policy,
             quota=quota,
-            clock=clock,
+            parts=parts,
         )
 
 

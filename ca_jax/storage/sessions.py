@@ -1,14 +1,6 @@
-"""The AttentionStore's books: one entry per session, in the orders that policies ask for, and the counters.
+"""One entry per session, in the orders that policies ask for.
 
-Who has not been used for longer than its time to live.
-
-Where each block of one session's KV is, for whoever looks at it.
-
-    tokens     0 . . .  4 . . .  8 . . .  12 .         blocks of 4
-    dram       4        4        4         1 + 1       the last token is being saved
-    ssd        4        4        2                     flushed before the last turn
-
-Not here: bytes, blocks' memory, decisions, or what moves (attention_store, ssd_books).
+Not here: bytes, blocks' memory, decisions, or what moves (store, ssd).
 """
 
 from __future__ import annotations
@@ -16,18 +8,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import heapq
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ca_jax.storage.placement.orders import LookAhead, TierOrders
-from ca_jax.storage.placement.policy import StoredEntry, StoreView
+from ca_jax.storage.placement.blocks import ChargedBlocks
+from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
+from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
-from ca_jax.storage.records import BlockTiers, FlushFailure, MissReason, Owner, Residency, SkipReason, check_ttl
+from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.stats import Counters
 from ca_jax.storage.tickets import SaveTicket
+from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
 from ca_jax.storage.tokens import HASH_BYTES, PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
@@ -61,7 +54,7 @@ class Entry:
     num_open_loads: int = 0
     replaced_blocks: list[int] = dataclasses.field(default_factory=list)
     """Blocks of DRAM that it shared and has copies of now: its open loads read them yet."""
-    relatives: dict[str, None] | None = None
+    share_group: dict[str, None] | None = None
     """Keys of the sessions in DRAM that may share blocks with it, its own among them: the same dict for all of them.
     None where there never was another."""
     fetched: bool = False
@@ -116,16 +109,28 @@ class Entry:
 
     def share_with(self, other: Entry) -> None:
         """Another session, which has nothing in DRAM yet, begins with blocks of this one."""
-        if self.relatives is None:
-            self.relatives = {self.key: None}
-        self.relatives[other.key] = None
-        other.relatives = self.relatives
+        if self.share_group is None:
+            self.share_group = {self.key: None}
+        self.share_group[other.key] = None
+        other.share_group = self.share_group
 
-    def left_dram(self) -> None:
-        """It shares no block any more."""
-        if self.relatives is not None:
-            del self.relatives[self.key]
-            self.relatives = None
+    def leave_share_group(self) -> None:
+        """It has left DRAM, and shares no block any more."""
+        if self.share_group is not None:
+            del self.share_group[self.key]
+            self.share_group = None
+
+    def take_in(self, copy: SsdCopy, token_ids: np.ndarray, block_ids: list[int]) -> None:
+        """It is in DRAM, fetched from SSD: these tokens in these blocks."""
+        self.token_ids, self.block_ids = token_ids, block_ids
+        self.places, self.lineage = copy.places, copy.lineage
+        self.num_same_tokens, self.num_same_rows = len(token_ids), copy.places.num_places
+        self.fetched = True
+
+    def forget_copy(self) -> None:
+        """It is on SSD no more."""
+        self.ssd, self.noted = None, -1
+        self.num_same_tokens = self.num_same_rows = 0
 
     @property
     def in_use(self) -> bool:
@@ -220,11 +225,13 @@ class SessionIndex:
         num_blocks, key = self._far_prefixes.find(tenant, hashes)
         return num_blocks * self._block_tokens, key
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Is faster where very many entries are added in a `with` block."""
+    def adopt(self, entries: Sequence[Entry]) -> None:
+        """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
         with self._prefixes.loading(), self._far_prefixes.loading():
-            yield
+            for entry in sorted(entries, key=lambda entry: entry.created_s):
+                self.add(entry)
+        for entry in entries:
+            self.use(entry, entry.last_used_s)
 
     def add(self, entry: Entry) -> None:
         """Adds a new entry, as the last created and the last used, with the note that waits for it."""
@@ -410,127 +417,21 @@ class SessionIndex:
         return self._describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
 
 
-@dataclasses.dataclass
-class Counters:
-    """Counts since the store was made; meanings as in `StoreStats` and `SsdStats`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreParts:
+    """What the parts of one store share. All of it belongs to the bookkeeping thread."""
 
-    num_hits: int = 0
-    num_hits_from_ssd: int = 0
-    misses: dict[MissReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
-    num_saves: int = 0
-    num_aborted_saves: int = 0
-    skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
-    num_evictions: int = 0
-    evicted_bytes: int = 0
-    num_expired: int = 0
-    loaded_bytes: int = 0
-    saved_bytes: int = 0
-
-
-@dataclasses.dataclass
-class SsdCounters:
-    """The same for the SSD tier."""
-
-    num_lost_sessions: int = 0
-    num_fetches: int = 0
-    fetched_bytes: int = 0
-    num_flushes: int = 0
-    flushed_bytes: int = 0
-    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
-    num_evictions: int = 0
-    evicted_bytes: int = 0
-
-
-class ExpiryQueue:
-    """Sessions by when they expire. A change costs O(log n) at most, nothing is scanned.
-
-    Times are seconds of any one clock. Belongs to the thread that keeps the books.
-    """
-
-    def __init__(self) -> None:
-        self._expires_s: dict[str, float] = {}
-        # At least one item for each session, none later than its expiry: one put off is only found out when it is due.
-        self._due: list[tuple[float, str]] = []
-        self._first_due: dict[str, float] = {}  # The earliest item of each session.
-
-    def __len__(self) -> int:
-        return len(self._expires_s)
-
-    def set(self, key: str, used_s: float, ttl_s: float | None) -> None:
-        """Says that a session was used at `used_s` and lives `ttl_s` seconds from then on; None: for ever.
-
-        Raises:
-          ValueError: ttl_s is negative or not finite.
-        """
-        check_ttl(ttl_s)
-        if ttl_s is None:
-            self.discard(key)
-            return
-        expires_s = used_s + ttl_s
-        self._expires_s[key] = expires_s
-        if expires_s < self._first_due.get(key, math.inf):
-            self._first_due[key] = expires_s
-            heapq.heappush(self._due, (expires_s, key))
-            self._compact()
-
-    def discard(self, key: str) -> None:
-        """Forgets a session, if it is known."""
-        self._expires_s.pop(key, None)
-
-    def pop_expired(self, now_s: float) -> tuple[str, ...]:
-        """Takes out all sessions whose time is over at `now_s`, the longest expired first.
-
-        Whoever cannot let one go now, since it is pinned or in use, sets it again when it was used.
-        """
-        expired: list[tuple[float, str]] = []
-        while self._due and self._due[0][0] <= now_s:
-            due_s, key = heapq.heappop(self._due)
-            if self._first_due.get(key) != due_s:
-                continue  # An earlier item of the session stood for this one.
-            del self._first_due[key]
-            expires_s = self._expires_s.get(key)
-            if expires_s is None:
-                continue
-            if expires_s <= now_s:
-                del self._expires_s[key]
-                expired.append((expires_s, key))
-            else:
-                self._first_due[key] = expires_s
-                heapq.heappush(self._due, (expires_s, key))
-        return tuple(key for _, key in sorted(expired))
-
-    def _compact(self) -> None:
-        """Lets go of what discarded sessions left behind, once it is most of what is kept: O(1) on average."""
-        if len(self._due) > 2 * len(self._expires_s) + 1000:
-            self._first_due = dict(self._expires_s)
-            self._due = [(expires_s, key) for key, expires_s in self._expires_s.items()]
-            heapq.heapify(self._due)
-
-
-def block_map(entry: Entry, block_tokens: int) -> tuple[BlockTiers, ...]:
-    """The blocks of a session in token order: those of DRAM, or those of SSD where nothing is in DRAM.
-
-    Args:
-      entry: the session.
-      block_tokens: tokens in a block.
-
-    Returns:
-      One for each block with a token. What SSD has of another state of the session than is in DRAM is not shown.
-    """
-    if not entry.num_reserved_tokens:
-        spans = () if entry.ssd is None else entry.ssd.places.by_block(block_tokens)
-        return tuple(BlockTiers(each.first_token, 0, each.num_tokens) for each in spans)
-    num_ready, num_same = entry.num_tokens, 0 if entry.ssd is None else entry.num_same_tokens
-    places = entry.places.append(entry.num_reserved_tokens - num_ready)
-    blocks = []
-    for each in places.by_block(block_tokens):
-        first, stop = each.first_token, each.first_token + each.num_tokens
-        blocks.append(
-            BlockTiers(
-                first,
-                max(min(stop, num_ready) - first, 0),
-                max(min(stop, num_same) - first, 0),
-                stop - max(first, min(stop, num_ready)),
-            )
-        )
-    return tuple(blocks)
+    index: SessionIndex
+    """The entries."""
+    look_ahead: LookAhead
+    """The job queue."""
+    dram: DramTier
+    """The blocks of DRAM."""
+    blocks: ChargedBlocks
+    """Their free list."""
+    policy: EvictionPolicy
+    """Who is evicted, from either tier."""
+    counters: Counters
+    """Where outcomes are counted."""
+    clock: Callable[[], float]
+    """Seconds since the epoch."""

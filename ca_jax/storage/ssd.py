@@ -1,7 +1,7 @@
-"""What of which session is on SSD, in which blocks, and what is on its way there or back.
+"""Which sessions are on SSD, in which blocks, and what is on its way there or back.
 
 A session is flushed after each turn: its full blocks that are on SSD already stay, all others are written to blocks
-that nobody refers to, and then it is published. Leaving DRAM costs nothing by then.
+that no session refers to, and then it is published. Leaving DRAM costs nothing by then.
 
 What a session shares in DRAM with one that is on SSD, it shares on SSD too: both refer to the same blocks, which are
 free once neither does.
@@ -10,29 +10,30 @@ Nothing here waits for a disk. Memory and blocks of a move that failed are free 
 
 What the SSD's books keep of a move while it is under way.
 
-Not here: when something is flushed, fetched or evicted from DRAM (attention_store), threads and catalog (ssd_worker).
+Not here: when something is flushed, fetched or evicted from DRAM (tiering), threads and catalog (tiers.mover).
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
+from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks, record_of, shared_on_ssd
 from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
-from ca_jax.storage.placement.policy import EvictionPolicy, FreeingPolicy, choose_room
+from ca_jax.storage.placement.policy import FreeingPolicy, choose_room
 from ca_jax.storage.placement.returns import ReuseGaps
-from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, Owner, SsdStats
-from ca_jax.storage.sessions import Entry, SessionIndex, SsdCounters
+from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
+from ca_jax.storage.sessions import Entry, StoreParts
+from ca_jax.storage.stats import SsdCounters
 from ca_jax.storage.tiers.disk import SsdBlocks
-from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
-from ca_jax.storage.tokens import HASH_BYTES, Cuts, Lineage, prefix_hashes, rows_left
+from ca_jax.storage.tokens import Lineage
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
 _MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
@@ -47,12 +48,8 @@ class SsdIndex:
       mover: does what is decided here.
       records: the sessions that are there, the least recently used first.
       num_lost: how many more were there, and cannot be served.
-      table: the entries, of which this changes the parts about SSD.
-      dram: where fetches go to and flushes come from.
-      dram_blocks: its free list.
-      policy: who is evicted from SSD.
       quota: most blocks that tenants may hold there.
-      clock: seconds since the epoch.
+      parts: of the store; the entries' parts about SSD are changed here alone.
     """
 
     def __init__(
@@ -63,35 +60,25 @@ class SsdIndex:
         records: Sequence[SessionRecord] = (),
         num_lost: int = 0,
         *,
-        table: SessionIndex,
-        dram: DramTier,
-        dram_blocks: ChargedBlocks,
-        policy: EvictionPolicy,
         quota: TenantQuota,
-        clock: Callable[[], float],
+        parts: StoreParts,
     ) -> None:
         self._space = space
         self._layout = space.layout
         self._contents = contents
-        self._table = table
-        self._dram = dram
-        self._dram_blocks = dram_blocks
+        self._table = parts.index
+        self._dram = parts.dram
+        self._dram_blocks = parts.blocks
         self._blocks = ChargedBlocks(space.allocator, quota)
-        self._policy = FreeingPolicy(policy, self._blocks, self._blocks_on_ssd)
-        self._clock = clock
+        self._policy = FreeingPolicy(parts.policy, self._blocks, self._blocks_on_ssd)
         self._counters = SsdCounters(num_lost_sessions=num_lost)
-        self._gaps = ReuseGaps(clock)
+        self.gaps = ReuseGaps(parts.clock)
+        """How soon what was evicted from SSD is wanted again."""
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
-        with table.loading():
-            for record in sorted(records, key=lambda record: record.created_s):
-                table.add(_adopted(record))
-        for record in records:  # The least recently used first.
-            entry = table.get(record.key)
-            if entry is not None:
-                table.use(entry, record.last_used_s)
+        parts.index.adopt([entry_of(record) for record in records])
         self._worker = mover
 
     @property
@@ -102,7 +89,7 @@ class SsdIndex:
     @property
     def can_flush(self) -> bool:
         """Whether another flush may begin now."""
-        return sum(isinstance(task, FlushTask) for task in self._moves) < _MAX_FLUSHES
+        return len(self._moves) - self.num_fetching < _MAX_FLUSHES
 
     @property
     def num_fetching(self) -> int:
@@ -130,35 +117,24 @@ class SsdIndex:
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
-        counters, size = self._counters, self._space.stored_block_bytes
+        size = self._space.stored_block_bytes
         free_bytes = self._space.allocator.num_free * size
         return SsdStats(
             capacity_bytes=self._space.num_blocks * size,
             used_bytes=self._space.num_blocks * size - free_bytes,
             free_bytes=free_bytes,
             num_sessions=self._table.num_on_ssd,
-            num_lost_sessions=counters.num_lost_sessions,
-            num_fetches=counters.num_fetches,
-            fetched_bytes=counters.fetched_bytes,
-            num_flushes=counters.num_flushes,
-            flushed_bytes=counters.flushed_bytes,
-            failed_flushes=dict(counters.failed_flushes),
-            num_evictions=counters.num_evictions,
-            evicted_bytes=counters.evicted_bytes,
-            evict_to_reuse=self._gaps.histogram(),
+            evict_to_reuse=self.gaps.histogram(),
+            **dataclasses.asdict(self._counters),
         )
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
         entry = self._table.get(key)
         if entry is not None and entry.ssd is not None:
-            self._gaps.forget(key)
+            self.gaps.forget(key)
         elif entry is None or not entry.block_ids:
-            self._gaps.wanted(key)
-
-    def give_up(self, key: str) -> None:
-        """A session that was evicted is given up: it is not waited for."""
-        self._gaps.forget(key)
+            self.gaps.wanted(key)
 
     # Moves.
 
@@ -177,7 +153,7 @@ class SsdIndex:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
         into = [self._dram.slab[block] for block in dram_block_ids]
         entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
-        self._begin(entry, entry.fetch, dram_blocks=list(dram_block_ids))
+        self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
 
     def flush(self, entry: Entry) -> bool:
         """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
@@ -186,12 +162,11 @@ class SsdIndex:
           Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
           more; `poll` says whether to try again. If not, room may come when other moves have settled.
         """
-        num_places = entry.places.num_places
-        num_blocks = self._layout.num_blocks(num_places)
+        size, num_blocks = self._layout.block_tokens, self._layout.num_blocks(entry.places.num_places)
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
-        num_kept = self._num_kept_blocks(entry)
-        shared_ids = self._blocks_of_others(entry)
+        num_kept = num_kept_blocks(entry, size)
+        shared_ids = shared_on_ssd(entry, self._table.get, self._dram_blocks.is_shared, size)
         if shared_ids is None:
             return False
         self._blocks.share(shared_ids)  # First: whoever has them may be evicted for the others' room.
@@ -210,27 +185,10 @@ class SsdIndex:
         if new_ids is None:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return self._skip_flush(entry, failure or FlushFailure.NO_ROOM)
-        old_ids, num_rows = [], num_places
-        if entry.ssd is not None:
-            old_ids = entry.ssd.block_ids[:num_kept].tolist()
-            if num_kept == num_blocks:  # The last one too, as it was written.
-                num_rows = min(entry.ssd.num_rows, num_blocks * self._layout.block_tokens)
-        record = SessionRecord(
-            key=entry.key,
-            tenant=entry.owner.tenant,
-            session_id=entry.owner.session_id,
-            block_ids=np.array([*old_ids, *shared_ids, *new_ids], np.int64),
-            num_tokens=entry.num_tokens,
-            cuts=Cuts.of(entry.places, num_rows, entry.lineage),
-            prefixes=self._prefixes(entry),
-            created_s=entry.created_s,
-            last_used_s=entry.last_used_s,
-            pinned=entry.pinned,
-            ttl_s=entry.ttl_s,
-        )
+        kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
         dram_ids = entry.block_ids[num_kept:num_blocks]
         entry.flush = FlushTask(
-            record=record,
+            record=record_of(entry, kept_ids, [*shared_ids, *new_ids], size),
             token_ids=entry.token_ids,
             num_kept_blocks=num_kept,
             num_shared_blocks=len(shared_ids),
@@ -238,7 +196,7 @@ class SsdIndex:
             note=entry.note,
         )
         entry.waits_for_flush = False
-        self._begin(entry, entry.flush, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids))
+        self._begin(entry.flush, Move(entry, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids)))
         return True
 
     def poll(self) -> tuple[list[Entry], list[Entry]]:
@@ -251,18 +209,17 @@ class SsdIndex:
         if self._worker.is_late:
             self._missed_deadline()
         while (end := self._worker.take_ended()) is not None:
-            if isinstance(end, Lost):
+            if isinstance(end, Lost | Changed):
                 entry = self._table.get(end.key)
-                if entry is not None and entry.ssd is not None:
-                    self._let_go(entry)
-                    self._table.place(entry)
-                    if entry.num_tokens:
-                        lost.append(entry)
-                continue
-            if isinstance(end, Changed):
-                entry = self._table.get(end.key)
-                if entry is not None and entry.ssd is not None:
+                if entry is None or entry.ssd is None:
+                    continue
+                if isinstance(end, Changed):
                     self._take_in_note(entry, end.note, end.error)
+                    continue
+                self._let_go(entry)
+                self._table.place(entry)
+                if entry.num_tokens:
+                    lost.append(entry)
                 continue
             move = self._moves.get(end.task)
             if move is None:  # Settled already: told of twice, in the other order.
@@ -304,21 +261,17 @@ class SsdIndex:
         """
         if entry.fetch is not None and entry.fetch.copy.num_tokens > num_tokens:
             self._cancel_fetch(entry)
+        is_longer = entry.ssd is not None and entry.ssd.num_tokens > num_tokens
+        kept = np.arange(0 if entry.ssd is None else entry.ssd.num_tokens) < num_tokens
         if entry.flush is not None:
-            move = self._moves[entry.flush]
-            num_flushed = entry.flush.record.num_tokens
-            if move.left or move.cuts or num_flushed > num_tokens:
+            move, num_flushed = self._moves[entry.flush], entry.flush.record.num_tokens
+            if move.detached or move.cuts or num_flushed > num_tokens:
                 self.cancel(entry)
-            elif entry.ssd is not None and entry.ssd.num_tokens > num_tokens:  # Perhaps the catalog has it no more.
-                cut = Cut(np.arange(entry.ssd.num_tokens) < num_tokens, entry.lineage, note)
-                cut.num_flushed = num_flushed
-                move.cuts.append(cut)
+            elif is_longer:  # Perhaps the catalog has it no more.
+                move.cuts.append(Cut(kept, entry.lineage, note, num_flushed))
                 return
-        if entry.ssd is None:
-            return
-        if entry.ssd.num_tokens > num_tokens:
-            kept = np.arange(entry.ssd.num_tokens) < num_tokens
-            self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), entry.ssd.num_tokens)
+        if entry.ssd is not None and is_longer:
+            self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), len(kept))
 
     def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
@@ -337,7 +290,7 @@ class SsdIndex:
         if entry.flush is not None:
             move = self._moves[entry.flush]
             num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
-            if not move.left and (not num_flushed or kept[num_flushed - 1 :].any()):
+            if not move.detached and (not num_flushed or kept[num_flushed - 1 :].any()):
                 cut.num_flushed = int(np.count_nonzero(kept[:num_flushed]))
                 move.cuts.append(cut)
                 return
@@ -345,10 +298,10 @@ class SsdIndex:
         # What SSD has behind the tokens in DRAM, or instead of them, is of a state that was given up.
         self._cut_copy(entry, cut, entry.num_same_tokens if entry.num_tokens else len(kept))
 
-    def left(self, entry: Entry) -> None:
-        """A session leaves DRAM, and will be saved there anew: what a flush brings to SSD is another state of it."""
+    def detach(self, entry: Entry) -> None:
+        """A session leaves DRAM and will be saved there anew: what a flush brings to SSD is another state of it."""
         if entry.flush is not None:
-            self._moves[entry.flush].left = True
+            self._moves[entry.flush].detached = True
 
     def relaid(self, entry: Entry) -> None:
         """A session that is not being flushed was copied to other blocks of DRAM: it lies otherwise on SSD."""
@@ -403,7 +356,7 @@ class SsdIndex:
             self._worker.set_note(entry.key, entry.note)
 
     def close(self, timeout_s: float) -> bool:
-        """Ends the worker and closes the files. Whoever wants moves to end first polls until there are none.
+        """Ends the worker and closes the files. To let moves end first, poll until there are none.
 
         Returns:
           Whether all has settled.
@@ -417,17 +370,9 @@ class SsdIndex:
     def _missed_deadline(self) -> None:
         self._late_until_s = time.monotonic() + _LATE_PAUSE_S
 
-    def _begin(
-        self,
-        entry: Entry,
-        task: FetchTask | FlushTask,
-        *,
-        dram_blocks: list[int] | None = None,
-        ssd_blocks: list[int] | None = None,
-        read_blocks: frozenset[int] = frozenset(),
-    ) -> None:
-        self._moves[task] = Move(entry, dram_blocks or [], ssd_blocks or [], read_blocks)
-        self._table.place(entry)
+    def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
+        self._moves[task] = move
+        self._table.place(move.entry)
         self._worker.submit(task)
 
     def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
@@ -436,12 +381,8 @@ class SsdIndex:
             return
         entry.fetch = None
         if end.error is None and end.contents is not None:
-            entry.block_ids, move.dram_blocks = move.dram_blocks, []
-            entry.token_ids = end.contents.token_ids
-            entry.places, entry.lineage = task.copy.places, task.copy.lineage
-            entry.num_same_tokens = len(entry.token_ids)
-            entry.num_same_rows = entry.places.num_places
-            entry.fetched = True
+            block_ids, move.dram_blocks = move.dram_blocks, []
+            entry.take_in(task.copy, end.contents.token_ids, block_ids)
             self._counters.num_fetches += 1
             self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes
             return
@@ -456,7 +397,7 @@ class SsdIndex:
         self._take_in_flush(move, task, end)
         for cut in move.cuts:
             self._cut_copy(entry, cut, entry.num_same_tokens)
-        if move.left:
+        if move.detached:
             entry.num_same_tokens = entry.num_same_rows = 0
 
     def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
@@ -516,53 +457,13 @@ class SsdIndex:
             num_free = self._space.allocator.num_free
             self._let_go(victim)
             self._counters.num_evictions += 1
-            self._gaps.evicted(victim.key)
+            self.gaps.evicted(victim.key)
             num_freed = self._space.allocator.num_free - num_free
             self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
             self._table.place(victim)
         if victims:
             self._worker.forget(victims)
         return None
-
-    def _num_kept_blocks(self, entry: Entry) -> int:
-        """How many leading blocks are on SSD as they should be: full ones, or all if only the note is new."""
-        if entry.ssd is None:
-            return 0
-        is_same = entry.num_same_tokens == entry.num_tokens == entry.ssd.num_tokens
-        if is_same and entry.num_same_rows == entry.places.num_places:
-            return entry.ssd.num_blocks
-        return entry.num_same_rows // self._layout.block_tokens
-
-    def _prefixes(self, entry: Entry) -> bytes:
-        """What a session in DRAM is to be found by on SSD. Costs what is new: of what is there it is known."""
-        size, num_plain = self._layout.block_tokens, entry.lineage.plain_tokens(entry.num_tokens)
-        num_known = min(entry.num_same_tokens, num_plain) // size
-        known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
-        return prefix_hashes(entry.token_ids[:num_plain], size, known)
-
-    def _blocks_of_others(self, entry: Entry) -> list[int] | None:
-        """Leading blocks of a session that is not on SSD, which are there as another's that shares them in DRAM.
-
-        Returns:
-          Their ids on SSD; None where more of them are on their way there.
-        """
-        size, found = self._layout.block_tokens, list[int]()
-        if entry.ssd is not None or entry.relatives is None:
-            return found
-        full = entry.block_ids[: entry.places.num_places // size]
-        shared = list(itertools.takewhile(self._dram_blocks.is_shared, full))
-        num_coming = 0
-        for other in filter(None, map(self._table.get, reversed(entry.relatives))):  # Of many, the last ones first.
-            if len(found) == len(shared):
-                break
-            if other is entry:
-                continue
-            num_alike = _num_alike(shared, other.block_ids)
-            if other.flush is not None:  # What it has there is not certain, cut as it may be when that has ended.
-                num_coming = max(num_coming, min(num_alike, other.flush.record.num_tokens // size))
-            elif other.ssd is not None and (num_alike := min(num_alike, other.num_same_rows // size)) > len(found):
-                found = other.ssd.block_ids[:num_alike].tolist()
-        return found if num_coming <= len(found) else None
 
     def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
         self._counters.failed_flushes[failure] += 1
@@ -577,21 +478,15 @@ class SsdIndex:
         """Forgets tokens of what is on SSD: those that a cut does not keep, and all behind the first `num_own`."""
         if entry.ssd is None:
             return
-        before = entry.ssd
-        kept = np.zeros(before.num_tokens, bool)
-        num_own = min(num_own, len(cut.kept), before.num_tokens)
+        kept = np.zeros(entry.ssd.num_tokens, bool)
+        num_own = min(num_own, len(cut.kept), len(kept))
         kept[:num_own] = cut.kept[:num_own]
         if not kept.any():
             self._forget_copy(entry)
-            return
-        if kept.all() and cut.lineage == before.lineage and cut.note is None:
-            return
-        entry.ssd, table = before.keep(kept, cut.lineage, self._layout.block_tokens)
-        self._blocks.free(entry.owner.tenant, np.delete(before.block_ids, table).tolist())
-        entry.num_same_tokens = int(np.count_nonzero(kept[: entry.num_same_tokens]))
-        num_same_rows = rows_left(entry.num_same_rows, table, self._layout.block_tokens)
-        entry.num_same_rows = min(num_same_rows, entry.places.num_places)
-        self._worker.cut(entry.key, kept, cut.lineage, cut.note)
+        elif not (kept.all() and cut.lineage == entry.ssd.lineage and cut.note is None):
+            gone = cut_copy(entry, kept, cut.lineage, self._layout.block_tokens)
+            self._blocks.free(entry.owner.tenant, gone)
+            self._worker.cut(entry.key, kept, cut.lineage, cut.note)
 
     def _cancel_fetch(self, entry: Entry) -> None:
         if entry.fetch is not None:
@@ -621,69 +516,4 @@ class SsdIndex:
     def _let_go(self, entry: Entry) -> None:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
-        entry.ssd = None
-        entry.noted = -1
-        entry.num_same_tokens = entry.num_same_rows = 0
-
-
-def _adopted(record: SessionRecord) -> Entry:
-    """A session that an earlier process published."""
-    return Entry(
-        key=record.key,
-        owner=Owner(tenant=record.tenant, session_id=record.session_id, ttl_s=record.ttl_s),
-        created_s=record.created_s,
-        last_used_s=record.last_used_s,
-        ttl_s=record.ttl_s,
-        pinned=record.pinned,
-        ssd=record.copy,
-    )
-
-
-def _num_alike(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading blocks two tables have in common."""
-    differs = (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other)
-    return next(differs, min(len(a), len(b)))
-
-
-class Cut:
-    """Tokens that are forgotten: of what SSD has, or will have when the flush that is under way has ended.
-
-    Args:
-      kept: bool `[T]`, which of the first T tokens stay.
-      lineage: what has been dropped then.
-      note: what to keep with the session from then on; None keeps what is kept.
-    """
-
-    def __init__(self, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
-        self.kept = kept
-        self.lineage = lineage
-        self.note = note
-        self.num_flushed = 0
-        """How many of the tokens of that flush are left by this cut and those before."""
-
-
-class Move:
-    """A task under way, what is free only once it has settled, and what happened to its session meanwhile.
-
-    Args:
-      entry: of the session.
-      dram_blocks: blocks of DRAM that are the move's.
-      ssd_blocks: blocks of SSD, likewise.
-      read_blocks: blocks of DRAM that it reads, and that are the session's.
-    """
-
-    def __init__(
-        self, entry: Entry, dram_blocks: list[int], ssd_blocks: list[int], read_blocks: frozenset[int]
-    ) -> None:
-        self.entry = entry
-        self.dram_blocks = dram_blocks
-        self.ssd_blocks = ssd_blocks
-        self.read_blocks = read_blocks
-        self.cuts: list[Cut] = []
-        """Of the session meanwhile: what a flush brings to SSD is cut so when it has ended."""
-        self.left = False
-        """Whether what is in DRAM now is another state of the session."""
-        self.ended = False
-        """Whether what became of it is taken in."""
-        self.late = False
-        """Whether it missed its deadline."""
+        entry.forget_copy()

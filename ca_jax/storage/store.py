@@ -3,15 +3,15 @@
 Moves have two phases. A load or save is prepared (blocks are reserved or held), bytes move by its ticket, and it is
 completed or aborted. What is not completed is never readable, and a failure only ever shortens a stored prefix.
 
-Keys are opaque strings: whoever makes them (session, tenant salt, weights, layout) decides who may meet whose KV. The
-token ids of what is stored are kept with it, so KV is never served for other tokens.
+Keys are opaque strings: the caller makes them (of session, tenant salt, weights, layout) and so decides which sessions
+may share KV. The token ids of what is stored are kept with it, so KV is never served for other tokens.
 
 Bookkeeping belongs to one thread, the engine's; it never waits for bytes except where a docstring says so.
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 
-Not here: copies between host and device, what moves between the tiers and when (`placement`), the copies themselves
-(`tickets`).
+Not here: copies between host and device, what moves between the tiers and when (`tiering`), saves and loads
+(`transfers`), forgetting (`truncation`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy.typing as npt
 
@@ -36,27 +37,38 @@ from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
-    EntryInUseError,
     LookAheadWindows,
     Lookup,
-    MissReason,
     Owner,
     Residency,
     StoreClosedError,
     StoreStats,
     check_ttl,
 )
-from ca_jax.storage.sessions import Counters, Entry, SessionIndex, block_map
+from ca_jax.storage.sessions import Entry, SessionIndex, StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.tickets import LoadTicket, SaveTicket
+from ca_jax.storage.stats import Counters
 from ca_jax.storage.tiering import Placement
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.transfers import Transfers, as_token_ids
-from ca_jax.storage.truncation import Truncation, as_mask
+from ca_jax.storage.truncation import Truncation
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 _CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _done_by(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[AttentionStore, _P], _R]:
+    """A method of the store that one of its parts does, while the store is open."""
+
+    @functools.wraps(method)
+    def do(self: AttentionStore, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self._check_open()
+        return method(getattr(self, part), *args, **kwargs)
+
+    return do
 
 
 class AttentionStore:
@@ -69,15 +81,15 @@ class AttentionStore:
     Args:
       layout: the shape of a block; its `block_tokens` must be the config's.
       config: caps and policy.
-      policy: who is evicted; by default the one that the config names.
+      policy: chooses what is evicted; by default the one that the config names.
       weights: fingerprint of the weights and of whatever else decides what KV they give; other KV is not found on SSD.
       clock: seconds since the epoch, which times to live are counted by.
       on_progress: called from any thread when `poll` has something to do.
       on_fetch: given bytes and seconds of fetches from SSD, from any thread, whenever some have ended and none is under
         way.
       timeline: gets a span of every fetch and flush.
-      open_ssd: called with what `SsdIndex` wants by name, and `on_progress`: gives the SSD tier in place of the one
-        that the config names. A simulator has its own.
+      open_ssd: given `parts` and `on_progress` as `open_ssd_index` is, makes the SSD tier in place of the one that the
+        config names. A simulator has its own.
 
     Raises:
       ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
@@ -114,43 +126,24 @@ class AttentionStore:
         returns = ReturnTimes(clock) if isinstance(policy, ReturnAwarePolicy) else None
         self._entries = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
         self._counters = Counters()
-        self._ssd: SsdIndex | None = None
+        parts = StoreParts(
+            index=self._entries,
+            look_ahead=look_ahead,
+            dram=self._dram,
+            blocks=self._blocks,
+            policy=policy,
+            counters=self._counters,
+            clock=clock,
+        )
         if open_ssd is None and config.ssd_dir is not None:
             namespace = Namespace(
                 weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
             )
             open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=self._fetched, timeline=timeline)
-        if open_ssd is not None:
-            self._ssd = open_ssd(
-                table=self._entries,
-                dram=self._dram,
-                dram_blocks=self._blocks,
-                policy=policy,
-                clock=clock,
-                on_progress=self._progressed,
-            )
-        self._placement = Placement(
-            layout,
-            look_ahead,
-            self._entries,
-            self._blocks,
-            self._ssd,
-            policy,
-            self._counters,
-            free_fraction=config.dram_free_fraction,
-            clock=clock,
-        )
-        self._truncation = Truncation(self._dram, self._blocks, self._placement, self._ssd, self._progressed)
-        self._desk = Transfers(
-            self._dram,
-            self._blocks,
-            self._entries,
-            self._placement,
-            self._truncation,
-            self._counters,
-            ttl_s=config.ttl_s,
-            clock=clock,
-        )
+        self._ssd = None if open_ssd is None else open_ssd(parts=parts, on_progress=self._progressed)
+        self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
+        self._truncation = Truncation(parts, self._placement, self._ssd, self._progressed)
+        self._transfers = Transfers(parts, self._placement, self._truncation, ttl_s=config.ttl_s)
         self._closed = False
 
     @property
@@ -222,11 +215,6 @@ class AttentionStore:
         self._check_open()
         return self._placement.windows
 
-    def queue_position(self, key: str) -> int | None:
-        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
-        self._check_open()
-        return self._placement.queue_position(key)
-
     def stats(self) -> StoreStats:
         """Sizes now, and counts since the store was made."""
         self._check_open()
@@ -256,22 +244,6 @@ class AttentionStore:
         if entry.note is not None or entry.ssd is None:  # The catalog may still know of an earlier session of this key.
             return entry.note or b""
         return self._ssd.note(key)
-
-    def set_note(self, key: str, note: bytes) -> None:
-        """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
-
-        For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
-        had room for any of its KV.
-        """
-        self._check_open()
-        if self._ssd is None:
-            return
-        entry = self._entries.get(key)
-        if entry is None:
-            self._entries.expect(key, note)
-            return
-        entry.note = note
-        self._placement.changed(entry)
 
     def has_note_on_ssd(self, key: str, generation: int) -> bool:
         """Whether SSD is known to have a session's `Note` of a generation, or a later one, durably."""
@@ -308,37 +280,11 @@ class AttentionStore:
 
     # The job queue, and what goes on in the background.
 
-    def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
-        """Says that a job of a session waits, behind all others of its priority: the future that placement looks at.
-
-        Args:
-          job: anything that tells it from other jobs.
-          key: of the session.
-          priority: lower values run first.
-
-        Raises:
-          ValueError: the job waits already.
-        """
-        self._check_open()
-        self._placement.enqueue(job, key, priority)
-
-    def dequeue(self, job: Hashable) -> None:
-        """Says that a job waits no more: its load is open, or nobody wants it.
-
-        Raises:
-          ValueError: it does not wait.
-        """
-        self._check_open()
-        self._placement.dequeue(job)
-
-    def request(self, key: str) -> bool:
-        """Asks for a session's KV now, since a waiting job of it could run. Never blocks.
-
-        Returns:
-          Whether it is on its way to DRAM and worth waiting for: `on_progress` tells when to ask again.
-        """
-        self._check_open()
-        return self._placement.request(key)
+    enqueue = _done_by("_placement", Placement.enqueue)
+    dequeue = _done_by("_placement", Placement.dequeue)
+    request = _done_by("_placement", Placement.request)
+    queue_position = _done_by("_placement", Placement.queue_position)
+    set_note = _done_by("_placement", Placement.set_note)
 
     def ready(self, key: str, is_next: bool) -> bool:
         """Whether a job of a session would find its KV, or find that there is none, without waiting. Never blocks.
@@ -448,165 +394,24 @@ class AttentionStore:
         self._placement.used(entry)
         return True
 
-    # Saves and loads: see `Transfers`, which does them.
+    # Saves and loads.
 
-    def prepare_save(
-        self,
-        key: str,
-        start_token: int,
-        token_ids: npt.ArrayLike,
-        owner: Owner | None = None,
-        *,
-        num_dropped: int = 0,
-        num_plain: int | None = None,
-    ) -> SaveTicket | None:
-        """Reserves room for the KV of a session's next tokens, evicting others; None where none can be made."""
-        self._check_open()
-        return self._desk.prepare_save(key, start_token, token_ids, owner, num_dropped=num_dropped, num_plain=num_plain)
-
-    def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
-        """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
-        self._check_open()
-        return self._desk.room_is_coming(key, num_tokens, owner)
-
-    def complete_save(self, ticket: SaveTicket) -> bool:
-        """Publishes a save: from here on its tokens can be loaded. False if an earlier save was aborted."""
-        self._check_open()
-        return self._desk.complete_save(ticket)
-
-    def abort_save(self, ticket: SaveTicket) -> None:
-        """Gives a save up, and all later ones of its session; their blocks are free again."""
-        self._check_open()
-        self._desk.abort_save(ticket)
-
-    def abort_saves(self, key: str) -> None:
-        """Gives up all open saves of a session; their blocks are free again. Waits for copies under way."""
-        self._check_open()
-        self._desk.abort_saves(key)
-
-    def prepare_load(
-        self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
-    ) -> LoadTicket | None:
-        """Holds the longest published prefix of `token_ids` for reading; None for a miss."""
-        self._check_open()
-        return self._desk.prepare_load(key, token_ids, truncate=truncate, num_dropped=num_dropped)
-
-    def complete_load(self, ticket: LoadTicket) -> None:
-        """Ends a load, a hit."""
-        self._check_open()
-        self._desk.complete_load(ticket)
-
-    def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
-        """Gives a load up, a miss for that reason."""
-        self._check_open()
-        self._desk.abort_load(ticket, reason)
-
-    def copy_prefix(
-        self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None, *, num_dropped: int = 0
-    ) -> int:
-        """Has a new session begin with what `source` has in DRAM of `token_ids`, blocks shared; how many tokens."""
-        self._check_open()
-        return self._desk.copy_prefix(source, key, token_ids, owner, num_dropped=num_dropped)
+    prepare_save = _done_by("_transfers", Transfers.prepare_save)
+    room_is_coming = _done_by("_transfers", Transfers.room_is_coming)
+    complete_save = _done_by("_transfers", Transfers.complete_save)
+    abort_save = _done_by("_transfers", Transfers.abort_save)
+    abort_saves = _done_by("_transfers", Transfers.abort_saves)
+    prepare_load = _done_by("_transfers", Transfers.prepare_load)
+    complete_load = _done_by("_transfers", Transfers.complete_load)
+    abort_load = _done_by("_transfers", Transfers.abort_load)
+    copy_prefix = _done_by("_transfers", Transfers.copy_prefix)
 
     # Forgetting.
 
-    def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
-        """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
-
-        Args:
-          key: session id.
-          num_tokens: how many tokens stay.
-          note: as for `discard`.
-
-        Returns:
-          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
-
-        Raises:
-          ValueError: num_tokens is negative.
-          EntryInUseError: a load or save of it is open.
-        """
-        self._check_open()
-        if num_tokens < 0:
-            raise ValueError(f"wanted num_tokens >= 0, found {num_tokens}")
-        if not num_tokens:
-            self._placement.give_up(key)
-        entry = self._entries.get(key)
-        if entry is None:
-            if not num_tokens:
-                self._entries.expect(key, None)
-            elif note is not None:
-                self.set_note(key, note)
-            return 0
-        _check_idle(entry)
-        if num_tokens:
-            self._truncation.shorten(entry, num_tokens, note)
-        else:
-            self._placement.forget(entry)
-        return entry.num_readable
-
-    def discard(self, key: str, discarded: npt.ArrayLike, note: bytes | None = None) -> int:
-        """Forgets any of a session's published tokens, in place; the others stay as they are and move together.
-
-        Blocks without a token are free at once, in DRAM and on SSD. Token i of the session is from then on the i-th of
-        those that stay, and saves go on behind the last one.
-
-        Args:
-          key: session id.
-          discarded: bool `[T]`, True for each of the session's first T tokens that is to be forgotten. Tokens that are
-            stored beyond T stay; T may be larger than what is stored.
-          note: what to keep with the session from now on, as by `set_note`; on SSD it changes together with the KV, or
-            not at all. None keeps what is kept.
-
-        Returns:
-          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
-
-        Raises:
-          ValueError: `discarded` is no list of bool.
-          EntryInUseError: a load or save of it is open.
-        """
-        self._check_open()
-        mask = as_mask(discarded)
-        entry = self._entries.get(key)
-        if entry is None:
-            if note is not None:
-                self.set_note(key, note)
-            return 0
-        _check_idle(entry)
-        self._truncation.discard(entry, mask, note)
-        return entry.num_readable
-
-    def leave_dram(self, key: str) -> int | None:
-        """Forgets what of a session is in DRAM, so that it can be saved anew; what is on SSD stays until that is there.
-
-        Returns:
-          Its leading tokens whose KV had seen no token that was dropped; None for all.
-
-        Raises:
-          EntryInUseError: a load or save of it is open.
-        """
-        self._check_open()
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        num_plain = entry.known_lineage.num_plain
-        if entry.num_tokens:
-            _check_idle(entry)
-            self._placement.evict(entry)
-        return num_plain
-
-    def drop(self, key: str) -> bool:
-        """Forgets a session's KV.
-
-        Returns:
-          Whether there was any.
-
-        Raises:
-          EntryInUseError: a load or save of it is open.
-        """
-        self._check_open()
-        found = self._entries.get(key) is not None
-        self.truncate(key, 0)
-        return found
+    truncate = _done_by("_truncation", Truncation.truncate)
+    discard = _done_by("_truncation", Truncation.discard)
+    leave_dram = _done_by("_truncation", Truncation.leave_dram)
+    drop = _done_by("_truncation", Truncation.drop)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Ends open loads and saves, writes to SSD what is complete, and lets go of memory and files.
@@ -618,7 +423,7 @@ class AttentionStore:
         """
         if self._closed:
             return
-        self._desk.abort_all()
+        self._transfers.abort_all()
         self._entries.clear_pins()
         self._placement.retry()
         settled = self.settle(timeout_s)
@@ -627,8 +432,6 @@ class AttentionStore:
         if self._ssd is not None:
             self._ssd.close(timeout_s if settled else _CLOSE_UNSETTLED_S)
         self._dram.close()
-
-    # The books.
 
     def _describe(self, entry: Entry) -> EntryInfo:
         ssd_blocks = 0 if entry.ssd is None else len(entry.ssd.block_ids)
@@ -664,9 +467,30 @@ class AttentionStore:
             raise StoreClosedError("wanted an open AttentionStore, found one that is closed")
 
 
-def _check_idle(entry: Entry) -> None:
-    if entry.in_use:
-        raise EntryInUseError(
-            f"wanted no open load or save of {entry.key!r}, found {entry.num_open_loads} loads and "
-            f"{len(entry.open_saves)} saves"
+def block_map(entry: Entry, block_tokens: int) -> tuple[BlockTiers, ...]:
+    """The blocks of a session in token order: those of DRAM, or those of SSD where nothing is in DRAM.
+
+        tokens     0 . . .  4 . . .  8 . . .  12 .         blocks of 4
+        dram       4        4        4         1 + 1       the last token is being saved
+        ssd        4        4        2                     flushed before the last turn
+
+    Returns:
+      One for each block with a token. What SSD has of another state of the session than is in DRAM is not shown.
+    """
+    if not entry.num_reserved_tokens:
+        spans = () if entry.ssd is None else entry.ssd.places.by_block(block_tokens)
+        return tuple(BlockTiers(each.first_token, 0, each.num_tokens) for each in spans)
+    num_ready, num_same = entry.num_tokens, 0 if entry.ssd is None else entry.num_same_tokens
+    places = entry.places.append(entry.num_reserved_tokens - num_ready)
+    blocks = []
+    for each in places.by_block(block_tokens):
+        first, stop = each.first_token, each.first_token + each.num_tokens
+        blocks.append(
+            BlockTiers(
+                first,
+                max(min(stop, num_ready) - first, 0),
+                max(min(stop, num_same) - first, 0),
+                stop - max(first, min(stop, num_ready)),
+            )
         )
+    return tuple(blocks)

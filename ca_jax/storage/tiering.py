@@ -19,11 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import ChargedBlocks
-from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import (
-    EvictionPolicy,
     FifoPolicy,
     FreeingPolicy,
     LruPolicy,
@@ -34,7 +30,7 @@ from ca_jax.storage.placement.policy import (
 )
 from ca_jax.storage.placement.returns import ReuseGaps
 from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
-from ca_jax.storage.sessions import Counters, Entry, SessionIndex
+from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tokens import PLAIN, TokenPlaces
 
@@ -47,41 +43,23 @@ class Placement:
     """Decides and begins moves. See the module.
 
     Args:
-      layout: of a block.
-      look_ahead: the job queue.
-      table: the entries.
-      dram_blocks: the free list of DRAM.
+      parts: of the store.
       ssd: the SSD tier, if there is one.
-      policy: who is evicted.
-      counters: where evictions are counted.
       free_fraction: share of DRAM kept free in the background, if there is an SSD.
-      clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        look_ahead: LookAhead,
-        table: SessionIndex,
-        dram_blocks: ChargedBlocks,
-        ssd: SsdIndex | None,
-        policy: EvictionPolicy,
-        counters: Counters,
-        *,
-        free_fraction: float,
-        clock: Callable[[], float],
-    ) -> None:
-        self._layout = layout
-        self._look_ahead = look_ahead
-        self._table = table
-        self._blocks = dram_blocks
+    def __init__(self, parts: StoreParts, ssd: SsdIndex | None, *, free_fraction: float) -> None:
+        self._layout = parts.dram.layout
+        self._look_ahead = parts.look_ahead
+        self._table = parts.index
+        self._blocks = parts.blocks
         self._ssd = ssd
-        self._looks_at_queue = not isinstance(policy, LruPolicy | FifoPolicy)
-        self._policy = FreeingPolicy(policy, dram_blocks, self._evictable_blocks)
-        self._counters = counters
-        self._reserve_blocks = int(free_fraction * dram_blocks.num_blocks) if ssd is not None else 0
-        self._clock = clock
-        self._gaps = ReuseGaps(clock)
+        self._looks_at_queue = not isinstance(parts.policy, LruPolicy | FifoPolicy)
+        self._policy = FreeingPolicy(parts.policy, parts.blocks, self._evictable_blocks)
+        self._counters = parts.counters
+        self._reserve_blocks = int(free_fraction * parts.blocks.num_blocks) if ssd is not None else 0
+        self._clock = parts.clock
+        self._gaps = ReuseGaps(parts.clock)
         self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
 
     # What happens.
@@ -104,7 +82,7 @@ class Placement:
         """A session is forgotten by its owner, stored or not: what was evicted of it will not be wanted."""
         self._gaps.forget(key)
         if self._ssd is not None:
-            self._ssd.give_up(key)
+            self._ssd.gaps.forget(key)
 
     @property
     def evict_to_reuse(self) -> GapHistogram:
@@ -118,6 +96,21 @@ class Placement:
             self._dirty[entry.key] = 0.0
         self._table.place(entry)
 
+    def set_note(self, key: str, note: bytes) -> None:
+        """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
+
+        For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
+        had room for any of its KV.
+        """
+        entry = self._table.get(key)
+        if self._ssd is None:
+            return
+        if entry is None:
+            self._table.expect(key, note)
+            return
+        entry.note = note
+        self.changed(entry)
+
     def place(self, entry: Entry) -> None:
         """A session is cut, or otherwise another one for whoever chooses among them."""
         self._table.place(entry)
@@ -128,12 +121,25 @@ class Placement:
             self._dirty[entry.key] = 0.0
 
     def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
-        """A job of a session waits."""
+        """Says that a job of a session waits, behind all others of its priority: the future that placement looks at.
+
+        Args:
+          job: anything that tells it from other jobs.
+          key: of the session.
+          priority: lower values run first.
+
+        Raises:
+          ValueError: the job waits already.
+        """
         self.wanted(key)
         self._look_ahead.append(job, key, priority)
 
     def dequeue(self, job: Hashable) -> None:
-        """A job waits no more: it has its KV, or nobody wants it."""
+        """Says that a job waits no more: its load is open, or nobody wants it.
+
+        Raises:
+          ValueError: it does not wait.
+        """
         key = self._look_ahead.remove(job)
         entry = self._table.get(key)
         if entry is not None:
@@ -143,10 +149,11 @@ class Placement:
             self._table.place(entry)
 
     def request(self, key: str) -> bool:
-        """A job of a session would run now: begins to fetch its KV, if that is on SSD only.
+        """Asks for a session's KV now, since a waiting job of it could run. Never blocks.
 
         Returns:
-          Whether it is on its way, and worth waiting for. If not the next load says why, or succeeds.
+          Whether it is on its way to DRAM and worth waiting for: `on_progress` tells when to ask again. If not, the
+          next load says why, or succeeds.
         """
         self.wanted(key)
         entry = self._table.get(key)
@@ -202,7 +209,7 @@ class Placement:
         return LookAheadWindows(prefetch_jobs=self._prefetch_window(), eviction_jobs=num_looked_at)
 
     def queue_position(self, key: str) -> int | None:
-        """Where a session's next job stands among those that the windows count, 0 at the head; None: none waits."""
+        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
         return self._look_ahead.position(key)
 
     @property
@@ -258,7 +265,7 @@ class Placement:
         del entry.block_ids[num_blocks:]
         self.free_dram(entry, block_ids)
         if not num_blocks:
-            entry.left_dram()
+            entry.leave_share_group()
             entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
@@ -271,7 +278,7 @@ class Placement:
     def evict(self, entry: Entry) -> None:
         """Forgets what of a session is in DRAM, for another state of it; what is on its way to SSD gets there."""
         if self._ssd is not None:
-            self._ssd.left(entry)
+            self._ssd.detach(entry)
         self._leave_dram(entry)
 
     def forget(self, entry: Entry) -> None:

@@ -6,17 +6,14 @@ Not here: what else happens to sessions (attention_store), room (placement), the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.records import MissReason, Owner, Residency
-from ca_jax.storage.sessions import Counters, Entry, SessionIndex
+from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tokens import Lineage
 from ca_jax.storage.truncation import Truncation
 
@@ -25,37 +22,22 @@ class Transfers:
     """Saves and loads of sessions in DRAM. Belongs to the bookkeeping thread.
 
     Args:
-      dram: the blocks.
-      blocks: their free list.
-      table: the entries.
-      placement: who makes room.
-      cutting: who shortens what is stored.
-      counters: where outcomes are counted.
+      parts: of the store.
+      placement: makes room.
+      truncation: shortens what is stored.
       ttl_s: how long sessions are kept whose owner does not say.
-      clock: seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        dram: DramTier,
-        blocks: ChargedBlocks,
-        table: SessionIndex,
-        placement: Placement,
-        cutting: Truncation,
-        counters: Counters,
-        *,
-        ttl_s: float | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._dram = dram
-        self._layout = dram.layout
-        self._blocks = blocks
-        self._entries = table
+    def __init__(self, parts: StoreParts, placement: Placement, truncation: Truncation, *, ttl_s: float | None) -> None:
+        self._dram = parts.dram
+        self._layout = parts.dram.layout
+        self._blocks = parts.blocks
+        self._entries = parts.index
         self._placement = placement
-        self._truncation = cutting
-        self._counters = counters
+        self._truncation = truncation
+        self._counters = parts.counters
         self._ttl_s = ttl_s
-        self._clock = clock
+        self._clock = parts.clock
         self._open_loads: dict[LoadTicket, Entry] = {}
 
     # Saves.
@@ -116,7 +98,7 @@ class Transfers:
         return ticket
 
     def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
-        """Whether a save of so many more tokens would not begin now, but soon: when others have got to SSD."""
+        """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
         entry = self._entries.get(key) or self._new_entry(key, owner)
         num_blocks = self._layout.num_blocks(entry.num_reserved_places + num_tokens) - len(entry.block_ids)
         return self._placement.room_is_coming(entry, num_blocks, int(self._would_write_to_others(entry)))
@@ -206,10 +188,8 @@ class Transfers:
             self._counters.misses[miss or MissReason.ABSENT] += 1
             if entry is not None:
                 entry.miss = None
-                if truncate:
-                    self._placement.give_up_fetch(
-                        entry
-                    )  # It would come between this and the save from the first token.
+                if truncate:  # What comes would come between this and the save from the first token.
+                    self._placement.give_up_fetch(entry)
                 self._entries.place(entry)
             return None
         if truncate and not entry.in_use:

@@ -22,11 +22,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ca_jax.storage.placement.blocks import ChargedBlocks
-from ca_jax.storage.sessions import Entry
+from ca_jax.storage.records import EntryInUseError
+from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiering import Placement
-from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tokens import Lineage, TokenPlaces
 
 _LOG = logging.getLogger(__name__)
@@ -51,24 +50,19 @@ class Truncation:
     """Cuts sessions that are not in use. See the module.
 
     Args:
-      dram: the blocks.
-      blocks: their free list.
+      parts: of the store.
       placement: what is told of changes.
       ssd: the SSD tier, if there is one.
       on_progress: called from any thread when `step` has something to do.
     """
 
     def __init__(
-        self,
-        dram: DramTier,
-        blocks: ChargedBlocks,
-        placement: Placement,
-        ssd: SsdIndex | None,
-        on_progress: Callable[[], None],
+        self, parts: StoreParts, placement: Placement, ssd: SsdIndex | None, on_progress: Callable[[], None]
     ) -> None:
-        self._dram = dram
-        self._layout = dram.layout
-        self._blocks = blocks
+        self._entries = parts.index
+        self._dram = parts.dram
+        self._layout = parts.dram.layout
+        self._blocks = parts.blocks
         self._placement = placement
         self._ssd = ssd
         self._on_progress = on_progress
@@ -117,15 +111,102 @@ class Truncation:
             self._placement.changed(entry)
         self._placement.place(entry)
 
-    def discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None = None) -> None:
-        """Forgets any of a session's tokens, in both tiers and of what is on its way.
+    def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
+        """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
 
         Args:
-          entry: of the session.
-          discarded: bool `[T]`, which of the session's first T tokens go. Those behind stay, those it has not do not
-            count.
-          note: as for `shorten`.
+          key: session id.
+          num_tokens: how many tokens stay.
+          note: as for `discard`.
+
+        Returns:
+          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
+
+        Raises:
+          ValueError: num_tokens is negative.
+          EntryInUseError: a load or save of it is open.
         """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+        if not num_tokens:
+            self._placement.give_up(key)
+        entry = self._entries.get(key)
+        if entry is None:
+            if not num_tokens:
+                self._entries.expect(key, None)
+            elif note is not None:
+                self._placement.set_note(key, note)
+            return 0
+        _check_idle(entry)
+        if num_tokens:
+            self.shorten(entry, num_tokens, note)
+        else:
+            self._placement.forget(entry)
+        return entry.num_readable
+
+    def drop(self, key: str) -> bool:
+        """Forgets a session's KV.
+
+        Returns:
+          Whether there was any.
+
+        Raises:
+          EntryInUseError: a load or save of it is open.
+        """
+        found = self._entries.get(key) is not None
+        self.truncate(key, 0)
+        return found
+
+    def leave_dram(self, key: str) -> int | None:
+        """Forgets what of a session is in DRAM, so that it can be saved anew; what is on SSD stays until that is there.
+
+        Returns:
+          Its leading tokens whose KV had seen no token that was dropped; None for all.
+
+        Raises:
+          EntryInUseError: a load or save of it is open.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        num_plain = entry.known_lineage.num_plain
+        if entry.num_tokens:
+            _check_idle(entry)
+            self._placement.evict(entry)
+        return num_plain
+
+    def discard(self, key: str, discarded: npt.ArrayLike, note: bytes | None = None) -> int:
+        """Forgets any of a session's published tokens, in place; the others stay as they are and move together.
+
+        Blocks without a token are free at once, in DRAM and on SSD. Token i of the session is from then on the i-th of
+        those that stay, and saves go on behind the last one.
+
+        Args:
+          key: session id.
+          discarded: bool `[T]`, True for each of the session's first T tokens that is to be forgotten. Tokens that are
+            stored beyond T stay; T may be larger than what is stored.
+          note: what to keep with the session from now on, as by `set_note`; on SSD it changes together with the KV, or
+            not at all. None keeps what is kept.
+
+        Returns:
+          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
+
+        Raises:
+          ValueError: `discarded` is no list of bool.
+          EntryInUseError: a load or save of it is open.
+        """
+        mask = as_mask(discarded)
+        entry = self._entries.get(key)
+        if entry is None:
+            if note is not None:
+                self._placement.set_note(key, note)
+            return 0
+        _check_idle(entry)
+        self._discard(entry, mask, note)
+        return entry.num_readable
+
+    def _discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None) -> None:
+        """Forgets tokens of a session in both tiers, and of what is on its way."""
         if not entry.num_readable:
             return
         kept = np.ones(entry.num_readable, bool)
@@ -244,3 +325,11 @@ def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
     if mask.ndim != 1 or mask.dtype != np.bool_:
         raise ValueError(f"discarded wanted bool[T], found {mask.dtype}{list(mask.shape)}")
     return mask
+
+
+def _check_idle(entry: Entry) -> None:
+    if entry.in_use:
+        raise EntryInUseError(
+            f"wanted no open load or save of {entry.key!r}, found {entry.num_open_loads} loads and "
+            f"{len(entry.open_saves)} saves"
+        )

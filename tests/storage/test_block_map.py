@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from ca_jax.storage.records import BlockTiers, Owner
-from ca_jax.storage.sessions import Entry, block_map
+from ca_jax.storage.sessions import Entry
+from ca_jax.storage.store import block_map
 from ca_jax.storage.tokens import SsdCopy, TokenPlaces
 
 BLOCK_TOKENS = 4

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks, TenantQuota
-from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
 from ca_jax.storage.placement.policy import SchedulerAwarePolicy
-from ca_jax.storage.sessions import ExpiryQueue
 
 from .policy_simulator import Stored, describe
 

@@ -90,7 +90,7 @@ TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, wanted):
     table = SessionIndex(LookAhead(), 99, BLOCK_TOKENS)
     agreeing: dict[str, int] = {}
-    with table.loading():
+    with table._prefixes.loading(), table._far_prefixes.loading():
         for number, (tokens, tenant, num_plain, in_dram) in enumerate(sessions):
             lineage = Lineage(0 if num_plain is None else 1, num_plain)
             plain = tokens[: lineage.plain_tokens(len(tokens))]
