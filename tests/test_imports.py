@@ -33,7 +33,7 @@ STORAGE_FLOORS = (
     {"tokens"},
     {"placement", "catalog"},
     {"config", "tiers"},
-    {"prefixes", "stats", "tickets"},
+    {"prefixes", "tickets"},
     {"sessions"},
     {"flush"},
     {"ssd"},

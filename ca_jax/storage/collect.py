@@ -1,12 +1,12 @@
-"""Cleaning a store's directory while no engine uses it: sessions that go, and blocks and files that nobody holds.
+"""Cleaning a store's directory while no engine uses it: sessions that go, and blocks and files that no session holds.
 
     with StoreInspector(directory) as inspector:
         garbage = collect_garbage(inspector, now_s=time.time(), dry_run=True)
 
-The catalog forgets first, durably; blocks go afterwards. Cut short at any moment it leaves blocks that nobody holds,
-for the next time.
+The catalog forgets first, durably; blocks go afterwards. Cut short at any moment it leaves such blocks for the next
+time.
 
-Not here: what a running engine evicts (policy), whether a session is sound (verification).
+Not here: what a running engine evicts (policy), whether a session is sound (verify).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def collect_garbage(
     read_blocks: bool = False,
     dry_run: bool = False,
 ) -> Garbage:
-    """Forgets damaged and expired sessions, deletes what nobody holds, and compacts the catalog.
+    """Forgets damaged and expired sessions, deletes what no session holds, and compacts the catalog.
 
     Args:
       inspector: of the store.

@@ -1,6 +1,4 @@
-"""What a user may say about the AttentionStore.
-
-Where each of several processes keeps its shard of a store: a directory of its own, named by how many there are.
+"""What a user may say about the AttentionStore, and where each of several processes keeps its shard of it.
 
 Not here: the shape of KV (`KVLayout`), which follows from the model.
 """

@@ -6,7 +6,7 @@
 
 Takes no lock and changes nothing.
 
-Not here: whether what is stored is sound (verification), changing it (housekeeping).
+Not here: whether what is stored is sound (verify), changing it (collect).
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@ are free.
 
 A process that died left whole sessions, blocks that no session refers to, and perhaps a catalog that is damaged. After
 `open_ssd` the catalog, the free list and `OpenedSsd.records` say the same; after `OpenedSsd.reclaim` the disk does too.
+`open_ssd_index` puts the SSD tier together for a store.
 
-Putting the SSD tier together: the directory that a config names, opened, and the books of what is stored there.
-
-Not here: whether the blocks hold what they should, which is known once they are read (seal); what the sessions are
-served from (ssd_books).
+Not here: whether the blocks hold what they should, which their seals say once they are read; serving (ssd).
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def stored_block_bytes(layout: KVLayout, driver: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenedSsd:
-    """A store's directory, opened. Whoever holds it closes the tier, then the catalog."""
+    """A store's directory, opened. Close the tier, then the catalog."""
 
     catalog: Catalog
     """Locked: no other engine has the directory."""
@@ -74,7 +72,7 @@ class OpenedSsd:
     """Why blocks of no session are left where they are; None where they are not."""
 
     def reclaim(self) -> int:
-        """Removes from the disk what no session of `records` refers to: leftovers of cut writes, blocks of nobody.
+        """Removes from the disk what no session of `records` refers to, leftovers of cut writes too.
 
         To be called once, before the first write, on the thread that writes. The allocator may meanwhile have given
         such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.

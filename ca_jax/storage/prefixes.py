@@ -70,11 +70,6 @@ class PrefixIndex:
         self._sorted = SortedList()
         self._indexed: dict[str, _Indexed] = {}
 
-    def __len__(self) -> int:
-        """Sessions that can be found."""
-        self._catch_up()
-        return len(self._indexed)
-
     def changed(self, key: str) -> None:
         """What a session has to share is perhaps something else now, or it is gone."""
         self._changed[key] = None

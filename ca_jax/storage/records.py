@@ -1,6 +1,6 @@
 """What the AttentionStore tells about itself.
 
-Not here: the books these are read from.
+Not here: the index these are read from (sessions).
 """
 
 from __future__ import annotations
@@ -231,11 +231,6 @@ class GapHistogram:
     sum_s: float = 0.0
     """Of all gaps."""
 
-    @property
-    def num_gaps(self) -> int:
-        """Evictions that turned out to be of something that was wanted again."""
-        return sum(self.counts)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SsdStats:
@@ -309,6 +304,37 @@ class StoreStats:
     """Bytes published."""
     ssd: SsdStats | None
     """The SSD tier; None where there is none."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """Counts since the store was made; meanings as in `StoreStats` and `SsdStats`."""
+
+    num_hits: int = 0
+    num_hits_from_ssd: int = 0
+    misses: dict[MissReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    num_saves: int = 0
+    num_aborted_saves: int = 0
+    skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+    num_expired: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclasses.dataclass
+class SsdCounters:
+    """The same for the SSD tier."""
+
+    num_lost_sessions: int = 0
+    num_fetches: int = 0
+    fetched_bytes: int = 0
+    num_flushes: int = 0
+    flushed_bytes: int = 0
+    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
+    num_evictions: int = 0
+    evicted_bytes: int = 0
 
 
 def check_ttl(ttl_s: float | None) -> None:

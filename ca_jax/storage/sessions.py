@@ -17,8 +17,7 @@ from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
-from ca_jax.storage.records import MissReason, Owner, Residency
-from ca_jax.storage.stats import Counters
+from ca_jax.storage.records import Counters, MissReason, Owner, Residency
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
@@ -39,7 +38,7 @@ class Entry:
     pinned: bool = False
     """By its owner, durably."""
     num_pins: int = 0
-    """By whoever uses it now."""
+    """By its users now."""
 
     token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     """Of the tokens published in DRAM, int32."""
@@ -264,7 +263,7 @@ class SessionIndex:
             del self._pins[key]
             self._notes.pop(key, None)
             if self._returns is not None:
-                self._returns.left(key)  # Whoever runs a turn has a pin: it has ended.
+                self._returns.left(key)  # A turn pins its session as long as it runs.
         entry = self._entries.get(key)
         if entry is not None:
             entry.num_pins += num_pins
@@ -298,11 +297,6 @@ class SessionIndex:
     def pop_expired(self, now_s: float) -> tuple[Entry, ...]:
         """The entries whose time is over, once: of one that stays it is to be counted anew."""
         return tuple(self._entries[key] for key in self._expiry.pop_expired(now_s))
-
-    @property
-    def num_expiring(self) -> int:
-        """Entries that have a time to live."""
-        return len(self._expiry)
 
     def place(self, entry: Entry) -> None:
         """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.

@@ -28,9 +28,8 @@ from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks,
 from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
 from ca_jax.storage.placement.policy import FreeingPolicy, choose_room
 from ca_jax.storage.placement.returns import ReuseGaps
-from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
+from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdCounters, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
-from ca_jax.storage.stats import SsdCounters
 from ca_jax.storage.tiers.disk import SsdBlocks
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
 from ca_jax.storage.tokens import Lineage
@@ -169,7 +168,7 @@ class SsdIndex:
         shared_ids = shared_on_ssd(entry, self._table.get, self._dram_blocks.is_shared, size)
         if shared_ids is None:
             return False
-        self._blocks.share(shared_ids)  # First: whoever has them may be evicted for the others' room.
+        self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
         failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
         if failure is not None and self._moves:
             self._blocks.free(entry.owner.tenant, shared_ids)
@@ -222,7 +221,7 @@ class SsdIndex:
                     lost.append(entry)
                 continue
             move = self._moves.get(end.task)
-            if move is None:  # Settled already: told of twice, in the other order.
+            if move is None:  # Settled already: reported twice, in the other order.
                 continue
             if not move.ended:
                 move.ended = True
@@ -322,13 +321,13 @@ class SsdIndex:
 
         Args:
           entry: of the session.
-          published: whether the catalog may know more than the books.
+          published: whether the catalog may know more than the index.
         """
         if entry.ssd is not None or published:
             self._let_go(entry)
             self._worker.forget([entry.key])
 
-    # What the catalog knows and the books do not.
+    # What the catalog knows and the index does not.
 
     def note(self, key: str) -> bytes:
         """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file.

@@ -36,6 +36,7 @@ from ca_jax.storage.placement.policy import EvictionPolicy, ReturnAwarePolicy, m
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import (
     BlockTiers,
+    Counters,
     EntryInfo,
     LookAheadWindows,
     Lookup,
@@ -47,7 +48,6 @@ from ca_jax.storage.records import (
 )
 from ca_jax.storage.sessions import Entry, SessionIndex, StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.stats import Counters
 from ca_jax.storage.tiering import Placement
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.transfers import Transfers, as_token_ids

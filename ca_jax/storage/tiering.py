@@ -5,9 +5,9 @@
     a job is queued      -> fetch its session before it runs, if it is on SSD only
     a session's TTL ends -> forget it
 
-Nothing here waits. Belongs to the thread that keeps the books.
+Nothing here waits. Belongs to the bookkeeping thread.
 
-Not here: the choices (policy), the SSD's blocks and moves (ssd_books), saves and loads (attention_store).
+Not here: the choices (policy), the SSD's blocks and moves (ssd), saves and loads (transfers).
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
 """
@@ -112,7 +112,7 @@ class Placement:
         self.changed(entry)
 
     def place(self, entry: Entry) -> None:
-        """A session is cut, or otherwise another one for whoever chooses among them."""
+        """A session changed in a way that choices may depend on."""
         self._table.place(entry)
 
     def saving(self, entry: Entry) -> None:
@@ -135,7 +135,7 @@ class Placement:
         self._look_ahead.append(job, key, priority)
 
     def dequeue(self, job: Hashable) -> None:
-        """Says that a job waits no more: its load is open, or nobody wants it.
+        """Says that a job waits no more: its load is open, or it was given up.
 
         Raises:
           ValueError: it does not wait.
@@ -143,7 +143,7 @@ class Placement:
         key = self._look_ahead.remove(job)
         entry = self._table.get(key)
         if entry is not None:
-            entry.requested = False  # Whoever waits behind it asks again.
+            entry.requested = False  # The job behind it asks again.
             if self._look_ahead.next_ticket(key) is None:
                 entry.miss = None
             self._table.place(entry)

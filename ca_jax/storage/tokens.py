@@ -1,4 +1,4 @@
-"""Where the tokens of a session lie in its blocks, when some of them have been forgotten in between.
+"""What is known of a session's tokens at rest: where they lie, what their KV has seen, and what others find them by.
 
 Token i of a session lies at place p_i: row `p_i % block_tokens` of block `p_i // block_tokens` of its block table. A
 new session is dense, p_i = i. Forgetting tokens moves none of those that stay: rows of the others are left dead, and
@@ -10,19 +10,10 @@ only blocks without any living token go.
 
 New tokens go behind the last one. Blocks in the midst of a table therefore have no rows that were never written.
 
-What a session's KV has seen: whether tokens were dropped from it, and how much of it is as if none had been.
-
 KV that was computed behind dropped tokens has seen them, and what is left of a cut session may spell another text. Both
-must never be served as KV of that text: only the tokens before the first cut may.
+must never be served as KV of that text: only the tokens before the first cut may. `Lineage` says which these are.
 
-Names for token prefixes: a chain of hashes, one for each full block, so that equal prefixes are found by equality.
-
-What of a session is on SSD: its blocks, where its tokens lie in them, and what cutting leaves of that.
-
-A seal is of the rows that were written in a block, and stays valid when tokens of it are forgotten: how many rows were
-written is therefore kept apart from where the tokens lie.
-
-Not here: block tables, bytes, who forgets what (cutting).
+Not here: block tables in DRAM, bytes, when tokens are forgotten (truncation).
 """
 
 from __future__ import annotations
@@ -218,7 +209,7 @@ class Lineage:
             raise ValueError(f"wanted num_dropped and num_plain >= 0, found {self.num_dropped} and {self.num_plain}")
 
     def plain_tokens(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens may be served to whoever has the same tokens."""
+        """How many of the first `num_tokens` tokens may be served to any session of the same tokens."""
         return num_tokens if self.num_plain is None else min(self.num_plain, num_tokens)
 
     def after(self, discarded: np.ndarray, num_stored: int) -> Lineage:

@@ -1,6 +1,6 @@
 """Opens and closes tickets: room is reserved or blocks are held, bytes move, and what is complete is published.
 
-Not here: what else happens to sessions (attention_store), room (placement), the copies themselves (tickets).
+Not here: what else happens to sessions (store), room (tiering), the copies themselves (tickets).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Transfers:
           key: session id.
           start_token: where the new tokens begin: the tokens published in DRAM plus those of saves still open.
           token_ids: `[T]`, T > 0, the new tokens.
-          owner: whose session it is, if it is new here; by default nobody's, and known by its key.
+          owner: whose session it is, if it is new here; by default of no tenant, and known by its key.
           num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them. It and the
             next are looked at where `start_token` is 0: what is behind has the lineage of what is there.
           num_plain: leading tokens whose KV has seen no dropped token; None for all, as after a prefill of them.
@@ -86,7 +86,7 @@ class Transfers:
         if skipped is not None:
             self._counters.skipped_saves[skipped] += 1
             return None
-        if self._would_write_to_others(entry):  # Whoever shared it may have made the room.
+        if self._would_write_to_others(entry):  # A session that shared it may have made the room.
             self._own_last_block(entry)
         entry.block_ids.extend(self._take_blocks(entry, num_blocks))
         if not start_token:
@@ -234,7 +234,7 @@ class Transfers:
         Both sessions go on as if all had been copied. The source may be in use: what it has published counts.
 
         Only KV that has seen no dropped token is given away. It goes to SSD once something is saved behind it, or kept
-        with it: until then it has nothing that the source has not, and SSD would have KV of nobody's conversation.
+        with it: until then it has nothing that the source has not, and SSD would have KV of no conversation.
 
         Args:
           source: session id of the one that has it.
@@ -292,7 +292,7 @@ class Transfers:
         for ticket in tuple(self._open_loads):
             self.abort_load(ticket)
 
-    # The books.
+    # Entries and blocks.
 
     def _would_write_to_others(self, entry: Entry) -> bool:
         """Whether the next token goes to a block that other sessions hold too: one that was full, and was cut."""

@@ -5,9 +5,9 @@ scattered tokens went, a session in DRAM is copied together again if it wastes m
 nothing else of it moves. It goes over to the copy once that is whole; if it is another one by then, it stays as it is,
 and is copied anew.
 
-Belongs to the thread that keeps the books. Nothing here waits, but `close`.
+Belongs to the bookkeeping thread. Nothing here waits, but `close`.
 
-Not here: where tokens lie (places), what KV has seen (lineage), blocks and moves of the SSD (ssd_books).
+Not here: where tokens lie and what KV has seen (tokens), blocks and moves of the SSD (ssd).
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
 """
@@ -51,7 +51,7 @@ class Truncation:
 
     Args:
       parts: of the store.
-      placement: what is told of changes.
+      placement: is notified of changes.
       ssd: the SSD tier, if there is one.
       on_progress: called from any thread when `step` has something to do.
     """
@@ -302,7 +302,7 @@ def copy_together(
       slab: all blocks, `[num_blocks, L, 2, block_tokens, K, H]`.
       places: of the tokens.
       block_ids: the blocks that these are in.
-      fresh_ids: as many as the tokens need, which nobody else reads or writes.
+      fresh_ids: as many as the tokens need, which nothing else reads or writes.
       block_tokens: tokens in a block.
     """
     for part in places.by_block(block_tokens):

@@ -5,7 +5,7 @@
 
 A session that an engine changes in the midst of it is read again.
 
-Not here: what is stored (inspection), forgetting what is damaged (housekeeping).
+Not here: what is stored (inspector), forgetting what is damaged (collect).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.reader import CatalogReader
 from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace, Problem, SessionRecord
 from ca_jax.storage.inspector import StoreDirectoryError, StoredSession, StoreInspector
-from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.layout import KVLayout, verify_block
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
-from ca_jax.storage.tiers.seal import verify_block
 
 _READ_BLOCKS = 8  # Blocks that are read at once.
 

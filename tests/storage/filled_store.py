@@ -11,9 +11,9 @@ import numpy as np
 
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
+from ca_jax.storage.layout import seal_block
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.seal import seal_block
 from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .ssd_helpers import make_blocks

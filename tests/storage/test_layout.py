@@ -7,8 +7,6 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ca_jax.storage import KVLayout, StoreConfig
 
@@ -32,16 +30,6 @@ def test_sizes_of_a_block_follow_from_its_shape():
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (127, 1), (128, 1), (129, 2), (256, 2)])
 def test_the_last_block_may_be_partly_filled(num_tokens, num_blocks):
     assert smollm2_layout().num_blocks(num_tokens) == num_blocks
-
-
-@given(start=st.integers(0, 40), length=st.integers(1, 40), block_tokens=st.integers(1, 9))
-def test_a_split_names_every_token_once(start, length, block_tokens):
-    split = smollm2_layout(block_tokens=block_tokens).split(start, start + length)
-    tokens = [index * block_tokens + i for index in split.whole for i in range(block_tokens)]
-    for part in split.parts:
-        assert part.stop - part.start < block_tokens
-        tokens += [part.index * block_tokens + i for i in range(part.start, part.stop)]
-    assert sorted(tokens) == list(range(start, start + length))
 
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_tokens"])

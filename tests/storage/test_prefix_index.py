@@ -59,7 +59,7 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
             assert (num_tokens, key) == (0, "")
         else:
             assert (num_tokens, common[key]) == (longest, longest)
-    assert len(index) == sum(each.num_units >= MIN_TOKENS for each in known.values())
+    assert len(index._indexed) == sum(each.num_units >= MIN_TOKENS for each in known.values())
 
 
 def test_what_changes_between_searches_is_copied_once():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import KVLayout
-from ca_jax.storage.tiers.seal import seal_block, verify_block
+from ca_jax.storage.layout import seal_block, verify_block
 
 from .ssd_helpers import make_blocks, make_disk, read
 from .store_helpers import as_bits, make_kv, make_layout

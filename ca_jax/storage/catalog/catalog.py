@@ -11,7 +11,7 @@ Publish only what is durable itself, and reuse blocks only once `forget` or `cut
 
 All calls block. They belong to one thread at a time, which may be another than the one that opened the catalog.
 
-Not here: blocks' bytes, free lists, decisions; queries (catalog_reader), the file and its failures (catalog_file).
+Not here: blocks' bytes, free lists, decisions; queries (reader), the file and its failures (file).
 """
 
 from __future__ import annotations

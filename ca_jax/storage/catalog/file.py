@@ -3,9 +3,7 @@
 One engine at a time may write: it holds an advisory lock on `catalog.lock` for as long as it lives, which the system
 takes back from a process that dies. Readers need no lock.
 
-Directories whose names are durable: a file's own sync says nothing of the directory that it is in.
-
-Not here: what the tables hold (catalog).
+Not here: what the tables hold (records).
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ CREATE TABLE namespaces (
 );
 -- What start-up reads: small rows.
 CREATE TABLE sessions (
-  id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again: what a damaged row left behind meets nobody else
+  id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again: what a damaged row left behind is never another's
   namespace INTEGER NOT NULL REFERENCES namespaces (id),
   key TEXT NOT NULL,
   tenant TEXT NOT NULL,
@@ -76,7 +74,7 @@ CREATE TABLE contents (
   checksum INTEGER NOT NULL
 );
 """
-# Whoever opens the sessions then puts in what they are found by.
+# `Catalog.add_prefixes` then puts in what sessions are found by.
 _FROM_VERSION_2 = """
 BEGIN;
 ALTER TABLE sessions ADD COLUMN prefix_hashes BLOB NOT NULL DEFAULT x'';
@@ -354,7 +352,7 @@ def make_directory(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes the names of what was made, moved or removed in a directory durable."""
+    """Makes the names of what was made, moved or removed in a directory durable, which a file's own sync does not."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -1,14 +1,14 @@
 """What the owners of open sessions want kept with them, in a file that outlives the process at once.
 
-The SSD tier writes a session's note together with its KV, some time after the turn. Whoever is told of a turn before
-that would know more than a store whose process was killed. So the note alone is written here first, into the system's
-memory and no further: as fast as a copy, and safe from the end of the process. It is not safe from the end of the
-system: of what another boot has written nothing is believed, and the SSD tier's notes stand.
+The SSD tier writes a session's note together with its KV, some time after the turn. A client that got an answer
+before that would know more than a store whose process was killed. So the note alone is written here first, into the
+system's memory and no further: as fast as a copy, and safe from the end of the process. It is not safe from the end of
+the system: of what another boot has written nothing is believed, and the SSD tier's notes stand.
 
 A note is written in parts: what comes behind it is a row of its own. The file has a cap, and gives back what is free
 in it; what is removed is overwritten with zeros.
 
-Belongs to the thread that keeps the books.
+Belongs to the bookkeeping thread.
 
 Not here: which of two notes is the newer one, and which may go where there is no room (their owner knows), notes on SSD
 (catalog).
@@ -70,7 +70,7 @@ class Noted:
 
 
 class NoteLog:
-    """Notes by the key of their session. One process at a time: whoever holds the directory's lock.
+    """Notes by the key of their session. One process at a time, the one that holds the directory's lock.
 
     Args:
       directory: the store's.

@@ -1,6 +1,6 @@
 """Reading the catalog: who is stored, with which tokens, and whether all of it is sound.
 
-Not here: changing it (catalog), the file and its failures (catalog_file).
+Not here: changing it (catalog), the file and its failures (file).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ca_jax.storage.catalog import file as catalog_file
 from ca_jax.storage.catalog.records import (
@@ -137,11 +135,6 @@ class CatalogReader:
         sizes = {"num_tokens": record.num_tokens, "num_blocks": record.num_blocks, "num_layers": num_layers}
         return record, contents_from_row(key, row[-5:], **sizes)
 
-    def token_ids(self, key: str) -> np.ndarray | None:
-        """A session's tokens whose KV is stored, int32 `[num_tokens]`, read-only; otherwise as `contents`."""
-        contents = self.contents(key)
-        return None if contents is None else contents.token_ids
-
     def has_sessions(self) -> bool:
         """Whether the namespace has any session, sound or damaged."""
         return self._one("SELECT 1 FROM sessions WHERE namespace = ? LIMIT 1", self._namespace_id) is not None
@@ -160,12 +153,6 @@ class CatalogReader:
             for each in found
             if each != own and dataclasses.replace(each, format_version=own.format_version) == own
         )
-
-    def stats(self) -> NamespaceInfo:
-        """Sizes of what is stored in the namespace."""
-        with catalog_file.translated(self._path):
-            found = [info for info in _infos(self._db, self._path) if info.namespace == self._namespace]
-        return found[0] if found else NamespaceInfo(namespace=self._namespace)
 
     def integrity_check(self) -> tuple[Problem, ...]:
         """Reads the whole file and all that is said in this namespace: seconds where much is stored.

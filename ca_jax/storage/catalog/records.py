@@ -1,10 +1,8 @@
-"""What the catalog keeps: namespaces and sessions, and what it says about itself.
+"""What the catalog keeps: namespaces and sessions, what it says about itself, and how records lie in its tables.
 
-How the catalog's records lie in its tables, with a checksum over each row.
+Each row has a checksum: sqlite notices damage only where a page's structure suffers.
 
-sqlite notices damage only where a page's structure suffers: the checksums notice the rest.
-
-Not here: how they are kept (catalog), the file they are kept in (catalog_file).
+Not here: queries (reader, catalog), the file (file).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ca_jax.storage.tokens import Cuts, Lineage, SsdCopy, TokenPlaces, prefix_ha
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """Whose KV may meet: same weights, layout and versions. Each namespace has blocks and sessions of its own."""
+    """Sessions that may share KV: same weights, layout and versions. Each namespace has its own blocks."""
 
     weights: str
     """Fingerprint of the weights, and of whatever else decides what KV they give."""

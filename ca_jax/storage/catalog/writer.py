@@ -5,7 +5,7 @@ cannot be made is tried again before the next write, and until it is made nothin
 
 Nothing here raises for what a disk or catalog does. All calls belong to the writing thread.
 
-Not here: the catalog itself, when what changes (ssd_books), blocks (ssd_worker).
+Not here: the catalog itself (catalog), when what changes (ssd), blocks (tiers).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class CatalogWriter:
-    """Changes a catalog that nobody else changes.
+    """Changes a catalog. No other thread or process may.
 
     Args:
       catalog: the keeper's from now on.
@@ -107,7 +107,7 @@ class CatalogWriter:
             if self._catalog.cut(key, kept, lineage, note) is not None:
                 return True
             self._on_lost(key)
-        except (CatalogError, ValueError) as error:  # ValueError: the catalog has not what the books thought.
+        except (CatalogError, ValueError) as error:  # ValueError: the catalog has another state than the index.
             _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
             self._on_lost(key)
             self.forget((key,))

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 from sortedcontainers import SortedDict, SortedList
 
-_NOBODY: Mapping[str, int] = MappingProxyType({})
+_NO_TENANTS: Mapping[str, int] = MappingProxyType({})
 
 
 class BlockAllocator:
@@ -172,7 +172,7 @@ class TenantQuota:
       ValueError: a quota is negative.
     """
 
-    def __init__(self, quota_blocks: int | None, of_tenants: Mapping[str, int] = _NOBODY):
+    def __init__(self, quota_blocks: int | None, of_tenants: Mapping[str, int] = _NO_TENANTS):
         for quota in (quota_blocks, *of_tenants.values()):
             if quota is not None and quota < 0:
                 raise ValueError(f"quota wanted a number of blocks >= 0, or None, found {quota}")

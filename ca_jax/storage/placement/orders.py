@@ -1,6 +1,6 @@
 """The job queue and the sessions of one tier, kept in the orders that placement asks for: no choice sorts or scans.
 
-Not here: the jobs themselves and who runs next (the scheduler), the choice (policy), or what a session is.
+Not here: the jobs themselves and which runs next (the scheduler), the choice (policy), or what a session is.
 
 Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3: the look-ahead windows.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _TICKETS_PER_PRIORITY = 2**48  # More than jobs ever come; an integer compares faster than a pair.
 
 Watcher = Callable[[str, int | None, int | None], None]
-"""Told of a key whose next job changed: the key, the ticket of its next job before and after (None: no job)."""
+"""Notified of a key whose next job changed: the key, the ticket of its next job before and after (None: no job)."""
 
 
 class LookAhead:
@@ -69,7 +69,7 @@ class LookAhead:
         self._tell(key, first, waiting[0])
 
     def remove(self, job: Hashable) -> str:
-        """Takes a job out, wherever it stands: to run it, or because nobody wants it any more.
+        """Takes a job out, wherever it stands: to run it, or because it was given up.
 
         Returns:
           Its session's key.

@@ -2,8 +2,6 @@
 
 A choice costs what it names, not what is stored: the view yields sessions in orders that are kept anyway (`orders`).
 
-Room in a tier: whom to evict so that a number of blocks fits, and a tenant stays under its quota.
-
 Sessions may share blocks, and then what the eviction of several frees is no sum: a block goes with the last that holds
 it. Policies choose by how many blocks sessions hold; `FreeingPolicy` asks them for more until what they name is enough.
 
@@ -96,8 +94,8 @@ class SchedulerAwarePolicy:
     behind all that wait. Then go those with one, from the queue's tail to its head.
 
     The paper looks at the first `(C_mem + C_disk) / S_kv` jobs only, which bounds its scan, and exempts their sessions
-    while there are others. The order here does so for windows of every length at once, since it takes whoever is
-    outside a window before whoever is inside; no length has to be chosen, and beyond the paper's the queue still knows
+    while there are others. The order here does so for windows of every length at once, since it takes sessions
+    outside a window before those inside; no length has to be chosen, and beyond the paper's the queue still knows
     better than recency does.
 
     Source: CachedAttention, section 3.3.2.
@@ -312,11 +310,11 @@ def _first_that_suffice(entries: Iterable[StoredEntry], num_blocks: int, needed_
 class FreeingPolicy:
     """Another policy's choice, with the blocks counted that are freed, and not those that are held.
 
-    Nobody is named whose eviction frees nothing. Where blocks are shared the policy is asked O(log n) times.
+    Skips sessions whose eviction frees no block. Where blocks are shared the policy is asked O(log n) times.
 
     Args:
       policy: who chooses.
-      blocks: who knows which are shared.
+      blocks: says which blocks are shared.
       table_of: blocks that a session holds; none for one that must stay.
 
     Raises:
@@ -400,7 +398,7 @@ def choose_room(
         return None
     if policy.frees(victims) >= lacking:
         return victims
-    others = policy.choose_victims(view(None), lacking)  # Whoever is named already may be named again.
+    others = policy.choose_victims(view(None), lacking)  # It may name the same sessions again.
     return tuple(dict.fromkeys(victims + others)) if others else None
 
 

@@ -1,11 +1,11 @@
 """When sessions come back, learned while they do: the more turns one has had, and the less long ago, the likelier.
 
 For sessions of 1, 2, 3, and 4 or more turns, the chance of a return is kept by the time since the last one ended, in
-bins each of which is `sqrt(2)` times as wide as the one before: returns seen, over time spent waiting for them. Who
-still waits counts with the time so far. Few data are stretched: a bin has its neighbour's chance until it has some of
-its own, and all numbers of turns share a curve, each with a factor.
+bins each of which is `sqrt(2)` times as wide as the one before: returns seen, over time spent waiting for them. A
+session that still waits counts with the time so far. Few data are stretched: a bin has its neighbour's chance until it
+has some of its own, and all numbers of turns share a curve, each with a factor.
 
-What is asked is how much is saved by the bytes of a session, for as long as it is worth to keep them. Someone who
+What is asked is how much is saved by the bytes of a session, for as long as it is worth to keep them. A person who
 reads the last answer will not be back within seconds; so the chance of a return just now says little, and is bad to
 evict by. Rather, of all times at which one might give up on the session, the best is taken:
 
@@ -13,9 +13,8 @@ evict by. Rather, of all times at which one might give up on the session, the be
 
 which is the most that its tokens can save each second: an index after Gittins. What is worth least goes first.
 
-How soon what was evicted from a tier is wanted again: short gaps say that the tier is too small, or evicts badly.
-
-    evicted ---- gap ----> wanted again: a job of it is queued, or its load is asked for
+`ReuseGaps` counts how soon what was evicted from a tier is wanted again: short gaps say that the tier is too small, or
+evicts badly.
 
 Not here: the choice (policy), the orders (orders).
 
@@ -46,7 +45,7 @@ _REFIT_TURNS = 32
 
 
 class ReturnTimes:
-    """How soon sessions come back, and what that makes keeping them worth. Belongs to the thread that keeps the books.
+    """How soon sessions come back, and what that makes keeping them worth. Belongs to the bookkeeping thread.
 
     A turn costs O(1); what is known of a session that has been away for 18 hours is forgotten.
 
@@ -192,9 +191,9 @@ _MAX_KEYS = 10_000  # Sessions that are waited for: about 1 MB.
 
 
 class ReuseGaps:
-    """The gaps of one tier. Belongs to the thread that keeps the books.
+    """The gaps of one tier. Belongs to the bookkeeping thread.
 
-    Each eviction counts once at most, and what nobody wants never does.
+    Each eviction counts once at most; a session that is not wanted again never does.
 
     Args:
       clock: seconds.
@@ -207,10 +206,6 @@ class ReuseGaps:
         self._evicted_s: collections.OrderedDict[str, float] = collections.OrderedDict()
         self._counts = [0] * (len(GAP_BOUNDS_S) + 1)
         self._sum_s = 0.0
-
-    def __len__(self) -> int:
-        """Keys that are remembered."""
-        return len(self._evicted_s)
 
     def evicted(self, key: str) -> None:
         """A session was evicted from the tier."""

@@ -61,7 +61,7 @@ class SsdBlocks(Protocol):
 
     @property
     def allocator(self) -> BlockAllocator:
-        """Who knows which blocks are free. At start all are, whatever is on disk: the catalog takes its own."""
+        """The free list. At start all are, whatever is on disk: the catalog takes its own."""
         ...
 
 

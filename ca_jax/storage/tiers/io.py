@@ -7,15 +7,8 @@ the mover holds.
 **A deadline never frees memory.** A read that is late becomes an error at once, so that the turn goes on without it;
 its bytes may still arrive. Until `IoHandle.settled`, the memory or blocks it was to fill are not to be reused.
 
-A thread that does steps in order, and since when the one under way has made no progress: it may wait for a disk.
-
-How fast moves are that share a disk: bytes and seconds of the times in which any was under way.
-
-Of moves that run side by side each takes longer than it would alone, so the time of one says little:
-
-    move a     |==========|
-    move b          |============|            |====|
-    periods    |=================|            |====|
+Beside the queue: `StepThread`, for what waits for a disk without a future, and `BusyPeriods`, which measures moves that
+share a disk.
 
 Not here: what an operation does, or when a move is worth making.
 """
@@ -59,7 +52,7 @@ class IoHandle:
         self._queue = queue
         self._num_left = num_operations
         self._num_running = 0
-        self._futures: set[OperationFuture] = set()  # Held: TensorStore gives up what nobody refers to.
+        self._futures: set[OperationFuture] = set()  # Held: TensorStore gives up what has no reference.
         self._last = last
         self._progress_s: float | None = None  # When an operation last began or ended.
         self._submitted_s = queue.clock()
@@ -406,7 +399,13 @@ class StepThread:
 
 
 class BusyPeriods:
-    """Tells of each period in which moves were under way, unless one of them failed. Any thread may call.
+    """Reports each period in which moves were under way, unless one of them failed. Any thread may call.
+
+    Of moves that run side by side each takes longer than it would alone, so the time of one says little:
+
+        move a     |==========|
+        move b          |============|            |====|
+        periods    |=================|            |====|
 
     Args:
       on_period: given the bytes that were moved and the seconds it took, on the thread that ended the last move.

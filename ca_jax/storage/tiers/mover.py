@@ -11,12 +11,10 @@ process that dies at any moment leaves the old state or the new one.
 Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
 any later write. While one of them cannot be made durable, nothing is written at all.
 
-Tasks belong to whoever submitted them; what became of them comes back by `take_ended`. Nothing here raises for what a
-disk or catalog does.
+Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
+catalog does. `TimelyContents` reads the catalog for a thread that must not wait for a disk.
 
-What the catalog says, for a thread that must not wait for a disk: asked on another thread, waited for so long.
-
-Not here: which sessions move, and into which blocks (ssd_books), how the catalog is changed (catalog_keeper).
+Not here: which sessions move, and into which blocks (ssd), how the catalog is changed (catalog.writer).
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.reader import CatalogReader
 from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace
 from ca_jax.storage.catalog.writer import CatalogWriter
+from ca_jax.storage.layout import seal_block, verify_block
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
-from ca_jax.storage.tiers.seal import seal_block, verify_block
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tokens import Lineage
 from ca_jax.telemetry.timeline import ArgValue, Timeline, Track
@@ -83,7 +81,7 @@ class SsdWorker:
         self._on_progress = on_progress
         self._fetching = BusyPeriods(on_fetch)
         self._timeline = timeline
-        self._began_s: dict[FetchTask | FlushTask, float] = {}  # What the timeline is still to be told of.
+        self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
         self._ended: collections.deque[TaskEnd | Changed | Lost] = collections.deque()
         self._bounces: list[np.ndarray] = []
         self._deadline_s = deadline_s
@@ -378,7 +376,7 @@ class TimelyContents:
         def answer() -> None:
             try:
                 future.set_result(self._reader.contents(key))
-            except BaseException as error:  # Whoever asks is told.
+            except BaseException as error:  # For the caller.
                 future.set_exception(error)
 
         self._thread.put(answer)

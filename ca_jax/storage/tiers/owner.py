@@ -1,9 +1,9 @@
 """Whose the blocks at a URL are: a mark beside them names the one store's directory whose catalog knows them.
 
-Blocks in a store's own directory need none: whoever holds its lock has them. At a URL two engines with a directory each
-would write to the same names, and each would remove the other's blocks as blocks of nobody.
+Blocks in a store's own directory need none: the holder of its lock has them. At a URL two engines with a directory each
+would write to the same names, and each would remove the other's blocks as blocks without a session.
 
-Not here: the directory's lock (catalog_file), which blocks are held (opening).
+Not here: the directory's lock (catalog.file), which blocks are held (opening).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FORMAT = 1
 
 
 class BlocksOwnedError(CaJaxError):
-    """Blocks at a URL are another directory's, or nobody knows whose. Nothing was changed."""
+    """Blocks at a URL are another directory's, or it is not known whose. Nothing was changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def claim_blocks(
       directory: the store's; the caller holds its lock.
       list_blocks: gives the ids of the blocks that are there; only asked where there is no mark.
       knows_any: says whether the directory's catalog has sessions there; likewise.
-      takes_over: makes it the owner whoever was.
+      takes_over: makes it the owner in any case.
 
     Returns:
       The owner before; None where there was no mark that can be read.
@@ -97,7 +97,7 @@ def claim_blocks(
 
 
 def directory_id(directory: Path) -> str:
-    """Names a store's directory, wherever it is moved; a copy has another name. Durable before it is told.
+    """Names a store's directory, wherever it is moved; a copy has another name. Durable when this returns.
 
     The caller holds the directory's lock.
     """

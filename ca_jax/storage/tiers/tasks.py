@@ -1,6 +1,6 @@
-"""What the SSD's books ask for: tasks, what became of them, and what is asked of whoever does them.
+"""What the SSD's index asks for: tasks, what became of them, and what a mover must do.
 
-Not here: doing them (ssd_worker; a simulator's clock).
+Not here: doing them (mover; a simulator's clock).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class FlushTask:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskEnd:
-    """What became of a task. One that fails before its moves have settled is told of twice."""
+    """What became of a task. One that fails before its moves have settled is reported twice."""
 
     task: FetchTask | FlushTask
     error: BlockIoError | None = None
