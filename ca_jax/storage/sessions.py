@@ -17,7 +17,7 @@ from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
-from ca_jax.storage.records import Counters, MissReason, Owner, Residency
+from ca_jax.storage.records import Counters, MissReason, Note, Owner, Residency
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
@@ -125,6 +125,13 @@ class Entry:
         self.places, self.lineage = copy.places, copy.lineage
         self.num_same_tokens, self.num_same_rows = len(token_ids), copy.places.num_places
         self.fetched = True
+
+    def take_in_note(self, note: bytes | None) -> None:
+        """SSD keeps this with it now; None: what it kept. Its owner may want something else by now."""
+        if note is not None:
+            self.noted = note.generation if isinstance(note, Note) else 0
+            if self.note is note:
+                self.note = None
 
     def forget_copy(self) -> None:
         """It is on SSD no more."""

@@ -8,8 +8,6 @@ free once neither does.
 
 Nothing here waits for a disk. Memory and blocks of a move that failed are free only once it has settled.
 
-What the SSD's books keep of a move while it is under way.
-
 Not here: when something is flushed, fetched or evicted from DRAM (tiering), threads and catalog (tiers.mover).
 """
 
@@ -117,11 +115,10 @@ class SsdIndex:
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
         size = self._space.stored_block_bytes
-        free_bytes = self._space.allocator.num_free * size
         return SsdStats(
             capacity_bytes=self._space.num_blocks * size,
-            used_bytes=self._space.num_blocks * size - free_bytes,
-            free_bytes=free_bytes,
+            used_bytes=self.num_used_blocks * size,
+            free_bytes=self._space.allocator.num_free * size,
             num_sessions=self._table.num_on_ssd,
             evict_to_reuse=self.gaps.histogram(),
             **dataclasses.asdict(self._counters),
@@ -251,12 +248,9 @@ class SsdIndex:
     # Forgetting.
 
     def shorten(self, entry: Entry, num_tokens: int, note: bytes | None) -> None:
-        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens. DRAM is cut already.
+        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens, > 0. DRAM is cut already.
 
-        Args:
-          entry: of the session.
-          num_tokens: how many stay, > 0.
-          note: what to keep with it from now on; None keeps what is kept.
+        `note` is kept with the session from now on; None keeps what is kept.
         """
         if entry.fetch is not None and entry.fetch.copy.num_tokens > num_tokens:
             self._cancel_fetch(entry)
@@ -302,10 +296,6 @@ class SsdIndex:
         if entry.flush is not None:
             self._moves[entry.flush].detached = True
 
-    def relaid(self, entry: Entry) -> None:
-        """A session that is not being flushed was copied to other blocks of DRAM: it lies otherwise on SSD."""
-        entry.num_same_rows = 0
-
     def cancel(self, entry: Entry) -> None:
         """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
         self._cancel_fetch(entry)
@@ -317,12 +307,7 @@ class SsdIndex:
             self._forget_copy(entry, published=True)
 
     def forget(self, entry: Entry, *, published: bool = False) -> None:
-        """Forgets what of a session is on SSD.
-
-        Args:
-          entry: of the session.
-          published: whether the catalog may know more than the index.
-        """
+        """Forgets what of a session is on SSD; where `published`, the catalog may know of it and the index does not."""
         if entry.ssd is not None or published:
             self._let_go(entry)
             self._worker.forget([entry.key])
@@ -428,10 +413,7 @@ class SsdIndex:
             self._failed.append(entry)
             return
         entry.pause_s = 0.0
-        if note is not None:
-            entry.noted = note.generation if isinstance(note, Note) else 0
-            if entry.note is note:
-                entry.note = None
+        entry.take_in_note(note)
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""

@@ -281,8 +281,7 @@ class Truncation:
         if error is None and is_same:
             entry.block_ids, entry.places = list(copy.fresh_ids), TokenPlaces.dense(entry.num_tokens)
             self._placement.free_dram(entry, copy.block_ids)
-            if self._ssd is not None:
-                self._ssd.relaid(entry)
+            entry.num_same_rows = 0  # It lies otherwise on SSD.
             self._placement.changed(entry)
             return
         self._blocks.free(entry.owner.tenant, copy.fresh_ids)
