@@ -231,7 +231,7 @@ def deadline(engine, monkeypatch, gates):
 
 def catalog(engine, monkeypatch, gates):
     """The catalog cannot be changed."""
-    keeper = workload.ssd_of(engine)._worker._keeper
+    keeper = workload.ssd_of(engine)._worker._writer
     for name in ("publish", "set_note"):
         monkeypatch.setattr(keeper._catalog, name, unwritable)
 

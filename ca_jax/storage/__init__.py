@@ -20,7 +20,6 @@ from ca_jax.storage.placement.policy import EvictionPolicy, FifoPolicy, LruPolic
 from ca_jax.storage.records import (
     EntryInfo,
     EntryInUseError,
-    Lookup,
     MissReason,
     Residency,
     SkipReason,
@@ -41,7 +40,6 @@ __all__ = [
     "FifoPolicy",
     "KVLayout",
     "LoadTicket",
-    "Lookup",
     "LruPolicy",
     "MissReason",
     "Residency",

@@ -66,8 +66,6 @@ class OpenedSsd:
     """The sessions that can be served, the least recently used first."""
     num_lost: int
     """Sessions that cannot be served, and were forgotten."""
-    quarantined: Path | None
-    """Where a catalog that could not be read was moved to; None where it was sound, or new."""
     leaves: str | None = None
     """Why blocks of no session are left where they are; None where they are not."""
 
@@ -169,7 +167,7 @@ def open_ssd(
             DiskOptions(durable=durable, deadline_s=deadline_s, free_floor_bytes=free_floor_bytes),
         )
 
-    def open_all(quarantined: Path | None) -> OpenedSsd:
+    def open_all() -> OpenedSsd:
         with contextlib.ExitStack() as on_failure:
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
@@ -184,16 +182,14 @@ def open_ssd(
         leaves = f"a catalog was set aside: {aside[-1].name}" if aside else None
         if not records:
             leaves = leaves or "the catalog knows no session"
-        return OpenedSsd(
-            catalog=catalog, tier=tier, records=records, num_lost=num_lost, quarantined=quarantined, leaves=leaves
-        )
+        return OpenedSsd(catalog=catalog, tier=tier, records=records, num_lost=num_lost, leaves=leaves)
 
     try:
-        return open_all(None)
+        return open_all()
     except CatalogCorruptError as error:
         moved = quarantine(Path(directory))
         _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
-        return open_all(moved)
+        return open_all()
 
 
 def _check_format(catalog: Catalog) -> None:

@@ -147,16 +147,6 @@ class Owner:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """Answer of `AttentionStore.lookup`."""
-
-    residency: Residency
-    """Where the KV is."""
-    num_tokens: int
-    """Tokens that can be read now, or that a fetch would bring."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EntryInfo:
     """One stored session."""
 

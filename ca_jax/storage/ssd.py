@@ -63,7 +63,7 @@ class SsdIndex:
         self._space = space
         self._layout = space.layout
         self._contents = contents
-        self._table = parts.index
+        self._index = parts.index
         self._dram = parts.dram
         self._dram_blocks = parts.blocks
         self._blocks = ChargedBlocks(space.allocator, quota)
@@ -119,14 +119,14 @@ class SsdIndex:
             capacity_bytes=self._space.num_blocks * size,
             used_bytes=self.num_used_blocks * size,
             free_bytes=self._space.allocator.num_free * size,
-            num_sessions=self._table.num_on_ssd,
+            num_sessions=self._index.num_on_ssd,
             evict_to_reuse=self.gaps.histogram(),
             **dataclasses.asdict(self._counters),
         )
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         if entry is not None and entry.ssd is not None:
             self.gaps.forget(key)
         elif entry is None or not entry.block_ids:
@@ -162,7 +162,7 @@ class SsdIndex:
         if not self._blocks.admits(entry.owner.tenant, num_blocks):
             return self._skip_flush(entry, FlushFailure.TOO_LARGE)
         num_kept = num_kept_blocks(entry, size)
-        shared_ids = shared_on_ssd(entry, self._table.get, self._dram_blocks.is_shared, size)
+        shared_ids = shared_on_ssd(entry, self._index.get, self._dram_blocks.is_shared, size)
         if shared_ids is None:
             return False
         self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
@@ -206,14 +206,14 @@ class SsdIndex:
             self._missed_deadline()
         while (end := self._worker.take_ended()) is not None:
             if isinstance(end, Lost | Changed):
-                entry = self._table.get(end.key)
+                entry = self._index.get(end.key)
                 if entry is None or entry.ssd is None:
                     continue
                 if isinstance(end, Changed):
                     self._take_in_note(entry, end.note, end.error)
                     continue
                 self._let_go(entry)
-                self._table.place(entry)
+                self._index.place(entry)
                 if entry.num_tokens:
                     lost.append(entry)
                 continue
@@ -233,7 +233,7 @@ class SsdIndex:
                 del self._moves[end.task]
                 self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
                 self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
-            self._table.place(move.entry)
+            self._index.place(move.entry)
         failed, self._failed = self._failed, []
         return lost, failed
 
@@ -345,7 +345,7 @@ class SsdIndex:
         Returns:
           Whether all has settled.
         """
-        self._worker.use({entry.key: entry.last_used_s for entry in self._table if entry.ssd is not None})
+        self._worker.use({entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None})
         self._contents.close()  # First: the last one to close has to be one that may merge the log.
         return self._worker.close(timeout_s)
 
@@ -356,7 +356,7 @@ class SsdIndex:
 
     def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
         self._moves[task] = move
-        self._table.place(move.entry)
+        self._index.place(move.entry)
         self._worker.submit(task)
 
     def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
@@ -418,17 +418,17 @@ class SsdIndex:
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
         tenant = entry.owner.tenant
-        with self._table.kept(entry):
+        with self._index.kept(entry):
             victims = choose_room(
                 self._policy,
-                self._table.on_ssd,
+                self._index.on_ssd,
                 tenant=tenant,
                 lacking=self._blocks.lacking(num_blocks),
                 excess=self._blocks.excess(tenant, num_blocks),
             )
         if victims is None:
             return FlushFailure.NO_ROOM
-        evicted = [entry for entry in map(self._table.get, victims) if entry is not None]
+        evicted = [entry for entry in map(self._index.get, victims) if entry is not None]
         try:
             for victim in evicted:
                 self._take_note_back(victim)
@@ -441,7 +441,7 @@ class SsdIndex:
             self.gaps.evicted(victim.key)
             num_freed = self._space.allocator.num_free - num_free
             self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
-            self._table.place(victim)
+            self._index.place(victim)
         if victims:
             self._worker.forget(victims)
         return None
@@ -452,7 +452,7 @@ class SsdIndex:
         self.set_note(entry)
         if failure is not FlushFailure.TOO_LARGE:  # Room may come; what is too large stays so.
             self._failed.append(entry)
-        self._table.place(entry)
+        self._index.place(entry)
         return True
 
     def _cut_copy(self, entry: Entry, cut: Cut, num_own: int) -> None:
@@ -491,7 +491,7 @@ class SsdIndex:
             entry.note = Note(note, entry.noted if note else -1)
 
     def _blocks_on_ssd(self, key: str) -> Sequence[int]:
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         return () if entry is None or entry.ssd is None else entry.ssd.block_ids.tolist()
 
     def _let_go(self, entry: Entry) -> None:

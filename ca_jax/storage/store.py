@@ -39,7 +39,6 @@ from ca_jax.storage.records import (
     Counters,
     EntryInfo,
     LookAheadWindows,
-    Lookup,
     Owner,
     Residency,
     StoreClosedError,
@@ -160,16 +159,6 @@ class AttentionStore:
         return self._dram.touch(stopped)
 
     # What is stored.
-
-    def lookup(self, key: str) -> Lookup:
-        """Says where a session's KV is and how many of its tokens can be read, or fetched; counts as use."""
-        self._check_open()
-        self._placement.wanted(key)
-        entry = self._entries.get(key)
-        if entry is None:
-            return Lookup(residency=Residency.ABSENT, num_tokens=0)
-        self._placement.used(entry)
-        return Lookup(residency=entry.residency, num_tokens=entry.num_readable)
 
     def num_readable(self, key: str) -> int:
         """How many of a session's tokens can be read, or fetched. Not a use."""

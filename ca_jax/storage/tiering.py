@@ -51,7 +51,7 @@ class Placement:
     def __init__(self, parts: StoreParts, ssd: SsdIndex | None, *, free_fraction: float) -> None:
         self._layout = parts.dram.layout
         self._look_ahead = parts.look_ahead
-        self._table = parts.index
+        self._index = parts.index
         self._blocks = parts.blocks
         self._ssd = ssd
         self._looks_at_queue = not isinstance(parts.policy, LruPolicy | FifoPolicy)
@@ -66,11 +66,11 @@ class Placement:
 
     def used(self, entry: Entry) -> None:
         """A session was used now."""
-        self._table.use(entry, self._clock())
+        self._index.use(entry, self._clock())
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         if entry is not None and entry.block_ids:
             self._gaps.forget(key)
         else:
@@ -94,7 +94,7 @@ class Placement:
         if self._ssd is not None:
             entry.waits_for_flush = bool(entry.block_ids) and not self._ssd.is_late
             self._dirty[entry.key] = 0.0
-        self._table.place(entry)
+        self._index.place(entry)
 
     def set_note(self, key: str, note: bytes) -> None:
         """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
@@ -102,18 +102,18 @@ class Placement:
         For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
         had room for any of its KV.
         """
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         if self._ssd is None:
             return
         if entry is None:
-            self._table.expect(key, note)
+            self._index.expect(key, note)
             return
         entry.note = note
         self.changed(entry)
 
     def place(self, entry: Entry) -> None:
         """A session changed in a way that choices may depend on."""
-        self._table.place(entry)
+        self._index.place(entry)
 
     def saving(self, entry: Entry) -> None:
         """A save of a session was begun."""
@@ -141,12 +141,12 @@ class Placement:
           ValueError: it does not wait.
         """
         key = self._look_ahead.remove(job)
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         if entry is not None:
             entry.requested = False  # The job behind it asks again.
             if self._look_ahead.next_ticket(key) is None:
                 entry.miss = None
-            self._table.place(entry)
+            self._index.place(entry)
 
     def request(self, key: str) -> bool:
         """Asks for a session's KV now, since a waiting job of it could run. Never blocks.
@@ -156,7 +156,7 @@ class Placement:
           next load says why, or succeeds.
         """
         self.wanted(key)
-        entry = self._table.get(key)
+        entry = self._index.get(key)
         if entry is None or self._ssd is None:
             return False
         entry.requested = True  # What comes must not go again before the job has run.
@@ -170,7 +170,7 @@ class Placement:
                     return True
                 else:
                     entry.miss = MissReason.NO_ROOM
-        self._table.place(entry)
+        self._index.place(entry)
         return entry.fetch is not None
 
     def step(self) -> None:
@@ -249,7 +249,7 @@ class Placement:
         """Gives up what of a session is on its way to DRAM."""
         if entry.fetch is not None and self._ssd is not None:
             self._ssd.cancel(entry)
-            self._table.place(entry)
+            self._index.place(entry)
 
     def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """Frees blocks of DRAM that were a session's; those that a flush still reads, once it has settled."""
@@ -273,7 +273,7 @@ class Placement:
                 self._dirty.pop(entry.key, None)
             elif entry.key in self._dirty:  # What is kept with it can be written without its KV.
                 self._dirty[entry.key] = 0.0
-        self._table.place(entry)
+        self._index.place(entry)
 
     def evict(self, entry: Entry) -> None:
         """Forgets what of a session is in DRAM, for another state of it; what is on its way to SSD gets there."""
@@ -299,10 +299,10 @@ class Placement:
         lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
         if lacking <= 0 and excess <= 0:
             return ()
-        with self._table.kept(entry):
+        with self._index.kept(entry):
             return choose_room(
                 self._policy,
-                self._table.in_dram,
+                self._index.in_dram,
                 tenant=tenant,
                 lacking=lacking,
                 excess=excess,
@@ -312,20 +312,17 @@ class Placement:
         """Whether sessions that do not run are on their way to SSD, or are about to be: they may leave DRAM then."""
         if self.is_late:
             return False
-        entries = filter(None, map(self._table.get, self._dirty))
+        entries = filter(None, map(self._index.get, self._dirty))
         return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
 
     def _fetch(self, entry: Entry) -> None:
         """Begins a fetch; there is room."""
         if self._ssd is None or entry.ssd is None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched and is not on SSD")
-        block_ids = self._blocks.alloc(entry.owner.tenant, len(entry.ssd.block_ids))
-        if block_ids is None:
-            raise RuntimeError(f"room to fetch {entry.key!r} was made and is not there: books are wrong")
-        self._ssd.fetch(entry, block_ids)
+        self._ssd.fetch(entry, self._blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks))
 
     def _evict_all(self, keys: tuple[str, ...]) -> None:
-        for entry in filter(None, map(self._table.get, keys)):
+        for entry in filter(None, map(self._index.get, keys)):
             num_free = self._blocks.num_free
             self._leave_dram(entry)
             self._counters.num_evictions += 1
@@ -338,8 +335,8 @@ class Placement:
         self.free_unused(entry)
 
     def _evictable_blocks(self, key: str) -> Sequence[int]:
-        entry = self._table.get(key)
-        return () if entry is None or self._table.must_stay(entry) else entry.block_ids
+        entry = self._index.get(key)
+        return () if entry is None or self._index.must_stay(entry) else entry.block_ids
 
     def _flush(self) -> None:
         if self._ssd is None or not self._ssd.can_flush:
@@ -358,7 +355,7 @@ class Placement:
         """What can be written to SSD now."""
         now_s = self._clock() if any(self._dirty.values()) else 0.0
         for key, from_s in tuple(self._dirty.items()):
-            entry = self._table.get(key)
+            entry = self._index.get(key)
             if entry is None:
                 del self._dirty[key]
             elif from_s <= now_s and _can_flush(entry):  # Most that are dirty run, and are pinned.
@@ -368,23 +365,23 @@ class Placement:
         """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
         if self._dirty.get(entry.key):  # It was put off already, for another part of the same try.
             return
-        if self._table.get(entry.key) is entry:
+        if self._index.get(entry.key) is entry:
             entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
             entry.waits_for_flush = False
             self._dirty[entry.key] = self._clock() + entry.pause_s
-            self._table.place(entry)
+            self._index.place(entry)
 
     def _stop_waiting(self) -> None:
         """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
-        for entry in filter(None, map(self._table.get, self._dirty)):
+        for entry in filter(None, map(self._index.get, self._dirty)):
             if entry.waits_for_flush:
                 entry.waits_for_flush = False
-                self._table.place(entry)
+                self._index.place(entry)
 
     def _evict_ahead(self) -> None:
         """Keeps a part of DRAM free, one session at a time, so that saves and fetches find room."""
         while self._blocks.num_free < self._reserve_blocks:
-            victims = self._policy.choose_victims(self._table.in_dram(), 1)
+            victims = self._policy.choose_victims(self._index.in_dram(), 1)
             if not victims:
                 return
             self._evict_all(victims)
@@ -393,27 +390,27 @@ class Placement:
         if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
             return
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
-        if num_fetches <= 0 or not self._table.num_on_ssd:
+        if num_fetches <= 0 or not self._index.num_on_ssd:
             return
         plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
-            self._table.to_fetch(),
-            self._table.in_dram(),
+            self._index.to_fetch(),
+            self._index.in_dram(),
             window_jobs=self._prefetch_window(),
             free_blocks=self._blocks.num_free,
             reserve_blocks=self._reserve_blocks,
             admits=self._within_quotas(),
         )
         self._evict_all(plan.evict)
-        for entry in filter(None, map(self._table.get, plan.fetch)):
+        for entry in filter(None, map(self._index.get, plan.fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
                 self._fetch(entry)
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""
-        if self._ssd is None or not self._table.num_on_ssd:
+        if self._ssd is None or not self._index.num_on_ssd:
             return 0
         block_bytes = self._layout.block_bytes
-        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._table.num_on_ssd
+        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._index.num_on_ssd
         return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
 
     def _within_quotas(self) -> Callable[[StoredEntry], bool]:
@@ -425,7 +422,7 @@ class Placement:
         planned: collections.Counter[str] = collections.Counter()
 
         def admits(stored: StoredEntry) -> bool:
-            entry = self._table.get(stored.key)
+            entry = self._index.get(stored.key)
             if entry is None:
                 return False
             tenant = entry.owner.tenant
@@ -436,9 +433,9 @@ class Placement:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for entry in self._table.pop_expired(now_s):
+        for entry in self._index.pop_expired(now_s):
             if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(entry.key) is not None:
-                self._table.expire_after(entry, now_s)
+                self._index.expire_after(entry, now_s)
                 continue
             self._counters.num_expired += 1
             self.give_up(entry.key)

@@ -32,7 +32,7 @@ class Transfers:
         self._dram = parts.dram
         self._layout = parts.dram.layout
         self._blocks = parts.blocks
-        self._entries = parts.index
+        self._index = parts.index
         self._placement = placement
         self._truncation = truncation
         self._counters = parts.counters
@@ -73,7 +73,7 @@ class Transfers:
           ValueError: `start_token` is another, or `token_ids` is empty or not a list of int32.
         """
         token_ids = as_token_ids(token_ids)
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         reserved = entry.num_reserved_tokens if entry else 0
         if start_token != reserved:
             raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
@@ -99,7 +99,7 @@ class Transfers:
 
     def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
         """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
-        entry = self._entries.get(key) or self._new_entry(key, owner)
+        entry = self._index.get(key) or self._new_entry(key, owner)
         num_blocks = self._layout.num_blocks(entry.num_reserved_places + num_tokens) - len(entry.block_ids)
         return self._placement.room_is_coming(entry, num_blocks, int(self._would_write_to_others(entry)))
 
@@ -147,7 +147,7 @@ class Transfers:
 
     def abort_saves(self, key: str) -> None:
         """Gives up all open saves of a session. Waits for writes under way."""
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         if entry is not None and entry.open_saves:
             self._abort_saves(entry, first=entry.open_saves[0])
 
@@ -179,7 +179,7 @@ class Transfers:
         """
         token_ids = as_token_ids(token_ids)
         self._placement.wanted(key)
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         num_tokens = 0 if entry is None else _num_served(entry, token_ids, num_dropped)
         miss = self._miss_of(entry, num_tokens)
         if entry is not None:
@@ -190,7 +190,7 @@ class Transfers:
                 entry.miss = None
                 if truncate:  # What comes would come between this and the save from the first token.
                     self._placement.give_up_fetch(entry)
-                self._entries.place(entry)
+                self._index.place(entry)
             return None
         if truncate and not entry.in_use:
             if num_tokens < entry.num_tokens:
@@ -201,7 +201,7 @@ class Transfers:
         entry.fetched = False
         entry.num_open_loads += 1
         self._open_loads[ticket] = entry
-        self._entries.place(entry)
+        self._index.place(entry)
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> None:
@@ -251,10 +251,10 @@ class Transfers:
             list of int32.
         """
         token_ids = as_token_ids(token_ids)
-        entry = self._entries.get(key)
+        entry = self._index.get(key)
         if entry is not None and entry.residency is not Residency.ABSENT:
             raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
-        from_entry = self._entries.get(source)
+        from_entry = self._index.get(source)
         if from_entry is None:
             return 0
         entry = entry or self._new_entry(key, owner)
@@ -264,7 +264,7 @@ class Transfers:
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]
         self._blocks.share(entry.block_ids)
-        with self._entries.kept(from_entry):
+        with self._index.kept(from_entry):
             if num_rows and self._placement.make_room(entry, 1) is not None:
                 num_tokens -= num_rows
                 num_rows = 0
@@ -287,7 +287,7 @@ class Transfers:
 
     def abort_all(self) -> None:
         """Gives up every open save and load, and waits for their copies."""
-        for entry in tuple(self._entries):
+        for entry in tuple(self._index):
             self.abort_saves(entry.key)
         for ticket in tuple(self._open_loads):
             self.abort_load(ticket)
@@ -317,12 +317,7 @@ class Transfers:
     def _take_blocks(self, entry: Entry, num_blocks: int) -> tuple[int, ...]:
         """Blocks for a session to go on in, for which room was made."""
         last = entry.block_ids[-1] if entry.block_ids else None
-        taken = self._blocks.alloc(entry.owner.tenant, num_blocks, last)
-        if taken is None:
-            raise RuntimeError(
-                f"room for {num_blocks} blocks of {entry.key!r} was made and is not there: books are wrong"
-            )
-        return taken
+        return self._blocks.alloc_room(entry.owner.tenant, num_blocks, last)
 
     def _new_entry(self, key: str, owner: Owner | None) -> Entry:
         owner = owner or Owner()
@@ -335,14 +330,14 @@ class Transfers:
             created_s=now_s,
             last_used_s=now_s,
             ttl_s=self._ttl_s if owner.ttl_s is None else owner.ttl_s,
-            num_pins=self._entries.num_pins(key),
+            num_pins=self._index.num_pins(key),
         )
 
     def _keep(self, entry: Entry) -> None:
         """Enters an entry that has blocks now, if it is new, as the last used."""
-        if self._entries.get(entry.key) is None:
-            self._entries.add(entry)
-        self._entries.place(entry)
+        if self._index.get(entry.key) is None:
+            self._index.add(entry)
+        self._index.place(entry)
         self._placement.used(entry)
 
     def _miss_of(self, entry: Entry | None, num_served: int) -> MissReason | None:
@@ -375,11 +370,11 @@ class Transfers:
         if not entry.num_open_loads and entry.replaced_blocks:
             replaced, entry.replaced_blocks = entry.replaced_blocks, []
             self._placement.free_dram(entry, replaced)
-        self._entries.place(entry)
+        self._index.place(entry)
         self._placement.used(entry)
 
     def _entry_of(self, ticket: SaveTicket) -> Entry:
-        entry = self._entries.get(ticket.key)
+        entry = self._index.get(ticket.key)
         if entry is None or ticket not in entry.open_saves:
             raise ValueError(
                 f"wanted an open save of this store, found one of {ticket.key!r} that is {ticket.state.value}"

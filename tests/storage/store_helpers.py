@@ -133,6 +133,11 @@ def load(store: AttentionStore, key: str, token_ids, num_dropped: int = 0) -> np
     return np.stack(layers)
 
 
+def use(store: AttentionStore, key: str) -> None:
+    """Uses a session in DRAM whose tokens begin like `ids`."""
+    store.complete_load(store.prepare_load(key, ids(1)))
+
+
 def fetch(store: AttentionStore, key: str) -> None:
     """Asks for a session until it is in DRAM, or not worth waiting for."""
     wait_until(store, lambda: not store.request(key))

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 from ca_jax.storage.catalog.catalog import Catalog
-from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogCorruptError, CatalogLockedError, CatalogVersionError
+from ca_jax.storage.catalog.file import (
+    CATALOG_NAME,
+    CatalogCorruptError,
+    CatalogLockedError,
+    CatalogVersionError,
+    set_aside,
+)
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.collect import collect_garbage
 from ca_jax.storage.inspector import StoreInspector
@@ -119,7 +125,7 @@ def warnings(caplog) -> str:
 
 def test_what_was_published_is_there_and_all_else_is_free(opened, caplog):
     with opened() as ssd:
-        assert (ssd.records, ssd.num_lost, ssd.quarantined) == ((), 0, None)
+        assert (ssd.records, ssd.num_lost) == ((), 0)
         assert ssd.tier.allocator.num_free == NUM_BLOCKS
         publish(ssd, "a", [3, 4], used_s=2.0)
         publish(ssd, "b", [9], used_s=3.0)
@@ -257,15 +263,16 @@ def test_a_catalog_that_cannot_be_read_is_moved_aside(opened, directory, caplog,
     path.write_bytes(content)
     with opened() as ssd:
         assert ssd.records == ()
-        assert ssd.quarantined.read_bytes() == content
-        assert str(ssd.quarantined) in warnings(caplog)
+        (moved,) = set_aside(directory)
+        assert moved.read_bytes() == content
+        assert str(moved) in warnings(caplog)
         assert ssd.tier.allocator.num_free == NUM_BLOCKS
         assert ssd.reclaim() == 0
         assert "2 blocks stay on disk, since a catalog was set aside" in warnings(caplog)
         publish(ssd, "b", [0])
     caplog.clear()
     with opened() as ssd:
-        assert (keys(ssd), ssd.quarantined) == (["b"], None)
+        assert keys(ssd) == ["b"]
         assert ssd.reclaim() == 0
         assert ssd.tier.stored_block_ids() == [0, 3, 4], "what that catalog tells of is there for as long as it is"
     with StoreInspector(directory) as inspector:
@@ -281,7 +288,7 @@ def test_a_catalog_deleted_while_closed_is_an_empty_store_that_leaves_blocks_alo
         publish(ssd, "a", [3, 4])
     (directory / CATALOG_NAME).unlink()
     with opened() as ssd:
-        assert (ssd.records, ssd.quarantined) == ((), None)
+        assert ssd.records == ()
         assert ssd.reclaim() == 0
         assert "2 blocks stay on disk, since the catalog knows no session" in warnings(caplog)
         assert ssd.tier.stored_block_ids() == [3, 4]
@@ -456,7 +463,7 @@ class FailingTier:
 
 def test_reclaiming_ends_at_the_first_failure_with_nothing_under_way(caplog):
     tier = FailingTier()
-    ssd = OpenedSsd(catalog=None, tier=tier, records=(), num_lost=0, quarantined=None)
+    ssd = OpenedSsd(catalog=None, tier=tier, records=(), num_lost=0)
     assert ssd.reclaim() == tier.num_deleted > 0
     assert len(tier.moves) == 2
     assert all(move.settled for move in tier.moves)

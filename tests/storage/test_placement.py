@@ -22,6 +22,7 @@ from .store_helpers import (
     make_store,
     open_gated,
     save,
+    use,
     wait_until,
 )
 
@@ -414,7 +415,7 @@ def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     store.set_pinned("c", True)
     store.enqueue(0, "d")
     clock.now_s = 9.0
-    store.lookup("e")
+    use(store, "e")
     clock.now_s = 10.0
     store.poll()
     assert where(store, Residency.DRAM) == "bcde"

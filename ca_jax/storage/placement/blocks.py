@@ -265,6 +265,17 @@ class ChargedBlocks:
             self._quota.charge(tenant, len(ids))
         return ids
 
+    def alloc_room(self, tenant: str, num_blocks: int, after: int | None = None) -> tuple[int, ...]:
+        """Takes blocks for which room was made.
+
+        Raises:
+          RuntimeError: the room is not there, so what is counted is wrong.
+        """
+        ids = self.alloc(tenant, num_blocks, after)
+        if ids is None:
+            raise RuntimeError(f"room for {num_blocks} blocks of {tenant!r} was made, and {self.num_free} are free")
+        return ids
+
     def adopt(self, tables: Iterable[tuple[str, np.ndarray]]) -> None:
         """Charges blocks that were taken from the free list before, to those that hold them.
 

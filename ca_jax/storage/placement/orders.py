@@ -11,7 +11,6 @@ import bisect
 import collections
 import dataclasses
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
@@ -47,9 +46,6 @@ class LookAhead:
 
     def __len__(self) -> int:
         return len(self._keys)
-
-    def __contains__(self, job: Hashable) -> bool:
-        return job in self._ticket_of
 
     def append(self, job: Hashable, key: str, priority: int = 0) -> None:
         """Queues a job of session `key` behind all others of its priority; lower values stand nearer to the head.
@@ -99,10 +95,6 @@ class LookAhead:
         ticket = self.next_ticket(key)
         return None if ticket is None else self._keys.bisect_left(ticket)
 
-    def keys(self, num_jobs: int | None = None) -> Iterator[str]:
-        """Sessions of the first `num_jobs` waiting jobs (of all, if None), in queue order, once for each job."""
-        return itertools.islice(self._keys.values(), num_jobs)
-
     def watch(self, watcher: Watcher) -> None:
         """Calls `watcher` whenever a session's next job becomes another one, or none, from now on."""
         self._watchers.append(watcher)
@@ -139,10 +131,6 @@ class TierOrders(Generic[T]):
 
     def __contains__(self, key: str) -> bool:
         return key in self._slots
-
-    def __iter__(self) -> Iterator[T]:
-        """Items by creation, oldest first, held ones included."""
-        return (slot.item for slot in self._all.by_created.values())
 
     def get(self, key: str) -> T | None:
         """The item of that key, if there is one."""
@@ -309,7 +297,8 @@ class _Described(Generic[T]):
         return (self._described(slot) for slot in self._slots.values() if not slot.held)
 
     def __reversed__(self) -> Iterator[StoredEntry]:
-        return (self._described(slot) for slot in reversed(self._slots.values()) if not slot.held)
+        slots = map(self._slots.__getitem__, reversed(self._slots))
+        return (self._described(slot) for slot in slots if not slot.held)
 
 
 class ExpiryQueue:

@@ -83,7 +83,18 @@ class IoHandle:
         Returns:
           Whether it is known.
         """
-        return self._queue.wait(self, timeout_s)
+        queue = self._queue
+        give_up_s = None if timeout_s is None else queue.clock() + timeout_s
+        while not self.done():
+            now_s = queue.clock()
+            left_s = queue.time_left_s(self, now_s)
+            if give_up_s is not None:
+                if now_s >= give_up_s:
+                    return False
+                left_s = min(left_s, give_up_s - now_s)
+            with queue.changed:
+                queue.changed.wait_for(lambda: self._done, max(left_s, 0.0))
+        return True
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
         """Blocks until `settled`, which no deadline hastens.
@@ -91,7 +102,8 @@ class IoHandle:
         Returns:
           Whether it is.
         """
-        return self._queue.wait_settled(self, timeout_s)
+        with self._queue.changed:
+            return self._queue.changed.wait_for(lambda: self._settled, timeout_s)
 
     def result(self, timeout_s: float | None = None) -> None:
         """Blocks as `wait` does, and raises what went wrong.
@@ -114,11 +126,19 @@ class IoHandle:
 
         It must be short and must not wait: it may run on an I/O thread.
         """
-        self._queue.add_callback(self, self._done_callbacks, callback, lambda: self._done)
+        with self._queue.changed:
+            if not self._done:
+                self._done_callbacks.append(callback)
+                return
+        callback(self)
 
     def add_settled_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once `settled`. Otherwise as `add_done_callback`."""
-        self._queue.add_callback(self, self._settled_callbacks, callback, lambda: self._settled)
+        with self._queue.changed:
+            if not self._settled:
+                self._settled_callbacks.append(callback)
+                return
+        callback(self)
 
 
 class IoQueue:
@@ -152,7 +172,8 @@ class IoQueue:
         self._max_in_flight = max_in_flight
         self._deadline_s = deadline_s
         self._describe = describe
-        self._changed = threading.Condition(threading.RLock())
+        self.changed = threading.Condition(threading.RLock())
+        """Held to change a move, and notified when one has changed."""
         self._waiting: collections.deque[tuple[IoHandle, Operation]] = collections.deque()
         self._open: dict[IoHandle, None] = {}  # Not settled, oldest first.
         self._num_in_flight = 0
@@ -168,7 +189,7 @@ class IoQueue:
           last: run when all others have succeeded, such as the one that makes their bytes durable.
         """
         handle = IoHandle(self, len(operations), last)
-        with self._changed:
+        with self.changed:
             if self._closed:
                 return self.failed(BlockIoError(IoFailure.CANCELLED, "the store is closed"))
             self._open[handle] = None
@@ -188,15 +209,15 @@ class IoQueue:
     def poll(self, handle: IoHandle | None = None) -> None:
         """Fails what is late, of one move or of all. Never blocks."""
         now_s = self.clock()
-        with self._changed:
+        with self.changed:
             handles = [each for each in ([handle] if handle else self._open) if not each._done]
         for each in handles:
-            if self._time_left_s(each, now_s) <= 0:
+            if self.time_left_s(each, now_s) <= 0:
                 self.fail(each, self._late(each))
 
     def fail(self, handle: IoHandle, error: BlockIoError) -> None:
         """Decides a move's outcome, if it is open: `error`."""
-        with self._changed:
+        with self.changed:
             if handle._done:
                 return
             handle._error = error
@@ -206,7 +227,7 @@ class IoQueue:
 
     def close(self) -> None:
         """Cancels moves that have not begun and refuses new ones. Does not wait for the others."""
-        with self._changed:
+        with self.changed:
             self._closed = True
             handles = list(self._open)
         for handle in handles:
@@ -215,50 +236,17 @@ class IoQueue:
 
     def wait_empty(self, timeout_s: float | None) -> bool:
         """Blocks until every move has settled, at most `timeout_s` seconds. Returns whether they have."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
-
-    def wait(self, handle: IoHandle, timeout_s: float | None) -> bool:
-        """See `IoHandle.wait`."""
-        give_up_s = None if timeout_s is None else self.clock() + timeout_s
-        while not handle.done():
-            now_s = self.clock()
-            left_s = self._time_left_s(handle, now_s)
-            if give_up_s is not None:
-                if now_s >= give_up_s:
-                    return False
-                left_s = min(left_s, give_up_s - now_s)
-            with self._changed:
-                self._changed.wait_for(lambda: handle._done, max(left_s, 0.0))
-        return True
-
-    def wait_settled(self, handle: IoHandle, timeout_s: float | None) -> bool:
-        """See `IoHandle.wait_settled`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: handle._settled, timeout_s)
-
-    def add_callback(
-        self,
-        handle: IoHandle,
-        callbacks: list[Callable[[IoHandle], None]],
-        callback: Callable[[IoHandle], None],
-        reached: Callable[[], bool],
-    ) -> None:
-        """Adds to one of a handle's lists of callbacks, or calls at once if what it waits for is reached."""
-        with self._changed:
-            if not reached():
-                callbacks.append(callback)
-                return
-        callback(handle)
+        with self.changed:
+            return self.changed.wait_for(lambda: not self._open, timeout_s)
 
     def _start(self) -> None:
         """Starts operations while there is room. One thread at a time; the others leave their work to it."""
-        with self._changed:
+        with self.changed:
             if self._starting:
                 return
             self._starting = True
         while True:
-            with self._changed:
+            with self.changed:
                 if not self._waiting or self._num_in_flight >= self._max_in_flight:
                     self._starting = False
                     return
@@ -279,7 +267,7 @@ class IoQueue:
 
     def _end(self, handle: IoHandle, future: OperationFuture | None, exception: BaseException | None) -> None:
         error = None if exception is None else self._describe(exception)
-        with self._changed:
+        with self.changed:
             if future is not None:
                 handle._futures.discard(future)
             self._num_in_flight -= 1
@@ -309,10 +297,11 @@ class IoQueue:
             self._open.pop(handle, None)
             callbacks += handle._settled_callbacks
             handle._settled_callbacks.clear()
-        self._changed.notify_all()
+        self.changed.notify_all()
         return callbacks
 
-    def _time_left_s(self, handle: IoHandle, now_s: float) -> float:
+    def time_left_s(self, handle: IoHandle, now_s: float) -> float:
+        """Seconds until a move is late, if nothing progresses."""
         since_s = handle._progress_s
         if since_s is None:
             since_s = max(handle._submitted_s, self._progress_s)

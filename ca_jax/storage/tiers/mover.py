@@ -76,7 +76,7 @@ class SsdWorker:
     ) -> None:
         self._tier = tier
         self._layout = tier.layout
-        self._keeper = CatalogWriter(catalog, on_lost=self._lost)
+        self._writer = CatalogWriter(catalog, on_lost=self._lost)
         self._reader = reader
         self._on_progress = on_progress
         self._fetching = BusyPeriods(on_fetch)
@@ -110,13 +110,13 @@ class SsdWorker:
 
     def forget(self, keys: Sequence[str]) -> None:
         """See `SsdMover`."""
-        self._change_catalog(functools.partial(self._keeper.forget, tuple(keys)))
+        self._change_catalog(functools.partial(self._writer.forget, tuple(keys)))
 
     def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """See `SsdMover`."""
 
         def cut() -> None:
-            if self._keeper.cut(key, kept, lineage, note):
+            if self._writer.cut(key, kept, lineage, note):
                 self._ended.append(Changed(key=key, note=note))
 
         self._change_catalog(cut)
@@ -124,18 +124,18 @@ class SsdWorker:
     def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
         """See `SsdMover`."""
         self._change_catalog(
-            lambda: self._ended.append(Changed(key=key, error=self._keeper.change(key, pinned, ttl_s)))
+            lambda: self._ended.append(Changed(key=key, error=self._writer.change(key, pinned, ttl_s)))
         )
 
     def set_note(self, key: str, note: bytes) -> None:
         """See `SsdMover`."""
         self._change_catalog(
-            lambda: self._ended.append(Changed(key=key, note=note, error=self._keeper.set_note(key, note)))
+            lambda: self._ended.append(Changed(key=key, note=note, error=self._writer.set_note(key, note)))
         )
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Has written down when sessions were last used, seconds since the epoch."""
-        self._change_catalog(functools.partial(self._keeper.use, times_s))
+        self._change_catalog(functools.partial(self._writer.use, times_s))
 
     @property
     def num_changes(self) -> int:
@@ -160,7 +160,7 @@ class SsdWorker:
         self._closed.set()
         if all(ended):
             self._reader.close()
-            self._keeper.close()
+            self._writer.close()
         return settled
 
     def _change_catalog(self, step: Callable[[], None]) -> None:
@@ -255,7 +255,7 @@ class SsdWorker:
     # Flushing, on the writing thread.
 
     def _begin_flush(self, task: FlushTask) -> None:
-        error = _cancelled() if task.cancelled else self._keeper.settle()
+        error = _cancelled() if task.cancelled else self._writer.settle()
         if error is not None:
             self._end(TaskEnd(task=task, error=error))
             return
@@ -281,7 +281,7 @@ class SsdWorker:
     def _publish(self, task: FlushTask, seals: list[np.ndarray]) -> None:
         error = _cancelled() if task.cancelled else None
         if error is None:
-            error = self._keeper.publish(task.record, task.token_ids, seals, task.num_kept_blocks, task.note)
+            error = self._writer.publish(task.record, task.token_ids, seals, task.num_kept_blocks, task.note)
         self._end(TaskEnd(task=task, error=error))
 
     # Both.

@@ -455,7 +455,7 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     def fail(*_):
         raise CatalogAccessError("wanted a disk, found none")
 
-    monkeypatch.setattr(store._ssd._worker._keeper._catalog, "cut", fail)
+    monkeypatch.setattr(store._ssd._worker._writer._catalog, "cut", fail)
     assert store.discard("a", mask_of(10, [1])) == 9
     wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
     assert used_ssd_blocks(store) == 0
@@ -473,7 +473,7 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
         raise CatalogAccessError("wanted a disk, found none")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store._ssd._worker._keeper._catalog, "cut", fail)
+        broken.setattr(store._ssd._worker._writer._catalog, "cut", fail)
         with writer_stopped(store):
             assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
             store.poll()  # Begins a flush that counts on what SSD has.
@@ -495,7 +495,7 @@ def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory,
     store.settle()
     if not in_dram:
         evict(store, "a")
-    catalog, seen = store._ssd._worker._keeper._catalog, []
+    catalog, seen = store._ssd._worker._writer._catalog, []
 
     def commits() -> None:
         with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
@@ -582,7 +582,7 @@ def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
         store.set_note("a", b"before")
         store.settle()
         steps = itertools.count()
-        store._ssd._worker._keeper._catalog._db.set_progress_handler(
+        store._ssd._worker._writer._catalog._db.set_progress_handler(
             lambda steps=steps, stop=num_steps, there=(directory, left): (
                 shutil.copytree(*there) and None if next(steps) == stop else None
             ),

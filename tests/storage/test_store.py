@@ -18,7 +18,17 @@ from ca_jax.storage import (
     make_policy,
 )
 
-from .store_helpers import BLOCK_TOKENS, as_bits, fill_blocks_with_nan, load, make_kv, make_layout, make_store, save
+from .store_helpers import (
+    BLOCK_TOKENS,
+    as_bits,
+    fill_blocks_with_nan,
+    load,
+    make_kv,
+    make_layout,
+    make_store,
+    save,
+    use,
+)
 
 
 def ids(num_tokens: int, first: int = 100) -> list[int]:
@@ -41,8 +51,8 @@ def test_dram_round_trip_is_bit_exact(dtype):
     store = make_store(dtype=dtype)
     kv = make_kv(store.layout, 14)
     assert save(store, "a", ids(14), kv)
-    assert store.lookup("a").residency is Residency.DRAM
-    assert store.lookup("a").num_tokens == 14
+    assert store.residency("a") is Residency.DRAM
+    assert store.num_readable("a") == 14
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
 
 
@@ -98,8 +108,8 @@ def test_many_reads_may_be_in_flight():
 def test_partly_written_save_is_never_readable(store):
     kv = make_kv(store.layout, 6)
     ticket = store.prepare_save("a", 0, ids(6))
-    assert store.lookup("a").residency is Residency.PENDING
-    assert store.lookup("a").num_tokens == 0
+    assert store.residency("a") is Residency.PENDING
+    assert store.num_readable("a") == 0
     ticket.write_all(kv)
     assert store.prepare_load("a", ids(6)) is None  # Written, yet not published.
     assert store.stats().misses[MissReason.PENDING] == 1
@@ -107,11 +117,11 @@ def test_partly_written_save_is_never_readable(store):
 
     grown = store.prepare_save("a", 6, ids(9)[6:])
     grown.write(0, make_kv(store.layout, 3)[0])
-    assert store.lookup("a").num_tokens == 6
+    assert store.num_readable("a") == 6
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
     with pytest.raises(ValueError, match=r"KV of 3 tokens in 3 layers, found 6 \(layer, token\) pairs not written"):
         store.complete_save(grown)
-    assert store.lookup("a").num_tokens == 6
+    assert store.num_readable("a") == 6
     store.abort_save(grown)
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
 
@@ -132,10 +142,10 @@ def test_kv_is_never_served_for_other_tokens(store):
 def test_the_least_recently_used_session_makes_room(store):
     for key in ("a", "b", "c"):
         save(store, key, ids(4), make_kv(store.layout, 4))
-    store.lookup("a")  # Now b is the least recently used.
+    use(store, "a")  # Now b is the least recently used.
     assert save(store, "d", ids(8), make_kv(store.layout, 8))  # Two blocks: one is free, b gives the other.
     assert keys(store) == {"a", "c", "d"}
-    assert store.lookup("b").residency is Residency.ABSENT
+    assert store.residency("b") is Residency.ABSENT
     stats = store.stats()
     assert (stats.num_evictions, stats.evicted_bytes, stats.num_sessions) == (1, store.layout.block_bytes, 3)
     assert used_blocks(store) == 4
@@ -163,8 +173,10 @@ def serve_turn(store, key: str, num_turn: int) -> None:
     store.enqueue((key, num_turn), key)
     store.pin(key)
     store.dequeue((key, num_turn))
-    if store.lookup(key).residency is Residency.ABSENT:
+    if store.residency(key) is Residency.ABSENT:
         save(store, key, ids(4), make_kv(store.layout, 4))
+    else:
+        use(store, key)
     store.unpin(key)
 
 
@@ -270,7 +282,7 @@ def test_several_saves_of_a_session_are_completed_in_order(store):
         store.complete_save(second)
     first.write_all(kv[:, :, :6])
     assert store.complete_save(first)
-    assert store.lookup("a").num_tokens == 6
+    assert store.num_readable("a") == 6
     assert store.complete_save(second)
     assert store.complete_save(third)
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
@@ -307,7 +319,7 @@ def test_aborting_a_later_save_leaves_the_earlier_one(store):
 
 def test_the_first_save_aborted_leaves_nothing(store):
     store.abort_save(store.prepare_save("a", 0, ids(6)))
-    assert store.lookup("a").residency is Residency.ABSENT
+    assert store.residency("a") is Residency.ABSENT
     assert used_blocks(store) == 0
 
 
@@ -504,7 +516,6 @@ def test_after_close_every_call_is_refused(store):
     assert np.any(staging != 0)
     assert not writing.write_all(make_kv(store.layout, 4))
     for call in (
-        lambda: store.lookup("a"),
         lambda: store.list(),
         lambda: store.stats(),
         lambda: store.pin("a"),
@@ -534,7 +545,7 @@ def test_touch_keeps_what_is_stored(store):
 def test_use_is_dated_by_the_store_clock(store):
     save(store, "a", ids(4), make_kv(store.layout, 4))
     (before,) = store.list()
-    store.lookup("a")
+    use(store, "a")
     (after,) = store.list()
     assert after.last_used_s > before.last_used_s
     assert after.created_s == before.created_s
@@ -545,6 +556,6 @@ def test_a_policy_may_be_given(store):
     store = make_store(policy=make_policy("fifo"))
     for key in ("a", "b"):
         save(store, key, ids(8), make_kv(store.layout, 8))
-    store.lookup("a")
+    use(store, "a")
     save(store, "c", ids(1), make_kv(store.layout, 1))
     assert keys(store) == {"b", "c"}
