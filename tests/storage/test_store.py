@@ -350,7 +350,7 @@ def test_truncation_frees_blocks_and_keeps_the_prefix(store):
     assert store.truncate("a", 0) == 0
     assert keys(store) == set()
     assert store.truncate("a", 3) == 0
-    with pytest.raises(ValueError, match="num_tokens >= 0, found -1"):
+    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
         store.truncate("a", -1)
 
 
