@@ -26,7 +26,7 @@ from ca_jax.kv.histories import History
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.recompute.blending import Blending
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.chunks import ChunkSpan
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.harness import BenchError
 from ca_jax.launch.scratch import scratch_directory
-from ca_jax.storage.catalog_file import CATALOG_NAME
-from ca_jax.storage.note_log import LOG_NAME
+from ca_jax.storage.catalog.file import CATALOG_NAME
+from ca_jax.storage.catalog.notes import LOG_NAME
 
 _BOOKS = (CATALOG_NAME, LOG_NAME)  # Files of a store, with what follows their names, that hold no blocks.
 _PROBE_BYTES = 1 << 20

@@ -25,9 +25,9 @@ from ca_jax.kv.histories import packed_prompt
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.session import Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.note_log import NoteLog
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation, chain_of
 from ca_jax.turns.jobs import Job

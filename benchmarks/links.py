@@ -13,7 +13,7 @@ from benchmarks.engines import make_engine
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, PacedLink, Result, Transfer
 from ca_jax.testing.timers import Timer, TimerThread

@@ -17,10 +17,10 @@ from benchmarks.harness import BenchError, Run
 from benchmarks.overflow_rows import TIERS, BookkeepingRow, OverflowBenchConfig
 from ca_jax.launch.scratch import scratch_directory
 from ca_jax.overflow.config import OverflowConfig, oldest_first
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, dtype="float16", block_tokens=StoreConfig.block_tokens)

@@ -61,8 +61,8 @@ from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.serving.truncator import Truncator
 from ca_jax.session import Session, Truncation
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import StoreStats
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup

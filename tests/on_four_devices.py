@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ca_jax.device import transfer
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.kv.layer_loader import LayerLoader
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from tests.storage.store_helpers import as_bits, load, make_kv
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4)

@@ -18,7 +18,7 @@ import numpy as np
 from ca_jax.engine import Engine
 from ca_jax.kv.read_buffer import ReadBuffer, Region
 from ca_jax.session import Answer, Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, Transfer, Transfers
 from tests import engine_kit as kit

@@ -10,9 +10,9 @@ import pytest
 
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import GatedTransfers

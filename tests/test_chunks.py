@@ -1,4 +1,4 @@
-"""Cutting texts and tokens into chunks, and where chunks lie in a prompt."""
+"""Truncation texts and tokens into chunks, and where chunks lie in a prompt."""
 
 import pytest
 from hypothesis import given

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import DelayedTransfers, Transfer
 from ca_jax.testing.threads import ThreadProcesses, run_together

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from ca_jax.launch import serve
-from ca_jax.storage import dram
+from ca_jax.storage.tiers import dram
 from tests import engine_kit as kit
 from tests import server_kit as sk
 

@@ -28,7 +28,26 @@ FLOORS = (
     {"launch"},
     {"__main__"},
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The same within storage.
+STORAGE_FLOORS = (
+    {"layout", "records"},
+    {"tokens"},
+    {"placement", "catalog"},
+    {"config", "tiers"},
+    {"prefixes", "tickets"},
+    {"sessions"},
+    {"flush"},
+    {"ssd"},
+    {"tiering"},
+    {"truncation"},
+    {"transfers"},
+    {"opening"},
+    {"store"},
+    {""},
+    {"inspector"},
+    {"verify"},
+    {"collect"},
+)
 # Quality is measured over the model alone, so that what is measured is not what it is measured with.
 STRANGERS = {
     "evaluation": {"kv", "serving", "session", "engine", "", *("device.runner", "device.slots", "device.decoder")},
@@ -96,8 +115,13 @@ def resolve(target: str, modules: Modules) -> str:
     return target
 
 
-def room_of(name: str) -> str:
-    return name.split(".")[1] if "." in name else ""
+def room_of(name: str, within: str = "ca_jax") -> str:
+    """The room of a module that is in a package; "" is the package itself."""
+    return name.removeprefix(within).lstrip(".").partition(".")[0]
+
+
+def floors_of(floors: Iterable[set[str]]) -> dict[str, int]:
+    return {room: floor for floor, rooms in enumerate(floors) for room in rooms}
 
 
 def is_within(name: str, places: Iterable[str]) -> bool:
@@ -113,14 +137,15 @@ def badly_written(modules: Modules) -> Iterator[str]:
                 yield f"{name} imports {each.target}: write it from ca_jax on"
 
 
-def upward(modules: Modules) -> Iterator[str]:
-    """Imports of a room that is not on a lower floor, or that is a stranger."""
-    for name, imports in modules.items():
-        for target in sorted({resolve(each.target, modules) for each in imports} - {""}):
-            room, other = room_of(name), room_of(target)
-            if room == other:
+def upward(modules: Modules, floors: Iterable[set[str]] = FLOORS, within: str = "ca_jax") -> Iterator[str]:
+    """Imports among the rooms of a package of one that is not on a lower floor, or that is a stranger."""
+    floor_of = floors_of(floors)
+    for name in (each for each in modules if f"{each}.".startswith(f"{within}.")):
+        for target in sorted({resolve(each.target, modules) for each in modules[name]} - {""}):
+            room, other = room_of(name, within), room_of(target, within)
+            if room == other or not f"{target}.".startswith(f"{within}."):
                 continue
-            if FLOOR_OF[other] >= FLOOR_OF[room] or is_within(target, STRANGERS.get(room, ())):
+            if floor_of[other] >= floor_of[room] or (within == "ca_jax" and is_within(target, STRANGERS.get(room, ()))):
                 yield f"{name} -> {target}"
 
 
@@ -175,7 +200,9 @@ def package() -> Modules:
 
 
 def test_every_room_has_a_floor(package):
-    assert {room_of(name) for name in package} == FLOOR_OF.keys()
+    assert {room_of(name) for name in package} == floors_of(FLOORS).keys()
+    of_storage = {room_of(name, "ca_jax.storage") for name in package if name.startswith("ca_jax.storage")}
+    assert of_storage == floors_of(STORAGE_FLOORS).keys()
 
 
 def test_imports_are_written_from_the_package_on(package):
@@ -184,6 +211,7 @@ def test_imports_are_written_from_the_package_on(package):
 
 def test_imports_run_one_way(package):
     assert list(upward(package)) == []
+    assert list(upward(package, STORAGE_FLOORS, "ca_jax.storage")) == []
 
 
 def test_imports_have_no_cycle(package):
@@ -221,7 +249,7 @@ def test_a_house_in_order_breaks_no_rule(made):
             "session": "from ca_jax.turns.jobs import Job\nif TYPE_CHECKING:\n  import jax",
             "models/config": "from ca_jax.errors import E",
             "models/llama": "import jax\nfrom ca_jax.models import config\nfrom ca_jax.models.config import X",
-            "storage/__init__": "from ca_jax.storage.dram import Dram",
+            "storage/__init__": "from ca_jax.storage.tiers.dram import Dram",
             "storage/config": "from ca_jax import errors",
             "storage/dram": "import numpy\nfrom ca_jax.storage.config import StoreConfig",
             "device/steps": "import jax\nfrom ca_jax import models\nfrom ca_jax.models.llama import Llama",
@@ -263,6 +291,12 @@ def test_an_import_the_wrong_way_is_seen(made, name, source, target):
     if target and target != "models":
         sources[target.replace(".", "/")] = ""
     assert list(upward(made(sources))) == [f"ca_jax.{name} -> {f'ca_jax.{target}'.rstrip('.')}"]
+
+
+def test_an_import_the_wrong_way_within_a_room_is_seen(made):
+    modules = made({"storage/a": "import ca_jax.errors", "storage/low/b": "import ca_jax.storage.a", "errors": ""})
+    found = list(upward(modules, ({"low"}, {"a"}, {""}), "ca_jax.storage"))
+    assert found == ["ca_jax.storage.low.b -> ca_jax.storage.a"]
 
 
 def test_a_cycle_is_seen_also_one_for_type_checkers(made):

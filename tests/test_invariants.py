@@ -24,9 +24,9 @@ from ca_jax.kv.layer_loader import LayerLoader, StagingInUseError
 from ca_jax.kv.read_buffer import ReadBuffer
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny

@@ -12,8 +12,8 @@ import pytest
 
 from ca_jax.errors import TenantError
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.storage.catalog_file import CatalogFullError
-from ca_jax.storage.note_log import LOG_NAME, NoteLog
+from ca_jax.storage.catalog.file import CatalogFullError
+from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
 from ca_jax.storage.records import Owner, Residency
 from tests import engine_kit as kit
 from tests import overlap_kit
@@ -231,7 +231,7 @@ def deadline(engine, monkeypatch, gates):
 
 def catalog(engine, monkeypatch, gates):
     """The catalog cannot be changed."""
-    keeper = workload.ssd_of(engine)._worker._keeper
+    keeper = workload.ssd_of(engine)._worker._writer
     for name in ("publish", "set_note"):
         monkeypatch.setattr(keeper._catalog, name, unwritable)
 

@@ -17,9 +17,9 @@ import pytest
 from ca_jax.device import transfer
 from ca_jax.kv import costs, layer_loader
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, GatedTransfers, PacedLink, Transfer, Transfers

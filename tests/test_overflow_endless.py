@@ -11,7 +11,7 @@ import pytest
 
 from ca_jax.engine import Engine
 from ca_jax.session import Session
-from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 

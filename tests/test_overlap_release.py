@@ -21,7 +21,7 @@ from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.session import Answer, Session
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.paced import GatedTransfers
 from ca_jax.turns.requests import FinishReason, SamplingParams

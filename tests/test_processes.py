@@ -20,9 +20,9 @@ from ca_jax.device import transfer
 from ca_jax.engine import Engine
 from ca_jax.errors import ProcessesError, TenantError
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.config import shard_config
 from ca_jax.storage.records import MissReason, StoreStats
-from ca_jax.storage.shards import shard_config
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Transfer

@@ -10,10 +10,10 @@ import pytest
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
 from ca_jax.kv.turn_saver import TurnSaver
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
+from ca_jax.storage.store import AttentionStore
 from tests.storage.store_helpers import as_bits, load, make_kv, save
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)

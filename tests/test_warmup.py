@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Future, Transfer
 from tests import engine_kit as kit

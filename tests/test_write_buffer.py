@@ -13,10 +13,10 @@ from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import GatedTransfers

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ca_jax.storage.policy import EVICTION_POLICIES
+from ca_jax.storage.placement.policy import EVICTION_POLICIES
 
 _SHARED = ("model", "dtype", "machine", "versions", "workload")
 

@@ -27,10 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ca_jax.simulate.workload import conversation_lengths, poisson_sessions
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.orders import TierOrders
-from ca_jax.storage.policy import EvictionPolicy, LruPolicy, ReturnAwarePolicy, StoredEntry
-from ca_jax.storage.returns import ReturnTimes
+from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.policy import EvictionPolicy, LruPolicy, ReturnAwarePolicy, StoredEntry
+from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.testing.belady import BeladyPolicy
 from ca_jax.traces.agents import agent_requests, load_agent_calls
 from ca_jax.traces.mooncake import load_mooncake

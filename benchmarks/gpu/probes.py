@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Findings, GpuBenchConfig, Probes
 from benchmarks.harness import timed
 from ca_jax.device import transfer
 from ca_jax.models.attention import matmul_precision
-from ca_jax.storage.host_memory import host_array, touch
+from ca_jax.storage.tiers.dram import host_array, touch
 
 _MIB = 1 << 20
 _MATMULS = 8  # In one sample: far more than it takes to dispatch one.

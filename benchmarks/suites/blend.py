@@ -40,8 +40,8 @@ from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.launch.scratch import scratch_directory
 from ca_jax.pretrained import LoadedModel
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.store import AttentionStore
 
 TIERS = ("dram", "ssd_warm", "ssd")
 """Where the chunks' KV comes from: DRAM; SSD, with the files in the page cache; SSD, without."""

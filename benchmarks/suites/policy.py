@@ -24,15 +24,13 @@ from benchmarks.disk import can_drop, drop_cached
 from benchmarks.harness import BenchError, Run, Spread
 from benchmarks.host_turns import TurnRow, measure_turns
 from ca_jax.launch.scratch import scratch_directory
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.books import Entry, EntryTable, SsdCopy
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogError
-from ca_jax.storage.catalog_records import Namespace, SessionRecord
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogError
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.policy import (
+from ca_jax.storage.placement.orders import LookAhead
+from ca_jax.storage.placement.policy import (
     EVICTION_POLICIES,
     EvictionPolicy,
     PrefetchPolicy,
@@ -40,9 +38,11 @@ from ca_jax.storage.policy import (
     look_ahead_window,
     make_policy,
 )
-from ca_jax.storage.prefix import prefix_hashes
+from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import Owner
-from ca_jax.storage.returns import ReturnTimes
+from ca_jax.storage.sessions import Entry, SessionIndex, SsdCopy
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tokens import prefix_hashes
 from ca_jax.testing.loop_workload import hits_of_one_tier, loop_trace
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
@@ -266,7 +266,7 @@ class _Books:
         self._mean_blocks = float(sizes.mean())
         self._window_jobs = look_ahead_window(dram_blocks, self._mean_blocks)
         returns = ReturnTimes(time.monotonic) if isinstance(policy, ReturnAwarePolicy) else None
-        self._table = EntryTable(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, returns)
+        self._table = SessionIndex(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, returns)
         for i, (size, stays) in enumerate(zip(sizes.tolist(), in_dram.tolist(), strict=True)):
             self._table.add(_make_entry(i, size, stays))
         self._keys: Iterator[str] = (f"s{i}" for i in iter(lambda: int(rng.integers(config.num_sessions)), -1))

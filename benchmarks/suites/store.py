@@ -27,14 +27,14 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.disk import Extent, PlainDisk, block_extents, drop_cached, is_dropped, scratch_on_disk
 from benchmarks.harness import BenchError, Rounds, Run, Sample, Spread, Steps
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.block_io import BlockIoError
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.disk_tier import DiskTier
-from ca_jax.storage.host_memory import host_array, touch
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.dram import host_array, touch
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 DRIVERS: dict[str, type[SsdTier] | type[RawSsdTier]] = {"zarr3": SsdTier, "raw": RawSsdTier}
 """The SSD tiers that are measured, the default first."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.jobs import Job

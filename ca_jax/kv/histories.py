@@ -26,9 +26,9 @@ from ca_jax.kv.fused_ticket import FusedTicket
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.rate_meter import RateMeter
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import MissReason, Residency
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, TicketState
 from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation

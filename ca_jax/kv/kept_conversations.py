@@ -26,9 +26,9 @@ from collections.abc import Callable
 
 from ca_jax.device.processes import Processes
 from ca_jax.errors import TenantError
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.note_log import Noted, NoteLog
+from ca_jax.storage.catalog.notes import Noted, NoteLog
 from ca_jax.storage.records import Note, Owner, Residency
+from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import TurnSession

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ca_jax.storage.host_memory import host_array, touch
+from ca_jax.storage.tiers.dram import host_array, touch
 
 _ALIGNMENT = 128  # bytes: copies of unaligned memory run at half the speed, and CPU arrays would be copies.
 

@@ -32,10 +32,10 @@ from ca_jax.kv.sliding import SlidingKV
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.catalog_file import CatalogError
+from ca_jax.storage.catalog.file import CatalogError
+from ca_jax.storage.catalog.notes import Noted, NoteLog, log_bytes
+from ca_jax.storage.config import shard_config
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.note_log import Noted, NoteLog, log_bytes
 from ca_jax.storage.records import (
     BlockTiers,
     EntryInfo,
@@ -45,7 +45,7 @@ from ca_jax.storage.records import (
     Residency,
     StoreStats,
 )
-from ca_jax.storage.shards import shard_config
+from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job, TurnSession
 

@@ -14,7 +14,7 @@ import numpy as np
 from ca_jax.device.processes import Processes, least
 from ca_jax.kv.kept_conversations import KeptConversations
 from ca_jax.kv.write_buffer import WriteBuffer
-from ca_jax.storage.attention_store import AttentionStore
+from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.jobs import TurnSession
 
 

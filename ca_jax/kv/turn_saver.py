@@ -17,8 +17,8 @@ import numpy as np
 
 from ca_jax.device.transfer import own_part
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, Part, SaveAbandonedError
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import Owner
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.turns.jobs import SaveTimes
 

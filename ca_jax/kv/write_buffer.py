@@ -15,9 +15,9 @@ from collections.abc import Callable
 from ca_jax.config import EngineConfig
 from ca_jax.kv.async_saver import AsyncSaver, SaveAbandonedError
 from ca_jax.kv.turn_saver import TurnSaver
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Owner
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import TicketState
 from ca_jax.telemetry.metrics import EngineMetrics
 

@@ -36,12 +36,12 @@ from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
 from ca_jax.pretrained import Progress
-from ca_jax.storage.block_io import BlockIoError
-from ca_jax.storage.catalog_rows import DamagedRecordError
+from ca_jax.storage.catalog.records import DamagedRecordError
+from ca_jax.storage.collect import collect_garbage, drop_session, find_namespaces, take_over_blocks
 from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.housekeeping import collect_garbage, drop_session, find_namespaces, take_over_blocks
-from ca_jax.storage.inspection import StoredSession, StoreInspector
-from ca_jax.storage.verification import DamagedSessionError, SessionKV, catalog_problems, read_session, verify
+from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.verify import DamagedSessionError, SessionKV, catalog_problems, read_session, verify
 
 FLAGS = flags.FLAGS
 

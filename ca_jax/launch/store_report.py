@@ -16,10 +16,10 @@ import rich.filesize
 
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
-from ca_jax.storage.catalog_records import Namespace, NamespaceInfo
-from ca_jax.storage.housekeeping import NamespaceGarbage
-from ca_jax.storage.inspection import DamagedRow, DiskUse, Listing, StoredSession
-from ca_jax.storage.verification import Verdict
+from ca_jax.storage.catalog.records import Namespace, NamespaceInfo
+from ca_jax.storage.collect import NamespaceGarbage
+from ca_jax.storage.inspector import DamagedRow, DiskUse, Listing, StoredSession
+from ca_jax.storage.verify import Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""
@@ -42,7 +42,7 @@ def session_facts(session: StoredSession, now_s: float) -> Facts:
         "num_dropped": record.lineage.num_dropped,
         "num_bytes": session.num_bytes,
         "expired": session.expired(now_s),
-        "state": record.state.value,
+        "state": "ready",
     }
 
 

@@ -20,7 +20,7 @@ from ca_jax.errors import (
     TenantError,
     UnknownSessionError,
 )
-from ca_jax.storage.catalog_file import CatalogLateError
+from ca_jax.storage.catalog.file import CatalogLateError
 
 
 class ApiError(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.kv.session_kv import QueuedKV, SessionKV
-from ca_jax.storage.note_log import Noted
+from ca_jax.storage.catalog.notes import Noted
 from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job

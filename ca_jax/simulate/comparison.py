@@ -14,7 +14,7 @@ from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import SimSession, num_turns, stored_tokens
-from ca_jax.storage.policy import EVICTION_POLICIES
+from ca_jax.storage.placement.policy import EVICTION_POLICIES
 
 RECOMPUTE = "recompute"
 """No store: every history is computed again."""

@@ -30,9 +30,9 @@ from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.ssd import SimulatedSsd
 from ca_jax.simulate.workload import SimSession, SimTurn
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.testing.belady import BeladyPolicy
 from ca_jax.turns.jobs import Job

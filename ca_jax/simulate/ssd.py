@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from ca_jax.simulate.clock import Clock, Link
-from ca_jax.storage.block_io import BlockIoError, IoFailure
-from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.catalog.records import Contents
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.lineage import Lineage
-from ca_jax.storage.quota import TenantQuota
-from ca_jax.storage.ssd_books import SsdBooks
-from ca_jax.storage.ssd_tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
-from ca_jax.storage.tier import BlockAllocator
+from ca_jax.storage.placement.blocks import BlockAllocator, TenantQuota
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.tokens import Lineage
 
 
 class SimulatedSsd:
-    """Blocks, catalog and worker of an SSD, as `SsdBooks` asks for them: see `SsdBlocks`, `SsdContents`, `SsdMover`.
+    """Blocks, catalog and worker of an SSD, as `SsdIndex` asks for them: see `SsdBlocks`, `SsdContents`, `SsdMover`.
 
     Args:
       clock: of the simulation.
@@ -48,10 +47,10 @@ class SimulatedSsd:
         self._on_progress: Callable[[], None] = lambda: None
         self._no_seals = np.zeros((0, layout.num_layers), np.uint64)
 
-    def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdBooks:
+    def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdIndex:
         """The books of this SSD, for `AttentionStore(open_ssd=...)`."""
         self._on_progress = on_progress
-        return SsdBooks(self, self, self, quota=TenantQuota(None), **parts)
+        return SsdIndex(self, self, self, quota=TenantQuota(None), **parts)
 
     @property
     def layout(self) -> KVLayout:

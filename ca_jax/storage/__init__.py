@@ -13,20 +13,26 @@
 Not here: JAX, models, or copies between host and device.
 """
 
-from ca_jax.storage.attention_store import AttentionStore, EntryInUseError, StoreClosedError
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.dram import DramTier
-from ca_jax.storage.host_memory import host_array
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.policy import EvictionPolicy, FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
-from ca_jax.storage.records import EntryInfo, Lookup, MissReason, Residency, SkipReason, StoreStats
+from ca_jax.storage.placement.blocks import BlockAllocator
+from ca_jax.storage.placement.policy import EvictionPolicy, FifoPolicy, LruPolicy, StoredEntry, StoreView, make_policy
+from ca_jax.storage.records import (
+    EntryInfo,
+    EntryInUseError,
+    MissReason,
+    Residency,
+    SkipReason,
+    StoreClosedError,
+    StoreStats,
+)
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
-from ca_jax.storage.tier import BlockAllocator, BlockTier
+from ca_jax.storage.tiers.dram import DramTier, host_array
 
 __all__ = [
     "AttentionStore",
     "BlockAllocator",
-    "BlockTier",
     "DramTier",
     "EntryInUseError",
     "EntryInfo",
@@ -34,7 +40,6 @@ __all__ = [
     "FifoPolicy",
     "KVLayout",
     "LoadTicket",
-    "Lookup",
     "LruPolicy",
     "MissReason",
     "Residency",

@@ -1,17 +1,33 @@
-"""How KV lies at rest: the shape of a block, its size, and how a range of tokens falls onto blocks.
+"""How KV lies at rest: the shape of a block, its size, and the seals by which a block is known.
 
 Axis letters: L layers, K KV heads, H head dim. Index 0 of the axis of size two is keys (unrotated), index 1 is values.
 
-Not here: memory, files, or who owns which block.
+A checksum in a file finds bytes that changed in the file. It does not find a file that is intact and another one: two
+that were swapped, an older version of the same block, another session's. A seal is kept elsewhere (in the catalog) and
+says what should be in the block: a digest, for each layer, of eight bytes of every token's keys and of its values, and
+of how many tokens count. What lies beyond those does not. That is 1 % of a block's bytes.
+
+    token t of a layer:  keys   [. . . . # # . . . . . .]      # the eight bytes that are taken; they move on by eight
+    token t + 1          keys   [. . . . . . # # . . . .]        with each token, so that all heads have their turn
+
+Seals are for accidents, not for an adversary, who could leave those bytes alone. Measured on 2 CPU cores, memory cold:
+0.17 ms for a block of 5.9 MB (30 layers x 128 tokens x 3 KV heads x 64, fp32), which takes 3-4 ms to read; 0.20 ms for
+one of 16.8 MB.
+
+Not here: memory, files, or which session holds which block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 
 import ml_dtypes
 import numpy as np
 
+_SAMPLE_BYTES = 8
+_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 _DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -83,42 +99,50 @@ class KVLayout:
         """How many of the first `num_tokens` tokens of a sequence lie in its block `index`; at most 0 behind them."""
         return min(self.block_tokens, num_tokens - index * self.block_tokens)
 
-    def split(self, start_token: int, stop_token: int) -> TokenSplit:
-        """Splits tokens `[start_token, stop_token)` of a sequence into whole blocks and parts of blocks.
 
-          start_token                    stop_token
-              v                              v
-        |.....hhhh|wwwwwwwww|wwwwwwwww|tttttt....|     h head, w whole, t tail
-        """
-        size = self.block_tokens
-        first_whole, end_whole = self.num_blocks(start_token), stop_token // size
-        if first_whole > end_whole:  # Both ends lie inside one block.
-            return TokenSplit(whole=range(0), parts=(BlockPart(end_whole, start_token % size, stop_token % size),))
-        parts = []
-        if start_token % size:
-            parts.append(BlockPart(first_whole - 1, start_token % size, size))
-        if stop_token % size:
-            parts.append(BlockPart(end_whole, 0, stop_token % size))
-        return TokenSplit(whole=range(first_whole, end_whole), parts=tuple(parts))
+def seal_block(block: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Digests the first `num_tokens` tokens of each layer of a block.
+
+    Args:
+      block: `[L, 2, block_tokens, K, H]`, `K` and `H` contiguous; a part of its layers will do.
+      num_tokens: how many tokens count, 1 <= num_tokens <= block_tokens.
+
+    Returns:
+      uint64 `[L]`.
+
+    Raises:
+      ValueError: a shape or number that does not fit.
+    """
+    if block.ndim != 5 or block.shape[1] != 2:
+        raise ValueError(f"wanted a block [L, 2, block_tokens, K, H], found {list(block.shape)}")
+    if not 0 < num_tokens <= block.shape[2]:
+        raise ValueError(f"wanted num_tokens in [1, {block.shape[2]}], found {num_tokens}")
+    num_layers, _, _, num_kv_heads, head_dim = block.shape
+    row_bytes = num_kv_heads * head_dim * block.itemsize
+    word_bytes = next(size for size in _WORDS if row_bytes % size == 0)
+    rows = block[:, :, :num_tokens].reshape(num_layers, 2, num_tokens, num_kv_heads * head_dim, copy=False)
+    tokens, columns = _sample(num_tokens, row_bytes // word_bytes, word_bytes)
+    sample = np.ascontiguousarray(rows.view(_WORDS[word_bytes])[:, :, tokens, columns])
+    digests = b"".join(
+        hashlib.blake2b(layer, digest_size=8, salt=num_tokens.to_bytes(8, "little")).digest() for layer in sample
+    )
+    return np.frombuffer(digests, "<u8").astype(np.uint64)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockPart:
-    """Some tokens of one block of a sequence."""
+def verify_block(block: np.ndarray, num_tokens: int, seals: np.ndarray) -> bool:
+    """Whether `seals` is what `seal_block` gave for this block and number of tokens, in all layers.
 
-    index: int
-    """Which block of the sequence, counted from its first."""
-    start: int
-    """First token, counted from the block's first."""
-    stop: int
-    """One past the last token, counted from the block's first."""
+    Raises:
+      ValueError: a shape or number that does not fit; `seals` is not one for each layer.
+    """
+    if np.shape(seals) != block.shape[:1]:
+        raise ValueError(f"wanted one seal for each of {block.shape[0]} layers, found {list(np.shape(seals))}")
+    return bool(np.array_equal(seal_block(block, num_tokens), seals))
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenSplit:
-    """A range of tokens, as blocks of its sequence."""
-
-    whole: range
-    """Indices of the blocks that lie in the range entirely."""
-    parts: tuple[BlockPart, ...]
-    """The blocks that lie in it partly: none, one or two."""
+@functools.lru_cache(maxsize=1024)
+def _sample(num_tokens: int, row_words: int, word_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the words are that are digested: tokens `[T, 1]` and columns `[T, w]`."""
+    tokens = np.arange(num_tokens)[:, None]
+    num_words = min(_SAMPLE_BYTES // word_bytes, row_words)
+    return tokens, (tokens * num_words + np.arange(num_words)) % row_words

@@ -3,9 +3,9 @@ are free.
 
 A process that died left whole sessions, blocks that no session refers to, and perhaps a catalog that is damaged. After
 `open_ssd` the catalog, the free list and `OpenedSsd.records` say the same; after `OpenedSsd.reclaim` the disk does too.
+`open_ssd_index` puts the SSD tier together for a store.
 
-Not here: whether the blocks hold what they should, which is known once they are read (seal); what the sessions are
-served from (ssd_books).
+Not here: whether the blocks hold what they should, which their seals say once they are read; serving (ssd).
 """
 
 from __future__ import annotations
@@ -13,30 +13,37 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ca_jax.storage import ssd, ssd_raw
-from ca_jax.storage.block_io import BlockIoError
-from ca_jax.storage.block_owner import claim_blocks
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
-from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
+from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.placement.blocks import TenantQuota
+from ca_jax.storage.records import BlockIoError
+from ca_jax.storage.sessions import StoreParts
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tiers import raw as ssd_raw
+from ca_jax.storage.tiers import zarr3 as ssd
+from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.mover import SsdWorker, TimelyContents
+from ca_jax.storage.tiers.owner import claim_blocks
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.telemetry.timeline import Timeline
 
 _LOG = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
 
 # Why sessions cannot be served.
 _DAMAGED_ROW = "their rows in the catalog are damaged"
-_MARKED = "they were found damaged before"
 _IMPOSSIBLE = "what the catalog says of them cannot be"
 _BEYOND_CAP = "their blocks lie beyond the cap"
 _OVERLAP = "their blocks belong to others"
@@ -49,7 +56,7 @@ def stored_block_bytes(layout: KVLayout, driver: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenedSsd:
-    """A store's directory, opened. Whoever holds it closes the tier, then the catalog."""
+    """A store's directory, opened. Close the tier, then the catalog."""
 
     catalog: Catalog
     """Locked: no other engine has the directory."""
@@ -59,13 +66,11 @@ class OpenedSsd:
     """The sessions that can be served, the least recently used first."""
     num_lost: int
     """Sessions that cannot be served, and were forgotten."""
-    quarantined: Path | None
-    """Where a catalog that could not be read was moved to; None where it was sound, or new."""
     leaves: str | None = None
     """Why blocks of no session are left where they are; None where they are not."""
 
     def reclaim(self) -> int:
-        """Removes from the disk what no session of `records` refers to: leftovers of cut writes, blocks of nobody.
+        """Removes from the disk what no session of `records` refers to, leftovers of cut writes too.
 
         To be called once, before the first write, on the thread that writes. The allocator may meanwhile have given
         such a block to a session that is to be written: it has no bytes of that session yet, so nothing is lost.
@@ -123,7 +128,7 @@ def open_ssd(
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
-    were marked damaged, that cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
+    cannot be, whose blocks lie beyond the cap, or belong to another tenant's session that was
     published before; sessions of one tenant may share blocks. A catalog that cannot be read is moved aside, and the
     store starts empty. Both are logged.
 
@@ -159,12 +164,10 @@ def open_ssd(
             namespace.layout,
             location,
             capacity_bytes,
-            durable=durable,
-            deadline_s=deadline_s,
-            free_floor_bytes=free_floor_bytes,
+            DiskOptions(durable=durable, deadline_s=deadline_s, free_floor_bytes=free_floor_bytes),
         )
 
-    def open_all(quarantined: Path | None) -> OpenedSsd:
+    def open_all() -> OpenedSsd:
         with contextlib.ExitStack() as on_failure:
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
@@ -179,16 +182,14 @@ def open_ssd(
         leaves = f"a catalog was set aside: {aside[-1].name}" if aside else None
         if not records:
             leaves = leaves or "the catalog knows no session"
-        return OpenedSsd(
-            catalog=catalog, tier=tier, records=records, num_lost=num_lost, quarantined=quarantined, leaves=leaves
-        )
+        return OpenedSsd(catalog=catalog, tier=tier, records=records, num_lost=num_lost, leaves=leaves)
 
     try:
-        return open_all(None)
+        return open_all()
     except CatalogCorruptError as error:
         moved = quarantine(Path(directory))
         _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
-        return open_all(moved)
+        return open_all()
 
 
 def _check_format(catalog: Catalog) -> None:
@@ -250,9 +251,6 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
     """
     refused: dict[int, str] = {}
     for index, record in enumerate(records):
-        if record.state is not SessionState.READY:
-            refused[index] = _MARKED
-            continue
         try:
             record.check_sizes(layout)
         except ValueError:
@@ -306,3 +304,74 @@ def _delete(tier: DiskTier, block_ids: Sequence[int]) -> BlockIoError | None:
     handle.wait()
     handle.wait_settled()
     return handle.error
+
+
+def open_ssd_index(
+    config: StoreConfig,
+    namespace: Namespace,
+    *,
+    parts: StoreParts,
+    on_progress: Callable[[], None],
+    on_fetch: Callable[[int, float], None],
+    timeline: Timeline,
+) -> SsdIndex:
+    """Opens the directory that the config names, and takes in what is stored there.
+
+    Args:
+      config: with an `ssd_dir`.
+      namespace: whose sessions.
+      parts: of the store; entries are added to its index for what is stored.
+      on_progress: as for `SsdWorker`.
+      on_fetch: likewise.
+      timeline: likewise.
+
+    Raises:
+      ValueError: the caps do not fit block or disk.
+      NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory cannot be used.
+    """
+    directory = config.ssd_directory
+    if directory is None:
+        raise ValueError("wanted a config with an ssd_dir, found none")
+    with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
+        opened = open_ssd(
+            directory,
+            namespace,
+            capacity_bytes=config.ssd_bytes,
+            free_floor_bytes=config.ssd_free_floor_bytes,
+            driver=config.ssd_driver,
+            blocks_url=config.ssd_url,
+            deadline_s=config.ssd_deadline_s,
+        )
+        quota = TenantQuota.in_bytes(
+            config.tenant_quota_bytes, dict(config.tenant_quotas), opened.tier.stored_block_bytes
+        )
+        mover = SsdWorker(
+            opened.tier,
+            opened.catalog,
+            CatalogReader(directory, namespace),
+            prepare=opened.reclaim,
+            deadline_s=config.ssd_deadline_s,
+            on_progress=on_progress,
+            on_fetch=on_fetch,
+            timeline=timeline,
+        )
+        return SsdIndex(
+            opened.tier,
+            TimelyContents(CatalogReader(directory, namespace), config.ssd_deadline_s),
+            mover,
+            opened.records,
+            opened.num_lost,
+            quota=quota,
+            parts=parts,
+        )
+
+
+@contextlib.contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

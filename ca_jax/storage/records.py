@@ -1,13 +1,50 @@
 """What the AttentionStore tells about itself.
 
-Not here: the books these are read from.
+Not here: the index these are read from (sessions).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
+
+
+class StoreClosedError(RuntimeError):
+    """A call on a store that has been closed."""
+
+
+class EntryInUseError(RuntimeError):
+    """A session's KV was to be shortened or dropped while a load or save of it is open."""
+
+
+class IoFailure(enum.StrEnum):
+    """Why a move failed: the reason a miss or a skipped save is counted under."""
+
+    CORRUPT = "corrupt"
+    """What is on disk is not what was written: a checksum, a length or a label is wrong."""
+    MISSING = "missing"
+    """Nothing is on disk for the block."""
+    DEADLINE = "deadline"
+    """The device made no progress for too long."""
+    NO_SPACE = "no_space"
+    """The disk is full, or would be under its floor."""
+    CANCELLED = "cancelled"
+    """The mover, or the end of the store, gave it up."""
+    DEVICE = "device"
+    """Anything else that the system or the device reports."""
+    CATALOG = "catalog"
+    """What says where the blocks are could not be read or written."""
+
+
+class BlockIoError(Exception):
+    """A move that failed. The message says of what and how; `reason` is for counting."""
+
+    def __init__(self, reason: IoFailure, message: str):
+        super().__init__(message)
+        self.reason = reason
+        """Why."""
 
 
 class Residency(enum.Enum):
@@ -110,16 +147,6 @@ class Owner:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """Answer of `AttentionStore.lookup`."""
-
-    residency: Residency
-    """Where the KV is."""
-    num_tokens: int
-    """Tokens that can be read now, or that a fetch would bring."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EntryInfo:
     """One stored session."""
 
@@ -194,11 +221,6 @@ class GapHistogram:
     sum_s: float = 0.0
     """Of all gaps."""
 
-    @property
-    def num_gaps(self) -> int:
-        """Evictions that turned out to be of something that was wanted again."""
-        return sum(self.counts)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SsdStats:
@@ -272,3 +294,44 @@ class StoreStats:
     """Bytes published."""
     ssd: SsdStats | None
     """The SSD tier; None where there is none."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """Counts since the store was made; meanings as in `StoreStats` and `SsdStats`."""
+
+    num_hits: int = 0
+    num_hits_from_ssd: int = 0
+    misses: dict[MissReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    num_saves: int = 0
+    num_aborted_saves: int = 0
+    skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+    num_expired: int = 0
+    loaded_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclasses.dataclass
+class SsdCounters:
+    """The same for the SSD tier."""
+
+    num_lost_sessions: int = 0
+    num_fetches: int = 0
+    fetched_bytes: int = 0
+    num_flushes: int = 0
+    flushed_bytes: int = 0
+    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+
+
+def check_ttl(ttl_s: float | None) -> None:
+    """Refuses a time to live that is none.
+
+    Raises:
+      ValueError: ttl_s is negative or not finite.
+    """
+    if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
+        raise ValueError(f"ttl_s wanted a number of seconds >= 0, or None, found {ttl_s}")

@@ -1,423 +1,500 @@
-"""The SSD tier: blocks in zarr3 files by TensorStore, on a local disk or whatever a TensorStore URL names.
+"""Which sessions are on SSD, in which blocks, and what is on its way there or back.
 
-    <directory>/zarr3/000000/zarr.json          layout of a group of 1,024 blocks
-                            /c.17.0.0.0.0.0     block 17: L inner chunks, each with a crc32c, and their index
-                     /000001/...
+A session is flushed after each turn: its full blocks that are on SSD already stay, all others are written to blocks
+that no session refers to, and then it is published. Leaving DRAM costs nothing by then.
 
-One block is one file (a zarr3 shard), written at once, fsynced and renamed into place, so that a file is never seen
-half-written; one layer of a block is one inner chunk, so that a layer can be read alone. Blocks are replaced in place:
-the number of files follows from the cap. A group is a zarr3 array of its own, because zarr3 names files by all six
-indices of a chunk: split over one directory each they would be six levels deep, and undivided 1.7 million in one
-directory at 10 TB of 6 MB blocks. So there are at most 1,025 entries in each of 1,660 directories, which open in
-0.08 s.
+What a session shares in DRAM with one that is on SSD, it shares on SSD too: both refer to the same blocks, which are
+free once neither does.
 
-On a local disk whole blocks are read and written by `shard_file`, past TensorStore's copies: 4.5-6 GB/s from the page
-cache instead of 2.3-2.9, for 0.3-0.4 s of CPU a GB instead of 0.65-0.8, of which crc32c is 0.065; reading them with
-`os.preadv` costs 0.17 s (2 CPU cores).
+Nothing here waits for a disk. Memory and blocks of a move that failed are free only once it has settled.
 
-A missing file or chunk is an error, never zeros; so are flipped bits and short files. A file that is intact but another
-one is for `ca_jax.storage.seal` to find.
-
-Not here: which blocks are whose, what is published (the catalog), memory (the caller's, reused).
+Not here: when something is flushed, fetched or evicted from DRAM (tiering), threads and catalog (tiers.mover).
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import errno
-import functools
-import json
-import os
-import re
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from collections.abc import Sequence
 
 import numpy as np
-import tensorstore as ts
 
-from ca_jax.storage.block_io import (
-    BlockIoError,
-    IoFailure,
-    IoHandle,
-    IoQueue,
-    Operation,
-    OperationFuture,
-    close_all,
-)
-from ca_jax.storage.directories import sync_directory
-from ca_jax.storage.disk_tier import blocks_within, check_block_ids, check_blocks, check_layer
-from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.shard_file import ShardFiles
-from ca_jax.storage.ssd_space import DiskSpace, prepare_directory
-from ca_jax.storage.tier import BlockAllocator
+from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
+from ca_jax.storage.catalog.records import SessionRecord
+from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks, record_of, shared_on_ssd
+from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.policy import FreeingPolicy, choose_room
+from ca_jax.storage.placement.returns import ReuseGaps
+from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdCounters, SsdStats
+from ca_jax.storage.sessions import Entry, StoreParts
+from ca_jax.storage.tiers.disk import SsdBlocks
+from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
+from ca_jax.storage.tokens import Lineage
 
-GROUP_BLOCKS = 1024
-"""Files in one directory."""
-_LAYER_RUN_BLOCKS = 16  # Blocks of a layer that are read in one operation.
-_PAGE_BYTES = 4096  # What a file's size is rounded up to on disk.
-_BLOCK_KEY = re.compile(r"(\d{6,})/c\.(\d+)(?:\.0)+$")
-_TEMPORARY = ".__lock"  # As TensorStore's own.
-_LEFTOVER_KEY = re.compile(r"(?:\d{6,})/.*\.__lock$")
-_REASONS = {
-    "NOT_FOUND": IoFailure.MISSING,
-    "DATA_LOSS": IoFailure.CORRUPT,
-    "OUT_OF_RANGE": IoFailure.CORRUPT,
-    "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
-}
+_LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
+_MAX_FLUSHES = 2  # Sessions written at once; each is many blocks.
 
 
-class SsdTier:
-    """Blocks in files. See `DiskTier`.
+class SsdIndex:
+    """The SSD tier as the AttentionStore sees it. Belongs to the bookkeeping thread.
 
     Args:
-      layout: the shape of a block.
-      location: a directory, made if need be, or a TensorStore URL: `file://`, `memory://`, `s3://`, `gs://`.
-      capacity_bytes: cap of what is stored, checksums and rounding of files included.
-      durable: whether a write is done only when it would survive a loss of power.
-      deadline_s: seconds without progress after which a move fails; see `IoQueue`.
-      free_floor_bytes: free space that stays on a local disk.
-      max_reads: blocks that are read at once, each by a thread of its own on a local disk.
-      max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
-        With 2 / 4 / 8: 1.1 / 1.4 / 1.8 GB/s, durable.
-      context: TensorStore's resources; by default its own, without a cache.
-      clock: seconds, never decreasing.
-      only_existing: takes what is on disk as it stands, for tools, beside an engine or after one: nothing is made, no
-        room is checked. Blocks are read and deleted, never written; the capacity says which ids may be named.
-
-    Raises:
-      ValueError: a capacity under one block or beyond what the floor leaves; a store of another layout; a bad URL.
-      NotADirectoryError: the location is a file, or in one.
-      PermissionError: it cannot be written to.
+      space: its blocks. Those of `records` are taken.
+      contents: what is kept with sessions there.
+      mover: does what is decided here.
+      records: the sessions that are there, the least recently used first.
+      num_lost: how many more were there, and cannot be served.
+      quota: most blocks that tenants may hold there.
+      parts: of the store; the entries' parts about SSD are changed here alone.
     """
 
     def __init__(
         self,
-        layout: KVLayout,
-        location: str | os.PathLike[str],
-        capacity_bytes: int,
+        space: SsdBlocks,
+        contents: SsdContents,
+        mover: SsdMover,
+        records: Sequence[SessionRecord] = (),
+        num_lost: int = 0,
         *,
-        durable: bool = True,
-        deadline_s: float = 30.0,
-        free_floor_bytes: int = 0,
-        max_reads: int = 4,
-        max_writes: int = 8,
-        context: ts.Context | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        only_existing: bool = False,
-    ):
-        self._layout = layout
-        self._num_blocks = blocks_within(capacity_bytes, self.stored_block_bytes, layout)
-        self._reads = IoQueue(max_in_flight=max_reads, deadline_s=deadline_s, describe=_describe, clock=clock)
-        self._writes = IoQueue(max_in_flight=max_writes, deadline_s=deadline_s, describe=_describe, clock=clock)
-        self._only_existing = only_existing
-        self._durable = durable
-        self._shards = ShardFiles(layout)
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_reads + max_writes, thread_name_prefix="ca_jax-ssd")
-        url, self._directory = _resolve(location, make=not only_existing)
-        self._space = DiskSpace(self._directory, free_floor_bytes)
-        self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": durable})
-        self._kvstore = ts.KvStore.open(url, context=self._context).result()
-        if self._directory is not None and not only_existing:
-            self._space.check_capacity(
-                self._num_blocks * self.stored_block_bytes,
-                lambda: len(self.stored_block_ids()) * self.stored_block_bytes,
-            )
-        self._groups = self._open_groups()
-        if self._directory is not None and durable and not only_existing:
-            sync_directory(self._directory)
-        self._allocator = BlockAllocator(self._num_blocks)
-
-    @classmethod
-    def open_existing(cls, layout: KVLayout, location: str | os.PathLike[str], num_blocks: int) -> SsdTier:
-        """Opens what is on disk as it stands (`only_existing`), with ids below `num_blocks`."""
-        return cls(layout, location, num_blocks * stored_block_bytes(layout), only_existing=True)
-
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks the capacity holds."""
-        return self._num_blocks
+        quota: TenantQuota,
+        parts: StoreParts,
+    ) -> None:
+        self._space = space
+        self._layout = space.layout
+        self._contents = contents
+        self._index = parts.index
+        self._dram = parts.dram
+        self._dram_blocks = parts.blocks
+        self._blocks = ChargedBlocks(space.allocator, quota)
+        self._policy = FreeingPolicy(parts.policy, self._blocks, self._blocks_on_ssd)
+        self._counters = SsdCounters(num_lost_sessions=num_lost)
+        self.gaps = ReuseGaps(parts.clock)
+        """How soon what was evicted from SSD is wanted again."""
+        self._moves: dict[FetchTask | FlushTask, Move] = {}
+        self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
+        self._late_until_s = -np.inf
+        self._blocks.adopt((record.tenant, record.block_ids) for record in records)
+        parts.index.adopt([entry_of(record) for record in records])
+        self._worker = mover
 
     @property
     def stored_block_bytes(self) -> int:
-        """What one block takes on disk: its bytes, a checksum for each layer, an index, rounded up to pages."""
-        return stored_block_bytes(self._layout)
+        """What a block takes on disk."""
+        return self._space.stored_block_bytes
 
     @property
-    def allocator(self) -> BlockAllocator:
-        """Who knows which blocks are free."""
-        return self._allocator
+    def can_flush(self) -> bool:
+        """Whether another flush may begin now."""
+        return len(self._moves) - self.num_fetching < _MAX_FLUSHES
 
     @property
-    def kvstore(self) -> ts.KvStore:
-        """Where the files are."""
-        return self._kvstore
+    def num_fetching(self) -> int:
+        """Fetches that have not settled."""
+        return sum(isinstance(task, FetchTask) for task in self._moves)
 
-    @functools.cached_property
-    def blocks(self) -> ts.TensorStore:
-        """`[num_blocks, L, 2, block_tokens, K, H]`: all groups as one array. For tools: moves have a deadline."""
-        whole = self._groups[0] if len(self._groups) == 1 else ts.concat(self._groups, axis=0)
-        return whole[: self._num_blocks]
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that are held."""
+        return self._space.num_blocks - self._space.allocator.num_free
 
-    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
-        """See `DiskTier`."""
-        check_block_ids(block_ids, self._num_blocks)
-        check_blocks("into", into, len(block_ids), self._layout, writeable=True)
-        return self._reads.submit(
-            [functools.partial(self._read, block, dst) for block, dst in zip(block_ids, into, strict=True)]
+    @property
+    def busy(self) -> bool:
+        """Whether a task has not settled, or a change of the catalog has not been tried."""
+        return bool(self._moves or self._worker.num_changes)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
+        return (
+            time.monotonic() < self._late_until_s
+            or self._worker.is_late
+            or any(move.late for move in self._moves.values())
         )
 
-    def read_layer(
-        self, block_ids: Sequence[int], layer: int, dst: np.ndarray, num_tokens: int | None = None
-    ) -> IoHandle:
-        """See `DiskTier`."""
-        check_block_ids(block_ids, self._num_blocks)
-        num_tokens = check_layer(layer, dst, len(block_ids), num_tokens, self._layout)
-        size = self._layout.block_tokens
-        num_whole = num_tokens // size
-        operations: list[Operation] = []
-        for group, start, ids in _runs(block_ids[:num_whole]):
-            # One operation for a stretch of blocks: dst's rows as blocks, with the block axis in front.
-            rows = dst[:, start * size : (start + len(ids)) * size]
-            blocks = rows.reshape(2, len(ids), size, *dst.shape[2:], copy=False).transpose(1, 0, 2, 3, 4)
-            operations.append(functools.partial(_copy, self._groups[group][ids, layer], blocks))
-        if num_tokens % size:
-            rows = dst[:, num_whole * size : num_tokens]
-            view = self._block(block_ids[num_whole])[layer, :, : num_tokens % size]
-            operations.append(functools.partial(_copy, view, rows))
-        return self._reads.submit(operations)
-
-    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
-        """See `DiskTier`."""
-        if self._only_existing:
-            raise ValueError("write_blocks wanted a tier that may write, found one opened with only_existing")
-        check_block_ids(block_ids, self._num_blocks, distinct=True)
-        check_blocks("blocks", blocks, len(block_ids), self._layout)
-        num_bytes = len(block_ids) * self.stored_block_bytes
-        error = self._space.reserve(num_bytes)
-        if error is not None:
-            return self._writes.failed(error)
-        handle = self._writes.submit(
-            [functools.partial(self._write, block, src) for block, src in zip(block_ids, blocks, strict=True)],
-            last=self._syncing(block_ids),
+    def stats(self) -> SsdStats:
+        """Sizes now, and counts since the store was made."""
+        size = self._space.stored_block_bytes
+        return SsdStats(
+            capacity_bytes=self._space.num_blocks * size,
+            used_bytes=self.num_used_blocks * size,
+            free_bytes=self._space.allocator.num_free * size,
+            num_sessions=self._index.num_on_ssd,
+            evict_to_reuse=self.gaps.histogram(),
+            **dataclasses.asdict(self._counters),
         )
-        handle.add_settled_callback(lambda _: self._space.release(num_bytes))
-        return handle
 
-    def delete_blocks(self, block_ids: Sequence[int]) -> IoHandle:
-        """See `DiskTier`."""
-        check_block_ids(block_ids, None)
-        keys = [_block_key(block) for block in block_ids]
-        return self._writes.submit([functools.partial(self._kvstore.write, key, None) for key in keys])
+    def wanted(self, key: str) -> None:
+        """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
+        entry = self._index.get(key)
+        if entry is not None and entry.ssd is not None:
+            self.gaps.forget(key)
+        elif entry is None or not entry.block_ids:
+            self.gaps.wanted(key)
 
-    def stored_block_ids(self) -> list[int]:
-        """See `DiskTier`."""
-        matches = filter(None, map(_BLOCK_KEY.fullmatch, self._keys()))
-        return sorted(int(match[1]) * GROUP_BLOCKS + int(match[2]) for match in matches)
+    # Moves.
 
-    def sweep(self) -> int:
-        """See `DiskTier`."""
-        leftovers = [key for key in self._keys() if _LEFTOVER_KEY.fullmatch(key)]
-        for key in leftovers:
-            if self._directory is not None:  # TensorStore refuses keys that look like its own temporary files.
-                (self._directory / key).unlink(missing_ok=True)
-        return len(leftovers)
+    def can_fetch(self, entry: Entry) -> bool:
+        """Whether a fetch of the session may begin; if not because the SSD was late, that is its next miss."""
+        if entry.ssd is None or entry.fetch is not None or entry.flush is not None:
+            return False
+        if self.is_late:
+            entry.miss = MissReason.DEADLINE
+            return False
+        return True
 
-    def poll(self) -> None:
-        """See `DiskTier`."""
-        self._reads.poll()
-        self._writes.poll()
+    def fetch(self, entry: Entry, dram_block_ids: Sequence[int]) -> None:
+        """Begins to bring a session to DRAM, into blocks that are this move's until it has settled."""
+        if entry.ssd is None or entry.fetch is not None:
+            raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
+        into = [self._dram.slab[block] for block in dram_block_ids]
+        entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
+        self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
 
-    def close(self, timeout_s: float | None = None) -> bool:
-        """See `DiskTier`."""
-        settled = close_all([self._reads, self._writes], timeout_s)
-        self._threads.shutdown(wait=settled)
-        return settled
+    def flush(self, entry: Entry) -> bool:
+        """Begins to write what of a session is not on SSD yet, evicting others where room lacks.
 
-    def _block(self, block: int) -> ts.TensorStore:
-        return self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
+        Returns:
+          Whether that is decided: it has begun, or cannot, which is counted, and the session does not wait for it any
+          more; `poll` says whether to try again. If not, room may come when other moves have settled.
+        """
+        size, num_blocks = self._layout.block_tokens, self._layout.num_blocks(entry.places.num_places)
+        if not self._blocks.admits(entry.owner.tenant, num_blocks):
+            return self._skip_flush(entry, FlushFailure.TOO_LARGE)
+        num_kept = num_kept_blocks(entry, size)
+        shared_ids = shared_on_ssd(entry, self._index.get, self._dram_blocks.is_shared, size)
+        if shared_ids is None:
+            return False
+        self._blocks.share(shared_ids)  # First: the session that has them may be evicted for the others' room.
+        failure = self._make_room(entry, num_blocks - num_kept - len(shared_ids))
+        if failure is not None and self._moves:
+            self._blocks.free(entry.owner.tenant, shared_ids)
+            return False
+        if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
+            failure = self._make_room(entry, num_blocks - self._policy.frees([entry.key]))
+            if failure is None:
+                self._forget_copy(entry)
+                num_kept = 0
+        new_ids = None
+        if failure is None:
+            new_ids = self._blocks.alloc(entry.owner.tenant, num_blocks - num_kept - len(shared_ids))
+        if new_ids is None:
+            self._blocks.free(entry.owner.tenant, shared_ids)
+            return self._skip_flush(entry, failure or FlushFailure.NO_ROOM)
+        kept_ids = [] if entry.ssd is None else entry.ssd.block_ids[:num_kept].tolist()
+        dram_ids = entry.block_ids[num_kept:num_blocks]
+        entry.flush = FlushTask(
+            record=record_of(entry, kept_ids, [*shared_ids, *new_ids], size),
+            token_ids=entry.token_ids,
+            num_kept_blocks=num_kept,
+            num_shared_blocks=len(shared_ids),
+            sources=[self._dram.slab[block] for block in dram_ids],
+            note=entry.note,
+        )
+        entry.waits_for_flush = False
+        self._begin(entry.flush, Move(entry, ssd_blocks=[*shared_ids, *new_ids], read_blocks=frozenset(dram_ids)))
+        return True
 
-    def _read(self, block: int, dst: np.ndarray) -> OperationFuture:
-        if self._directory is None:
-            return _copy(self._block(block), dst)
-        return self._threads.submit(self._read_file, self._directory, block, dst)
+    def poll(self) -> tuple[list[Entry], list[Entry]]:
+        """Takes in what the worker has done. Never waits.
 
-    def _read_file(self, directory: Path, block: int, dst: np.ndarray) -> None:
-        if not self._shards.read(directory / _block_key(block), dst):
-            _copy(self._block(block), dst).result()
+        Returns:
+          Sessions that SSD had to forget, and DRAM has; and those of which something could not be written.
+        """
+        lost: list[Entry] = []
+        if self._worker.is_late:
+            self._missed_deadline()
+        while (end := self._worker.take_ended()) is not None:
+            if isinstance(end, Lost | Changed):
+                entry = self._index.get(end.key)
+                if entry is None or entry.ssd is None:
+                    continue
+                if isinstance(end, Changed):
+                    self._take_in_note(entry, end.note, end.error)
+                    continue
+                self._let_go(entry)
+                self._index.place(entry)
+                if entry.num_tokens:
+                    lost.append(entry)
+                continue
+            move = self._moves.get(end.task)
+            if move is None:  # Settled already: reported twice, in the other order.
+                continue
+            if not move.ended:
+                move.ended = True
+                if end.error is not None and end.error.reason is IoFailure.DEADLINE:
+                    move.late = True
+                    self._missed_deadline()
+                if isinstance(end.task, FetchTask):
+                    self._end_fetch(move, end.task, end)
+                else:
+                    self._end_flush(move, end.task, end)
+            if end.settled:
+                del self._moves[end.task]
+                self._dram_blocks.free(move.entry.owner.tenant, move.dram_blocks)
+                self._blocks.free(move.entry.owner.tenant, move.ssd_blocks)
+            self._index.place(move.entry)
+        failed, self._failed = self._failed, []
+        return lost, failed
 
-    def _write(self, block: int, src: np.ndarray) -> OperationFuture:
-        if self._directory is None or not self._shards.usable:
-            return self._write_by_tensorstore(block, src)
-        return self._threads.submit(self._write_file, self._directory, block, src)
+    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
+        """Frees a session's blocks of DRAM, those that a flush still reads once it has settled."""
+        if entry.flush is not None:
+            move = self._moves[entry.flush]
+            move.dram_blocks += [block for block in block_ids if block in move.read_blocks]
+            block_ids = [block for block in block_ids if block not in move.read_blocks]
+        self._dram_blocks.free(entry.owner.tenant, block_ids)
 
-    def _write_file(self, directory: Path, block: int, src: np.ndarray) -> None:
-        path = directory / _block_key(block)
+    # Forgetting.
+
+    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None) -> None:
+        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens, > 0. DRAM is cut already.
+
+        `note` is kept with the session from now on; None keeps what is kept.
+        """
+        if entry.fetch is not None and entry.fetch.copy.num_tokens > num_tokens:
+            self._cancel_fetch(entry)
+        is_longer = entry.ssd is not None and entry.ssd.num_tokens > num_tokens
+        kept = np.arange(0 if entry.ssd is None else entry.ssd.num_tokens) < num_tokens
+        if entry.flush is not None:
+            move, num_flushed = self._moves[entry.flush], entry.flush.record.num_tokens
+            if move.detached or move.cuts or num_flushed > num_tokens:
+                self.cancel(entry)
+            elif is_longer:  # Perhaps the catalog has it no more.
+                move.cuts.append(Cut(kept, entry.lineage, note, num_flushed))
+                return
+        if entry.ssd is not None and is_longer:
+            self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), len(kept))
+
+    def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
+
+        A flush that is under way goes on, if none of what it reads will be written: it is published as it began, and
+        cut then. Otherwise it is given up.
+
+        Args:
+          entry: of the session.
+          kept: bool `[T]`, which of the tokens stay that were in DRAM, or on SSD alone.
+          lineage: what has been dropped then.
+          note: as for `shorten`.
+        """
+        cut = Cut(kept, lineage, note)
+        self._cancel_fetch(entry)
+        if entry.flush is not None:
+            move = self._moves[entry.flush]
+            num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
+            if not move.detached and (not num_flushed or kept[num_flushed - 1 :].any()):
+                cut.num_flushed = int(np.count_nonzero(kept[:num_flushed]))
+                move.cuts.append(cut)
+                return
+            self.cancel(entry)
+        # What SSD has behind the tokens in DRAM, or instead of them, is of a state that was given up.
+        self._cut_copy(entry, cut, entry.num_same_tokens if entry.num_tokens else len(kept))
+
+    def detach(self, entry: Entry) -> None:
+        """A session leaves DRAM and will be saved there anew: what a flush brings to SSD is another state of it."""
+        if entry.flush is not None:
+            self._moves[entry.flush].detached = True
+
+    def cancel(self, entry: Entry) -> None:
+        """Gives up what of a session is on its way. A flush may be too far for that: then SSD forgets the session."""
+        self._cancel_fetch(entry)
+        if entry.flush is not None:
+            entry.flush.cancelled = True
+            self._moves[entry.flush].ended = True
+            self._counters.failed_flushes[FlushFailure.CANCELLED] += 1
+            entry.flush = None
+            self._forget_copy(entry, published=True)
+
+    def forget(self, entry: Entry, *, published: bool = False) -> None:
+        """Forgets what of a session is on SSD; where `published`, the catalog may know of it and the index does not."""
+        if entry.ssd is not None or published:
+            self._let_go(entry)
+            self._worker.forget([entry.key])
+
+    # What the catalog knows and the index does not.
+
+    def note(self, key: str) -> bytes:
+        """What was kept with a session; empty where nothing was or where the catalog cannot be read. Reads a file.
+
+        Raises:
+          CatalogLateError: it has not been read in time: something may be there.
+        """
         try:
-            self._shards.write(path, src, path.with_name(path.name + _TEMPORARY), durable=self._durable)
-        except FileNotFoundError:  # The group's directory is gone: TensorStore makes it anew.
-            self._write_by_tensorstore(block, src).result()
-            if self._durable:
-                sync_directory(directory)
-
-    def _write_by_tensorstore(self, block: int, src: np.ndarray) -> ts.Future:
-        # The reference ends with the move: the caller keeps `src` as it is until it has settled.
-        write = self._block(block).write(src, can_reference_source_data_indefinitely=True).commit
-        write.force()
-        return write
-
-    def _syncing(self, block_ids: Sequence[int]) -> Operation | None:
-        """The operation that ends a durable write."""
-        if self._directory is None or not self._durable:
-            return None
-        groups = {block // GROUP_BLOCKS for block in block_ids}
-        return functools.partial(self._threads.submit, self._sync_names, self._directory, groups)
-
-    def _sync_names(self, directory: Path, groups: set[int]) -> None:
-        """Makes the names of written blocks durable."""
-        for group in groups:
-            sync_directory(directory / _group_path(group))
-
-    def _keys(self) -> Iterator[str]:
-        """Every file of every group, relative to the root. Blocks."""
-        if self._directory is None:
-            yield from (key.decode() for key in self._kvstore.list().result())
-            return
-        for group in os.scandir(self._directory):  # TensorStore's list leaves out what it takes for temporary files.
-            if group.is_dir(follow_symlinks=False):
-                yield from (f"{group.name}/{name}" for name in os.listdir(group))
-
-    def _open_groups(self) -> list[ts.TensorStore]:
-        """Opens all groups at once, and makes those that are not there yet."""
-        metadata = _metadata(self._layout)
-        opening = [
-            ts.open(self._spec(group, metadata), open=True, create=not self._only_existing, context=self._context)
-            for group in range(-(-self._num_blocks // GROUP_BLOCKS))
-        ]
-        return [self._opened(group, future, metadata) for group, future in enumerate(opening)]
-
-    def _spec(self, group: int, metadata: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "driver": "zarr3",
-            "kvstore": (self._kvstore / _group_path(group)).spec().to_json(),
-            "metadata": metadata,
-            "recheck_cached_metadata": False,
-            # There is no cache, but what a read has just used lives on for a moment: never take that for fresh.
-            "recheck_cached_data": True,
-            "fill_missing_data_reads": False,
-            "store_data_equal_to_fill_value": True,
-        }
-
-    def _opened(self, group: int, future: ts.Future, metadata: dict[str, Any]) -> ts.TensorStore:
-        try:
-            return future.result()
-        except ValueError as error:
-            path = f"{_group_path(group)}zarr.json"
-            text = self._kvstore.read(path).result().value
-            if not text and self._only_existing:  # What an engine would make: blocks may be there nevertheless.
-                spec = self._spec(group, metadata)
-                return ts.open(spec, open=True, assume_metadata=True, context=self._context).result()
-            try:
-                found = json.loads(text)
-            except ValueError:
-                raise ValueError(f"{self._kvstore.url}{path} wanted zarr3 metadata, found {error}") from error
-            if not isinstance(found, dict):
-                found = {}
-            for name, wanted in metadata.items():
-                if found.get(name) != wanted:
-                    raise ValueError(
-                        f"SSD store at {self._kvstore.url} holds another layout: wanted {name} {wanted}, "
-                        f"found {found.get(name)}"
-                    ) from error
+            contents = self._contents.contents(key)
+        except CatalogLateError:
+            self._missed_deadline()
             raise
+        except CatalogError:
+            return b""
+        return b"" if contents is None else contents.note
 
+    def write_down(self, entry: Entry) -> None:
+        """Writes a session's pin and time to live down, if it is on SSD."""
+        if entry.ssd is not None:
+            self._worker.change(entry.key, entry.pinned, entry.ttl_s)
 
-def stored_block_bytes(layout: KVLayout) -> int:
-    """What a file of one block takes on disk: layers, their checksums and the index, in whole pages."""
-    file_bytes = layout.block_bytes + layout.num_layers * (4 + 16) + 4
-    return -(-file_bytes // _PAGE_BYTES) * _PAGE_BYTES
+    def set_note(self, entry: Entry) -> None:
+        """Writes down what a session's owner wants kept with it; its KV there stays as it is. No flush may run."""
+        if entry.ssd is not None and entry.note is not None:
+            self._worker.set_note(entry.key, entry.note)
 
+    def close(self, timeout_s: float) -> bool:
+        """Ends the worker and closes the files. To let moves end first, poll until there are none.
 
-def _copy(view: ts.TensorStore, dst: np.ndarray) -> ts.Future:
-    """Begins to decode a view of the files straight into memory: `read` would give fresh memory, which is slow."""
-    copy = ts.array(dst).write(view).commit
-    copy.force()
-    return copy
+        Returns:
+          Whether all has settled.
+        """
+        self._worker.use({entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None})
+        self._contents.close()  # First: the last one to close has to be one that may merge the log.
+        return self._worker.close(timeout_s)
 
+    # How.
 
-def _block_key(block: int) -> str:
-    return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + 5 * ".0"
+    def _missed_deadline(self) -> None:
+        self._late_until_s = time.monotonic() + _LATE_PAUSE_S
 
+    def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
+        self._moves[task] = move
+        self._index.place(move.entry)
+        self._worker.submit(task)
 
-def _group_path(group: int) -> str:
-    return f"{group:06d}/"
+    def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
+        entry = move.entry
+        if entry.fetch is not task:  # Given up meanwhile.
+            return
+        entry.fetch = None
+        if end.error is None and end.contents is not None:
+            block_ids, move.dram_blocks = move.dram_blocks, []
+            entry.take_in(task.copy, end.contents.token_ids, block_ids)
+            self._counters.num_fetches += 1
+            self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes
+            return
+        reason = IoFailure.DEVICE if end.error is None else end.error.reason
+        entry.miss = MissReason(reason) if reason in set(MissReason) else MissReason.DEVICE
+        if reason in (IoFailure.CORRUPT, IoFailure.MISSING):
+            self.forget(entry)
 
+    def _end_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
+        entry = move.entry
+        entry.flush = None
+        self._take_in_flush(move, task, end)
+        for cut in move.cuts:
+            self._cut_copy(entry, cut, entry.num_same_tokens)
+        if move.detached:
+            entry.num_same_tokens = entry.num_same_rows = 0
 
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Splits a sequence of blocks into stretches of one group each: `(group, position of the first, ids within)`."""
-    start = 0
-    while start < len(block_ids):
-        group = block_ids[start] // GROUP_BLOCKS
-        stop = start
-        while stop < min(len(block_ids), start + _LAYER_RUN_BLOCKS) and block_ids[stop] // GROUP_BLOCKS == group:
-            stop += 1
-        yield group, start, [block % GROUP_BLOCKS for block in block_ids[start:stop]]
-        start = stop
+    def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
+        entry = move.entry
+        if end.error is not None:
+            reason = end.error.reason
+            if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
+                self.forget(entry)
+                reason = IoFailure.CATALOG
+            self._failed.append(entry)
+            known = reason in set(FlushFailure)
+            self._counters.failed_flushes[FlushFailure(reason) if known else FlushFailure.DEVICE] += 1
+            return
+        old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
+        self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
+        entry.ssd = task.record.copy
+        entry.num_same_tokens = entry.ssd.num_tokens
+        entry.num_same_rows = entry.ssd.places.num_places
+        self._take_in_note(entry, task.note)
+        if (entry.pinned, entry.ttl_s) != (task.record.pinned, task.record.ttl_s):  # Changed while it was on its way.
+            self.write_down(entry)
+        self._counters.num_flushes += 1
+        self._counters.flushed_bytes += task.num_written_blocks * self._layout.block_bytes
+        move.ssd_blocks = []
 
+    def _take_in_note(self, entry: Entry, note: bytes | None, error: BlockIoError | None = None) -> None:
+        """SSD keeps this with a session now, or could not. Its owner may want something else by now."""
+        if error is not None:
+            self._failed.append(entry)
+            return
+        entry.pause_s = 0.0
+        entry.take_in_note(note)
 
-def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path | None]:
-    """The URL of a store's root, and its directory if it is local."""
-    text = os.fspath(location)
-    scheme = urlsplit(text).scheme if "://" in text else ""
-    if not text:
-        raise ValueError("SSD location wanted a directory or a TensorStore URL, found none")
-    if scheme not in ("", "file"):
-        return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
-    parent = unquote(urlsplit(text).path) if scheme else text
-    directory = prepare_directory(parent, "zarr3") if make else Path(parent).absolute() / "zarr3"
-    return f"{directory.as_uri()}/", directory
+    def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
+        """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
+        tenant = entry.owner.tenant
+        with self._index.kept(entry):
+            victims = choose_room(
+                self._policy,
+                self._index.on_ssd,
+                tenant=tenant,
+                lacking=self._blocks.lacking(num_blocks),
+                excess=self._blocks.excess(tenant, num_blocks),
+            )
+        if victims is None:
+            return FlushFailure.NO_ROOM
+        evicted = [entry for entry in map(self._index.get, victims) if entry is not None]
+        try:
+            for victim in evicted:
+                self._take_note_back(victim)
+        except CatalogLateError:
+            return FlushFailure.DEADLINE
+        for victim in evicted:
+            num_free = self._space.allocator.num_free
+            self._let_go(victim)
+            self._counters.num_evictions += 1
+            self.gaps.evicted(victim.key)
+            num_freed = self._space.allocator.num_free - num_free
+            self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
+            self._index.place(victim)
+        if victims:
+            self._worker.forget(victims)
+        return None
 
+    def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
+        self._counters.failed_flushes[failure] += 1
+        entry.waits_for_flush = False
+        self.set_note(entry)
+        if failure is not FlushFailure.TOO_LARGE:  # Room may come; what is too large stays so.
+            self._failed.append(entry)
+        self._index.place(entry)
+        return True
 
-def _metadata(layout: KVLayout) -> dict[str, Any]:
-    """The zarr3 metadata of one group: a block is a shard, a layer of it an inner chunk."""
-    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}}
-    checked = [to_bytes, {"name": "crc32c"}]
-    num_layers, *layer_shape = layout.block_shape
-    sharding = {
-        "chunk_shape": [1, 1, *layer_shape],
-        "codecs": checked,
-        "index_codecs": checked,
-        "index_location": "end",
-    }
-    return {
-        "shape": [GROUP_BLOCKS, num_layers, *layer_shape],
-        "data_type": layout.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, num_layers, *layer_shape]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "fill_value": 0,
-    }
+    def _cut_copy(self, entry: Entry, cut: Cut, num_own: int) -> None:
+        """Forgets tokens of what is on SSD: those that a cut does not keep, and all behind the first `num_own`."""
+        if entry.ssd is None:
+            return
+        kept = np.zeros(entry.ssd.num_tokens, bool)
+        num_own = min(num_own, len(cut.kept), len(kept))
+        kept[:num_own] = cut.kept[:num_own]
+        if not kept.any():
+            self._forget_copy(entry)
+        elif not (kept.all() and cut.lineage == entry.ssd.lineage and cut.note is None):
+            gone = cut_copy(entry, kept, cut.lineage, self._layout.block_tokens)
+            self._blocks.free(entry.owner.tenant, gone)
+            self._worker.cut(entry.key, kept, cut.lineage, cut.note)
 
+    def _cancel_fetch(self, entry: Entry) -> None:
+        if entry.fetch is not None:
+            entry.fetch.cancelled = True
+            entry.fetch = None
 
-def _describe(exception: BaseException) -> BlockIoError:
-    """Finds the reason in what TensorStore raises: a ValueError whose message begins with its status."""
-    if isinstance(exception, BlockIoError):
-        return exception
-    if isinstance(exception, OSError):
-        full = exception.errno in (errno.ENOSPC, errno.EDQUOT)
-        return BlockIoError(
-            IoFailure.NO_SPACE if full else IoFailure.DEVICE, f"{type(exception).__name__}: {exception}"
-        )
-    message = str(exception)
-    if re.search(r"os_error_code='(28|122)'", message):  # ENOSPC, EDQUOT
-        return BlockIoError(IoFailure.NO_SPACE, message)
-    if re.search(r"Requested byte range .* is not valid for value of size", message):
-        return BlockIoError(IoFailure.CORRUPT, message)
-    return BlockIoError(_REASONS.get(message.partition(":")[0], IoFailure.DEVICE), message)
+    def _forget_copy(self, entry: Entry, *, published: bool = False) -> None:
+        """Forgets what is on SSD of a session that goes on in DRAM, with its note."""
+        with contextlib.suppress(CatalogLateError):
+            self._take_note_back(entry)
+        self.forget(entry, published=published)
+
+    def _take_note_back(self, entry: Entry) -> None:
+        """Keeps a session's note for its next flush, before SSD forgets it.
+
+        Raises:
+          CatalogLateError: it cannot be read in time.
+        """
+        if entry.note is None and entry.ssd is not None and entry.num_tokens:
+            note = self.note(entry.key)
+            entry.note = Note(note, entry.noted if note else -1)
+
+    def _blocks_on_ssd(self, key: str) -> Sequence[int]:
+        entry = self._index.get(key)
+        return () if entry is None or entry.ssd is None else entry.ssd.block_ids.tolist()
+
+    def _let_go(self, entry: Entry) -> None:
+        if entry.ssd is not None:
+            self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
+        entry.forget_copy()

@@ -6,7 +6,7 @@ into reused staging at 23 GB/s: TensorStore with an index array 25-27 GB/s, on i
 interpreter lock a layer; TensorStore per block 7; numpy per block 18-21 on the calling thread, 11-17 on a worker. A
 part of a block is too small for that: 45-105 us by TensorStore, 1-10 us by numpy.
 
-Not here: the books. Only the AttentionStore opens and closes tickets.
+Not here: opening and closing tickets (transfers).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from ca_jax.storage.dram import DramTier
-from ca_jax.storage.places import BlockRows, TokenPlaces
+from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tokens import BlockRows, TokenPlaces
 
 
 class TicketState(enum.Enum):
@@ -147,22 +147,21 @@ class SaveTicket:
     def _copy(self, layers: slice, kv: np.ndarray, start: int) -> None:
         """Copies `kv` `[l, 2, T, K, H]` to the rows from place `start` on."""
         layout = self._tier.layout
-        split = layout.split(start, start + kv.shape[2])
-        done = None
-        if split.whole:
-            first = split.whole.start * layout.block_tokens - start
-            blocks = _as_blocks(kv[:, :, first : first + len(split.whole) * layout.block_tokens], layout.block_tokens)
-            ids = self._block_ids[split.whole.start : split.whole.stop]
+        stretches, parts = _stretches(start, kv.shape[2], layout.block_tokens)
+        copies = []
+        for first, first_block, num_blocks in stretches:
+            blocks = _as_blocks(kv[:, :, first : first + num_blocks * layout.block_tokens], layout.block_tokens)
+            ids = self._block_ids[first_block : first_block + num_blocks]
             # The reference ends with this call, which waits for the copy.
-            done = self._tier.blocks[ids, layers].write(
+            write = self._tier.blocks[ids, layers].write(
                 blocks.transpose(2, 0, 1, 3, 4, 5), can_reference_source_data_indefinitely=True
             )
-        for part in split.parts:
-            first = part.index * layout.block_tokens + part.start - start
+            copies.append(write)
+        for part in parts:
             block = self._tier.slab[self._block_ids[part.index]]
-            block[layers, :, part.start : part.stop] = kv[:, :, first : first + part.stop - part.start]
-        if done is not None:
-            done.result()
+            block[layers, :, part.rows] = kv[:, :, part.first_token : part.first_token + part.num_tokens]
+        for write in copies:
+            write.result()
 
 
 class LoadTicket:
@@ -252,7 +251,7 @@ class LoadTicket:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
         self._state = state
         for future in self._reads:
-            future.exception()  # Waits. An error is for whoever holds the future.
+            future.exception()  # Waits. An error is for the holder of the future.
         self._reads.clear()
 
     @functools.cached_property
@@ -261,6 +260,14 @@ class LoadTicket:
         stretches, parts = self._places.stretches(self._tier.layout.block_tokens)
         blocks = self._tier.blocks
         return [(token, blocks[self._block_ids[first : first + count]]) for token, first, count in stretches], parts
+
+
+@functools.lru_cache(maxsize=64)
+def _stretches(
+    start: int, num_tokens: int, block_tokens: int
+) -> tuple[list[tuple[int, int, int]], tuple[BlockRows, ...]]:
+    """Where tokens side by side lie, see `TokenPlaces.stretches`; the same for each layer of a save."""
+    return TokenPlaces(((start, num_tokens),) if num_tokens else ()).stretches(block_tokens)
 
 
 def _all_of(futures: Sequence[ts.Future]) -> ts.Future:

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from ca_jax.storage.policy import StoredEntry, StoreView
+from ca_jax.storage.placement.policy import StoredEntry, StoreView
 
 
 class BeladyPolicy:

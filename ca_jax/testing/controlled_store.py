@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.records import MissReason
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
 from ca_jax.testing.paced import Transfer, Transfers
 

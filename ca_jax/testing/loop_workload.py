@@ -1,6 +1,6 @@
 """A store without bytes, as small as it can be: a trace of jobs runs against a policy, and hits are counted.
 
-Not here: policies (`ca_jax.storage.policy`, `belady`), moves between tiers, time.
+Not here: policies (`ca_jax.storage.placement.policy`, `belady`), moves between tiers, time.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.orders import TierOrders
-from ca_jax.storage.policy import EvictionPolicy, StoredEntry
+from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry
 from ca_jax.testing.belady import BeladyPolicy
 
 

@@ -19,8 +19,8 @@ from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.replay.scripts import Exchange
 from ca_jax.serving import batch
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import StoreConfig
+from ca_jax.storage.store import AttentionStore
 from ca_jax.traces.sharegpt import Conversation, Turn
 from tests.benchmarks.conftest import steps
 

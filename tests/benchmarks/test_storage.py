@@ -15,10 +15,10 @@ from benchmarks.suites import store as stores
 from benchmarks.suites.policy import DecisionRow, LoopRow, PolicyBenchConfig, PrefixRow, StartupRow
 from benchmarks.suites.store import DRIVERS, StoreBenchConfig, StoreRow
 from ca_jax.errors import CaJaxError
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 from tests.benchmarks.conftest import steps
 
 STORE_SIZES = {
@@ -155,7 +155,7 @@ def test_a_directory_in_memory_is_refused(measure, tmp_path: Path, monkeypatch: 
 def test_a_disk_without_room_is_told_of(measure, disk: Path) -> None:
     config = sized(disk, store_gib=1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ca_jax.storage.ssd_space.DiskSpace._free_bytes", lambda self: 1000)
+        patch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: 1000)
         with pytest.raises(BenchError, match=r"no measurement at this size in .*SSD capacity"):
             measure("store", config)
 

@@ -13,9 +13,9 @@ import pytest
 from ca_jax.device import transfer
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.kv.layer_loader import LayerLoader
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from tests.storage.store_helpers import as_bits, make_kv
 
 SHAPE = (2, 1000, 4, 64)  # As a layer's KV; no whole number of pages.

@@ -14,11 +14,11 @@ from ca_jax.launch.plan import make_plan
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.presets import PRESETS
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.dram import DramTier
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import stored_block_bytes
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 from ca_jax.testing import tiny
 
 A100 = 80 * 10**9

@@ -15,8 +15,8 @@ import safetensors
 
 from ca_jax.launch import store_report
 from ca_jax.launch.store import CommandError, Request, Result, run
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogLockedError
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogLockedError
 from tests.storage.filled_store import (
     KEYS,
     LAYOUT,

@@ -15,9 +15,9 @@ from ca_jax.config import BlendConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Answer, Session
-from ca_jax.storage import ssd_books
-from ca_jax.storage.disk_tier import DiskTier
+from ca_jax.storage import ssd
 from ca_jax.storage.records import Residency
+from ca_jax.storage.tiers.disk import DiskTier
 from tests import engine_kit as kit
 from tests.reliability import workload
 
@@ -270,9 +270,9 @@ class Arena:
 @contextlib.contextmanager
 def without_pause() -> Iterator[None]:
     """Lets the store try its SSD again at once after a missed deadline, so that each stall is one of its own."""
-    usual = ssd_books._LATE_PAUSE_S
-    ssd_books._LATE_PAUSE_S = 0.0
+    usual = ssd._LATE_PAUSE_S
+    ssd._LATE_PAUSE_S = 0.0
     try:
         yield
     finally:
-        ssd_books._LATE_PAUSE_S = usual
+        ssd._LATE_PAUSE_S = usual

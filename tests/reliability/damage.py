@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests.reliability import workload
 from tests.reliability.arena import Arena
 
@@ -132,7 +132,7 @@ def held(arena: Arena, operation: str) -> Iterator[None]:
 def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
     ssd, gate = workload.ssd_of(arena.engine), threading.Event()
-    catalog = ssd._worker._keeper._catalog
+    catalog = ssd._worker._writer._catalog
     readers = [(ssd._worker._reader, ("load",)), (ssd._contents._reader, ("contents",))]
     held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
 

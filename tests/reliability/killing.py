@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError
-from ca_jax.storage.catalog_reader import CatalogReader, namespaces
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
+from ca_jax.storage.catalog.reader import CatalogReader, namespaces
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 from ca_jax.turns.conversations import Conversation
 from tests import engine_kit as kit
 from tests.reliability import workload

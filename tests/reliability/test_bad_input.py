@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ca_jax.errors import InvalidRequestError, TenantError, UnknownSessionError
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
 from tests.reliability import workload

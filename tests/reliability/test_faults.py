@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ca_jax.storage.catalog_file import CATALOG_NAME
+from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests.reliability import campaigns, damage, workload
 from tests.reliability.arena import NUM_CONVERSATIONS, Arena
 

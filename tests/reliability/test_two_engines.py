@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from ca_jax.storage.catalog_file import CatalogLockedError
+from ca_jax.storage.catalog.file import CatalogLockedError
 from tests import engine_kit as kit
 from tests.reliability import killing, workload
 from tests.reliability.arena import Arena

@@ -37,8 +37,8 @@ from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.session import Session
 from ca_jax.storage import opening
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.records import Contents
 from tests import engine_kit as kit
 from tests.reliability import workload
 

@@ -23,14 +23,13 @@ import numpy as np
 import ca_jax
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
-from ca_jax.storage.attention_store import AttentionStore
-from ca_jax.storage.catalog_file import CATALOG_NAME
-from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import SessionRecord
-from ca_jax.storage.catalog_rows import Contents
+from ca_jax.storage.catalog.file import CATALOG_NAME
+from ca_jax.storage.catalog.notes import LOG_NAME
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Contents, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.storage.note_log import LOG_NAME
-from ca_jax.storage.ssd_books import SsdBooks
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -89,7 +88,7 @@ def store_of(engine: Engine) -> AttentionStore:
     return engine._kv._store
 
 
-def ssd_of(engine: Engine) -> SsdBooks:
+def ssd_of(engine: Engine) -> SsdIndex:
     """Its SSD tier's books."""
     ssd = store_of(engine)._ssd
     assert ssd is not None

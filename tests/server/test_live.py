@@ -10,7 +10,7 @@ import pytest
 from ca_jax.server.live import read_live
 from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.policy import look_ahead_window
+from ca_jax.storage.placement.policy import look_ahead_window
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit, server_kit
 from tests.server_kit import DEADLINE_S, chat, user

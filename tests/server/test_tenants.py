@@ -168,7 +168,7 @@ def work_of(server, store, client, content):
     def counts():
         metrics, stats = engine.metrics, engine.store_stats()
         of_engine = {name: value for name, value in dataclasses.asdict(metrics).items() if isinstance(value, int)}
-        of_store = {"hits": stats.num_hits, "fetches": stats.ssd.num_fetches, "gaps": stats.evict_to_reuse.num_gaps}
+        of_store = {"hits": stats.num_hits, "fetches": stats.ssd.num_fetches, "gaps": sum(stats.evict_to_reuse.counts)}
         of_store |= {"saved_bytes": stats.saved_bytes, "flushed_bytes": stats.ssd.flushed_bytes, **stats.misses}
         return of_engine | of_store | dict(store.asked)
 

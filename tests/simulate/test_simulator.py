@@ -11,7 +11,7 @@ from ca_jax.simulate.config import ServerConfig, StoreSizes
 from ca_jax.simulate.machine import DEVICES, MODELS, RooflineCost, SimModel
 from ca_jax.simulate.simulator import Server
 from ca_jax.simulate.workload import SimSession, SimTurn, num_turns, poisson_sessions
-from ca_jax.storage.policy import EVICTION_POLICIES
+from ca_jax.storage.placement.policy import EVICTION_POLICIES
 
 MODEL = SimModel(name="small", num_params=1e9, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=64, window=1 << 20)
 BLOCK_BYTES = MODEL.token_bytes * 128

@@ -16,10 +16,10 @@ import sys
 
 import numpy as np
 
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_records import Namespace, SessionRecord
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.lineage import Lineage
+from ca_jax.storage.tokens import Lineage
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32", block_tokens=4)
 NAMESPACE = Namespace(weights="weights", layout=LAYOUT)

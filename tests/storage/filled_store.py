@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_records import Namespace, SessionRecord
-from ca_jax.storage.disk_tier import DiskTier
-from ca_jax.storage.seal import seal_block
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
+from ca_jax.storage.layout import seal_block
+from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .ssd_helpers import make_blocks
 from .store_helpers import make_layout

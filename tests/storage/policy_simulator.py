@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.placement.orders import LookAhead
+from ca_jax.storage.placement.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
 from ca_jax.testing.loop_workload import Stored, Tier, describe, hits_of_one_tier, next_use_in
 
 __all__ = ["Stored", "Tier", "TwoTierResult", "describe", "hits_of_one_tier", "next_use_in", "run_two_tiers"]

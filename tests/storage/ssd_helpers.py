@@ -11,9 +11,9 @@ import numpy as np
 import tensorstore as ts
 
 from ca_jax.storage import KVLayout
-from ca_jax.storage.disk_tier import DiskTier
-from ca_jax.storage.ssd import SsdTier
-from ca_jax.storage.ssd_raw import RawSsdTier
+from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.raw import RawSsdTier
+from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .store_helpers import make_kv, make_layout
 
@@ -42,20 +42,23 @@ class Disk:
         """The file a block of the `file` kind is in."""
         return self.path / "zarr3" / f"{block // 1024:06d}" / f"c.{block % 1024}.0.0.0.0.0"
 
+    def tensorstore(self, group: int = 0) -> ts.TensorStore:
+        """A group of the `file` kind as TensorStore opens it alone: `[1024, L, 2, block_tokens, K, H]`."""
+        path = self.path / "zarr3" / f"{group:06d}"
+        return ts.open({"driver": "zarr3", "kvstore": path.as_uri()}, context=ts.Context()).result()
+
 
 def make_disk(kind: str, path: Path) -> Disk:
     """A disk of kind `file`, `memory` or `raw`."""
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
 
     def open_tier(layout: KVLayout | None = None, num_blocks: int = NUM_BLOCKS, **options: Any) -> DiskTier:
-        layout = layout or make_layout()
-        if kind == "raw":
-            return RawSsdTier(
-                layout, path, num_blocks * 2 * 4096, **options
-            )  # A page for the block, one for its trailer.
+        layout, disk_options = layout or make_layout(), DiskOptions(**options)
+        if kind == "raw":  # A page for the block, one for its trailer.
+            return RawSsdTier(layout, path, num_blocks * 2 * 4096, disk_options)
         if kind == "memory":
-            return SsdTier(layout, "memory://kv", num_blocks * 4096, context=context, **options)
-        return SsdTier(layout, path, num_blocks * 4096, **options)
+            return SsdTier(layout, "memory://kv", num_blocks * 4096, disk_options, context=context)
+        return SsdTier(layout, path, num_blocks * 4096, disk_options)
 
     return Disk(kind=kind, open=open_tier, path=path)
 

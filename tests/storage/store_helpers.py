@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, StoreConfig, ssd_setup
-from ca_jax.storage.block_io import BlockIoError, IoHandle, IoQueue
+from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, StoreConfig
+from ca_jax.storage import opening as ssd_setup
 from ca_jax.storage.config import GIB
-from ca_jax.storage.disk_tier import DiskTier
 from ca_jax.storage.opening import open_ssd
-from ca_jax.storage.records import Owner
+from ca_jax.storage.records import BlockIoError, Owner
+from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
@@ -130,6 +131,11 @@ def load(store: AttentionStore, key: str, token_ids, num_dropped: int = 0) -> np
         layers.append(staging[:, : ticket.num_tokens].copy())
     store.complete_load(ticket)
     return np.stack(layers)
+
+
+def use(store: AttentionStore, key: str) -> None:
+    """Uses a session in DRAM whose tokens begin like `ids`."""
+    store.complete_load(store.prepare_load(key, ids(1)))
 
 
 def fetch(store: AttentionStore, key: str) -> None:

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from ca_jax.storage.block_map import block_map
-from ca_jax.storage.books import Entry
-from ca_jax.storage.places import TokenPlaces
 from ca_jax.storage.records import BlockTiers, Owner
-from ca_jax.storage.ssd_copy import SsdCopy
+from ca_jax.storage.sessions import Entry
+from ca_jax.storage.store import block_map
+from ca_jax.storage.tokens import SsdCopy, TokenPlaces
 
 BLOCK_TOKENS = 4
 

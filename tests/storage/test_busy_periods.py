@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ca_jax.storage.busy_periods import BusyPeriods
+from ca_jax.storage.tiers.io import BusyPeriods
 
 from .ssd_helpers import StoppedClock
 

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage.expiry import ExpiryQueue
-from ca_jax.storage.lookahead import LookAhead
-from ca_jax.storage.orders import TierOrders
-from ca_jax.storage.policy import SchedulerAwarePolicy
-from ca_jax.storage.quota import ChargedBlocks, TenantQuota
-from ca_jax.storage.tier import BlockAllocator
+from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
+from ca_jax.storage.placement.policy import SchedulerAwarePolicy
 
 from .policy_simulator import Stored, describe
 

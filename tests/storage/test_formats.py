@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.storage import catalog_file
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogAccessError, CatalogVersionError
-from ca_jax.storage.catalog_records import Namespace
-from ca_jax.storage.directories import make_directory
-from ca_jax.storage.note_log import LOG_NAME, NoteLog
+from ca_jax.storage.catalog import file as catalog_file
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogVersionError, make_directory
+from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
+from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.opening import open_ssd
 from ca_jax.turns.conversations import Conversation
 

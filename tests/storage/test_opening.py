@@ -13,13 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ca_jax.storage.block_io import BlockIoError, IoFailure, IoHandle, IoQueue
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CATALOG_NAME, CatalogCorruptError, CatalogLockedError, CatalogVersionError
-from ca_jax.storage.catalog_records import Namespace, SessionRecord, SessionState
-from ca_jax.storage.housekeeping import collect_garbage
-from ca_jax.storage.inspection import StoreInspector
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import (
+    CATALOG_NAME,
+    CatalogCorruptError,
+    CatalogLockedError,
+    CatalogVersionError,
+    set_aside,
+)
+from ca_jax.storage.catalog.records import Namespace, SessionRecord
+from ca_jax.storage.collect import collect_garbage
+from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.opening import OpenedSsd, open_ssd
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
 from .ssd_helpers import make_blocks, read
 from .store_helpers import make_layout
@@ -118,7 +125,7 @@ def warnings(caplog) -> str:
 
 def test_what_was_published_is_there_and_all_else_is_free(opened, caplog):
     with opened() as ssd:
-        assert (ssd.records, ssd.num_lost, ssd.quarantined) == ((), 0, None)
+        assert (ssd.records, ssd.num_lost) == ((), 0)
         assert ssd.tier.allocator.num_free == NUM_BLOCKS
         publish(ssd, "a", [3, 4], used_s=2.0)
         publish(ssd, "b", [9], used_s=3.0)
@@ -157,23 +164,21 @@ def test_blocks_of_nobody_are_reclaimed(opened, directory):
 
 def test_sessions_that_cannot_be_served_are_forgotten_and_their_blocks_free(opened, directory, caplog):
     with opened() as ssd:
-        for number, key in enumerate(("sound", "row", "name", "marked", "sizes", "ttl", "also sound")):
+        for number, key in enumerate(("sound", "row", "name", "sizes", "ttl", "also sound")):
             publish(ssd, key, [2 * number, 2 * number + 1], used_s=float(number))
-        ssd.catalog.set_state("marked", SessionState.DAMAGED)
     change_catalog(directory, "UPDATE sessions SET block_ids = zeroblob(16) WHERE key = 'row'")
     change_catalog(directory, "UPDATE sessions SET key = 'nom' WHERE key = 'name'")
     change_catalog(directory, "UPDATE sessions SET ttl_s = -1 WHERE key = 'ttl'")
     with opened() as ssd, ssd.catalog.batch():  # Its checksum is right, and yet it cannot be.
         record = dataclasses.replace(ssd.catalog.get("sizes"), num_tokens=100)
         ssd.catalog._write(record, ssd.catalog.contents("sizes"))
-    assert "4 stored sessions" in warnings(caplog)
+    assert "3 stored sessions" in warnings(caplog)
     assert "2 since their rows in the catalog are damaged" in warnings(caplog)
-    assert "1 since they were found damaged before" in warnings(caplog)
     assert "1 since what the catalog says of them cannot be" in warnings(caplog)
     caplog.clear()
     with opened() as ssd:
         assert (keys(ssd), ssd.num_lost) == (["sound", "also sound"], 1)
-        assert held(ssd) == [0, 1, 12, 13]
+        assert held(ssd) == [0, 1, 10, 11]
         assert_books_agree(ssd)
     assert "1 stored sessions" in warnings(caplog)
     caplog.clear()
@@ -258,15 +263,16 @@ def test_a_catalog_that_cannot_be_read_is_moved_aside(opened, directory, caplog,
     path.write_bytes(content)
     with opened() as ssd:
         assert ssd.records == ()
-        assert ssd.quarantined.read_bytes() == content
-        assert str(ssd.quarantined) in warnings(caplog)
+        (moved,) = set_aside(directory)
+        assert moved.read_bytes() == content
+        assert str(moved) in warnings(caplog)
         assert ssd.tier.allocator.num_free == NUM_BLOCKS
         assert ssd.reclaim() == 0
         assert "2 blocks stay on disk, since a catalog was set aside" in warnings(caplog)
         publish(ssd, "b", [0])
     caplog.clear()
     with opened() as ssd:
-        assert (keys(ssd), ssd.quarantined) == (["b"], None)
+        assert keys(ssd) == ["b"]
         assert ssd.reclaim() == 0
         assert ssd.tier.stored_block_ids() == [0, 3, 4], "what that catalog tells of is there for as long as it is"
     with StoreInspector(directory) as inspector:
@@ -282,7 +288,7 @@ def test_a_catalog_deleted_while_closed_is_an_empty_store_that_leaves_blocks_alo
         publish(ssd, "a", [3, 4])
     (directory / CATALOG_NAME).unlink()
     with opened() as ssd:
-        assert (ssd.records, ssd.quarantined) == ((), None)
+        assert ssd.records == ()
         assert ssd.reclaim() == 0
         assert "2 blocks stay on disk, since the catalog knows no session" in warnings(caplog)
         assert ssd.tier.stored_block_ids() == [3, 4]
@@ -311,9 +317,9 @@ def test_other_namespaces_are_left_alone(opened, directory):
     other = dataclasses.replace(NAMESPACE, weights="others")
     with opened() as ssd:
         publish(ssd, "a", [3, 4])
-        publish(ssd, "marked", [3])
-        ssd.catalog.set_state("marked", SessionState.DAMAGED)
+        publish(ssd, "damaged", [3])
         ssd.tier.write_blocks([7], make_blocks(LAYOUT, 1)).result()
+    change_catalog(directory, "UPDATE sessions SET num_tokens = 100 WHERE key = 'damaged'")
     with opened(namespace=other) as ssd:
         assert (ssd.records, ssd.num_lost) == ((), 0)
         publish(ssd, "a", [3])
@@ -374,7 +380,7 @@ def test_blocks_may_be_at_a_url(directory, url):
     ssd = open_ssd(directory, NAMESPACE, capacity_bytes=NUM_BLOCKS * 4096, blocks_url=url)
     publish(ssd, "a", [3, 4])
     assert ssd.tier.stored_block_ids() == [3, 4]
-    assert ssd.tier.blocks.kvstore.url == f"{url.rstrip('/')}{'//' if url == 'memory://' else '/'}" + (
+    assert ssd.tier._groups[0].kvstore.url == f"{url.rstrip('/')}{'//' if url == 'memory://' else '/'}" + (
         f"{NAMESPACE.directory_name}/zarr3/000000/"
     )
     assert not list(directory.glob("blocks-*"))
@@ -457,7 +463,7 @@ class FailingTier:
 
 def test_reclaiming_ends_at_the_first_failure_with_nothing_under_way(caplog):
     tier = FailingTier()
-    ssd = OpenedSsd(catalog=None, tier=tier, records=(), num_lost=0, quarantined=None)
+    ssd = OpenedSsd(catalog=None, tier=tier, records=(), num_lost=0)
     assert ssd.reclaim() == tier.num_deleted > 0
     assert len(tier.moves) == 2
     assert all(move.settled for move in tier.moves)

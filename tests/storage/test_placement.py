@@ -22,6 +22,7 @@ from .store_helpers import (
     make_store,
     open_gated,
     save,
+    use,
     wait_until,
 )
 
@@ -400,7 +401,7 @@ def test_nothing_is_kept_of_the_time_to_live_of_what_is_gone(open_store):
     put(store, "a", 4)
     ticket = store.prepare_load("a", ids(4))
     store.complete_load(ticket)
-    assert store._entries.num_expiring == len(store.list()) == 1
+    assert len(store._entries._expiry) == len(store.list()) == 1
 
 
 def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
@@ -414,7 +415,7 @@ def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     store.set_pinned("c", True)
     store.enqueue(0, "d")
     clock.now_s = 9.0
-    store.lookup("e")
+    use(store, "e")
     clock.now_s = 10.0
     store.poll()
     assert where(store, Residency.DRAM) == "bcde"

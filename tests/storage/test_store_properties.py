@@ -26,12 +26,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
-from ca_jax.storage.lineage import PLAIN, Lineage
-from ca_jax.storage.places import TokenPlaces
-from ca_jax.storage.quota import ChargedBlocks
+from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.records import FlushFailure, Owner
-from ca_jax.storage.ssd_copy import SsdCopy
-from ca_jax.storage.ssd_tasks import FlushTask
+from ca_jax.storage.tiers.tasks import FlushTask
+from ca_jax.storage.tokens import PLAIN, Lineage, SsdCopy, TokenPlaces
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import BLOCK_TOKENS, PATIENCE_S, as_bits, load, make_store

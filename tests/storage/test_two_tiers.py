@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ca_jax.storage import MissReason, Residency, SkipReason
-from ca_jax.storage.catalog import Catalog
-from ca_jax.storage.catalog_file import CatalogFullError
-from ca_jax.storage.catalog_reader import CatalogReader
-from ca_jax.storage.catalog_records import Namespace
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogFullError
+from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.records import FlushFailure, Note, Owner
 from ca_jax.telemetry.timeline import Timeline
 
@@ -74,7 +74,7 @@ def test_a_session_leaves_dram_without_a_write_and_is_fetched_again(open_store, 
     written = store.stats().ssd.flushed_bytes
     assert store.prepare_save("c", 0, ids(8)) is not None  # Makes room: a goes.
     assert store.residency("a") is Residency.SSD
-    assert store.lookup("a").num_tokens == 7
+    assert store.num_readable("a") == 7
     assert store.stats().num_evictions == 1
     assert store.stats().ssd.flushed_bytes == written
     assert load(store, "a", ids(7)) is None
@@ -244,7 +244,7 @@ def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch)
     store = open_store(clock=StoppedClock(1000.0))
     with monkeypatch.context() as patch:
         patch.setattr(
-            store._ssd._worker._keeper._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full"))
+            store._ssd._worker._writer._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full"))
         )
         kv = put(store, "a", 8)
         store.settle()
@@ -310,7 +310,7 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
         put(store, "b", 16)
         assert store.residency("a") is Residency.SSD
     value = {"set_pinned": True, "set_ttl": 1e9, "set_note": Note(b"note", 3)}[change]
-    catalog = store._ssd._worker._keeper._catalog
+    catalog = store._ssd._worker._writer._catalog
     with monkeypatch.context() as patch:
         for name in ("publish", "set_pinned", "set_note"):
             patch.setattr(catalog, name, lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))

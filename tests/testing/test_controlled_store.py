@@ -8,9 +8,9 @@ import pytest
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, LayerPart
 from ca_jax.kv.layer_loader import LayerLoader, LoadError
-from ca_jax.storage.attention_store import AttentionStore
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import TicketState
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, PacedLink, Transfer

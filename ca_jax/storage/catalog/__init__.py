@@ -1,0 +1,1 @@
+"""Which sessions are on SSD and in which blocks, durably."""

@@ -1,0 +1,360 @@
+"""The catalog's file: opening it, keeping others out, what can go wrong with it, moving it aside.
+
+One engine at a time may write: it holds an advisory lock on `catalog.lock` for as long as it lives, which the system
+takes back from a process that dies. Readers need no lock.
+
+Not here: what the tables hold (records).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ca_jax.errors import CaJaxError
+
+CATALOG_NAME = "catalog.sqlite3"
+"""The file's name in the store's directory."""
+LOCK_NAME = "catalog.lock"
+"""The lock's name beside it."""
+SCHEMA_VERSION = 3
+"""Of the tables. A catalog of version 2 is brought to this one when it is opened for writing; others are neither read
+nor changed."""
+_ASIDE = ".corrupt-"  # In the name of a catalog that was moved aside.
+_APPLICATION_ID = 0x63614A58  # "caJX"
+
+SESSION_INDEX = "CREATE UNIQUE INDEX sessions_by_key ON sessions (namespace, key)"
+"""How sessions are found; a statement of its own, so that a damaged index can be made anew."""
+
+_SCHEMA = f"""
+CREATE TABLE namespaces (
+  id INTEGER PRIMARY KEY,
+  fingerprint TEXT NOT NULL UNIQUE,
+  description TEXT NOT NULL,
+  created_s REAL NOT NULL
+);
+-- What start-up reads: small rows.
+CREATE TABLE sessions (
+  id INTEGER PRIMARY KEY AUTOINCREMENT,  -- never used again: what a damaged row left behind is never another's
+  namespace INTEGER NOT NULL REFERENCES namespaces (id),
+  key TEXT NOT NULL,
+  tenant TEXT NOT NULL,
+  session_id TEXT NOT NULL,
+  block_ids BLOB NOT NULL,  -- int64
+  num_tokens INTEGER NOT NULL,
+  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens); none for densely
+  num_rows INTEGER NOT NULL,  -- written in the blocks, with a token or no more
+  num_dropped INTEGER NOT NULL,
+  num_plain INTEGER,  -- leading tokens that have seen none of those; null for all
+  created_s REAL NOT NULL,
+  last_used_s REAL NOT NULL,
+  pinned INTEGER NOT NULL,
+  ttl_s REAL,
+  state TEXT NOT NULL,
+  generation INTEGER NOT NULL,
+  checksum INTEGER NOT NULL,
+  prefix_hashes BLOB NOT NULL DEFAULT x''  -- what others find it by: of each full block; none where not known
+);
+{SESSION_INDEX};
+-- What a load reads: large rows, by session.
+CREATE TABLE contents (
+  session INTEGER PRIMARY KEY REFERENCES sessions (id),
+  token_ids BLOB NOT NULL,  -- int32
+  seals BLOB NOT NULL,  -- uint64 [num_blocks, L]
+  prefixes BLOB NOT NULL,  -- of version 2, empty since
+  note BLOB NOT NULL,  -- its owner's
+  checksum INTEGER NOT NULL
+);
+"""
+# `Catalog.add_prefixes` then puts in what sessions are found by.
+_FROM_VERSION_2 = """
+BEGIN;
+ALTER TABLE sessions ADD COLUMN prefix_hashes BLOB NOT NULL DEFAULT x'';
+DROP TABLE prefixes;
+PRAGMA user_version = 3;
+COMMIT;
+"""
+
+
+class CatalogError(CaJaxError):
+    """Base of what can go wrong with a catalog."""
+
+
+class CatalogLockedError(CatalogError):
+    """Another engine uses the directory; the message says which."""
+
+
+class CatalogCorruptError(CatalogError):
+    """The file is no catalog (any more). `quarantine` moves it aside, and the store starts empty."""
+
+
+class CatalogVersionError(CatalogError):
+    """The file is a catalog of another version. It was left as it was."""
+
+
+class CatalogFullError(CatalogError):
+    """No space left on the disk. Nothing was changed."""
+
+
+class CatalogAccessError(CatalogError):
+    """The directory or a file in it cannot be made, read or written. Nothing was changed."""
+
+
+class CatalogLateError(CatalogError):
+    """The catalog did not answer in time: what it says is not known now."""
+
+
+class DirectoryLock:
+    """The right to write in a store's directory, held by one engine at a time.
+
+    Args:
+      directory: made (mode 0700) if it is not there.
+
+    Raises:
+      CatalogLockedError: somebody holds it, in this process or another.
+      CatalogAccessError: the directory is a file, or cannot be made or written to.
+    """
+
+    def __init__(self, directory: Path):
+        try:
+            make_directory(directory)
+            self._file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise CatalogAccessError(f"wanted a directory to write in, found {directory}: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        except BlockingIOError as error:
+            holder = _describe_owner(os.pread(self._file, 1024, 0))
+            self.release()
+            raise CatalogLockedError(
+                f"wanted {directory} for this engine alone, found it in use by {holder}; "
+                "stop that one, or give this one a directory of its own"
+            ) from error
+        except OSError as error:
+            self.release()
+            raise CatalogAccessError(f"wanted a lock on {directory / LOCK_NAME}: {error}") from error
+
+    def release(self) -> None:
+        """Gives the right back. The file stays: removing it would let two engines lock two files of one name."""
+        os.close(self._file)
+
+
+def open_for_writing(directory: Path) -> sqlite3.Connection:
+    """Opens the catalog of a directory, making it where there is none. The caller holds the directory's lock.
+
+    Commits are durable when they return: write-ahead log, synced at every commit.
+
+    Raises:
+      CatalogError: one of its kinds.
+    """
+    path = directory / CATALOG_NAME
+    with translated(path):
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise CatalogAccessError(f"wanted a file to write, found {path}: {error}") from error
+        db = _connect(f"{path.absolute().as_uri()}?mode=rw")
+        try:
+            is_new = _check_header(db, path, may_change=True)
+            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise CatalogAccessError(
+                    f"the catalog must have a write-ahead log, found journal mode {mode!r}: {path}; its file system "
+                    "cannot share memory between processes: name an ssd_dir on a local disk"
+                )
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA journal_size_limit = 67108864")
+            if is_new:
+                _create(db)
+                sync_directory(directory)
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+def open_for_reading(directory: Path) -> sqlite3.Connection:
+    """Opens the catalog of a directory to read, beside an engine that writes or after one that died.
+
+    Raises:
+      CatalogError: one of its kinds; `CatalogAccessError` where there is none.
+    """
+    path = directory / CATALOG_NAME
+    if not path.is_file():
+        raise CatalogAccessError(f"wanted a catalog, found no file {path}")
+    try:
+        return _open_checked(path, "mode=ro")
+    except CatalogAccessError:
+        # Where nothing may be written, not even the index of a log, a file without a log is read as it stands.
+        if path.with_name(f"{CATALOG_NAME}-wal").exists():
+            raise
+        return _open_checked(path, "mode=ro&immutable=1")
+
+
+def quarantine(directory: Path) -> Path | None:
+    """Moves a catalog that cannot be read out of the way, so that the store can start empty.
+
+    Args:
+      directory: the store's; no engine may use it.
+
+    Returns:
+      Where the file is now; None if there was none.
+
+    Raises:
+      CatalogLockedError: an engine uses it.
+      CatalogAccessError: it cannot be renamed.
+    """
+    lock = DirectoryLock(directory)
+    try:
+        suffix = f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
+        moved = None
+        # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
+        for ending in ("-wal", "-shm", ""):
+            path = directory / f"{CATALOG_NAME}{ending}"
+            if path.exists():
+                moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
+        sync_directory(directory)
+    except OSError as error:
+        raise CatalogAccessError(f"wanted to move the catalog in {directory} aside: {error}") from error
+    finally:
+        lock.release()
+    return moved
+
+
+def set_aside(directory: Path) -> list[Path]:
+    """Catalogs that `quarantine` has moved, oldest first; their logs among them."""
+    return sorted(directory.glob(f"{CATALOG_NAME}{_ASIDE}*"))
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Turns sqlite's errors into those of this module."""
+    try:
+        yield
+    except UnicodeDecodeError as error:  # sqlite's message quotes a name that is damaged.
+        raise CatalogCorruptError(f"wanted a catalog, found {path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF  # None: Python's own, of a wrong call.
+        found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
+        if code == sqlite3.SQLITE_FULL:
+            raise CatalogFullError(f"wanted room on the disk, found {found}") from error
+        # A damaged header has no code of its own: what it says of the file is no version that there is.
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error) == "unsupported file format":
+            raise CatalogCorruptError(f"wanted a catalog, found {found}") from error
+        if code in (sqlite3.SQLITE_MISUSE, sqlite3.SQLITE_ERROR):
+            raise
+        raise CatalogAccessError(f"wanted to read and write the catalog, found {found}") from error
+
+
+def _open_checked(path: Path, mode: str) -> sqlite3.Connection:
+    with translated(path):
+        db = _connect(f"{path.absolute().as_uri()}?{mode}")
+        try:
+            if _check_header(db, path):
+                raise CatalogAccessError(f"wanted a catalog, found {path}, which is empty")
+        except BaseException:
+            db.close()
+            raise
+    return db
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    # Opened by one thread and used by another, never by two at a time.
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    db.text_factory = _decode
+    return db
+
+
+def _decode(text: bytes) -> str:
+    """A damaged text is for its row's checksum to find; it must not keep other rows from being read."""
+    return text.decode("utf-8", "surrogateescape")
+
+
+def _check_header(db: sqlite3.Connection, path: Path, *, may_change: bool = False) -> bool:
+    """Whether the file is empty; raises if it is neither that nor a catalog of this version, which it may become."""
+    schema = _schema_of(db)
+    (application_id,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if not schema and not application_id and not version:
+        return True
+    if application_id != _APPLICATION_ID:
+        raise CatalogCorruptError(f"wanted a catalog, found another application's database: {path}")
+    if version == 2 and may_change:
+        _bring_from_version_2(db, path)
+        return _check_header(db, path)
+    if version != SCHEMA_VERSION:
+        advice = "go on with the release that wrote it, or name another ssd_dir, which begins empty"
+        if version == 2:
+            advice = "an engine that opens it brings it to that version"
+        raise CatalogVersionError(
+            f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; {advice}"
+        )
+    with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
+        wanted.executescript(_SCHEMA)
+        if schema != _schema_of(wanted):
+            raise CatalogCorruptError(f"wanted the tables of version {SCHEMA_VERSION}, found {sorted(schema)}: {path}")
+    return False
+
+
+def _bring_from_version_2(db: sqlite3.Connection, path: Path) -> None:
+    """Changes the tables, all or none. No row changes but for a column without a value: that takes no time."""
+    try:
+        db.executescript(_FROM_VERSION_2)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+            raise
+        raise CatalogCorruptError(f"wanted the tables of version 2, found others: {path}: {error}") from error
+
+
+def _schema_of(db: sqlite3.Connection) -> dict[str, str]:
+    """How each table and index was made, without comments and space; nothing for those that sqlite made itself."""
+    rows = db.execute("SELECT name, sql FROM sqlite_master")
+    return {name: re.sub(r"--.*|\s", "", sql or "") for name, sql in rows}
+
+
+def _create(db: sqlite3.Connection) -> None:
+    db.executescript(
+        f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+    )
+
+
+def _describe_owner(text: bytes) -> str:
+    try:
+        owner = json.loads(text)
+        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+    except (ValueError, KeyError, TypeError):  # Read while it was being written.
+        return "another process"
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory (0700) and those that it lies in, if they are not there; the names of new ones are durable.
+
+    Raises:
+      OSError: one of them cannot be made; FileExistsError or NotADirectoryError where one is a file.
+    """
+    if directory.is_dir():
+        return
+    if directory.parent != directory:
+        make_directory(directory.parent)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(directory.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names of what was made, moved or removed in a directory durable, which a file's own sync does not."""
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

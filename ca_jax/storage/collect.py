@@ -1,0 +1,334 @@
+"""Cleaning a store's directory while no engine uses it: sessions that go, and blocks and files that no session holds.
+
+    with StoreInspector(directory) as inspector:
+        garbage = collect_garbage(inspector, now_s=time.time(), dry_run=True)
+
+The catalog forgets first, durably; blocks go afterwards. Cut short at any moment it leaves such blocks for the next
+time.
+
+Not here: what a running engine evicts (policy), whether a session is sound (verify).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ca_jax.errors import CaJaxError
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CatalogFullError, DirectoryLock
+from ca_jax.storage.catalog.notes import NoteLog
+from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
+from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.tiers.owner import Owner, claim_blocks
+from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.verify import verify_session
+
+
+class UnknownNamespaceError(CaJaxError, ValueError):
+    """A name that no namespace has, or that several have; the message lists them."""
+
+
+class ForgetReason(enum.StrEnum):
+    """Why a session goes."""
+
+    DAMAGED = "damaged"
+    """It, or what the catalog says about it, is not sound."""
+    EXPIRED = "expired"
+    """Its time to live is over."""
+    NAMESPACE = "namespace"
+    """Its namespace is dropped."""
+    NAMED = "named"
+    """It was named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forgotten:
+    """A session that goes."""
+
+    namespace: Namespace
+    """Whose weights and layout."""
+    key: str
+    """Of the session."""
+    session: StoredSession | None
+    """The session; None where its row in the catalog is damaged."""
+    reason: ForgetReason
+    """Why it goes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NamespaceGarbage:
+    """What goes of one namespace."""
+
+    namespace: Namespace
+    """Which."""
+    dropped: bool = False
+    """Whether all of it goes."""
+    forgotten: tuple[Forgotten, ...] = ()
+    """Sessions."""
+    num_blocks: int = 0
+    """Blocks on disk: theirs, and those that no session held."""
+    num_bytes: int = 0
+    """What these take on disk, checksums and rounding included."""
+    num_leftovers: int | None = None
+    """Files of writes that were cut short; None where they were not looked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakenBlocks:
+    """Blocks at a URL that were made a directory's."""
+
+    namespace: Namespace
+    """Whose."""
+    num_blocks: int
+    """How many are there."""
+    owner: Owner | None
+    """Whose they were; None where that is not known."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Garbage:
+    """What goes of a store."""
+
+    namespaces: tuple[NamespaceGarbage, ...]
+    """Of each namespace, oldest first."""
+    files: tuple[str, ...]
+    """Directories of blocks of no namespace, and catalogs that were moved aside: names."""
+    num_file_bytes: int
+    """What these take on disk."""
+    catalog_bytes: int
+    """What the catalog took before."""
+    compacted_bytes: int | None
+    """What it takes now; None where it was not compacted."""
+    not_compacted: str | None = None
+    """Why not, where it should have been."""
+
+
+def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[Namespace, ...]:
+    """The namespaces of these names: of a directory of blocks, or the beginning of a fingerprint, own or of weights.
+
+    Raises:
+      UnknownNamespaceError: a name is of none, or of several.
+    """
+    stored = [info.namespace for info in inspector.namespaces()]
+    found = []
+    for name in names:
+        matches = [
+            each
+            for each in stored
+            if name
+            and (name == each.directory_name or each.fingerprint.startswith(name) or each.weights.startswith(name))
+        ]
+        if len(matches) != 1:
+            listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
+            raise UnknownNamespaceError(f"wanted one namespace, found {len(matches)} for {name!r} among:{listed}")
+        found.append(matches[0])
+    return tuple(dict.fromkeys(found))
+
+
+def drop_session(inspector: StoreInspector, session: StoredSession) -> NamespaceGarbage:
+    """Forgets one session and deletes its blocks.
+
+    Raises:
+      CatalogLockedError: an engine uses the directory.
+      CatalogError: the catalog cannot be changed; nothing was.
+      BlocksOwnedError: its blocks are at a URL, and another directory's there; nothing was changed.
+      BlockIoError: blocks cannot be deleted; the session is forgotten nevertheless.
+    """
+    namespace, record = session.namespace, session.record
+    with Catalog(inspector.directory, namespace) as catalog:
+        _claim(inspector, namespace)
+        catalog.forget([record.key])
+        with contextlib.closing(NoteLog(inspector.directory)) as log:
+            log.remove(record.key)
+        tier = inspector.open_blocks(namespace)
+        num_bytes = 0
+        block_ids: list[int] = []
+        if tier is not None:
+            theirs = set(record.block_ids.tolist()) - inspector.held_block_ids(namespace)
+            block_ids = sorted(theirs.intersection(tier.stored_block_ids()))
+            num_bytes = len(block_ids) * tier.stored_block_bytes
+            tier.delete_blocks(block_ids).result()
+    forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
+    return NamespaceGarbage(namespace=namespace, forgotten=(forgotten,), num_blocks=len(block_ids), num_bytes=num_bytes)
+
+
+def collect_garbage(
+    inspector: StoreInspector,
+    *,
+    now_s: float,
+    tenant: str | None = None,
+    drop: Collection[Namespace] = (),
+    read_blocks: bool = False,
+    dry_run: bool = False,
+) -> Garbage:
+    """Forgets damaged and expired sessions, deletes what no session holds, and compacts the catalog.
+
+    Args:
+      inspector: of the store.
+      now_s: seconds since the epoch.
+      tenant: forget sessions of this one only.
+      drop: namespaces of which nothing is to stay.
+      read_blocks: also find damaged sessions by reading every block, for as long as the disk takes.
+      dry_run: only say what would go.
+
+    Raises:
+      CatalogLockedError: an engine uses the directory.
+      CatalogError: the catalog cannot be changed.
+      BlocksOwnedError: blocks are at a URL, and another directory's there.
+      BlockIoError: blocks cannot be deleted; sessions are forgotten nevertheless.
+      ValueError: namespaces are to be dropped, of one tenant only.
+      OSError: a file cannot be deleted.
+    """
+    if drop and tenant is not None:
+        raise ValueError(f"wanted whole namespaces to drop, or one tenant, found both: {tenant!r}")
+    stored = [info.namespace for info in inspector.namespaces()]
+    before = inspector.disk_use()
+    collected = []
+    for namespace in stored:
+        with Catalog(inspector.directory, namespace) as catalog:
+            dropped = namespace in drop
+            forgotten = tuple(
+                _all_of(inspector, namespace) if dropped else _unfit(inspector, namespace, tenant, now_s, read_blocks)
+            )
+            if not dry_run:
+                _claim(inspector, namespace)
+                catalog.forget([each.key for each in forgotten])
+                with contextlib.closing(NoteLog(inspector.directory)) as log:
+                    for each in forgotten:
+                        if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
+                            log.remove(each.key)
+            garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
+            collected.append(_delete_unheld(inspector, garbage, dry_run))
+    compacted_bytes, not_compacted = None, None
+    if not dry_run:
+        kept = [namespace for namespace in stored if namespace not in drop]
+        with _locked(inspector.directory, kept or stored) as own:
+            for name in (*before.unknown, *(each.directory_name for each in drop)):
+                _remove(inspector.directory / name)
+            if own is not None:
+                for namespace in drop:
+                    if namespace != own.namespace:  # The last one's name stays, empty.
+                        own.drop_namespace(namespace)
+                try:
+                    own.compact()
+                except CatalogFullError as error:
+                    not_compacted = str(error)
+        if not_compacted is None:
+            compacted_bytes = inspector.disk_use().catalog.num_bytes
+    return Garbage(
+        namespaces=tuple(collected),
+        files=tuple(before.unknown),
+        num_file_bytes=sum(each.num_bytes for each in before.unknown.values()),
+        catalog_bytes=before.catalog.num_bytes,
+        compacted_bytes=compacted_bytes,
+        not_compacted=not_compacted,
+    )
+
+
+def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
+    """Makes the blocks at the inspector's URL those of its directory, whosever they were: no engine may use them.
+
+    What its catalog does not know of them is removed by the next `collect_garbage`, or written over.
+
+    Raises:
+      CatalogLockedError: an engine uses the directory.
+    """
+    taken = []
+    for info in inspector.namespaces():
+        with Catalog(inspector.directory, info.namespace):
+            tier = inspector.open_blocks(info.namespace)
+            owner = _claim(inspector, info.namespace, takes_over=True)
+            num_blocks = 0 if tier is None else len(tier.stored_block_ids())
+            taken.append(TakenBlocks(namespace=info.namespace, num_blocks=num_blocks, owner=owner))
+    return taken
+
+
+def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool = False) -> Owner | None:
+    """Makes sure that blocks at a URL are the directory's; see `claim_blocks`. Its lock is held."""
+    tier = inspector.open_blocks(namespace) if inspector.url is not None else None
+    if not isinstance(tier, SsdTier):
+        return None
+    sessions = inspector.sessions_of(namespace)
+    return claim_blocks(
+        tier.kvstore,
+        inspector.directory,
+        tier.stored_block_ids,
+        knows_any=lambda: bool(sessions.sound or sessions.damaged),
+        takes_over=takes_over,
+    )
+
+
+def _all_of(inspector: StoreInspector, namespace: Namespace) -> Iterator[Forgotten]:
+    listing, reason = inspector.sessions_of(namespace), ForgetReason.NAMESPACE
+    for row in listing.damaged:
+        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
+    for session in listing.sound:
+        yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
+
+
+def _unfit(
+    inspector: StoreInspector, namespace: Namespace, tenant: str | None, now_s: float, read_blocks: bool
+) -> Iterator[Forgotten]:
+    listing = inspector.sessions_of(namespace, tenant)
+    for row in listing.damaged:
+        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=ForgetReason.DAMAGED)
+    for session in listing.sound:
+        reason = ForgetReason.EXPIRED if session.expired(now_s) else None
+        if _is_damaged(inspector, session, read_blocks and reason is None):
+            reason = ForgetReason.DAMAGED
+        if reason is not None:
+            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
+
+
+def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:
+    if read_blocks:
+        verdict = verify_session(inspector, session)
+        return verdict is not None and not verdict.ok
+    try:
+        inspector.reader(session.namespace).contents(session.record.key)
+    except DamagedRecordError:
+        return True
+    return False
+
+
+def _delete_unheld(inspector: StoreInspector, garbage: NamespaceGarbage, dry_run: bool) -> NamespaceGarbage:
+    """Deletes the blocks that no session holds once those to be forgotten are."""
+    tier = inspector.open_blocks(garbage.namespace)
+    if tier is None:
+        return garbage
+    gone = {each.key for each in garbage.forgotten}
+    sessions = inspector.sessions_of(garbage.namespace).sound
+    held = {block for each in sessions if each.record.key not in gone for block in each.record.block_ids.tolist()}
+    unheld = [block for block in tier.stored_block_ids() if block not in held]
+    num_leftovers = None
+    if not dry_run:
+        tier.delete_blocks(unheld).result()
+        num_leftovers = tier.sweep()
+    num_bytes = len(unheld) * tier.stored_block_bytes
+    return dataclasses.replace(garbage, num_blocks=len(unheld), num_bytes=num_bytes, num_leftovers=num_leftovers)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, stored: list[Namespace]) -> Iterator[Catalog | None]:
+    """Keeps engines out; gives the catalog, of one of the namespaces, if there is any."""
+    if stored:
+        with Catalog(directory, stored[-1]) as catalog:
+            yield catalog
+        return
+    lock = DirectoryLock(directory)
+    try:
+        yield None
+    finally:
+        lock.release()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""What is kept where: policies, the orders they choose from, and who holds which block."""

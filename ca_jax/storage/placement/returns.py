@@ -1,0 +1,232 @@
+"""When sessions come back, learned while they do: the more turns one has had, and the less long ago, the likelier.
+
+For sessions of 1, 2, 3, and 4 or more turns, the chance of a return is kept by the time since the last one ended, in
+bins each of which is `sqrt(2)` times as wide as the one before: returns seen, over time spent waiting for them. A
+session that still waits counts with the time so far. Few data are stretched: a bin has its neighbour's chance until it
+has some of its own, and all numbers of turns share a curve, each with a factor.
+
+What is asked is how much is saved by the bytes of a session, for as long as it is worth to keep them. A person who
+reads the last answer will not be back within seconds; so the chance of a return just now says little, and is bad to
+evict by. Rather, of all times at which one might give up on the session, the best is taken:
+
+    rate = max over h of  P(comes back within h) / E(time until it does, h at most)
+
+which is the most that its tokens can save each second: an index after Gittins. What is worth least goes first.
+
+`ReuseGaps` counts how soon what was evicted from a tier is wanted again: short gaps say that the tier is too small, or
+evicts badly.
+
+Not here: the choice (policy), the orders (orders).
+
+Source: Gittins, "Bandit processes and dynamic allocation indices", J. R. Statist. Soc. B, 1979.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram
+
+NUM_GROUPS = 4
+"""Sessions of 1, 2, 3, and 4 or more turns."""
+
+_STARTS_S = [0.0] + [2 ** (i / 2) for i in range(31)]  # Of bins; the last goes on from 9 hours to 18.
+_ENDS_S = [*_STARTS_S[1:], 2 * _STARTS_S[-1]]
+_WIDTHS_S = np.subtract(_ENDS_S, _STARTS_S)
+_FIRST_CHANCE = 0.03  # Of a return within a bin, before anything is known: then longer waits are worth less.
+_BIN_WEIGHT = 16.0  # Sessions that the neighbour's chance counts for.
+_GROUP_WEIGHT = 8.0  # Returns that the factor 1 counts for.
+_REFIT_TURNS = 32
+
+
+class ReturnTimes:
+    """How soon sessions come back, and what that makes keeping them worth. Belongs to the bookkeeping thread.
+
+    A turn costs O(1); what is known of a session that has been away for 18 hours is forgotten.
+
+    Args:
+      clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: dict[str, _Turn] = {}  # Of each session known.
+        self._by_bin: list[collections.deque[_Turn]] = [collections.deque() for _ in _STARTS_S]  # First ended first.
+        # By group and bin; lists, since single numbers of arrays are slow.
+        self._num_returns = _zeros()
+        self._exposure = _zeros()  # Of who waits no more in a bin, in widths of it.
+        self._num_waiting = _zeros()
+        self._sum_ended_s = _zeros()  # Of who waits in a bin now.
+        self._num_turns = 0  # Since the rates were fitted.
+        self._rates = self._fit().tolist()
+
+    def came(self, key: str) -> None:
+        """A turn of a session has come."""
+        self._advance()
+        turn = self._last.get(key)
+        if turn is None or not turn.is_last:
+            return
+        turn.is_last = False
+        self._num_returns[turn.group][turn.bin] += 1
+        in_bin_s = max(self._clock() - turn.ended_s - _STARTS_S[turn.bin], 0.0)
+        self._leave_bin(turn, in_bin_s / _WIDTHS_S[turn.bin])
+
+    def left(self, key: str) -> None:
+        """A turn of a session has ended, whether its KV is stored or not. Without effect on one that has not come."""
+        self._advance()
+        before = self._last.get(key)
+        if before is not None and before.is_last:
+            return
+        number = 1 if before is None else before.number + 1
+        turn = _Turn(key=key, number=number, ended_s=self._clock(), group=min(number, NUM_GROUPS) - 1)
+        self._last[key] = turn
+        self._enter_bin(turn, 0)
+        self._num_turns += 1
+
+    def group(self, key: str) -> int:
+        """Whom a session is like: of its number of turns, one less, up to `NUM_GROUPS` - 1."""
+        turn = self._last.get(key)
+        return 0 if turn is None else turn.group
+
+    def rate(self, group: int, since_s: float) -> float:
+        """What each token of a session saves a second, tokens of prefill: see the module.
+
+        Args:
+          group: whom it is like.
+          since_s: when its last turn ended, by the clock.
+        """
+        if self._num_turns >= _REFIT_TURNS:
+            self._advance()
+            self._rates, self._num_turns = self._fit().tolist(), 0
+        return float(self._rates[group][max(bisect.bisect(_STARTS_S, self._clock() - since_s) - 1, 0)])
+
+    # How.
+
+    def _advance(self) -> None:
+        """Moves on the turns that ended longer ago than their bin reaches."""
+        now_s = self._clock()
+        for i, (turns, end_s) in enumerate(zip(self._by_bin, _ENDS_S, strict=True)):
+            while turns and now_s - turns[0].ended_s >= end_s:
+                turn = turns.popleft()
+                if self._last.get(turn.key) is not turn:
+                    continue
+                if turn.is_last:
+                    self._leave_bin(turn, 1.0)
+                if i + 1 < len(self._by_bin):
+                    self._enter_bin(turn, i + 1)
+                else:
+                    del self._last[turn.key]
+
+    def _enter_bin(self, turn: _Turn, index: int) -> None:
+        turn.bin = index
+        self._by_bin[index].append(turn)
+        if turn.is_last:
+            self._num_waiting[turn.group][index] += 1
+            self._sum_ended_s[turn.group][index] += turn.ended_s
+
+    def _leave_bin(self, turn: _Turn, exposure: float) -> None:
+        self._exposure[turn.group][turn.bin] += exposure
+        self._num_waiting[turn.group][turn.bin] -= 1
+        self._sum_ended_s[turn.group][turn.bin] -= turn.ended_s
+
+    def _fit(self) -> np.ndarray:
+        """The rate by group and bin, from what was seen so far."""
+        num_returns = np.array(self._num_returns)
+        waited_s = np.array(self._num_waiting) * (self._clock() - np.array(_STARTS_S)) - self._sum_ended_s
+        exposure = self._exposure + np.maximum(waited_s, 0) / _WIDTHS_S
+        chance = _FIRST_CHANCE
+        hazard = np.empty(len(_STARTS_S))
+        for i, (returned, exposed) in enumerate(zip(num_returns.sum(axis=0), exposure.sum(axis=0), strict=True)):
+            chance = hazard[i] = (returned + _BIN_WEIGHT * chance) / (exposed + _BIN_WEIGHT)
+        expected = exposure @ hazard
+        factor = (num_returns.sum(axis=1) + _GROUP_WEIGHT) / (expected + _GROUP_WEIGHT)
+        return best_rates(factor[:, None] * hazard, _WIDTHS_S)
+
+
+def _zeros() -> list[list[float]]:
+    return [[0.0] * len(_STARTS_S) for _ in range(NUM_GROUPS)]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Turn:
+    """The last turn of a session that has ended."""
+
+    key: str
+    number: int  # Counted from 1.
+    ended_s: float
+    group: int
+    is_last: bool = True  # Whether no other has come.
+    bin: int = 0
+
+
+def best_rates(hazard: np.ndarray, widths_s: np.ndarray) -> np.ndarray:
+    """How much of a return each second of waiting is worth, with the best time to give up.
+
+    `G` groups, `I` bins of time, within each of which the hazard is even.
+
+    Args:
+      hazard: float `[G, I]`, > 0: of a return, per width of the bin.
+      widths_s: float `[I]`.
+
+    Returns:
+      float `[G, I]`: from the beginning of a bin on, the greatest P(return within h) / E(wait, h at most), 1/s, where
+      h ends with that bin or a later one.
+    """
+    num_bins = len(widths_s)
+    passed = np.concatenate([np.zeros((len(hazard), 1)), np.cumsum(hazard, axis=1)], axis=1)
+    later = np.triu(np.ones((num_bins, num_bins), bool))  # [a, b]: bin b does not come before bin a.
+    to_begin = np.where(later, passed[:, None, :-1] - passed[:, :-1, None], 0)
+    to_end = np.where(later, passed[:, None, 1:] - passed[:, :-1, None], 0)
+    in_bin_s = -np.expm1(-hazard) / hazard * widths_s  # Mean time in a bin that has been reached.
+    wait_s = np.cumsum(np.where(later, np.exp(-to_begin) * in_bin_s[:, None], 0), axis=2)
+    return np.max(np.divide(-np.expm1(-to_end), wait_s, out=np.zeros_like(wait_s), where=later), axis=2)
+
+
+_MAX_KEYS = 10_000  # Sessions that are waited for: about 1 MB.
+
+
+class ReuseGaps:
+    """The gaps of one tier. Belongs to the bookkeeping thread.
+
+    Each eviction counts once at most; a session that is not wanted again never does.
+
+    Args:
+      clock: seconds.
+      max_keys: most keys that are remembered; the one evicted first is forgotten first.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_keys: int = _MAX_KEYS) -> None:
+        self._clock = clock
+        self._max_keys = max_keys
+        self._evicted_s: collections.OrderedDict[str, float] = collections.OrderedDict()
+        self._counts = [0] * (len(GAP_BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def evicted(self, key: str) -> None:
+        """A session was evicted from the tier."""
+        self._evicted_s[key] = self._clock()
+        self._evicted_s.move_to_end(key)
+        if len(self._evicted_s) > self._max_keys:
+            self._evicted_s.popitem(last=False)
+
+    def wanted(self, key: str) -> None:
+        """A session that the tier has not is wanted: observes the gap, if it was evicted."""
+        evicted_s = self._evicted_s.pop(key, None)
+        if evicted_s is None:
+            return
+        gap_s = max(self._clock() - evicted_s, 0.0)  # Clocks of the day are set back at times.
+        self._counts[bisect.bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+        self._sum_s += gap_s
+
+    def forget(self, key: str) -> None:
+        """A session is in the tier again without having been wanted, or was given up: it is waited for no more."""
+        self._evicted_s.pop(key, None)
+
+    def histogram(self) -> GapHistogram:
+        """The gaps observed so far."""
+        return GapHistogram(counts=tuple(self._counts), sum_s=self._sum_s)

@@ -1,0 +1,438 @@
+"""One entry per session, in the orders that policies ask for.
+
+Not here: bytes, blocks' memory, decisions, or what moves (store, ssd).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ca_jax.storage.placement.blocks import ChargedBlocks
+from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
+from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
+from ca_jax.storage.placement.returns import ReturnTimes
+from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
+from ca_jax.storage.records import Counters, MissReason, Note, Owner, Residency
+from ca_jax.storage.tickets import SaveTicket
+from ca_jax.storage.tiers.dram import DramTier
+from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
+from ca_jax.storage.tokens import HASH_BYTES, PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
+
+_TOKEN_BYTES = 4
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Entry:
+    """What is known of one session."""
+
+    key: str
+    owner: Owner
+    created_s: float
+    last_used_s: float
+    ttl_s: float | None = None
+    pinned: bool = False
+    """By its owner, durably."""
+    num_pins: int = 0
+    """By its users now."""
+
+    token_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """Of the tokens published in DRAM, int32."""
+    places: TokenPlaces = dataclasses.field(default_factory=TokenPlaces)
+    """Where these lie in the blocks."""
+    lineage: Lineage = PLAIN
+    """What was dropped from what is in DRAM."""
+    block_ids: list[int] = dataclasses.field(default_factory=list)
+    """The block table in DRAM: blocks in token order, those of unfinished saves included."""
+    open_saves: list[SaveTicket] = dataclasses.field(default_factory=list)
+    """In token order; each begins where the one before ends."""
+    num_open_loads: int = 0
+    replaced_blocks: list[int] = dataclasses.field(default_factory=list)
+    """Blocks of DRAM that it shared and has copies of now: its open loads read them yet."""
+    share_group: dict[str, None] | None = None
+    """Keys of the sessions in DRAM that may share blocks with it, its own among them: the same dict for all of them.
+    None where there never was another."""
+    fetched: bool = False
+    """Whether its KV in DRAM was fetched from SSD and not loaded since."""
+
+    ssd: SsdCopy | None = None
+    num_same_tokens: int = 0
+    """Leading tokens in DRAM that are those on SSD."""
+    num_same_rows: int = 0
+    """Leading rows of the block table in DRAM that are rows of that on SSD, byte for byte."""
+    fetch: FetchTask | None = None
+    """On its way to DRAM."""
+    flush: FlushTask | None = None
+    """On its way to SSD."""
+    waits_for_flush: bool = False
+    """DRAM has what SSD has not: it must not leave DRAM before it is flushed."""
+    note: bytes | None = None
+    """What its owner wants kept with it and is not on SSD yet, durably."""
+    noted: int = -1
+    """Generation of what is kept with it on SSD, durably; -1 where that is not known: of an earlier process, say."""
+    pause_s: float = 0.0
+    """How long after the last failure it is written again."""
+    requested: bool = False
+    """A job of it would run if its KV were here: what is fetched stays until it does."""
+    miss: MissReason | None = None
+    """Why the last fetch failed: what the next load's miss is counted under."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Published tokens in DRAM."""
+        return len(self.token_ids)
+
+    @property
+    def num_reserved_tokens(self) -> int:
+        """Published tokens in DRAM and those of unfinished saves."""
+        return self.open_saves[-1].stop_token if self.open_saves else self.num_tokens
+
+    @property
+    def num_reserved_places(self) -> int:
+        """Rows up to the last of these tokens."""
+        return self.open_saves[-1].stop_place if self.open_saves else self.places.num_places
+
+    @property
+    def num_readable(self) -> int:
+        """Tokens that can be read now, or that a fetch would bring."""
+        return self.num_tokens or (0 if self.ssd is None else self.ssd.num_tokens)
+
+    @property
+    def known_lineage(self) -> Lineage:
+        """What was dropped from what can be read now, or after a fetch."""
+        return self.lineage if self.ssd is None or self.num_reserved_tokens else self.ssd.lineage
+
+    def share_with(self, other: Entry) -> None:
+        """Another session, which has nothing in DRAM yet, begins with blocks of this one."""
+        if self.share_group is None:
+            self.share_group = {self.key: None}
+        self.share_group[other.key] = None
+        other.share_group = self.share_group
+
+    def leave_share_group(self) -> None:
+        """It has left DRAM, and shares no block any more."""
+        if self.share_group is not None:
+            del self.share_group[self.key]
+            self.share_group = None
+
+    def take_in(self, copy: SsdCopy, token_ids: np.ndarray, block_ids: list[int]) -> None:
+        """It is in DRAM, fetched from SSD: these tokens in these blocks."""
+        self.token_ids, self.block_ids = token_ids, block_ids
+        self.places, self.lineage = copy.places, copy.lineage
+        self.num_same_tokens, self.num_same_rows = len(token_ids), copy.places.num_places
+        self.fetched = True
+
+    def take_in_note(self, note: bytes | None) -> None:
+        """SSD keeps this with it now; None: what it kept. Its owner may want something else by now."""
+        if note is not None:
+            self.noted = note.generation if isinstance(note, Note) else 0
+            if self.note is note:
+                self.note = None
+
+    def forget_copy(self) -> None:
+        """It is on SSD no more."""
+        self.ssd, self.noted = None, -1
+        self.num_same_tokens = self.num_same_rows = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a load or a save is open."""
+        return bool(self.open_saves or self.num_open_loads)
+
+    @property
+    def residency(self) -> Residency:
+        """Where what can be read is."""
+        if self.num_tokens:
+            return Residency.DRAM
+        if self.fetch is not None or self.open_saves:
+            return Residency.PENDING
+        if self.ssd is not None:
+            return Residency.SSD
+        return Residency.ABSENT if self.flush is None else Residency.PENDING
+
+
+class SessionIndex:
+    """Entries by key, and of each tier in the orders that policies ask for, so that no choice has to sort.
+
+    Args:
+      look_ahead: the job queue.
+      max_fetched_blocks: no larger session can be fetched.
+      block_tokens: tokens in a block: no shorter prefix is worth finding.
+      returns: learns when sessions come back, and is asked; None where the policy does not ask.
+    """
+
+    def __init__(
+        self, look_ahead: LookAhead, max_fetched_blocks: int, block_tokens: int, returns: ReturnTimes | None = None
+    ) -> None:
+        self._look_ahead = look_ahead
+        self._max_fetched_blocks = max_fetched_blocks
+        self._entries: dict[str, Entry] = {}
+        self._returns = returns
+        group_of = None if returns is None else returns.group
+        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, group_of)
+        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, group_of)
+        self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
+        self._by_name: dict[str, set[str]] = collections.defaultdict(set)
+        self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
+        self._expiry = ExpiryQueue()
+        self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
+        self._block_tokens = block_tokens
+        self._prefixes = PrefixIndex(self._published, _TOKEN_BYTES, block_tokens)
+        self._far_prefixes = PrefixIndex(self._published_on_ssd, HASH_BYTES)
+
+        look_ahead.watch(self._requeue)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """In the order in which they were added."""
+        return iter(self._entries.values())
+
+    def __reversed__(self) -> Iterator[Entry]:
+        """The other way round."""
+        return reversed(self._entries.values())
+
+    @property
+    def num_in_dram(self) -> int:
+        """Sessions that hold blocks of DRAM."""
+        return len(self._in_dram)
+
+    @property
+    def num_on_ssd(self) -> int:
+        """Sessions that are on SSD."""
+        return len(self._on_ssd)
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of that key, if there is one."""
+        return self._entries.get(key)
+
+    def of_name(self, session_id: str) -> tuple[Entry, ...]:
+        """The entries of that session id, of whatever tenant."""
+        return tuple(self._entries[key] for key in sorted(self._by_name.get(session_id, ())))
+
+    def find_prefix(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
+        """The tenant's session in DRAM that begins with the same tokens for longest, at least a block of them.
+
+        Of a session from which tokens were dropped only those before the first of them count.
+
+        Returns:
+          How many tokens agree, and its key; 0 and an empty one where there is none.
+        """
+        return self._prefixes.find(tenant, as_units(token_ids))
+
+    def find_prefix_on_ssd(self, tenant: str, token_ids: np.ndarray) -> tuple[int, str]:
+        """The same among sessions that are on SSD and not in DRAM, counted in full blocks. Reads no file."""
+        hashes = prefix_hashes(token_ids, self._block_tokens)
+        num_blocks, key = self._far_prefixes.find(tenant, hashes)
+        return num_blocks * self._block_tokens, key
+
+    def adopt(self, entries: Sequence[Entry]) -> None:
+        """Adds the sessions that an earlier process left, the least recently used first: faster than one by one."""
+        with self._prefixes.loading(), self._far_prefixes.loading():
+            for entry in sorted(entries, key=lambda entry: entry.created_s):
+                self.add(entry)
+        for entry in entries:
+            self.use(entry, entry.last_used_s)
+
+    def add(self, entry: Entry) -> None:
+        """Adds a new entry, as the last created and the last used, with the note that waits for it."""
+        self._entries[entry.key] = entry
+        entry.note = self._notes.pop(entry.key, entry.note)
+        self._by_name[entry.owner.session_id].add(entry.key)
+        self.place(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Takes an entry out of everything."""
+        del self._entries[entry.key]
+        self._share_changed(entry.key)
+        self._expiry.discard(entry.key)
+        names = self._by_name[entry.owner.session_id]
+        names.discard(entry.key)
+        if not names:
+            del self._by_name[entry.owner.session_id]
+        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
+            if entry.key in orders:
+                orders.remove(entry.key)
+
+    def num_pins(self, key: str) -> int:
+        """How often a key is pinned by who uses it now."""
+        return self._pins.get(key, 0)
+
+    def add_pins(self, key: str, num_pins: int) -> None:
+        """Pins a key so many times more, or less; it need not have an entry."""
+        self._pins[key] += num_pins
+        if not self._pins[key]:
+            del self._pins[key]
+            self._notes.pop(key, None)
+            if self._returns is not None:
+                self._returns.left(key)  # A turn pins its session as long as it runs.
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.num_pins += num_pins
+            self.place(entry)
+
+    def expect(self, key: str, note: bytes | None) -> None:
+        """Keeps a note for an entry that is not there yet, while its key is pinned; None: keeps none."""
+        if note is not None and self._pins[key]:
+            self._notes[key] = note
+        else:
+            self._notes.pop(key, None)
+
+    def clear_pins(self) -> None:
+        """Takes all such pins back."""
+        for key, num_pins in tuple(self._pins.items()):
+            self.add_pins(key, -num_pins)
+
+    def use(self, entry: Entry, now_s: float) -> None:
+        """Marks an entry as the last used, from when on its time to live counts."""
+        entry.last_used_s = now_s
+        self.expire_after(entry, now_s)
+        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
+            if entry.key in orders:
+                orders.use(entry.key)
+
+    def expire_after(self, entry: Entry, used_s: float) -> None:
+        """Counts an entry's time to live from then on; not of one that is gone."""
+        if self._entries.get(entry.key) is entry:
+            self._expiry.set(entry.key, used_s, entry.ttl_s)
+
+    def pop_expired(self, now_s: float) -> tuple[Entry, ...]:
+        """The entries whose time is over, once: of one that stays it is to be counted anew."""
+        return tuple(self._entries[key] for key in self._expiry.pop_expired(now_s))
+
+    def place(self, entry: Entry) -> None:
+        """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.
+
+        An entry that is nowhere any more, and is not in use, goes altogether.
+        """
+        if self._entries.get(entry.key) is not entry:  # Gone, and there may be another one of its name.
+            return
+        self._share_changed(entry.key)
+        if not entry.requested and self._look_ahead.next_ticket(entry.key) is None:
+            entry.miss = None  # No job is left to be told.
+        in_dram = bool(entry.block_ids)
+        if not (in_dram or entry.open_saves or entry.ssd or entry.fetch or entry.flush or entry.miss):
+            self.remove(entry)
+            return
+        self._put(self._in_dram, entry, in_dram, self.must_stay(entry))
+        held = entry.pinned or bool(entry.num_pins) or entry.in_use or bool(entry.fetch or entry.flush)
+        self._put(self._on_ssd, entry, entry.ssd is not None, held)
+        fetchable = (
+            self._look_ahead.next_ticket(entry.key) is not None
+            and entry.ssd is not None
+            and entry.miss is None
+            and not (in_dram or entry.fetch or entry.flush)
+            and len(entry.ssd.block_ids) <= self._max_fetched_blocks
+        )
+        self._put(self._to_fetch, entry, fetchable, False)
+
+    def must_stay(self, entry: Entry) -> bool:
+        """Whether a session must not leave DRAM."""
+        return bool(
+            (entry.pinned and entry.ssd is None)
+            or entry.num_pins
+            or entry.in_use
+            or entry.requested
+            or entry.flush is not None
+            or entry.waits_for_flush
+        )
+
+    @contextlib.contextmanager
+    def kept(self, entry: Entry) -> Iterator[None]:
+        """Keeps an entry from being named as a victim for the length of a `with` block."""
+        entry.num_pins += 1
+        self.place(entry)
+        try:
+            yield
+        finally:
+            entry.num_pins -= 1
+            self.place(entry)
+
+    def in_dram(self, tenant: str | None = None) -> StoreView:
+        """What a policy may see of DRAM; lazy, so it must be used before the next change."""
+        return self._in_dram.view(lambda entry, position: self._describe(entry, len(entry.block_ids), position), tenant)
+
+    def on_ssd(self, tenant: str | None = None) -> StoreView:
+        """What a policy may see of SSD, likewise."""
+        return self._on_ssd.view(self._describe_on_ssd, tenant)
+
+    def to_fetch(self) -> StoreView:
+        """What is on SSD only, can be fetched and has a job waiting, likewise."""
+        return self._to_fetch.view(self._describe_on_ssd)
+
+    def _requeue(self, key: str, before: int | None, after: int | None) -> None:
+        """A session's next job is another one now: only what a job waits for is fetched."""
+        if self._returns is not None and before is None:
+            self._returns.came(key)
+        entry = self._entries.get(key)
+        if entry is not None and (before is None) != (after is None):
+            self.place(entry)
+
+    def _share_changed(self, key: str) -> None:
+        self._prefixes.changed(key)
+        self._far_prefixes.changed(key)
+
+    def _published(self, key: str) -> Published | None:
+        entry = self._entries.get(key)
+        if entry is None or not entry.num_tokens:
+            return None
+        num_plain = entry.lineage.plain_tokens(entry.num_tokens)
+        return Published(tenant=entry.owner.tenant, units=entry.token_ids, num_units=num_plain)
+
+    def _published_on_ssd(self, key: str) -> Published | None:
+        entry = self._entries.get(key)
+        if entry is None or entry.ssd is None or entry.num_reserved_tokens:  # Otherwise it would be fetched.
+            return None
+        prefixes = entry.ssd.prefixes
+        return Published(tenant=entry.owner.tenant, units=prefixes, num_units=len(prefixes) // HASH_BYTES)
+
+    def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
+        if belongs != (entry.key in orders):
+            if belongs:
+                orders.add(entry.key, entry, entry.owner.tenant)
+            else:
+                orders.remove(entry.key)
+        if belongs:
+            orders.set_held(entry.key, held)
+
+    def _describe(self, entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
+        rate = 0.0
+        if self._returns is not None and queue_position is None:
+            rate = self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
+        return StoredEntry(
+            key=entry.key,
+            num_blocks=num_blocks,
+            pinned=False,  # What must stay is held, and never looked at.
+            last_used_s=entry.last_used_s,
+            created_s=entry.created_s,
+            queue_position=queue_position,
+            return_rate=rate,
+        )
+
+    def _describe_on_ssd(self, entry: Entry, queue_position: int | None) -> StoredEntry:
+        return self._describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreParts:
+    """What the parts of one store share. All of it belongs to the bookkeeping thread."""
+
+    index: SessionIndex
+    """The entries."""
+    look_ahead: LookAhead
+    """The job queue."""
+    dram: DramTier
+    """The blocks of DRAM."""
+    blocks: ChargedBlocks
+    """Their free list."""
+    policy: EvictionPolicy
+    """Who is evicted, from either tier."""
+    counters: Counters
+    """Where outcomes are counted."""
+    clock: Callable[[], float]
+    """Seconds since the epoch."""

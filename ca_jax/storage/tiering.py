@@ -1,0 +1,448 @@
+"""What moves between the tiers and out of them, and when: the job queue turned into fetches, flushes and evictions.
+
+    a turn ends          -> flush it to SSD, in the background
+    DRAM nearly full     -> evict from DRAM who is needed last; on SSD it stays
+    a job is queued      -> fetch its session before it runs, if it is on SSD only
+    a session's TTL ends -> forget it
+
+Nothing here waits. Belongs to the bookkeeping thread.
+
+Not here: the choices (policy), the SSD's blocks and moves (ssd), saves and loads (transfers).
+
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.3.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import numpy as np
+
+from ca_jax.storage.placement.policy import (
+    FifoPolicy,
+    FreeingPolicy,
+    LruPolicy,
+    PrefetchPolicy,
+    StoredEntry,
+    choose_room,
+    look_ahead_window,
+)
+from ca_jax.storage.placement.returns import ReuseGaps
+from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
+from ca_jax.storage.sessions import Entry, StoreParts
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tokens import PLAIN, TokenPlaces
+
+_MAX_FETCHES = 8  # Sessions on their way to DRAM at once.
+_FIRST_PAUSE_S = 2.0  # Before what could not be written to SSD is tried again; each time twice as long,
+_LONGEST_PAUSE_S = 120.0  # up to this.
+
+
+class Placement:
+    """Decides and begins moves. See the module.
+
+    Args:
+      parts: of the store.
+      ssd: the SSD tier, if there is one.
+      free_fraction: share of DRAM kept free in the background, if there is an SSD.
+    """
+
+    def __init__(self, parts: StoreParts, ssd: SsdIndex | None, *, free_fraction: float) -> None:
+        self._layout = parts.dram.layout
+        self._look_ahead = parts.look_ahead
+        self._index = parts.index
+        self._blocks = parts.blocks
+        self._ssd = ssd
+        self._looks_at_queue = not isinstance(parts.policy, LruPolicy | FifoPolicy)
+        self._policy = FreeingPolicy(parts.policy, parts.blocks, self._evictable_blocks)
+        self._counters = parts.counters
+        self._reserve_blocks = int(free_fraction * parts.blocks.num_blocks) if ssd is not None else 0
+        self._clock = parts.clock
+        self._gaps = ReuseGaps(parts.clock)
+        self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
+
+    # What happens.
+
+    def used(self, entry: Entry) -> None:
+        """A session was used now."""
+        self._index.use(entry, self._clock())
+
+    def wanted(self, key: str) -> None:
+        """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
+        entry = self._index.get(key)
+        if entry is not None and entry.block_ids:
+            self._gaps.forget(key)
+        else:
+            self._gaps.wanted(key)
+        if self._ssd is not None:
+            self._ssd.wanted(key)
+
+    def give_up(self, key: str) -> None:
+        """A session is forgotten by its owner, stored or not: what was evicted of it will not be wanted."""
+        self._gaps.forget(key)
+        if self._ssd is not None:
+            self._ssd.gaps.forget(key)
+
+    @property
+    def evict_to_reuse(self) -> GapHistogram:
+        """How soon what was evicted from DRAM was wanted again."""
+        return self._gaps.histogram()
+
+    def changed(self, entry: Entry) -> None:
+        """A session has what SSD has not, in DRAM or kept with it."""
+        if self._ssd is not None:
+            entry.waits_for_flush = bool(entry.block_ids) and not self._ssd.is_late
+            self._dirty[entry.key] = 0.0
+        self._index.place(entry)
+
+    def set_note(self, key: str, note: bytes) -> None:
+        """Has `note` kept with a session, on SSD, from its next flush on, or without one if it is in no other place.
+
+        For a pinned key of which nothing is stored it waits until something is: a turn may have ended before the store
+        had room for any of its KV.
+        """
+        entry = self._index.get(key)
+        if self._ssd is None:
+            return
+        if entry is None:
+            self._index.expect(key, note)
+            return
+        entry.note = note
+        self.changed(entry)
+
+    def place(self, entry: Entry) -> None:
+        """A session changed in a way that choices may depend on."""
+        self._index.place(entry)
+
+    def saving(self, entry: Entry) -> None:
+        """A save of a session was begun."""
+        if self._ssd is not None:
+            self._dirty[entry.key] = 0.0
+
+    def enqueue(self, job: Hashable, key: str, priority: int = 0) -> None:
+        """Says that a job of a session waits, behind all others of its priority: the future that placement looks at.
+
+        Args:
+          job: anything that tells it from other jobs.
+          key: of the session.
+          priority: lower values run first.
+
+        Raises:
+          ValueError: the job waits already.
+        """
+        self.wanted(key)
+        self._look_ahead.append(job, key, priority)
+
+    def dequeue(self, job: Hashable) -> None:
+        """Says that a job waits no more: its load is open, or it was given up.
+
+        Raises:
+          ValueError: it does not wait.
+        """
+        key = self._look_ahead.remove(job)
+        entry = self._index.get(key)
+        if entry is not None:
+            entry.requested = False  # The job behind it asks again.
+            if self._look_ahead.next_ticket(key) is None:
+                entry.miss = None
+            self._index.place(entry)
+
+    def request(self, key: str) -> bool:
+        """Asks for a session's KV now, since a waiting job of it could run. Never blocks.
+
+        Returns:
+          Whether it is on its way to DRAM and worth waiting for: `on_progress` tells when to ask again. If not, the
+          next load says why, or succeeds.
+        """
+        self.wanted(key)
+        entry = self._index.get(key)
+        if entry is None or self._ssd is None:
+            return False
+        entry.requested = True  # What comes must not go again before the job has run.
+        if entry.residency is Residency.SSD and entry.ssd is not None and entry.miss is None:
+            num_blocks = len(entry.ssd.block_ids)
+            if self._ssd.can_fetch(entry):
+                skipped = self.make_room(entry, num_blocks)
+                if skipped is None:
+                    self._fetch(entry)
+                elif skipped is SkipReason.NO_ROOM and self._room_will_come():
+                    return True
+                else:
+                    entry.miss = MissReason.NO_ROOM
+        self._index.place(entry)
+        return entry.fetch is not None
+
+    def step(self) -> None:
+        """Takes in what has ended and begins what is due."""
+        if self._ssd is not None:
+            lost, failed = self._ssd.poll()
+            for entry in lost:
+                self.changed(entry)
+            for entry in failed:
+                self._put_off(entry)
+            if self._ssd.is_late:
+                self._stop_waiting()
+            self._flush()
+            self._evict_ahead()
+            self._prefetch()
+        self._expire()
+
+    def retry(self) -> None:
+        """Has what was put off tried again at the next step."""
+        self._dirty = dict.fromkeys(self._dirty, 0.0)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything moves."""
+        return self._ssd is not None and self._ssd.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything moves, or could be flushed now and was not put off."""
+        return self.moves or any(not self._dirty[entry.key] for entry in self._due())
+
+    @property
+    def windows(self) -> LookAheadWindows:
+        """How far over the job queue it looks now."""
+        num_looked_at = len(self._look_ahead) if self._looks_at_queue else 0
+        return LookAheadWindows(prefetch_jobs=self._prefetch_window(), eviction_jobs=num_looked_at)
+
+    def queue_position(self, key: str) -> int | None:
+        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
+        return self._look_ahead.position(key)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether SSD missed a deadline: nothing should wait for it."""
+        return self._ssd is not None and self._ssd.is_late
+
+    # Room in DRAM.
+
+    def make_room(self, entry: Entry, num_blocks: int, num_replaced: int = 0) -> SkipReason | None:
+        """Evicts from DRAM until `entry` can take `num_blocks` more; all the room, or none and the reason.
+
+        Args:
+          entry: of the session.
+          num_blocks: blocks it is to take.
+          num_replaced: how many of them take the place of blocks that it has.
+        """
+        if not self._blocks.num_blocks:
+            return SkipReason.STORE_OFF
+        if not self._blocks.admits(entry.owner.tenant, len(entry.block_ids) + num_blocks - num_replaced):
+            return SkipReason.TOO_LARGE
+        victims = self._victims(entry, num_blocks)
+        if victims is None:
+            return SkipReason.NO_ROOM
+        self._evict_all(victims)
+        return None
+
+    def room_is_coming(self, entry: Entry, num_blocks: int, num_replaced: int) -> bool:
+        """Whether `entry` cannot take so many more now, and so many in place of own ones, but soon."""
+        return (
+            self._blocks.admits(entry.owner.tenant, len(entry.block_ids) + num_blocks)
+            and self._room_will_come()
+            and self._victims(entry, num_blocks + num_replaced) is None
+        )
+
+    def give_up_fetch(self, entry: Entry) -> None:
+        """Gives up what of a session is on its way to DRAM."""
+        if entry.fetch is not None and self._ssd is not None:
+            self._ssd.cancel(entry)
+            self._index.place(entry)
+
+    def free_dram(self, entry: Entry, block_ids: Sequence[int]) -> None:
+        """Frees blocks of DRAM that were a session's; those that a flush still reads, once it has settled."""
+        if self._ssd is not None:
+            self._ssd.free_dram(entry, block_ids)
+        else:
+            self._blocks.free(entry.owner.tenant, block_ids)
+
+    def free_unused(self, entry: Entry) -> None:
+        """Frees a session's blocks of DRAM behind its last token, published or being saved: all, if there is none."""
+        num_blocks = self._layout.num_blocks(entry.num_reserved_places)
+        block_ids = entry.block_ids[num_blocks:]
+        del entry.block_ids[num_blocks:]
+        self.free_dram(entry, block_ids)
+        if not num_blocks:
+            entry.leave_share_group()
+            entry.lineage = PLAIN
+            entry.num_same_tokens = entry.num_same_rows = 0
+            entry.waits_for_flush = entry.fetched = False
+            if entry.ssd is None:
+                self._dirty.pop(entry.key, None)
+            elif entry.key in self._dirty:  # What is kept with it can be written without its KV.
+                self._dirty[entry.key] = 0.0
+        self._index.place(entry)
+
+    def evict(self, entry: Entry) -> None:
+        """Forgets what of a session is in DRAM, for another state of it; what is on its way to SSD gets there."""
+        if self._ssd is not None:
+            self._ssd.detach(entry)
+        self._leave_dram(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Forgets a session in both tiers, and what is on its way; it must not be in use."""
+        if self._ssd is not None:
+            block_ids, entry.block_ids = entry.block_ids, []
+            self._ssd.free_dram(entry, block_ids)
+            self._ssd.cancel(entry)
+            self._ssd.forget(entry)
+        entry.miss = entry.note = None
+        self._leave_dram(entry)
+
+    # How.
+
+    def _victims(self, entry: Entry, num_blocks: int) -> tuple[str, ...] | None:
+        """Who would have to leave DRAM for `entry` to take so many blocks; None if that cannot be had."""
+        tenant = entry.owner.tenant
+        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
+        if lacking <= 0 and excess <= 0:
+            return ()
+        with self._index.kept(entry):
+            return choose_room(
+                self._policy,
+                self._index.in_dram,
+                tenant=tenant,
+                lacking=lacking,
+                excess=excess,
+            )
+
+    def _room_will_come(self) -> bool:
+        """Whether sessions that do not run are on their way to SSD, or are about to be: they may leave DRAM then."""
+        if self.is_late:
+            return False
+        entries = filter(None, map(self._index.get, self._dirty))
+        return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
+
+    def _fetch(self, entry: Entry) -> None:
+        """Begins a fetch; there is room."""
+        if self._ssd is None or entry.ssd is None:
+            raise RuntimeError(f"session {entry.key!r} was to be fetched and is not on SSD")
+        self._ssd.fetch(entry, self._blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks))
+
+    def _evict_all(self, keys: tuple[str, ...]) -> None:
+        for entry in filter(None, map(self._index.get, keys)):
+            num_free = self._blocks.num_free
+            self._leave_dram(entry)
+            self._counters.num_evictions += 1
+            self._gaps.evicted(entry.key)
+            self._counters.evicted_bytes += (self._blocks.num_free - num_free) * self._layout.block_bytes
+
+    def _leave_dram(self, entry: Entry) -> None:
+        """Forgets what of a session is in DRAM."""
+        entry.token_ids, entry.places = np.zeros(0, np.int32), TokenPlaces()
+        self.free_unused(entry)
+
+    def _evictable_blocks(self, key: str) -> Sequence[int]:
+        entry = self._index.get(key)
+        return () if entry is None or self._index.must_stay(entry) else entry.block_ids
+
+    def _flush(self) -> None:
+        if self._ssd is None or not self._ssd.can_flush:
+            return
+        for entry in self._due():
+            if not entry.num_tokens:
+                self._ssd.write_down(entry)
+                self._ssd.set_note(entry)
+                del self._dirty[entry.key]
+            elif self._ssd.flush(entry):
+                del self._dirty[entry.key]
+            if not self._ssd.can_flush:
+                return
+
+    def _due(self) -> Iterator[Entry]:
+        """What can be written to SSD now."""
+        now_s = self._clock() if any(self._dirty.values()) else 0.0
+        for key, from_s in tuple(self._dirty.items()):
+            entry = self._index.get(key)
+            if entry is None:
+                del self._dirty[key]
+            elif from_s <= now_s and _can_flush(entry):  # Most that are dirty run, and are pinned.
+                yield entry
+
+    def _put_off(self, entry: Entry) -> None:
+        """A session could not be written: it is tried again, later each time, and does not stay in DRAM for that."""
+        if self._dirty.get(entry.key):  # It was put off already, for another part of the same try.
+            return
+        if self._index.get(entry.key) is entry:
+            entry.pause_s = min(max(_FIRST_PAUSE_S, 2 * entry.pause_s), _LONGEST_PAUSE_S)
+            entry.waits_for_flush = False
+            self._dirty[entry.key] = self._clock() + entry.pause_s
+            self._index.place(entry)
+
+    def _stop_waiting(self) -> None:
+        """Lets sessions leave DRAM that SSD does not have: it is late, and DRAM is wanted."""
+        for entry in filter(None, map(self._index.get, self._dirty)):
+            if entry.waits_for_flush:
+                entry.waits_for_flush = False
+                self._index.place(entry)
+
+    def _evict_ahead(self) -> None:
+        """Keeps a part of DRAM free, one session at a time, so that saves and fetches find room."""
+        while self._blocks.num_free < self._reserve_blocks:
+            victims = self._policy.choose_victims(self._index.in_dram(), 1)
+            if not victims:
+                return
+            self._evict_all(victims)
+
+    def _prefetch(self) -> None:
+        if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
+            return
+        num_fetches = _MAX_FETCHES - self._ssd.num_fetching
+        if num_fetches <= 0 or not self._index.num_on_ssd:
+            return
+        plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
+            self._index.to_fetch(),
+            self._index.in_dram(),
+            window_jobs=self._prefetch_window(),
+            free_blocks=self._blocks.num_free,
+            reserve_blocks=self._reserve_blocks,
+            admits=self._within_quotas(),
+        )
+        self._evict_all(plan.evict)
+        for entry in filter(None, map(self._index.get, plan.fetch)):
+            if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
+                self._fetch(entry)
+
+    def _prefetch_window(self) -> int:
+        """How many jobs from the queue's head on are fetched for."""
+        if self._ssd is None or not self._index.num_on_ssd:
+            return 0
+        block_bytes = self._layout.block_bytes
+        mean_bytes = self._ssd.num_used_blocks * block_bytes / self._index.num_on_ssd
+        return look_ahead_window(self._blocks.num_blocks * block_bytes, mean_bytes)
+
+    def _within_quotas(self) -> Callable[[StoredEntry], bool]:
+        """Admits sessions to a plan while each tenant's fit its quota together.
+
+        Behind the first of a tenant's that does not fit none of them is admitted: a small one must not take the room of
+        one that is needed sooner.
+        """
+        planned: collections.Counter[str] = collections.Counter()
+
+        def admits(stored: StoredEntry) -> bool:
+            entry = self._index.get(stored.key)
+            if entry is None:
+                return False
+            tenant = entry.owner.tenant
+            planned[tenant] += stored.num_blocks
+            return not self._blocks.excess(tenant, planned[tenant])
+
+        return admits
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        for entry in self._index.pop_expired(now_s):
+            if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(entry.key) is not None:
+                self._index.expire_after(entry, now_s)
+                continue
+            self._counters.num_expired += 1
+            self.give_up(entry.key)
+            self.forget(entry)
+
+
+def _can_flush(entry: Entry) -> bool:
+    """Whether nothing of a session is about to change, or on its way."""
+    is_somewhere = entry.num_tokens or entry.ssd is not None
+    return bool(is_somewhere and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))

@@ -1,0 +1,1 @@
+"""Memory and disks that hold blocks, and the moves of blocks between them."""

@@ -1,0 +1,162 @@
+"""The DRAM tier: one slab of host memory that is fast to copy, wrapped by TensorStore.
+
+Memory is page-aligned, on huge pages, allocated and touched once and then reused. Measured on 2 CPU cores with 94 MB in
+98 KB runs: into a destination that is 64-byte aligned copies ran at 19-25 GB/s, into one that `np.empty` had aligned to
+16 bytes at 7-13 GB/s; fresh memory takes its first write at 0.3-0.5 GB/s.
+
+Not here: which session holds which block, or what is evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.placement.blocks import BlockAllocator
+
+
+class DramTier:
+    """Blocks in host memory.
+
+    Raises:
+      ValueError: a capacity that is negative, under one block (0 is none at all), or above the machine's memory.
+      MemoryError: the system does not grant that much.
+    """
+
+    def __init__(self, layout: KVLayout, capacity_bytes: int):
+        _check_capacity(layout, capacity_bytes)
+        self._layout = layout
+        self._num_blocks = capacity_bytes // layout.block_bytes
+        self._allocator = BlockAllocator(self._num_blocks)
+        self._slab = host_array((self._num_blocks, *layout.block_shape), layout.numpy_dtype)
+        self._blocks = ts.array(self._slab)
+        self._closed = threading.Event()
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the capacity holds."""
+        return self._num_blocks
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The free list."""
+        return self._allocator
+
+    @property
+    def blocks(self) -> ts.TensorStore:
+        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab, as TensorStore sees it. For whole blocks."""
+        return self._blocks
+
+    @property
+    def slab(self) -> np.ndarray:
+        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
+        return self._slab
+
+    def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
+        """Makes the slab resident, keeping what it holds; meant for a background thread. Ends early on `close`.
+
+        Args:
+          stopped: asked now and then; True ends it early too.
+
+        Returns:
+          Seconds it took.
+        """
+        return touch(self._slab, stopped=lambda: self._closed.is_set() or stopped())
+
+    def close(self) -> None:
+        """Lets go of the slab. No copy may be under way."""
+        self._closed.set()
+        self._slab = np.zeros((0, *self._layout.block_shape), self._layout.numpy_dtype)
+        self._blocks = ts.array(self._slab)
+
+
+def _check_capacity(layout: KVLayout, capacity_bytes: int) -> None:
+    if capacity_bytes < 0:
+        raise ValueError(f"DRAM capacity must not be negative, found {capacity_bytes} bytes")
+    if 0 < capacity_bytes < layout.block_bytes:
+        raise ValueError(
+            f"DRAM capacity wanted at least one block of {layout.block_bytes} bytes ({layout.block_tokens} tokens), "
+            f"found {capacity_bytes} bytes"
+        )
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if capacity_bytes > machine_bytes:
+        raise ValueError(
+            f"DRAM capacity wanted at most this machine's {machine_bytes} bytes of memory, found {capacity_bytes}"
+        )
+
+
+_ALIGNMENT = 2 << 20  # bytes: one huge page
+_TOUCH_CHUNK = 64 << 20  # bytes between two reports of progress
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module does not name it.
+
+
+def host_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+    """Maps a zeroed array of its own, aligned to a huge page where the system has them.
+
+    Nothing is resident until written or `touch`ed. The memory goes back to the system with the last view of it.
+
+    Raises:
+      MemoryError: the system does not grant that much.
+    """
+    dtype = np.dtype(dtype)
+    count = int(np.prod(shape, dtype=np.int64))
+    if not count:
+        return np.zeros(shape, dtype)
+    num_bytes = count * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes + _ALIGNMENT)
+    except OSError as error:
+        raise MemoryError(f"wanted {num_bytes} bytes of host memory, the system refused: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # A kernel without huge pages: small ones serve, slower.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)
+    offset = -pages.ctypes.data % _ALIGNMENT
+    return pages[offset : offset + num_bytes].view(dtype).reshape(shape)
+
+
+def touch(
+    array: np.ndarray,
+    stopped: Callable[[], bool] = lambda: False,
+) -> float:
+    """Makes `array` resident without changing what it holds, so that no later write pays for its first touch.
+
+    Any thread may call it, also while others write to the array. It holds no lock of the interpreter while the kernel
+    works. Where the kernel cannot do it (before Linux 5.14) nothing happens, and each page is touched by its first
+    write.
+
+    Args:
+      array: C-contiguous, of `host_array`.
+      stopped: asked between chunks of 64 MiB; True ends the work early.
+
+    Returns:
+      Seconds it took.
+    """
+    start_s = time.perf_counter()
+    if not array.nbytes:
+        return 0.0
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    first = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    end = array.ctypes.data + array.nbytes
+    for address in range(first, end, _TOUCH_CHUNK):
+        if madvise is None or stopped():
+            break
+        size = min(_TOUCH_CHUNK, end - address)
+        if madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(_MADV_POPULATE_WRITE)):
+            break
+    return time.perf_counter() - start_s

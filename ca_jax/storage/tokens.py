@@ -1,0 +1,371 @@
+"""What is known of a session's tokens at rest: where they lie, what their KV has seen, and what others find them by.
+
+Token i of a session lies at place p_i: row `p_i % block_tokens` of block `p_i // block_tokens` of its block table. A
+new session is dense, p_i = i. Forgetting tokens moves none of those that stay: rows of the others are left dead, and
+only blocks without any living token go.
+
+    blocks of 4      0 1 2 3   4 5 6 7   8 9
+    forget 1 to 4    0 . . .   . 5 6 7   8 9      places 0, 5 to 9: runs (0, 1) and (5, 5)
+    forget 5 to 7    0 . . .             8 9      its block goes: places 0, 4, 5
+
+New tokens go behind the last one. Blocks in the midst of a table therefore have no rows that were never written.
+
+KV that was computed behind dropped tokens has seen them, and what is left of a cut session may spell another text. Both
+must never be served as KV of that text: only the tokens before the first cut may. `Lineage` says which these are.
+
+Not here: block tables in DRAM, bytes, when tokens are forgotten (truncation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+_RUN_DTYPE = np.dtype("<u4")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The tokens in one block of a sequence."""
+
+    index: int
+    """Which block of the sequence, counted from its first."""
+    first_token: int
+    """The first of its tokens, counted from the sequence's first; the others follow it."""
+    num_tokens: int
+    """How many they are, > 0."""
+    rows: slice | np.ndarray
+    """Where they lie in the block; a slice where they lie side by side, as int64 `[num_tokens]` otherwise."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """The places of a sequence's tokens, ascending. Immutable.
+
+    Args:
+      runs: pairs (first place, number of tokens) of neighbours, ascending; no run begins where the one before ends.
+
+    Raises:
+      ValueError: runs that are empty, negative, overlap or touch.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        behind = -1
+        for start, length in self.runs:
+            if start <= behind or length <= 0:
+                raise ValueError(
+                    "wanted runs of tokens that ascend and do not touch, "
+                    f"found {length} from place {start} behind one that ends at {behind}"
+                )
+            behind = start + length
+
+    @classmethod
+    def dense(cls, num_tokens: int) -> TokenPlaces:
+        """Token i at place i."""
+        return cls(((0, num_tokens),) if num_tokens else ())
+
+    @classmethod
+    def of(cls, places: np.ndarray) -> TokenPlaces:
+        """The places as they are listed, ascending: int64 `[T]`."""
+        if not places.size:
+            return cls()
+        firsts = np.concatenate([[0], np.flatnonzero(np.diff(places) != 1) + 1])
+        lengths = np.diff(firsts, append=len(places))
+        return cls(tuple(zip(places[firsts].tolist(), lengths.tolist(), strict=True)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TokenPlaces:
+        """The places that `to_bytes` wrote.
+
+        Raises:
+          ValueError: the data is no list of runs.
+        """
+        starts_and_lengths = np.frombuffer(data, _RUN_DTYPE).reshape(-1, 2).tolist()
+        return cls(tuple((start, length) for start, length in starts_and_lengths))
+
+    def to_bytes(self) -> bytes:
+        """The runs, each as two unsigned 32-bit integers."""
+        return np.array(self.runs, _RUN_DTYPE).tobytes()
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are."""
+        return sum(length for _, length in self.runs)
+
+    @property
+    def num_places(self) -> int:
+        """Rows in use, up to that of the last token: where the next token goes."""
+        return sum(self.runs[-1]) if self.runs else 0
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether each token i lies at place i."""
+        return not self.runs or (len(self.runs) == 1 and not self.runs[0][0])
+
+    def to_array(self) -> np.ndarray:
+        """The place of each token, int64 `[num_tokens]`."""
+        if len(self.runs) == 1:
+            ((start, length),) = self.runs
+            return np.arange(start, start + length)
+        starts, lengths = np.array(self.runs, np.int64).reshape(-1, 2).T  # Of none too.
+        return np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+
+    def append(self, num_tokens: int) -> TokenPlaces:
+        """The same with so many more tokens, behind the last one."""
+        if not num_tokens or not self.runs:
+            return self if self.runs else TokenPlaces.dense(num_tokens)
+        *others, (start, length) = self.runs
+        return TokenPlaces((*others, (start, length + num_tokens)))
+
+    def take(self, num_tokens: int) -> TokenPlaces:
+        """The first so many tokens, or all if there are fewer."""
+        runs = []
+        for start, length in self.runs:
+            if num_tokens <= 0:
+                break
+            runs.append((start, min(length, num_tokens)))
+            num_tokens -= length
+        return TokenPlaces(tuple(runs))
+
+    def keep(self, kept: np.ndarray, block_tokens: int) -> tuple[TokenPlaces, np.ndarray]:
+        """Forgets tokens, and the blocks that have none left.
+
+        Args:
+          kept: bool `[num_tokens]`, which tokens stay.
+          block_tokens: tokens in a block.
+
+        Returns:
+          The places of those that stay, in a table of the blocks that stay, and which blocks these are: int64
+          `[num_blocks]`, ascending.
+
+        Raises:
+          ValueError: the mask is of another length.
+        """
+        if kept.shape != (self.num_tokens,):
+            raise ValueError(f"kept wanted bool[{self.num_tokens}], found {kept.dtype}{list(kept.shape)}")
+        places = self.to_array()[kept]
+        blocks = places // block_tokens
+        is_first = np.diff(blocks, prepend=-1) > 0
+        table = blocks[is_first]
+        return TokenPlaces.of(places + (np.cumsum(is_first) - 1 - blocks) * block_tokens), table
+
+    def stretches(self, block_tokens: int) -> tuple[list[tuple[int, int, int]], tuple[BlockRows, ...]]:
+        """The tokens of whole blocks side by side, and those of other blocks: quick where there are few runs.
+
+        Returns:
+          First token, first block and number of blocks of each stretch of whole blocks; and what `by_block` gives of
+          all other blocks.
+        """
+        starts, lengths = np.array(self.runs, np.int64).reshape(-1, 2).T
+        heads, tails = -(-starts // block_tokens), (starts + lengths) // block_tokens
+        firsts = np.cumsum(lengths) - lengths + heads * block_tokens - starts
+        whole = np.stack([firsts, heads, tails - heads], axis=1)[heads < tails].tolist()
+        is_part = np.ones(self.num_tokens, bool)
+        for first, _, num_blocks in whole:
+            is_part[first : first + num_blocks * block_tokens] = False
+        return [(first, head, count) for first, head, count in whole], self._rows(block_tokens, np.flatnonzero(is_part))
+
+    def by_block(self, block_tokens: int) -> tuple[BlockRows, ...]:
+        """The tokens of each block that has any, in their order."""
+        return self._rows(block_tokens, np.arange(self.num_tokens))
+
+    def _rows(self, block_tokens: int, tokens: np.ndarray) -> tuple[BlockRows, ...]:
+        """The same, of blocks that have these tokens, int64 `[n]`: each has all of its own among them."""
+        if not len(tokens):
+            return ()
+        blocks, rows = np.divmod(self.to_array()[tokens], block_tokens)
+        firsts = np.flatnonzero(np.diff(blocks, prepend=-1))
+        stops = np.append(firsts[1:], len(blocks))
+        lasts = rows[stops - 1]
+        found = []
+        for index, first, stop, row, last in zip(
+            blocks[firsts].tolist(), firsts.tolist(), stops.tolist(), rows[firsts].tolist(), lasts.tolist(), strict=True
+        ):
+            side_by_side = last - row == stop - first - 1
+            where = slice(row, last + 1) if side_by_side else rows[first:stop]
+            found.append(BlockRows(index, int(tokens[first]), stop - first, where))
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lineage:
+    """What was dropped from a session so far. Immutable.
+
+    Raises:
+      ValueError: a negative number.
+    """
+
+    num_dropped: int = 0
+    """Tokens that were dropped with others left behind them: a mark, by which KV of two states is told apart."""
+    num_plain: int | None = None
+    """Leading tokens whose KV has seen no token that was dropped; None for all, those to come too."""
+
+    def __post_init__(self) -> None:
+        if self.num_dropped < 0 or (self.num_plain is not None and self.num_plain < 0):
+            raise ValueError(f"wanted num_dropped and num_plain >= 0, found {self.num_dropped} and {self.num_plain}")
+
+    def plain_tokens(self, num_tokens: int) -> int:
+        """How many of the first `num_tokens` tokens may be served to any session of the same tokens."""
+        return num_tokens if self.num_plain is None else min(self.num_plain, num_tokens)
+
+    def after(self, discarded: np.ndarray, num_stored: int) -> Lineage:
+        """What it is once tokens were discarded.
+
+        Args:
+          discarded: bool `[T]`, which of the session's first T tokens go.
+          num_stored: tokens of the session that are known to be there, more than T or fewer.
+        """
+        if num_stored <= len(discarded):  # What goes from the end leaves nothing behind that has seen it.
+            left = np.flatnonzero(~discarded)
+            discarded = discarded[: left[-1] if left.size else 0]
+        num_dropped = int(np.count_nonzero(discarded))
+        if not num_dropped:
+            return self
+        first = int(np.argmax(discarded))
+        return Lineage(self.num_dropped + num_dropped, first if self.num_plain is None else min(first, self.num_plain))
+
+
+PLAIN = Lineage()
+"""Of a session that nothing was ever dropped from."""
+
+
+HASH_BYTES = 8
+"""Kept of each SHA-256, and chained. A match is a hint: loads compare the tokens themselves."""
+
+
+def prefix_hashes(token_ids: np.ndarray, block_tokens: int, known: bytes = b"") -> bytes:
+    """Hashes of the first 1, 2, … full blocks of a sequence, joined.
+
+    Each is of the hash before it and its block's tokens: equal n-th hashes mean n equal blocks.
+
+    Args:
+      token_ids: `[T]`, integers that fit int32.
+      block_tokens: tokens in a block.
+      known: hashes of leading blocks that are known already; only the blocks behind them are read.
+
+    Returns:
+      `T // block_tokens` hashes of `HASH_BYTES` bytes.
+    """
+    hashes = bytearray(known)
+    for start in range(len(known) // HASH_BYTES * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
+        block = np.ascontiguousarray(token_ids[start : start + block_tokens], "<i4").tobytes()
+        hashes += hashlib.sha256(hashes[-HASH_BYTES:] + block).digest()[:HASH_BYTES]
+    return bytes(hashes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """How a session on SSD differs from one that was never cut: its tokens dense, all rows theirs, nothing dropped."""
+
+    places: TokenPlaces
+    """Where its tokens lie in its blocks."""
+    num_rows: int
+    """Rows that were written: all of its blocks but the last, and so many of that. A row may have lost its token."""
+    lineage: Lineage = PLAIN
+    """What was dropped from it."""
+
+    @classmethod
+    def of(cls, places: TokenPlaces, num_rows: int, lineage: Lineage) -> Cuts | None:
+        """The same; None where there is no difference."""
+        if places.is_dense and num_rows == places.num_places and lineage == PLAIN:
+            return None
+        return cls(places=places, num_rows=num_rows, lineage=lineage)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SsdCopy:
+    """What of a session is on SSD, published in the catalog. Immutable."""
+
+    num_tokens: int
+    """Tokens whose KV it is."""
+    block_ids: np.ndarray
+    """The block table: int64 `[num_blocks]`, in token order."""
+    cuts: Cuts | None = None
+    """What cutting has left of it; None if it was never cut."""
+    prefixes: bytes = b""
+    """`prefix_hashes` of its leading tokens that others may have the KV of: what it is found by."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+        return len(self.block_ids)
+
+    @property
+    def places(self) -> TokenPlaces:
+        """Where the tokens lie in the blocks."""
+        return TokenPlaces.dense(self.num_tokens) if self.cuts is None else self.cuts.places
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were written in the blocks, up to the last one."""
+        return self.num_tokens if self.cuts is None else self.cuts.num_rows
+
+    @property
+    def lineage(self) -> Lineage:
+        """What was dropped from the session."""
+        return PLAIN if self.cuts is None else self.cuts.lineage
+
+    def keep(self, kept: np.ndarray, lineage: Lineage, block_tokens: int) -> tuple[SsdCopy, np.ndarray]:
+        """Forgets tokens, and the blocks that have none left.
+
+        Args:
+          kept: bool `[num_tokens]`, which tokens stay.
+          lineage: what has been dropped then.
+          block_tokens: tokens in a block.
+
+        Returns:
+          What stays, and which blocks these are: int64 `[n]`, ascending.
+
+        Raises:
+          ValueError: the mask is of another length.
+        """
+        places, table = self.places.keep(kept, block_tokens)
+        num_rows = rows_left(self.num_rows, table, block_tokens)
+        num_plain = lineage.plain_tokens(len(kept) if kept.all() else int(np.argmin(kept)))
+        return SsdCopy(
+            num_tokens=places.num_tokens,
+            block_ids=self.block_ids[table],
+            cuts=Cuts.of(places, num_rows, lineage),
+            prefixes=self.prefixes[: num_plain // block_tokens * HASH_BYTES],
+        ), table
+
+    def find_in(self, before: SsdCopy, block_tokens: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Which tokens and blocks of an earlier state these are; None if they are none of it.
+
+        A block and a row say which token it is, as long as the session is only cut.
+
+        Args:
+          before: the state.
+          block_tokens: tokens in a block.
+
+        Returns:
+          Which tokens of `before`, int64 `[num_tokens]`, and which of its blocks, int64 `[num_blocks]`.
+        """
+        index_of = {block: index for index, block in enumerate(before.block_ids.tolist())}
+        if not index_of.keys() >= set(self.block_ids.tolist()):
+            return None
+        blocks = np.array([index_of[block] for block in self.block_ids.tolist()], np.int64)
+        places, places_before = self.places.to_array(), before.places.to_array()
+        wanted = blocks[places // block_tokens] * block_tokens + places % block_tokens
+        tokens = np.searchsorted(places_before, wanted)
+        if (tokens >= len(places_before)).any() or not np.array_equal(places_before[tokens], wanted):
+            return None
+        return tokens, blocks
+
+
+def rows_left(num_rows: int, kept_blocks: np.ndarray, block_tokens: int) -> int:
+    """How many of the first `num_rows` rows of a block table are leading rows of what stays of it.
+
+    Args:
+      num_rows: leading rows of the table.
+      kept_blocks: int64 `[n]`, which of its blocks stay, ascending.
+      block_tokens: rows in a block.
+    """
+    num_full, rest = divmod(num_rows, block_tokens)
+    num_kept = int(np.searchsorted(kept_blocks, num_full))
+    has_part = num_kept < len(kept_blocks) and kept_blocks[num_kept] == num_full
+    return num_kept * block_tokens + (rest if has_part else 0)

@@ -1,0 +1,411 @@
+"""Opens and closes tickets: room is reserved or blocks are held, bytes move, and what is complete is published.
+
+Not here: what else happens to sessions (store), room (tiering), the copies themselves (tickets).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from ca_jax.storage.records import MissReason, Owner, Residency
+from ca_jax.storage.sessions import Entry, StoreParts
+from ca_jax.storage.tickets import LoadTicket, SaveTicket, TicketState
+from ca_jax.storage.tiering import Placement
+from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.truncation import Truncation
+
+
+class Transfers:
+    """Saves and loads of sessions in DRAM. Belongs to the bookkeeping thread.
+
+    Args:
+      parts: of the store.
+      placement: makes room.
+      truncation: shortens what is stored.
+      ttl_s: how long sessions are kept whose owner does not say.
+    """
+
+    def __init__(self, parts: StoreParts, placement: Placement, truncation: Truncation, *, ttl_s: float | None) -> None:
+        self._dram = parts.dram
+        self._layout = parts.dram.layout
+        self._blocks = parts.blocks
+        self._index = parts.index
+        self._placement = placement
+        self._truncation = truncation
+        self._counters = parts.counters
+        self._ttl_s = ttl_s
+        self._clock = parts.clock
+        self._open_loads: dict[LoadTicket, Entry] = {}
+
+    # Saves.
+
+    def prepare_save(
+        self,
+        key: str,
+        start_token: int,
+        token_ids: npt.ArrayLike,
+        owner: Owner | None = None,
+        *,
+        num_dropped: int = 0,
+        num_plain: int | None = None,
+    ) -> SaveTicket | None:
+        """Reserves room for the KV of a session's next tokens, evicting others where it lacks.
+
+        Several saves of one session may be open; they are completed in order. What is pinned or in use is not evicted.
+
+        Args:
+          key: session id.
+          start_token: where the new tokens begin: the tokens published in DRAM plus those of saves still open.
+          token_ids: `[T]`, T > 0, the new tokens.
+          owner: whose session it is, if it is new here; by default of no tenant, and known by its key.
+          num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them. It and the
+            next are looked at where `start_token` is 0: what is behind has the lineage of what is there.
+          num_plain: leading tokens whose KV has seen no dropped token; None for all, as after a prefill of them.
+
+        Returns:
+          A ticket to write by; None where no room can be made (counted, with its reason). The next offer must begin
+          at the same token then: a stored sequence has no gaps.
+
+        Raises:
+          ValueError: `start_token` is another, or `token_ids` is empty or not a list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        entry = self._index.get(key)
+        reserved = entry.num_reserved_tokens if entry else 0
+        if start_token != reserved:
+            raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
+        entry = entry or self._new_entry(key, owner)
+        self._placement.give_up_fetch(entry)  # What comes would be older than what is saved now.
+        start_place = entry.num_reserved_places
+        num_blocks = self._layout.num_blocks(start_place + len(token_ids)) - len(entry.block_ids)
+        num_copied = int(self._would_write_to_others(entry))
+        skipped = self._placement.make_room(entry, num_blocks + num_copied, num_copied)
+        if skipped is not None:
+            self._counters.skipped_saves[skipped] += 1
+            return None
+        if self._would_write_to_others(entry):  # A session that shared it may have made the room.
+            self._own_last_block(entry)
+        entry.block_ids.extend(self._take_blocks(entry, num_blocks))
+        if not start_token:
+            entry.lineage = Lineage(num_dropped, num_plain)
+        ticket = SaveTicket(self._dram, key, start_token, token_ids, np.array(entry.block_ids), start_place)
+        entry.open_saves.append(ticket)
+        self._placement.saving(entry)
+        self._keep(entry)
+        return ticket
+
+    def room_is_coming(self, key: str, num_tokens: int, owner: Owner | None = None) -> bool:
+        """Whether a save of so many more tokens would not begin now, but soon: `on_progress` tells when to try."""
+        entry = self._index.get(key) or self._new_entry(key, owner)
+        num_blocks = self._layout.num_blocks(entry.num_reserved_places + num_tokens) - len(entry.block_ids)
+        return self._placement.room_is_coming(entry, num_blocks, int(self._would_write_to_others(entry)))
+
+    def complete_save(self, ticket: SaveTicket) -> bool:
+        """Publishes a save: from here on its tokens can be loaded. Waits for writes under way.
+
+        Returns:
+          Whether it was published: False if an earlier save of the session was aborted, and this one with it.
+
+        Raises:
+          ValueError: the ticket is not fully written, not the session's oldest open one, completed already, or not of
+            this store. It stays as it was.
+        """
+        if ticket.state is TicketState.ABORTED:
+            return False
+        entry = self._entry_of(ticket)
+        if entry.open_saves[0] is not ticket:
+            raise ValueError(
+                f"saves of {ticket.key!r} complete in order: wanted the one from token "
+                f"{entry.open_saves[0].start_token}, found the one from {ticket.start_token}"
+            )
+        if ticket.num_missing:
+            raise ValueError(
+                f"save of {ticket.key!r} wanted KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
+                f"found {ticket.num_missing} (layer, token) pairs not written"
+            )
+        ticket.close(TicketState.DONE)
+        del entry.open_saves[0]
+        entry.token_ids = np.concatenate([entry.token_ids, ticket.token_ids])
+        entry.places = entry.places.append(ticket.num_tokens)
+        self._placement.changed(entry)
+        self._placement.used(entry)
+        self._counters.num_saves += 1
+        self._counters.saved_bytes += ticket.num_tokens * self._layout.token_bytes
+        return True
+
+    def abort_save(self, ticket: SaveTicket) -> None:
+        """Gives a save up, and all later ones of its session; their blocks are free again. Waits for writes under way.
+
+        Raises:
+          ValueError: the ticket is completed already, or not of this store.
+        """
+        if ticket.state is not TicketState.ABORTED:
+            self._abort_saves(self._entry_of(ticket), first=ticket)
+
+    def abort_saves(self, key: str) -> None:
+        """Gives up all open saves of a session. Waits for writes under way."""
+        entry = self._index.get(key)
+        if entry is not None and entry.open_saves:
+            self._abort_saves(entry, first=entry.open_saves[0])
+
+    # Loads.
+
+    def prepare_load(
+        self, key: str, token_ids: npt.ArrayLike, *, truncate: bool = False, num_dropped: int = 0
+    ) -> LoadTicket | None:
+        """Holds the longest published prefix of `token_ids` for reading, until it is completed or aborted.
+
+        A caller that gets fewer tokens than are stored wants other tokens from there on, and truncates before it saves.
+
+        Of a session from which other tokens were dropped than from the caller's, only those are served whose KV has
+        seen none of them: what is left of it may spell another text than its KV is of. What is served then, and kept
+        alone by `truncate`, is the caller's from there on.
+
+        Args:
+          key: session id.
+          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+          truncate: forget what is stored behind that prefix, so that a save may begin there while the load is open;
+            after a miss nothing comes from SSD in between either.
+          num_dropped: tokens that the caller's session has dropped, as `EntryInfo.num_dropped` counts them.
+
+        Returns:
+          A ticket to read by; None where nothing can be served (a miss, counted with its reason).
+
+        Raises:
+          ValueError: `token_ids` is empty or not a list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        self._placement.wanted(key)
+        entry = self._index.get(key)
+        num_tokens = 0 if entry is None else _num_served(entry, token_ids, num_dropped)
+        miss = self._miss_of(entry, num_tokens)
+        if entry is not None:
+            self._placement.used(entry)
+        if entry is None or miss is not None:
+            self._counters.misses[miss or MissReason.ABSENT] += 1
+            if entry is not None:
+                entry.miss = None
+                if truncate:  # What comes would come between this and the save from the first token.
+                    self._placement.give_up_fetch(entry)
+                self._index.place(entry)
+            return None
+        if truncate and not entry.in_use:
+            if num_tokens < entry.num_tokens:
+                self._truncation.shorten(entry, num_tokens)
+            self._truncation.adopt(entry, num_dropped)
+        places = entry.places.take(num_tokens)
+        ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched)
+        entry.fetched = False
+        entry.num_open_loads += 1
+        self._open_loads[ticket] = entry
+        self._index.place(entry)
+        return ticket
+
+    def complete_load(self, ticket: LoadTicket) -> None:
+        """Ends a load, a hit. Waits for copies under way.
+
+        Raises:
+          ValueError: the ticket is closed, or not of this store.
+        """
+        self._end_load(ticket, TicketState.DONE)
+        self._counters.num_hits += 1
+        self._counters.num_hits_from_ssd += ticket.from_ssd
+        self._counters.loaded_bytes += ticket.num_tokens * self._layout.token_bytes
+
+    def abort_load(self, ticket: LoadTicket, reason: MissReason = MissReason.ABORTED) -> None:
+        """Gives a load up, a miss. Waits for copies under way.
+
+        Raises:
+          ValueError: the ticket is closed, or not of this store.
+        """
+        self._end_load(ticket, TicketState.ABORTED)
+        self._counters.misses[reason] += 1
+
+    def copy_prefix(
+        self, source: str, key: str, token_ids: npt.ArrayLike, owner: Owner | None = None, *, num_dropped: int = 0
+    ) -> int:
+        """Has a new session begin with what a session in DRAM has of the beginning of `token_ids`.
+
+        Full blocks are shared: both hold them from here on, each may forget them, and neither writes to them. The
+        tokens in the last one, where it is not full, are copied; where there is no room for that they are left out.
+        Both sessions go on as if all had been copied. The source may be in use: what it has published counts.
+
+        Only KV that has seen no dropped token is given away. It goes to SSD once something is saved behind it, or kept
+        with it: until then it has nothing that the source has not, and SSD would have KV of no conversation.
+
+        Args:
+          source: session id of the one that has it.
+          key: session id of the new one, of which nothing is stored.
+          token_ids: `[T]`, T > 0, the tokens whose KV is wanted.
+          owner: whose the new session is: the source's tenant, since prefixes never cross tenants.
+          num_dropped: tokens that the new session has dropped, as `EntryInfo.num_dropped` counts them.
+
+        Returns:
+          How many tokens it has now; 0 where none agree, or where they are less than a block and no room can be made.
+
+        Raises:
+          ValueError: something is stored under `key`, the source is another tenant's, or `token_ids` is empty or not a
+            list of int32.
+        """
+        token_ids = as_token_ids(token_ids)
+        entry = self._index.get(key)
+        if entry is not None and entry.residency is not Residency.ABSENT:
+            raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
+        from_entry = self._index.get(source)
+        if from_entry is None:
+            return 0
+        entry = entry or self._new_entry(key, owner)
+        if entry.owner.tenant != from_entry.owner.tenant:
+            raise ValueError(f"wanted a session of tenant {entry.owner.tenant!r} to begin with, found another's")
+        num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
+        num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
+        entry.block_ids = from_entry.block_ids[:num_shared]
+        self._blocks.share(entry.block_ids)
+        with self._index.kept(from_entry):
+            if num_rows and self._placement.make_room(entry, 1) is not None:
+                num_tokens -= num_rows
+                num_rows = 0
+        if not num_tokens:
+            return 0
+        if num_rows:
+            (own,) = self._take_blocks(entry, 1)
+            self._copy_rows(from_entry.block_ids[num_shared], own, num_rows)
+            entry.block_ids.append(own)
+        entry.token_ids = from_entry.token_ids[:num_tokens].copy()
+        entry.places, entry.lineage = from_entry.places.take(num_tokens), Lineage(num_dropped)
+        entry.fetched, from_entry.fetched = from_entry.fetched, False
+        if entry.miss is not None:  # What SSD had of it was lost.
+            self._counters.misses[entry.miss] += 1
+            entry.miss = None
+        from_entry.share_with(entry)
+        self._placement.used(from_entry)
+        self._keep(entry)
+        return num_tokens
+
+    def abort_all(self) -> None:
+        """Gives up every open save and load, and waits for their copies."""
+        for entry in tuple(self._index):
+            self.abort_saves(entry.key)
+        for ticket in tuple(self._open_loads):
+            self.abort_load(ticket)
+
+    # Entries and blocks.
+
+    def _would_write_to_others(self, entry: Entry) -> bool:
+        """Whether the next token goes to a block that other sessions hold too: one that was full, and was cut."""
+        has_part = entry.num_reserved_places % self._layout.block_tokens
+        return bool(has_part) and self._blocks.is_shared(entry.block_ids[-1])
+
+    def _own_last_block(self, entry: Entry) -> None:
+        """Has a session copy its last block: no block that others hold is ever written to. There is room."""
+        shared = entry.block_ids.pop()
+        (own,) = self._take_blocks(entry, 1)
+        self._copy_rows(shared, own, entry.num_reserved_places % self._layout.block_tokens)
+        entry.block_ids.append(own)
+        if entry.num_open_loads:
+            entry.replaced_blocks.append(shared)
+        else:
+            self._placement.free_dram(entry, [shared])
+
+    def _copy_rows(self, source: int, block: int, num_rows: int) -> None:
+        """Copies the first rows of a block of DRAM to another. Those behind may be written meanwhile."""
+        np.copyto(self._dram.slab[block, :, :, :num_rows], self._dram.slab[source, :, :, :num_rows])
+
+    def _take_blocks(self, entry: Entry, num_blocks: int) -> tuple[int, ...]:
+        """Blocks for a session to go on in, for which room was made."""
+        last = entry.block_ids[-1] if entry.block_ids else None
+        return self._blocks.alloc_room(entry.owner.tenant, num_blocks, last)
+
+    def _new_entry(self, key: str, owner: Owner | None) -> Entry:
+        owner = owner or Owner()
+        if not owner.session_id:
+            owner = dataclasses.replace(owner, session_id=key)
+        now_s = self._clock()
+        return Entry(
+            key=key,
+            owner=owner,
+            created_s=now_s,
+            last_used_s=now_s,
+            ttl_s=self._ttl_s if owner.ttl_s is None else owner.ttl_s,
+            num_pins=self._index.num_pins(key),
+        )
+
+    def _keep(self, entry: Entry) -> None:
+        """Enters an entry that has blocks now, if it is new, as the last used."""
+        if self._index.get(entry.key) is None:
+            self._index.add(entry)
+        self._index.place(entry)
+        self._placement.used(entry)
+
+    def _miss_of(self, entry: Entry | None, num_served: int) -> MissReason | None:
+        """Why a load that serves so many tokens serves nothing; None if it serves some."""
+        if entry is None:
+            return MissReason.ABSENT
+        if not entry.num_tokens:
+            if entry.miss is not None:
+                return entry.miss
+            return MissReason.ABSENT if entry.residency is Residency.ABSENT else MissReason.PENDING
+        return None if num_served else MissReason.MISMATCH
+
+    def _abort_saves(self, entry: Entry, first: SaveTicket) -> None:
+        """Aborts `first` and the later saves of `entry`."""
+        position = entry.open_saves.index(first)
+        for ticket in entry.open_saves[position:]:
+            ticket.close(TicketState.ABORTED)
+            self._counters.num_aborted_saves += 1
+        del entry.open_saves[position:]
+        self._placement.free_unused(entry)
+
+    def _end_load(self, ticket: LoadTicket, state: TicketState) -> None:
+        entry = self._open_loads.pop(ticket, None)
+        if entry is None:
+            raise ValueError(
+                f"wanted an open load of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+            )
+        ticket.close(state)
+        entry.num_open_loads -= 1
+        if not entry.num_open_loads and entry.replaced_blocks:
+            replaced, entry.replaced_blocks = entry.replaced_blocks, []
+            self._placement.free_dram(entry, replaced)
+        self._index.place(entry)
+        self._placement.used(entry)
+
+    def _entry_of(self, ticket: SaveTicket) -> Entry:
+        entry = self._index.get(ticket.key)
+        if entry is None or ticket not in entry.open_saves:
+            raise ValueError(
+                f"wanted an open save of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+            )
+        return entry
+
+
+def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
+    """Token ids as int32 `[T]`, read-only.
+
+    Raises:
+      ValueError: there are none, or they are not a list of int32.
+    """
+    given = np.asarray(token_ids)
+    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
+        raise ValueError(f"token_ids wanted a non-empty list of integers, found {given.dtype}{list(given.shape)}")
+    ids = given.astype(np.int32)
+    if not np.array_equal(ids, given):
+        raise ValueError(f"token_ids wanted int32, found values in [{given.min()}, {given.max()}]")
+    ids.flags.writeable = False
+    return ids
+
+
+def _num_served(entry: Entry, token_ids: np.ndarray, num_dropped: int) -> int:
+    """How many of these tokens' KV a session in DRAM has, for one from which so many tokens were dropped."""
+    num_tokens = _common_prefix(entry.token_ids, token_ids)
+    return num_tokens if entry.lineage.num_dropped == num_dropped else entry.lineage.plain_tokens(num_tokens)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix."""
+    length = min(len(a), len(b))
+    differs = np.flatnonzero(a[:length] != b[:length])
+    return int(differs[0]) if differs.size else length

@@ -1,0 +1,332 @@
+"""Forgetting tokens of a stored session, in place: at its end, its oldest, or any of them, in both tiers.
+
+What stays is not moved: a block goes once no token in it is left, and the rest of a session keeps its rows. Where
+scattered tokens went, a session in DRAM is copied together again if it wastes more than two blocks: on a thread, while
+nothing else of it moves. It goes over to the copy once that is whole; if it is another one by then, it stays as it is,
+and is copied anew.
+
+Belongs to the bookkeeping thread. Nothing here waits, but `close`.
+
+Not here: where tokens lie and what KV has seen (tokens), blocks and moves of the SSD (ssd).
+
+Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ca_jax.storage.records import EntryInUseError
+from ca_jax.storage.sessions import Entry, StoreParts
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tiering import Placement
+from ca_jax.storage.tokens import Lineage, TokenPlaces
+
+_LOG = logging.getLogger(__name__)
+_MAX_SPARE_BLOCKS = 2  # Beyond what its tokens need: first tokens that stay take a block, and the oldest block a part.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Copy:
+    """A session that is being copied together."""
+
+    entry: Entry
+    block_ids: list[int]
+    """Its blocks when that began, held until it ends."""
+    places: TokenPlaces
+    """And where its tokens were in them."""
+    fresh_ids: tuple[int, ...]
+    """Where to."""
+    done: concurrent.futures.Future[None]
+
+
+class Truncation:
+    """Cuts sessions that are not in use. See the module.
+
+    Args:
+      parts: of the store.
+      placement: is notified of changes.
+      ssd: the SSD tier, if there is one.
+      on_progress: called from any thread when `step` has something to do.
+    """
+
+    def __init__(
+        self, parts: StoreParts, placement: Placement, ssd: SsdIndex | None, on_progress: Callable[[], None]
+    ) -> None:
+        self._index = parts.index
+        self._dram = parts.dram
+        self._layout = parts.dram.layout
+        self._blocks = parts.blocks
+        self._placement = placement
+        self._ssd = ssd
+        self._on_progress = on_progress
+        self._wasteful: dict[Entry, None] = {}  # Perhaps; looked at when nothing of them moves.
+        self._copy: _Copy | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "ca_jax-compact")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a session is being copied together."""
+        return self._copy is not None
+
+    def step(self) -> None:
+        """Takes in a copy that has ended and begins the next."""
+        if self._copy is not None and self._copy.done.done():
+            copy, self._copy = self._copy, None
+            self._end(copy)
+        for entry in tuple(self._wasteful):
+            if self._copy is not None:
+                return
+            if not (entry.in_use or entry.num_pins or entry.fetch or entry.flush):
+                del self._wasteful[entry]
+                self._begin(entry)
+
+    def close(self) -> None:
+        """Waits for the copy that is under way. Nothing is begun any more."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None = None) -> None:
+        """Keeps only a session's first tokens, > 0, in both tiers and of what is on its way.
+
+        Args:
+          entry: of the session.
+          num_tokens: how many.
+          note: what to keep with it from now on; None keeps what is kept.
+        """
+        shorter = num_tokens < entry.num_tokens
+        if shorter:  # First: a flush may read what is freed.
+            entry.token_ids = entry.token_ids[:num_tokens].copy()
+            entry.places = entry.places.take(num_tokens)
+            self._placement.free_unused(entry)
+        self._keep_note(entry, note)
+        if self._ssd is not None:
+            self._ssd.shorten(entry, num_tokens, note)
+        if shorter or note is not None:
+            self._placement.changed(entry)
+        self._placement.place(entry)
+
+    def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
+        """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
+
+        Args:
+          key: session id.
+          num_tokens: how many tokens stay.
+          note: as for `discard`.
+
+        Returns:
+          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
+
+        Raises:
+          ValueError: num_tokens is negative.
+          EntryInUseError: a load or save of it is open.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+        if not num_tokens:
+            self._placement.give_up(key)
+        entry = self._index.get(key)
+        if entry is None:
+            if not num_tokens:
+                self._index.expect(key, None)
+            elif note is not None:
+                self._placement.set_note(key, note)
+            return 0
+        _check_idle(entry)
+        if num_tokens:
+            self.shorten(entry, num_tokens, note)
+        else:
+            self._placement.forget(entry)
+        return entry.num_readable
+
+    def drop(self, key: str) -> bool:
+        """Forgets a session's KV.
+
+        Returns:
+          Whether there was any.
+
+        Raises:
+          EntryInUseError: a load or save of it is open.
+        """
+        found = self._index.get(key) is not None
+        self.truncate(key, 0)
+        return found
+
+    def leave_dram(self, key: str) -> int | None:
+        """Forgets what of a session is in DRAM, so that it can be saved anew; what is on SSD stays until that is there.
+
+        Returns:
+          Its leading tokens whose KV had seen no token that was dropped; None for all.
+
+        Raises:
+          EntryInUseError: a load or save of it is open.
+        """
+        entry = self._index.get(key)
+        if entry is None:
+            return None
+        num_plain = entry.known_lineage.num_plain
+        if entry.num_tokens:
+            _check_idle(entry)
+            self._placement.evict(entry)
+        return num_plain
+
+    def discard(self, key: str, discarded: npt.ArrayLike, note: bytes | None = None) -> int:
+        """Forgets any of a session's published tokens, in place; the others stay as they are and move together.
+
+        Blocks without a token are free at once, in DRAM and on SSD. Token i of the session is from then on the i-th of
+        those that stay, and saves go on behind the last one.
+
+        Args:
+          key: session id.
+          discarded: bool `[T]`, True for each of the session's first T tokens that is to be forgotten. Tokens that are
+            stored beyond T stay; T may be larger than what is stored.
+          note: what to keep with the session from now on, as by `set_note`; on SSD it changes together with the KV, or
+            not at all. None keeps what is kept.
+
+        Returns:
+          Tokens that are kept, in DRAM if there are any; 0 for a session that is not stored (any more).
+
+        Raises:
+          ValueError: `discarded` is no list of bool.
+          EntryInUseError: a load or save of it is open.
+        """
+        mask = as_mask(discarded)
+        entry = self._index.get(key)
+        if entry is None:
+            if note is not None:
+                self._placement.set_note(key, note)
+            return 0
+        _check_idle(entry)
+        self._discard(entry, mask, note)
+        return entry.num_readable
+
+    def _discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None) -> None:
+        """Forgets tokens of a session in both tiers, and of what is on its way."""
+        if not entry.num_readable:
+            return
+        kept = np.ones(entry.num_readable, bool)
+        num_tokens = min(len(kept), len(discarded))
+        kept[:num_tokens] = ~discarded[:num_tokens]
+        lineage = entry.known_lineage.after(discarded, len(kept))
+        if note is None and lineage == entry.known_lineage and kept.all():
+            return
+        if not kept.any():
+            self._placement.forget(entry)
+            return
+        in_dram = bool(entry.num_tokens)
+        if in_dram:
+            self._discard_in_dram(entry, kept, lineage)
+        self._keep_note(entry, note)
+        if self._ssd is not None:
+            self._ssd.discard(entry, kept, lineage, note)
+        if in_dram:
+            if not entry.places.is_dense:
+                self._wasteful[entry] = None
+                self._on_progress()
+            self._placement.changed(entry)
+        self._placement.place(entry)
+
+    def adopt(self, entry: Entry, num_dropped: int) -> None:
+        """Takes what is in DRAM, all of which has seen no dropped token, for a session that dropped so many."""
+        if entry.lineage.num_dropped != num_dropped:
+            entry.lineage = Lineage(num_dropped)
+            self._placement.changed(entry)
+
+    def _keep_note(self, entry: Entry, note: bytes | None) -> None:
+        """Has a note go with the next flush too, should SSD forget the session before it has it."""
+        if note is not None and self._ssd is not None:
+            entry.note = note
+
+    def _discard_in_dram(self, entry: Entry, kept: np.ndarray, lineage: Lineage) -> None:
+        places, table = entry.places.keep(kept, self._layout.block_tokens)
+        stays = set(table.tolist())
+        gone = [block for index, block in enumerate(entry.block_ids) if index not in stays]
+        entry.block_ids = [entry.block_ids[index] for index in table.tolist()]
+        entry.token_ids = entry.token_ids[kept]
+        entry.places, entry.lineage = places, lineage
+        self._placement.free_dram(entry, gone)
+
+    def _begin(self, entry: Entry) -> None:
+        """Begins to copy a session to fresh blocks, if it wastes some and there is room: no published block is written.
+
+        Blocks that it shares are not its to free, and no waste. It stays in DRAM, and is not flushed, meanwhile.
+        """
+        num_blocks, tenant = self._layout.num_blocks(entry.num_tokens), entry.owner.tenant
+        if self._blocks.frees([entry.block_ids])[0] <= num_blocks + _MAX_SPARE_BLOCKS:
+            return
+        fresh = None if self._blocks.excess(tenant, num_blocks) > 0 else self._blocks.alloc(tenant, num_blocks)
+        if fresh is None:
+            return
+        table, places = list(entry.block_ids), entry.places
+        self._blocks.share(table)  # Whatever becomes of the session, they are not written while they are read.
+        entry.num_pins += 1
+        self._placement.place(entry)
+        done = self._thread.submit(copy_together, self._dram.slab, places, table, fresh, self._layout.block_tokens)
+        self._copy = _Copy(entry=entry, block_ids=table, places=places, fresh_ids=fresh, done=done)
+        done.add_done_callback(lambda _: self._on_progress())
+
+    def _end(self, copy: _Copy) -> None:
+        """Has a session go over to its copy, if it is what was copied still."""
+        entry, error = copy.entry, copy.done.exception()
+        entry.num_pins -= 1
+        self._blocks.free(entry.owner.tenant, copy.block_ids)
+        is_same = entry.block_ids == copy.block_ids and entry.places == copy.places and not entry.in_use
+        if error is None and is_same:
+            entry.block_ids, entry.places = list(copy.fresh_ids), TokenPlaces.dense(entry.num_tokens)
+            self._placement.free_dram(entry, copy.block_ids)
+            entry.num_same_rows = 0  # It lies otherwise on SSD.
+            self._placement.changed(entry)
+            return
+        self._blocks.free(entry.owner.tenant, copy.fresh_ids)
+        if error is not None:
+            _LOG.warning("session %s could not be copied together: it stays as it is", entry.key, exc_info=error)
+        elif entry.block_ids:
+            self._wasteful[entry] = None
+        self._placement.place(entry)
+
+
+def copy_together(
+    slab: np.ndarray, places: TokenPlaces, block_ids: Sequence[int], fresh_ids: Sequence[int], block_tokens: int
+) -> None:
+    """Copies a sequence's tokens to blocks in which they lie side by side.
+
+    Args:
+      slab: all blocks, `[num_blocks, L, 2, block_tokens, K, H]`.
+      places: of the tokens.
+      block_ids: the blocks that these are in.
+      fresh_ids: as many as the tokens need, which nothing else reads or writes.
+      block_tokens: tokens in a block.
+    """
+    for part in places.by_block(block_tokens):
+        rows = slab[block_ids[part.index]][:, :, part.rows]  # [L, 2, n, K, H]
+        done = 0
+        while done < part.num_tokens:
+            index, row = divmod(part.first_token + done, block_tokens)
+            num_rows = min(block_tokens - row, part.num_tokens - done)
+            slab[fresh_ids[index]][:, :, row : row + num_rows] = rows[:, :, done : done + num_rows]
+            done += num_rows
+
+
+def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
+    """Which tokens to discard, as bool `[T]`.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    mask = np.asarray(discarded)
+    if mask.ndim != 1 or mask.dtype != np.bool_:
+        raise ValueError(f"discarded wanted bool[T], found {mask.dtype}{list(mask.shape)}")
+    return mask
+
+
+def _check_idle(entry: Entry) -> None:
+    if entry.in_use:
+        raise EntryInUseError(
+            f"wanted no open load or save of {entry.key!r}, found {entry.num_open_loads} loads and "
+            f"{len(entry.open_saves)} saves"
+        )

@@ -1,0 +1,208 @@
+"""The free list, the slab, and host memory."""
+
+from __future__ import annotations
+
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ca_jax.storage import BlockAllocator, DramTier, host_array
+from ca_jax.storage.tiers.dram import touch
+
+from .store_helpers import make_layout
+
+
+def test_blocks_are_handed_out_in_runs():
+    free = BlockAllocator(8)
+    assert free.alloc(3) == (0, 1, 2)
+    assert free.alloc(2) == (3, 4)
+    free.free([1, 2])  # Free now: 1 2, 5 6 7.
+    assert free.alloc(3) == (5, 6, 7)  # Whole in the longer run, not begun in the first.
+    assert free.alloc(1) == (1,)
+    assert free.num_free == 1
+
+
+def test_the_smallest_run_that_fits_is_taken():
+    free = BlockAllocator(10)
+    free.alloc(10)
+    free.free([0, 1, 2, 5, 6])
+    assert free.alloc(2) == (5, 6)
+
+
+def test_a_sequence_goes_on_where_it_ends():
+    free = BlockAllocator(8)
+    free.alloc(8)
+    free.free([1, 4, 5, 6])
+    assert free.alloc(2, after=3) == (4, 5)
+    assert free.alloc(2, after=5) == (6, 1)
+
+
+def test_with_no_run_long_enough_the_longest_are_joined():
+    free = BlockAllocator(10)
+    free.alloc(10)
+    free.free([0, 2, 3, 4, 6, 7, 9])
+    assert free.alloc(6) == (2, 3, 4, 6, 7, 0)
+
+
+def test_too_few_free_blocks_give_none_and_take_none():
+    free = BlockAllocator(3)
+    assert free.alloc(4) is None
+    assert free.alloc(3) == (0, 1, 2)
+    assert free.alloc(1) is None
+    assert free.alloc(0) == ()
+
+
+def test_a_double_free_is_refused_and_frees_nothing():
+    free = BlockAllocator(4)
+    free.alloc(3)
+    with pytest.raises(ValueError, match="block 3 is freed twice"):
+        free.free([0, 3])
+    with pytest.raises(ValueError, match="block 1 is freed twice"):
+        free.free([1, 1])
+    with pytest.raises(ValueError, match="below 4, found 4"):
+        free.free([4])
+    assert free.num_free == 1
+    free.free([0, 1, 2])
+    assert free.alloc(4) == (0, 1, 2, 3)
+
+
+def test_named_blocks_are_taken_out_of_their_runs():
+    free = BlockAllocator(12)
+    free.take([10, 3, 4, 0])  # Free now: 1 2, 5 6 7 8 9, 11.
+    assert free.num_free == 8
+    assert free.alloc(2) == (1, 2)
+    assert free.alloc(5) == (5, 6, 7, 8, 9)
+    free.take(np.array([11], np.uint32))
+    assert free.alloc(1) is None
+    free.free(range(12))
+    assert free.alloc(12) == tuple(range(12))
+
+
+def test_taking_is_all_or_nothing():
+    free = BlockAllocator(6)
+    free.take(block for block in (2, 3))
+    free.take([])
+    with pytest.raises(ValueError, match="block 3 is taken twice"):
+        free.take([0, 3, 5])
+    with pytest.raises(ValueError, match="block 5 is taken twice"):
+        free.take([5, 0, 5])
+    for outside in (-1, 6, 2**40):
+        with pytest.raises(ValueError, match=rf"block id in \[0, 6\), found {outside}"):
+            free.take([0, outside])
+    for others in ([0.0], [[0]], np.zeros((1, 1), np.int64), [True], [0, 2**64]):
+        with pytest.raises(ValueError, match="wanted block ids as integers"):
+            free.take(others)
+    with pytest.raises(ValueError, match=r"in \[0, 0\), found 0"):
+        BlockAllocator(0).take([0])
+    assert free.num_free == 4
+    assert free.alloc(4) == (0, 1, 4, 5)  # Two runs of two, the first one first.
+
+
+def test_blocks_of_a_hundred_thousand_sessions_are_taken_at_once():
+    num_sessions, per_session = 100_000, 17
+    first = 20 * np.random.default_rng(0).permutation(num_sessions)
+    ids = (first[:, None] + np.arange(per_session)).ravel()
+    free = BlockAllocator(20 * num_sessions)
+    free.take(ids)
+    assert free.num_free == 3 * num_sessions
+    assert free.alloc(4) == (17, 18, 19, 37)
+    free.free(ids)
+    assert free.num_free == 20 * num_sessions - 4
+
+
+@given(st.data())
+def test_accounting_is_exact_whatever_comes(data):
+    free = BlockAllocator(12)
+    held: list[tuple[int, ...]] = []
+    for _ in range(data.draw(st.integers(0, 25))):
+        if data.draw(st.booleans()):
+            taken = {block for ids in held for block in ids}
+            ids = tuple(data.draw(st.lists(st.integers(0, 11), unique=True, max_size=6)))
+            if taken.isdisjoint(ids):
+                free.take(ids)
+                held.append(ids)
+            else:
+                with pytest.raises(ValueError, match="is taken twice"):
+                    free.take(ids)
+            continue
+        if held and data.draw(st.booleans()):
+            free.free(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        else:
+            taken = {block for ids in held for block in ids}
+            wanted = data.draw(st.integers(1, 6))
+            ids = free.alloc(wanted, after=data.draw(st.none() | st.integers(0, 11)))
+            if ids is None:
+                assert wanted > 12 - len(taken)
+                continue
+            assert len(set(ids)) == wanted
+            assert taken.isdisjoint(ids)
+            assert all(0 <= block < 12 for block in ids)
+            held.append(ids)
+        assert free.num_free == 12 - sum(map(len, held))
+    for ids in held:
+        free.free(ids)
+    assert free.alloc(12) == tuple(range(12))  # One run again.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_the_slab_and_its_tensorstore_are_the_same_bytes(dtype):
+    layout = make_layout(dtype)
+    tier = DramTier(layout, 3 * layout.block_bytes + layout.block_bytes // 2)
+    assert tier.num_blocks == 3
+    assert tier.blocks.shape == tier.slab.shape == (3, *layout.block_shape)
+    assert tier.slab.ctypes.data % 4096 == 0
+    tier.slab[1] = 7
+    assert np.all(tier.blocks[1].read().result() == 7)
+    tier.blocks[2].write(np.full(layout.block_shape, 5, layout.numpy_dtype)).result()
+    assert np.all(tier.slab[2] == 5)
+    assert np.all(tier.slab[0] == 0)
+
+
+def test_touch_of_a_tier_keeps_what_it_holds_and_of_a_closed_one_ends_at_once():
+    layout = make_layout()
+    tier = DramTier(layout, 100 * layout.block_bytes)
+    tier.slab[...] = 3
+    assert tier.touch() > 0
+    assert np.all(tier.slab == 3)
+    tier.close()
+    assert tier.touch(lambda: pytest.fail("touched a closed tier")) == 0.0
+
+
+def test_touch_asks_between_chunks_whether_to_stop():
+    array = host_array((200 << 20,), np.uint8)  # Mapped; of its 200 MiB the first 64 become resident.
+    asked = []
+    touch(array, stopped=lambda: bool(asked.append(1)) or len(asked) == 2)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
+def test_host_arrays_are_zeroed_aligned_and_of_their_own(dtype):
+    a, b = host_array((3, 5, 7), dtype), host_array((3, 5, 7), dtype)
+    assert a.dtype == dtype
+    assert a.ctypes.data % 4096 == 0
+    assert a.flags.c_contiguous
+    assert a.flags.writeable
+    a[...] = 1
+    assert np.all(b == 0)
+
+
+def test_a_host_array_of_nothing_is_empty():
+    assert host_array((0, 4), np.float32).shape == (0, 4)
+
+
+def test_a_capacity_under_one_block_is_named():
+    layout = make_layout()
+    with pytest.raises(ValueError, match=rf"at least one block of {layout.block_bytes} bytes \(4 tokens\), found 10"):
+        DramTier(layout, 10)
+    with pytest.raises(ValueError, match="must not be negative, found -1"):
+        DramTier(layout, -1)
+
+
+def test_a_capacity_above_the_machine_is_refused():
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with pytest.raises(ValueError, match=f"at most this machine's {machine_bytes} bytes"):
+        DramTier(make_layout(), machine_bytes + 1)

@@ -1,0 +1,248 @@
+"""What is to go from a store's directory goes, nothing else does, and not while an engine is there."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+
+import pytest
+
+from ca_jax.storage import collect as housekeeping
+from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
+from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
+from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
+from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.records import Owner
+from ca_jax.storage.verify import catalog_problems, verify
+
+from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier
+from .ssd_helpers import make_blocks
+
+NOW_S = 1e9 + 100  # When the second session has expired, and the third would have.
+
+
+@pytest.fixture(params=["zarr3", "raw"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def filled(tmp_path, kind):
+    return fill(tmp_path, kind)
+
+
+def collect(path, **options):
+    with StoreInspector(path) as inspector:
+        return collect_garbage(inspector, now_s=NOW_S, **options)
+
+
+def stored(path) -> dict[str, list[int]]:
+    """The blocks on disk and the keys of sound sessions: all of them verified."""
+    with StoreInspector(path) as inspector:
+        assert catalog_problems(inspector) == ()
+        assert all(verdict.ok for verdict in verify(inspector))
+        found = {}
+        for info in inspector.namespaces():
+            tier = inspector.open_blocks(info.namespace)
+            found[info.namespace.weights[:4]] = [] if tier is None else tier.stored_block_ids()
+        found["keys"] = [session.record.key for session in inspector.sessions().sound]
+    return found
+
+
+def reasons(garbage) -> dict[str, ForgetReason]:
+    return {each.key: each.reason for namespace in garbage.namespaces for each in namespace.forgotten}
+
+
+def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, kind):
+    tier = open_tier(tmp_path, kind)
+    tier.write_blocks([9, 12], make_blocks(NAMESPACE.layout, 2)).result()
+    tier.close()
+    garbage = collect(tmp_path)
+    assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}
+    first, other = garbage.namespaces
+    assert (first.namespace, first.num_blocks, first.num_leftovers) == (NAMESPACE, 3, 0)
+    assert first.num_bytes == 3 * {"zarr3": 4096, "raw": 8192}[kind]
+    assert (other.forgotten, other.num_blocks) == ((), 0)
+    assert stored(tmp_path) == {
+        "aaaa": [0, 1, 2, 5, 6, 7],
+        "bbbb": [0, 1],
+        "keys": [KEYS["first"], KEYS["third"], KEYS["other"]],
+    }
+    again = collect(tmp_path)
+    assert reasons(again) == {}
+    assert [each.num_blocks for each in again.namespaces] == [0, 0]
+
+
+def test_what_is_forgotten_is_not_noted_either_unless_its_kv_alone_was_damaged(tmp_path, filled):
+    with contextlib.closing(sqlite3.connect(tmp_path / CATALOG_NAME)) as db, db:
+        db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        for name in KEYS:
+            log.put(KEYS[name], Owner(session_id=name), b"note")
+    found = reasons(collect(tmp_path))
+    assert found == {KEYS["first"]: ForgetReason.DAMAGED, KEYS["second"]: ForgetReason.EXPIRED}
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        assert {each.session_id for each in log.list()} == set(KEYS) - {"second"}
+
+
+def test_a_dry_run_says_the_same_and_does_nothing(tmp_path, filled):
+    files, before = files_of(tmp_path), stored(tmp_path)
+    options = {"drop": (OTHER_NAMESPACE,)}
+    dry = collect(tmp_path, dry_run=True, **options)
+    assert files_of(tmp_path) == files
+    assert stored(tmp_path) == before
+    assert dry.compacted_bytes is None
+    done = collect(tmp_path, **options)
+    assert (
+        reasons(dry)
+        == reasons(done)
+        == {
+            KEYS["second"]: ForgetReason.EXPIRED,
+            KEYS["other"]: ForgetReason.NAMESPACE,
+        }
+    )
+    for each, other in zip(dry.namespaces, done.namespaces, strict=True):
+        assert (each.dropped, each.num_blocks, each.num_bytes) == (other.dropped, other.num_blocks, other.num_bytes)
+
+
+def test_damaged_sessions_go(tmp_path, filled, kind):
+    db = sqlite3.connect(tmp_path / CATALOG_NAME)
+    db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
+    db.execute(
+        "UPDATE contents SET token_ids = zeroblob(5) WHERE session = (SELECT id FROM sessions WHERE key = ?)",
+        [KEYS["third"]],
+    )
+    db.execute("UPDATE sessions SET state = 'damaged' WHERE key = ?", [KEYS["other"]])
+    db.commit()
+    db.close()
+    garbage = collect(tmp_path)
+    assert reasons(garbage) == {
+        KEYS["first"]: ForgetReason.DAMAGED,
+        KEYS["second"]: ForgetReason.EXPIRED,
+        KEYS["third"]: ForgetReason.DAMAGED,
+        KEYS["other"]: ForgetReason.DAMAGED,
+    }
+    assert [each.session is None for each in garbage.namespaces[0].forgotten] == [True, False, False]
+    assert stored(tmp_path) == {"aaaa": [], "bbbb": [], "keys": []}
+
+
+def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, kind):
+    tier = open_tier(tmp_path, kind)
+    tier.delete_blocks([1]).result()
+    tier.close()
+    assert KEYS["first"] not in reasons(collect(tmp_path, read_blocks=False))
+    assert reasons(collect(tmp_path, read_blocks=True)) == {KEYS["first"]: ForgetReason.DAMAGED}
+    assert stored(tmp_path)["aaaa"] == [5, 6, 7]
+
+
+def test_only_one_tenants_sessions_are_forgotten(tmp_path, filled):
+    assert reasons(collect(tmp_path, tenant="bob")) == {}
+    assert reasons(collect(tmp_path, tenant="alice")) == {KEYS["second"]: ForgetReason.EXPIRED}
+    with pytest.raises(ValueError, match="one tenant, found both: 'bob'"):
+        collect(tmp_path, tenant="bob", drop=(NAMESPACE,))
+
+
+def test_a_dropped_namespace_is_gone(tmp_path, filled):
+    garbage = collect(tmp_path, drop=(NAMESPACE,))
+    assert [each.dropped for each in garbage.namespaces] == [True, False]
+    assert reasons(garbage) == {KEYS[name]: ForgetReason.NAMESPACE for name in ("first", "second", "third")}
+    assert garbage.namespaces[0].num_blocks == 7
+    assert not (tmp_path / NAMESPACE.directory_name).exists()
+    assert stored(tmp_path) == {"bbbb": [0, 1], "keys": [KEYS["other"]]}
+
+
+def test_all_namespaces_may_be_dropped(tmp_path, filled):
+    collect(tmp_path, drop=(NAMESPACE, OTHER_NAMESPACE))
+    assert stored(tmp_path) == {"bbbb": [], "keys": []}
+    assert files_of(tmp_path).keys() == {LOG_NAME}
+    with contextlib.closing(NoteLog(tmp_path)) as log:
+        assert log.list() == ()
+
+
+def test_leftovers_and_files_of_no_namespace_go_and_others_stay(tmp_path):
+    fill(tmp_path, "zarr3")
+    leftover = block_file(tmp_path, 4).with_name("c.4.0.0.0.0.0.__lock")
+    leftover.touch()
+    orphan = tmp_path / "blocks-0123456789abcdef" / "zarr3"
+    orphan.mkdir(parents=True)
+    (orphan / "zarr.json").write_text("{}")
+    aside = tmp_path / f"{CATALOG_NAME}.corrupt-20240101T000000-1"
+    aside.write_bytes(b"x")
+    stays = [tmp_path / "blocks-of-mine", tmp_path / "notes.txt"]
+    for path in stays:
+        path.write_text("x")
+    garbage = collect(tmp_path)
+    assert garbage.files == ("blocks-0123456789abcdef", aside.name)
+    assert garbage.num_file_bytes > 0
+    assert [each.num_leftovers for each in garbage.namespaces] == [1, 0]
+    assert not any(path.exists() for path in (leftover, orphan.parent, aside))
+    assert all(path.exists() for path in stays)
+
+
+def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypatch):
+    def full(catalog):
+        raise CatalogFullError("wanted room on the disk")
+
+    with Catalog(tmp_path, NAMESPACE) as catalog, catalog.batch():
+        catalog._db.execute("CREATE TABLE filling AS SELECT zeroblob(2000000) AS bytes")
+        catalog._db.execute("DROP TABLE filling")
+    with monkeypatch.context() as patch:
+        patch.setattr(housekeeping.Catalog, "compact", full)
+        garbage = collect(tmp_path)
+    assert (garbage.compacted_bytes, garbage.not_compacted) == (None, "wanted room on the disk")
+    assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}
+    garbage = collect(tmp_path)
+    assert garbage.not_compacted is None
+    assert garbage.compacted_bytes < 1_000_000 < garbage.catalog_bytes
+
+
+def test_a_catalog_of_nothing_is_cleaned_too(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog._db.execute("DELETE FROM namespaces")
+    orphan = tmp_path / NAMESPACE.directory_name
+    orphan.mkdir()
+    assert collect(tmp_path).files == (orphan.name,)
+    assert not orphan.exists()
+
+
+def test_one_session_is_dropped_with_its_blocks(tmp_path, filled):
+    with StoreInspector(tmp_path) as inspector:
+        garbage = drop_session(inspector, inspector.find("b3"))
+    assert reasons(type("All", (), {"namespaces": [garbage]})) == {KEYS["third"]: ForgetReason.NAMED}
+    assert garbage.num_blocks == 3
+    assert stored(tmp_path) == {
+        "aaaa": [0, 1, 2, 3],
+        "bbbb": [0, 1],
+        "keys": [KEYS["first"], KEYS["second"], KEYS["other"]],
+    }
+
+
+def test_nothing_goes_while_an_engine_is_there(tmp_path, filled):
+    files = files_of(tmp_path)
+    with Catalog(tmp_path, OTHER_NAMESPACE), StoreInspector(tmp_path) as inspector:
+        session = inspector.find("b3")
+        for clean in (
+            lambda: drop_session(inspector, session),
+            lambda: collect_garbage(inspector, now_s=NOW_S),
+            lambda: collect_garbage(inspector, now_s=NOW_S, dry_run=True),
+        ):
+            with pytest.raises(CatalogLockedError, match="in use by process"):
+                clean()
+    assert files_of(tmp_path) == files
+    assert stored(tmp_path)["keys"] == list(KEYS.values())
+
+
+def test_namespaces_are_found_by_name_or_fingerprint(tmp_path):
+    fill(tmp_path, "zarr3")
+    with StoreInspector(tmp_path) as inspector:
+        for names, found in (
+            (("aaaa",), (NAMESPACE,)),
+            ((OTHER_NAMESPACE.directory_name, "aaaa1111weights"), (OTHER_NAMESPACE, NAMESPACE)),
+            ((NAMESPACE.fingerprint[:20], "aaaa"), (NAMESPACE,)),
+            ((), ()),
+        ):
+            assert find_namespaces(inspector, names) == found
+        for name in ("none", ""):
+            with pytest.raises(UnknownNamespaceError, match=r"(?s)found 0 for .*weights aaaa.*weights bbbb"):
+                find_namespaces(inspector, [name])

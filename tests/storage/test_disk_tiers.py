@@ -1,0 +1,492 @@
+"""The SSD tiers: what was written is read, by whichever kind, and anything else is an error with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import DramTier
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.tiers.disk import DiskOptions, describe
+from ca_jax.storage.tiers.zarr3 import SsdTier
+
+from .ssd_helpers import NUM_BLOCKS, Disk, StoppedClock, make_blocks, make_disk, read
+from .store_helpers import as_bits, make_layout
+
+
+@pytest.fixture(params=["file", "memory", "raw"])
+def disk(request, tmp_path) -> Disk:
+    return make_disk(request.param, tmp_path / "kv")
+
+
+@pytest.fixture(params=["file", "raw"])
+def local_disk(request, tmp_path) -> Disk:
+    return make_disk(request.param, tmp_path / "kv")
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A filesystem of its own; skips where the system does not let a test mount one."""
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(path)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"wants to mount a small filesystem, which the system refuses: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def reason(handle) -> IoFailure:
+    """Why a move failed."""
+    with pytest.raises(BlockIoError) as raised:
+        handle.result()
+    assert raised.value is handle.error
+    assert handle.wait_settled(60)
+    return raised.value.reason
+
+
+# What was written is read.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+def test_blocks_come_back_bit_for_bit(disk, dtype):
+    layout = make_layout(dtype)
+    tier = disk.open(layout)
+    blocks = make_blocks(layout, 3)
+    tier.write_blocks([6, 0, 3], blocks).result()
+    assert np.array_equal(as_bits(read(tier, [3, 6, 0])), as_bits(blocks[[2, 0, 1]]))
+
+
+def test_blocks_of_zeros_are_written_too(disk):
+    tier = disk.open()
+    zeros = np.zeros((1, *tier.layout.block_shape), tier.layout.numpy_dtype)
+    tier.write_blocks([2], zeros).result()
+    assert tier.stored_block_ids() == [2]
+    assert np.array_equal(as_bits(read(tier, [2])), as_bits(zeros))
+
+
+def test_whole_pages_come_back_too(disk):
+    # Such blocks, in page-aligned memory, go past the page cache where the disk is a raw file.
+    layout = dataclasses.replace(make_layout(), num_kv_heads=4, head_dim=256)
+    assert layout.layer_block_bytes % (2 * 4096) == 0
+    capacity_bytes = 4 * (layout.block_bytes + 2 * 4096)
+    tier = disk.open(layout, num_blocks=capacity_bytes // 4096)
+    dram = DramTier(layout, 4 * layout.block_bytes)
+    dram.slab[:2] = make_blocks(layout, 2)
+    tier.write_blocks([1, 0], dram.slab[:2]).result()
+    tier.read_blocks([1, 0], [dram.slab[3], dram.slab[2]]).result()
+    assert np.array_equal(as_bits(dram.slab[2:]), as_bits(dram.slab[1::-1]))
+
+
+def test_a_block_is_replaced_in_place(disk):
+    tier = disk.open()
+    old, new = make_blocks(tier.layout, 1, seed=1), make_blocks(tier.layout, 1, seed=2)
+    for blocks in (old, new, old, new):
+        tier.write_blocks([5], blocks).result()
+        assert np.array_equal(as_bits(read(tier, [5])), as_bits(blocks))
+    assert tier.stored_block_ids() == [5]
+
+
+def test_another_run_finds_the_same_bytes(disk):
+    blocks = make_blocks(make_layout(), 2)
+    first = disk.open()
+    first.write_blocks([1, 6], blocks).result()
+    assert first.close(60)
+    second = disk.open(num_blocks=2 * NUM_BLOCKS)  # A larger cap is no other layout.
+    assert second.stored_block_ids() == [1, 6]
+    assert np.array_equal(as_bits(read(second, [1, 6])), as_bits(blocks))
+
+
+def test_the_blocks_of_a_larger_run_can_be_deleted(disk):
+    disk.open().write_blocks([1, 6], make_blocks(make_layout(), 2)).result()
+    tier = disk.open(num_blocks=4)
+    assert tier.stored_block_ids() == [1, 6]
+    tier.delete_blocks([6, 7, 1_000_000]).result()  # Those that are not there, too.
+    assert tier.stored_block_ids() == [1]
+    with pytest.raises(ValueError, match=r"wanted a block id in \[0, 4\), found 6"):
+        read(tier, [6])
+
+
+def test_tensorstore_alone_reads_both_groups(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open(num_blocks=1030)
+    blocks = make_blocks(tier.layout, 2)
+    tier.write_blocks([1023, 1024], blocks).result()
+    for group, index, block in ((0, 1023, blocks[0]), (1, 0, blocks[1])):
+        assert np.array_equal(as_bits(disk.tensorstore(group)[index].read().result()), as_bits(block))
+
+
+def test_nothing_to_move_is_done_at_once(disk):
+    tier = disk.open()
+    nothing = np.zeros((0, *tier.layout.block_shape), np.float32)
+    for handle in (tier.read_blocks([], nothing), tier.write_blocks([], nothing), tier.delete_blocks([])):
+        handle.result(60)
+        assert handle.wait_settled(60)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_raw_write_is_done_only_after_it_is_synced(tmp_path, monkeypatch, durable):
+    synced = []
+    monkeypatch.setattr("ca_jax.storage.tiers.raw.os.fdatasync", lambda file: synced.append(tier.stored_block_ids()))
+    tier = make_disk("raw", tmp_path).open(durable=durable)
+    tier.write_blocks([1, 2], make_blocks(tier.layout, 2)).result()
+    assert synced == ([[1, 2]] if durable else [])  # Once, after both.
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_zarr3_write_is_synced_by_tensorstore(tmp_path, durable):
+    tier = make_disk("file", tmp_path).open(durable=durable)
+    assert tier._groups[0].spec(retain_context=True).to_json()["kvstore"]["file_io_sync"] is durable
+
+
+# What is damaged is an error. Files are damaged behind TensorStore's back and within one tick of their clock, so that
+# what it knows of them for a moment after a read would still seem to hold: such reads are another tier's.
+
+
+def test_a_block_that_was_never_written_is_missing_not_zeros(disk):
+    tier = disk.open()
+    tier.write_blocks([0, 2], make_blocks(tier.layout, 2)).result()
+    into = make_blocks(tier.layout, 1)
+    assert reason(tier.read_blocks([1], into)) is IoFailure.MISSING
+
+
+def test_a_deleted_block_is_missing(disk):
+    tier = disk.open()
+    tier.write_blocks([0], make_blocks(tier.layout, 1)).result()
+    tier.delete_blocks([0]).result()
+    assert reason(tier.read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.MISSING
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open()
+    blocks = make_blocks(tier.layout, 1)
+    tier.write_blocks([1], blocks).result()
+    file = disk.block_file(1)
+    intact = file.read_bytes()
+    for position in range(0, len(intact), 7):
+        damaged = bytearray(intact)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        assert reason(disk.open().read_blocks([1], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, position
+    file.write_bytes(intact)
+    assert np.array_equal(as_bits(read(disk.open(), [1])), as_bits(blocks))
+
+
+def test_every_flipped_bit_of_a_raw_slot_is_found(tmp_path):
+    disk = make_disk("raw", tmp_path)
+    tier = disk.open()
+    tier.write_blocks([1], make_blocks(tier.layout, 1)).result()
+    start, block_bytes = tier.stored_block_bytes, tier.layout.block_bytes
+    trailer_start = start + tier.stored_block_bytes - 4096
+    positions = [*range(start, start + block_bytes, 7), *range(trailer_start, trailer_start + 8 + 8 + 12 + 4)]
+    with (tmp_path / "raw" / "blocks").open("r+b", buffering=0) as file:
+        for position in positions:
+            byte = os.pread(file.fileno(), 1, position)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 0x10]), position)
+            assert reason(tier.read_blocks([1], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, position
+            os.pwrite(file.fileno(), byte, position)
+    read(tier, [1])
+
+
+def test_what_tensorstore_says_of_a_file_that_shrinks_while_it_is_read_is_damage():
+    message = (
+        "FAILED_PRECONDITION: Error reading shard entry: Requested byte range [-52, ?) is not valid for value of size 1"
+    )
+    assert describe(ValueError(message)).reason is IoFailure.CORRUPT
+
+
+def test_a_file_of_any_other_length_is_found(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open()
+    tier.write_blocks([0], make_blocks(tier.layout, 1)).result()
+    intact = disk.block_file(0).read_bytes()
+    for length in (0, 1, 100, len(intact) - 1):
+        disk.block_file(0).write_bytes(intact[:length])
+        assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT, length
+    disk.block_file(0).unlink()
+    assert reason(disk.open().read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.MISSING
+
+
+def test_a_raw_file_cut_short_is_found(tmp_path):
+    tier = make_disk("raw", tmp_path).open()
+    tier.write_blocks([3], make_blocks(tier.layout, 1)).result()
+    os.truncate(tmp_path / "raw" / "blocks", 3 * tier.stored_block_bytes + 10)
+    assert reason(tier.read_blocks([3], make_blocks(tier.layout, 1))) is IoFailure.CORRUPT
+
+
+def test_a_raw_slot_that_holds_another_block_is_found(tmp_path):
+    tier = make_disk("raw", tmp_path).open()
+    tier.write_blocks([0, 1], make_blocks(tier.layout, 2)).result()
+    size = tier.stored_block_bytes
+    with (tmp_path / "raw" / "blocks").open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), os.pread(file.fileno(), size, 0), size)
+    handle = tier.read_blocks([1], make_blocks(tier.layout, 1))
+    assert reason(handle) is IoFailure.CORRUPT
+    assert "slot 1 wanted block 1, found block 0" in str(handle.error)
+
+
+def test_one_bad_block_fails_the_whole_move(disk):
+    tier = disk.open()
+    tier.write_blocks([0, 1, 3], make_blocks(tier.layout, 3)).result()
+    assert reason(tier.read_blocks([0, 1, 2, 3], make_blocks(tier.layout, 4))) is IoFailure.MISSING
+    read(tier, [0, 1, 3])
+
+
+# Time.
+
+
+def test_a_stalled_read_is_late_and_its_memory_stays_taken_until_it_ends(tmp_path):
+    clock = StoppedClock()
+    disk = make_disk("file", tmp_path)
+    tier = disk.open(clock=clock, deadline_s=5.0)
+    blocks = make_blocks(tier.layout, 1)
+    tier.write_blocks([0, 1], [blocks[0], blocks[0]]).result()
+    disk.block_file(1).unlink()
+    os.mkfifo(disk.block_file(1))  # Opening it to read blocks until someone opens it to write.
+    handle = tier.read_blocks([1], make_blocks(tier.layout, 1))
+    clock.now_s = 4.9
+    tier.poll()
+    assert not handle.done()
+    clock.now_s = 5.1
+    tier.poll()
+    assert handle.done()
+    assert handle.error.reason is IoFailure.DEADLINE
+    assert not handle.settled
+    assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks))  # The others go on.
+    assert not tier.close(0.0)
+    with disk.block_file(1).open("wb"):
+        pass
+    assert handle.wait_settled(60)
+    assert handle.error.reason is IoFailure.DEADLINE
+    assert tier.close(60)
+
+
+def test_a_closed_tier_refuses_moves(disk):
+    tier = disk.open()
+    assert tier.close(60)
+    assert tier.close(60)
+    assert reason(tier.read_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CANCELLED
+    assert reason(tier.write_blocks([0], make_blocks(tier.layout, 1))) is IoFailure.CANCELLED
+
+
+# Space.
+
+
+def test_a_full_disk_is_an_error_and_what_was_there_stays(tmp_path):
+    for kind in ("file", "raw"):
+        with small_disk(tmp_path / kind, 24 * 4096) as path:
+            tier = make_disk(kind, path / "kv").open()
+            blocks = make_blocks(tier.layout, 2)
+            tier.write_blocks([0], blocks[:1]).result()
+            fill = path / "fill"
+            with pytest.raises(OSError, match="No space left"):
+                fill.write_bytes(bytes(24 * 4096))
+            tier._space._free_bytes = lambda: 1 << 40  # Someone else filled the disk just after it was looked at.
+            assert reason(tier.write_blocks([1], blocks[1:])) is IoFailure.NO_SPACE
+            assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks[:1]))
+            fill.unlink()
+            tier.write_blocks([1], blocks[1:]).result()
+            assert np.array_equal(as_bits(read(tier, [0, 1])), as_bits(blocks))
+            assert tier.close(60)
+
+
+def test_writes_stop_at_the_floor_and_go_on_above_it(local_disk, monkeypatch):
+    free_bytes = 100 * 4096
+    monkeypatch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: free_bytes)
+    tier = local_disk.open(num_blocks=4, free_floor_bytes=20 * 4096)
+    blocks = make_blocks(tier.layout, 2)
+    free_bytes = 20 * 4096 + tier.stored_block_bytes
+    tier.write_blocks([0], blocks[:1]).result()
+    handle = tier.write_blocks([0, 1], blocks)
+    assert reason(handle) is IoFailure.NO_SPACE
+    assert f"above a floor of {20 * 4096}" in str(handle.error)
+    assert tier.stored_block_ids() == [0]
+    free_bytes += tier.stored_block_bytes
+    tier.write_blocks([0, 1], blocks).result()
+    tier.write_blocks([0, 1], blocks).result()  # What had been spoken for was given back.
+
+
+def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk, monkeypatch):
+    free_bytes = 100 * 4096
+    monkeypatch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: free_bytes)
+    tier = local_disk.open(num_blocks=8)
+    assert tier.num_blocks == 8
+    capacity_bytes = 8 * tier.stored_block_bytes
+    floor_bytes = free_bytes - capacity_bytes
+    tier.write_blocks(list(range(8)), make_blocks(tier.layout, 8)).result()
+    local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
+    free_bytes -= capacity_bytes  # What is stored already counts as room.
+    local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
+    with pytest.raises(ValueError, match=rf"wanted at most \d+ bytes \({free_bytes} free.*found {capacity_bytes}$"):
+        local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes + 5 * 4096)
+
+
+def test_a_floor_wants_a_disk():
+    with pytest.raises(ValueError, match="wants a local disk, found 4096 bytes for a remote URL"):
+        SsdTier(make_layout(), "memory://", 4096, DiskOptions(free_floor_bytes=4096))
+
+
+# Files.
+
+
+def test_directories_are_private_and_small(tmp_path):
+    tier = SsdTier(make_layout(), tmp_path / "a" / "b", 2050 * 4096)
+    tier.write_blocks([0, 1023, 1024, 2049], make_blocks(tier.layout, 4)).result()
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "a" / "b" / "zarr3").stat().st_mode & 0o777 == 0o700
+    entries = {path.name: sorted(os.listdir(path)) for path in (tmp_path / "a" / "b" / "zarr3").iterdir()}
+    assert entries == {
+        "000000": ["c.0.0.0.0.0.0", "c.1023.0.0.0.0.0", "zarr.json"],
+        "000001": ["c.0.0.0.0.0.0", "zarr.json"],
+        "000002": ["c.1.0.0.0.0.0", "zarr.json"],
+    }
+    assert (tmp_path / "a" / "b" / "zarr3" / "000000" / "c.0.0.0.0.0.0").stat().st_size <= tier.stored_block_bytes
+
+
+def test_a_raw_store_is_private(tmp_path):
+    tier = make_disk("raw", tmp_path / "kv").open()
+    assert (tmp_path / "kv" / "raw").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "kv" / "raw" / "blocks").stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(tmp_path / "kv" / "raw")) == ["blocks", "layout.json"]
+    assert tier.close(60)
+
+
+def test_a_directory_that_exists_keeps_its_mode(local_disk):
+    local_disk.path.mkdir(mode=0o755)
+    local_disk.open()
+    assert local_disk.path.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_a_crash_left_half_written_is_swept(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open()
+    tier.write_blocks([3], make_blocks(tier.layout, 1)).result()
+    leftover = disk.block_file(5).with_name("c.5.0.0.0.0.0.__lock")
+    leftover.write_bytes(b"half")
+    assert tier.stored_block_ids() == [3]
+    assert tier.sweep() == 1
+    assert not leftover.exists()
+    assert tier.sweep() == 0
+    read(tier, [3])
+
+
+def test_a_leftover_does_not_stop_the_next_write(tmp_path):
+    disk = make_disk("file", tmp_path)
+    tier = disk.open()
+    disk.block_file(5).with_name("c.5.0.0.0.0.0.__lock").write_bytes(b"half")
+    blocks = make_blocks(tier.layout, 1)
+    tier.write_blocks([5], blocks).result()
+    assert np.array_equal(as_bits(read(tier, [5])), as_bits(blocks))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"head_dim": 6}, "6"), ({"dtype": "float16"}, "float16"), ({"num_layers": 4}, "4")]
+)
+def test_a_store_of_another_layout_is_refused_and_left_alone(disk, change, named):
+    tier = disk.open()
+    blocks = make_blocks(tier.layout, 1)
+    tier.write_blocks([0], blocks).result()
+    with pytest.raises(ValueError, match=rf"holds another layout: wanted .*\b{named}\b.*, found"):
+        disk.open(dataclasses.replace(tier.layout, **change))
+    assert np.array_equal(as_bits(read(disk.open(), [0])), as_bits(blocks))
+
+
+def test_metadata_that_is_none_is_refused(tmp_path):
+    disk = make_disk("file", tmp_path / "kv")
+    disk.open()
+    (tmp_path / "kv" / "zarr3" / "000000" / "zarr.json").write_text("{")
+    with pytest.raises(ValueError, match=r"000000/zarr\.json wanted zarr3 metadata, found"):
+        disk.open()
+    raw = make_disk("raw", tmp_path / "kv")
+    raw.open()
+    (tmp_path / "kv" / "raw" / "layout.json").write_text("{")
+    with pytest.raises(ValueError, match=r"layout\.json wanted JSON, found"):
+        raw.open()
+
+
+def test_a_location_that_is_a_file_is_refused(local_disk):
+    local_disk.path.write_text("not a directory")
+    with pytest.raises(NotADirectoryError, match=f"wanted a directory, found a file: {local_disk.path}"):
+        local_disk.open()
+
+
+def test_a_directory_without_permission_to_write_is_refused(tmp_path):
+    for kind in ("file", "raw"):
+        if os.geteuid():
+            path = tmp_path / kind
+            path.mkdir(mode=0o500)
+            with pytest.raises(PermissionError, match="to be writable"):
+                make_disk(kind, path).open()
+            continue
+        with small_disk(tmp_path / kind, 64 * 4096) as path:  # The superuser needs more than a mode to be kept out.
+            subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+            with pytest.raises(PermissionError, match=r"to be writable, found: .*Read-only"):
+                make_disk(kind, path).open()
+
+
+def test_a_disk_that_turns_read_only_is_an_error_of_each_write(tmp_path):
+    with small_disk(tmp_path / "disk", 64 * 4096) as path:
+        tier = make_disk("file", path / "kv").open()
+        blocks = make_blocks(tier.layout, 2)
+        tier.write_blocks([0], blocks[:1]).result()
+        subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+        assert reason(tier.write_blocks([0], blocks[1:])) is IoFailure.DEVICE
+        assert np.array_equal(as_bits(read(tier, [0])), as_bits(blocks[:1]))
+
+
+@pytest.mark.parametrize(("capacity_bytes", "found"), [(0, "0 bytes"), (-1, "-1 bytes"), (4095, "4095 bytes")])
+def test_a_cap_under_one_block_is_refused(tmp_path, capacity_bytes, found):
+    with pytest.raises(ValueError, match=rf"at least one block of 4096 bytes \(4 tokens\), found {found}"):
+        SsdTier(make_layout(), tmp_path, capacity_bytes)
+
+
+def test_a_location_must_be_named():
+    with pytest.raises(ValueError, match="wanted a directory or a TensorStore URL"):
+        SsdTier(make_layout(), "", 4096)
+    with pytest.raises(ValueError, match="nosuchscheme"):
+        SsdTier(make_layout(), "nosuchscheme://x", 4096)
+
+
+def test_a_file_url_is_a_directory(tmp_path):
+    blocks = make_blocks(make_layout(), 1)
+    SsdTier(make_layout(), (tmp_path / "with space").as_uri(), 4096).write_blocks([0], blocks).result()
+    assert np.array_equal(as_bits(read(SsdTier(make_layout(), tmp_path / "with space", 4096), [0])), as_bits(blocks))
+
+
+# Arguments.
+
+
+def test_what_does_not_fit_is_refused(disk):
+    tier = disk.open()
+    blocks = make_blocks(tier.layout, 2)
+    with pytest.raises(ValueError, match=r"block id in \[0, 8\), found 8"):
+        tier.write_blocks([0, 8], blocks)
+    with pytest.raises(ValueError, match=r"block id in \[0, 8\), found -1"):
+        tier.read_blocks([-1], blocks[:1])
+    with pytest.raises(ValueError, match="not negative, found -1"):
+        tier.delete_blocks([-1])
+    with pytest.raises(ValueError, match=r"each block id once, found \[3, 3\]"):
+        tier.write_blocks([3, 3], blocks)
+    with pytest.raises(ValueError, match="one array for each of 3 block ids, found 2"):
+        tier.read_blocks([0, 1, 2], blocks)
+    with pytest.raises(ValueError, match=r"float32\[3, 2, 4, 2, 5\], found float32\[3, 2, 3, 2, 5\]"):
+        tier.read_blocks([0], [blocks[0][:, :, :3]])
+    with pytest.raises(ValueError, match=r"wanted float32.*, found float16"):
+        tier.write_blocks([0], np.zeros(blocks[:1].shape, np.float16))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        tier.write_blocks([0], [blocks[0][..., ::-1]])
+    blocks.flags.writeable = False
+    with pytest.raises(ValueError, match=r"writeable memory, found .* read-only"):
+        tier.read_blocks([0], blocks[:1])
+    assert tier.stored_block_ids() == []

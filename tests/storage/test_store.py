@@ -1,0 +1,561 @@
+"""The AttentionStore, told at a capacity of four blocks of four tokens."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import (
+    AttentionStore,
+    EntryInUseError,
+    MissReason,
+    Residency,
+    SkipReason,
+    StoreClosedError,
+    StoreConfig,
+    make_policy,
+)
+
+from .store_helpers import (
+    BLOCK_TOKENS,
+    as_bits,
+    fill_blocks_with_nan,
+    load,
+    make_kv,
+    make_layout,
+    make_store,
+    save,
+    use,
+)
+
+
+def ids(num_tokens: int, first: int = 100) -> list[int]:
+    return list(range(first, first + num_tokens))
+
+
+def keys(store: AttentionStore) -> set[str]:
+    return {info.key for info in store.list()}
+
+
+def used_blocks(store: AttentionStore) -> int:
+    stats = store.stats()
+    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
+    assert stats.used_bytes == sum(info.num_bytes for info in store.list())
+    return stats.used_bytes // store.layout.block_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_dram_round_trip_is_bit_exact(dtype):
+    store = make_store(dtype=dtype)
+    kv = make_kv(store.layout, 14)
+    assert save(store, "a", ids(14), kv)
+    assert store.residency("a") is Residency.DRAM
+    assert store.num_readable("a") == 14
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_partial_blocks_at_every_offset(dtype):
+    store = make_store(dtype=dtype)
+    kv = make_kv(store.layout, 16)
+    for middle in range(1, 16):
+        for end in range(middle + 1, 17):
+            fill_blocks_with_nan(store)
+            assert save(store, "a", ids(middle), kv[:, :, :middle])
+            assert save(store, "a", ids(end)[middle:], kv[:, :, middle:end], start_token=middle)
+            np.testing.assert_array_equal(as_bits(load(store, "a", ids(end))), as_bits(kv[:, :, :end]))
+            store.drop("a")
+    assert used_blocks(store) == 0
+
+
+def test_a_save_may_be_written_layer_by_layer_and_in_pieces_of_any_strides():
+    store = make_store()
+    kv = make_kv(store.layout, 13)
+    ticket = store.prepare_save("a", 0, ids(13))
+    for layer in (2, 0, 1):
+        for start, stop in ((5, 13), (0, 5)):
+            piece = np.asfortranarray(kv[layer, :, start:stop])
+            assert ticket.write(layer, piece, token_offset=start)
+    assert store.complete_save(ticket)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(13))), as_bits(kv))
+
+
+def test_staging_may_be_a_strided_view():
+    store = make_store()
+    kv = make_kv(store.layout, 11)
+    save(store, "a", ids(11), kv)
+    ticket = store.prepare_load("a", ids(11))
+    staging = np.zeros((20, 2, 5, 2), np.float32).transpose(1, 0, 3, 2)
+    ticket.read(1, staging).result()
+    np.testing.assert_array_equal(as_bits(staging[:, :11]), as_bits(kv[1]))
+    assert not staging[:, 11:].any()
+
+
+def test_many_reads_may_be_in_flight():
+    store = make_store()
+    kv = make_kv(store.layout, 15)
+    save(store, "a", ids(15), kv)
+    ticket = store.prepare_load("a", ids(15))
+    staging = np.zeros((3, 2, 16, 2, 5), np.float32)
+    futures = [ticket.read(layer, staging[layer]) for layer in range(3)]
+    store.complete_load(ticket)
+    assert all(future.done() for future in futures)
+    np.testing.assert_array_equal(as_bits(staging[:, :, :15]), as_bits(kv))
+
+
+def test_partly_written_save_is_never_readable(store):
+    kv = make_kv(store.layout, 6)
+    ticket = store.prepare_save("a", 0, ids(6))
+    assert store.residency("a") is Residency.PENDING
+    assert store.num_readable("a") == 0
+    ticket.write_all(kv)
+    assert store.prepare_load("a", ids(6)) is None  # Written, yet not published.
+    assert store.stats().misses[MissReason.PENDING] == 1
+    store.complete_save(ticket)
+
+    grown = store.prepare_save("a", 6, ids(9)[6:])
+    grown.write(0, make_kv(store.layout, 3)[0])
+    assert store.num_readable("a") == 6
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
+    with pytest.raises(ValueError, match=r"KV of 3 tokens in 3 layers, found 6 \(layer, token\) pairs not written"):
+        store.complete_save(grown)
+    assert store.num_readable("a") == 6
+    store.abort_save(grown)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
+
+
+def test_kv_is_never_served_for_other_tokens(store):
+    kv = make_kv(store.layout, 10)
+    save(store, "a", ids(10), kv)
+    np.testing.assert_array_equal(as_bits(load(store, "a", [*ids(7), 1, 2, 3])), as_bits(kv[:, :, :7]))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(3))), as_bits(kv[:, :, :3]))
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(50))), as_bits(kv))
+    assert store.prepare_load("a", [1, *ids(9, 101)]) is None
+    assert store.prepare_load("b", ids(10)) is None
+    stats = store.stats()
+    assert (stats.num_hits, stats.misses[MissReason.MISMATCH], stats.misses[MissReason.ABSENT]) == (3, 1, 1)
+    assert stats.loaded_bytes == 20 * store.layout.token_bytes
+
+
+def test_the_least_recently_used_session_makes_room(store):
+    for key in ("a", "b", "c"):
+        save(store, key, ids(4), make_kv(store.layout, 4))
+    use(store, "a")  # Now b is the least recently used.
+    assert save(store, "d", ids(8), make_kv(store.layout, 8))  # Two blocks: one is free, b gives the other.
+    assert keys(store) == {"a", "c", "d"}
+    assert store.residency("b") is Residency.ABSENT
+    stats = store.stats()
+    assert (stats.num_evictions, stats.evicted_bytes, stats.num_sessions) == (1, store.layout.block_bytes, 3)
+    assert used_blocks(store) == 4
+
+
+def test_a_load_counts_as_use(store):
+    for key in ("a", "b"):
+        save(store, key, ids(8), make_kv(store.layout, 8))
+    load(store, "a", ids(8))
+    save(store, "c", ids(1), make_kv(store.layout, 1))
+    assert keys(store) == {"a", "c"}
+
+
+def test_with_fifo_use_does_not_count():
+    store = make_store(eviction_policy="fifo")
+    for key in ("a", "b"):
+        save(store, key, ids(8), make_kv(store.layout, 8))
+    load(store, "a", ids(8))
+    save(store, "c", ids(1), make_kv(store.layout, 1))
+    assert keys(store) == {"b", "c"}
+
+
+def serve_turn(store, key: str, num_turn: int) -> None:
+    """A turn as an engine has it: queued, run with its session pinned, saved if it is not stored."""
+    store.enqueue((key, num_turn), key)
+    store.pin(key)
+    store.dequeue((key, num_turn))
+    if store.residency(key) is Residency.ABSENT:
+        save(store, key, ids(4), make_kv(store.layout, 4))
+    else:
+        use(store, key)
+    store.unpin(key)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("scheduler_aware", {"s101", "s102"}), ("return_aware", {"often", "s102"})]
+)
+def test_return_aware_eviction_learns_who_comes_back(policy, kept):
+    now_s = 0.0
+    store = make_store(2, eviction_policy=policy, clock=lambda: now_s)
+    for turn in range(103):  # Every fourth is of one session; those of the others are their only ones.
+        now_s += 10.0
+        serve_turn(store, f"s{turn}" if turn % 4 else "often", turn)
+    assert keys(store) == kept
+
+
+def test_a_session_that_grows_does_not_evict_itself(store):
+    kv = make_kv(store.layout, 16)
+    save(store, "a", ids(12), kv[:, :, :12])
+    save(store, "b", ids(4), kv[:, :, :4])
+    assert save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
+    assert keys(store) == {"a"}
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(16))), as_bits(kv))
+
+
+def test_a_sequence_larger_than_the_store_is_skipped_and_evicts_nothing(store):
+    save(store, "b", ids(4), make_kv(store.layout, 4))
+    assert store.prepare_save("a", 0, ids(17)) is None
+    assert store.stats().skipped_saves[SkipReason.TOO_LARGE] == 1
+    assert keys(store) == {"b"}
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "return_aware"])
+def test_pinned_keys_are_never_evicted(policy):
+    store = make_store(eviction_policy=policy)
+    save(store, "a", ids(8), make_kv(store.layout, 8))
+    save(store, "b", ids(4), make_kv(store.layout, 4))
+    store.pin("a")
+    store.pin("a")
+    assert save(store, "c", ids(8), make_kv(store.layout, 8))
+    assert keys(store) == {"a", "c"}
+    assert store.prepare_save("d", 0, ids(9)) is None  # c alone would not be enough: it stays too.
+    assert keys(store) == {"a", "c"}
+    assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
+    store.unpin("a")
+    assert store.prepare_save("d", 0, ids(9)) is None  # One pin is left.
+    store.unpin("a")
+    assert save(store, "d", ids(9), make_kv(store.layout, 9))
+    with pytest.raises(ValueError, match="'a', which has no pin"):
+        store.unpin("a")
+
+
+def test_a_pin_may_come_before_what_it_keeps(store):
+    with store.pinned("a"):
+        save(store, "a", ids(12), make_kv(store.layout, 12))
+        assert [info.pinned for info in store.list()] == [True]
+        assert store.prepare_save("b", 0, ids(5)) is None
+    assert save(store, "b", ids(5), make_kv(store.layout, 5))
+    assert keys(store) == {"b"}
+
+
+class EvictsWhatItMayNot:
+    """A policy with a fault: it does not ask what may go."""
+
+    def choose_victims(self, view, num_blocks, *, needed_at=None):
+        return ("a",)
+
+
+def test_a_policy_that_names_a_pinned_key_is_refused():
+    store = make_store(policy=EvictsWhatItMayNot())
+    save(store, "a", ids(8), make_kv(store.layout, 8))
+    save(store, "b", ids(8), make_kv(store.layout, 8))
+    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot wanted to free 1 blocks"):
+        store.prepare_save("c", 0, ids(1))
+    assert keys(store) == {"a", "b"}
+    assert save(store, "c", ids(1), make_kv(store.layout, 1))
+    assert keys(store) == {"b", "c"}
+
+
+def test_what_is_being_loaded_or_saved_is_not_evicted(store):
+    kv = make_kv(store.layout, 8)
+    save(store, "a", ids(8), kv)
+    reading = store.prepare_load("a", ids(8))
+    writing = store.prepare_save("b", 0, ids(8))
+    assert store.prepare_save("c", 0, ids(1)) is None
+    staging = np.zeros((2, 8, 2, 5), np.float32)
+    reading.read(2, staging).result()
+    np.testing.assert_array_equal(as_bits(staging), as_bits(kv[2]))
+    store.complete_load(reading)
+    assert store.prepare_save("c", 0, ids(1)) is not None
+    assert keys(store) == {"b", "c"}
+    store.abort_save(writing)
+    assert keys(store) == {"c"}
+
+
+def test_several_saves_of_a_session_are_completed_in_order(store):
+    kv = make_kv(store.layout, 14)
+    first = store.prepare_save("a", 0, ids(6))
+    second = store.prepare_save("a", 6, ids(9)[6:])
+    third = store.prepare_save("a", 9, ids(14)[9:])
+    third.write_all(kv[:, :, 9:])
+    second.write_all(kv[:, :, 6:9])
+    with pytest.raises(ValueError, match="in order: wanted the one from token 0, found the one from 6"):
+        store.complete_save(second)
+    first.write_all(kv[:, :, :6])
+    assert store.complete_save(first)
+    assert store.num_readable("a") == 6
+    assert store.complete_save(second)
+    assert store.complete_save(third)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
+
+
+def test_an_aborted_save_takes_the_later_ones_with_it(store):
+    kv = make_kv(store.layout, 14)
+    save(store, "a", ids(5), kv[:, :, :5])
+    first = store.prepare_save("a", 5, ids(7)[5:])
+    second = store.prepare_save("a", 7, ids(14)[7:])
+    assert second.write_all(kv[:, :, 7:])
+    assert used_blocks(store) == 4
+    store.abort_save(first)
+    assert used_blocks(store) == 2  # Those of the published prefix.
+    assert not second.write_all(kv[:, :, 7:])
+    assert not store.complete_save(second)
+    store.abort_save(second)  # Nothing is left to abort.
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv[:, :, :5]))
+    assert save(store, "a", ids(14)[5:], kv[:, :, 5:], start_token=5)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
+    assert store.stats().num_aborted_saves == 2
+
+
+def test_aborting_a_later_save_leaves_the_earlier_one(store):
+    kv = make_kv(store.layout, 12)
+    first = store.prepare_save("a", 0, ids(6))
+    second = store.prepare_save("a", 6, ids(12)[6:])
+    store.abort_save(second)
+    assert used_blocks(store) == 2
+    first.write_all(kv[:, :, :6])
+    assert store.complete_save(first)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(kv[:, :, :6]))
+
+
+def test_the_first_save_aborted_leaves_nothing(store):
+    store.abort_save(store.prepare_save("a", 0, ids(6)))
+    assert store.residency("a") is Residency.ABSENT
+    assert used_blocks(store) == 0
+
+
+def test_a_save_must_start_where_the_stored_prefix_ends(store):
+    save(store, "a", ids(5), make_kv(store.layout, 5))
+    for wrong in (0, 4, 6):
+        with pytest.raises(ValueError, match=f"wanted to start at token 5, found start_token={wrong}"):
+            store.prepare_save("a", wrong, ids(2))
+    with pytest.raises(ValueError, match="wanted to start at token 0, found start_token=3"):
+        store.prepare_save("b", 3, ids(2))
+    store.prepare_save("a", 5, ids(2))
+    with pytest.raises(ValueError, match="wanted to start at token 7, found start_token=5"):
+        store.prepare_save("a", 5, ids(2))
+    assert keys(store) == {"a"}
+
+
+def test_truncation_frees_blocks_and_keeps_the_prefix(store):
+    kv = make_kv(store.layout, 14)
+    other = make_kv(store.layout, 7, seed=1)
+    save(store, "a", ids(14), kv)
+    assert store.truncate("a", 20) == 14
+    assert store.truncate("a", 6) == 6
+    assert used_blocks(store) == 2
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv[:, :, :6]))
+    assert save(store, "a", ids(7, 900), other, start_token=6)
+    wanted = np.concatenate([kv[:, :, :6], other], axis=2)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(6) + ids(7, 900))), as_bits(wanted))
+    assert store.truncate("a", 0) == 0
+    assert keys(store) == set()
+    assert store.truncate("a", 3) == 0
+    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
+        store.truncate("a", -1)
+
+
+def test_what_is_in_use_is_neither_truncated_nor_dropped(store):
+    save(store, "a", ids(5), make_kv(store.layout, 5))
+    reading = store.prepare_load("a", ids(5))
+    with pytest.raises(EntryInUseError, match="found 1 loads and 0 saves"):
+        store.truncate("a", 2)
+    store.abort_load(reading)
+    writing = store.prepare_save("a", 5, ids(1))
+    with pytest.raises(EntryInUseError, match="found 0 loads and 1 saves"):
+        store.drop("a")
+    store.abort_save(writing)
+    assert store.drop("a")
+    assert not store.drop("a")
+    assert used_blocks(store) == 0
+
+
+def test_an_aborted_load_is_a_miss(store):
+    save(store, "a", ids(5), make_kv(store.layout, 5))
+    ticket = store.prepare_load("a", ids(5))
+    store.abort_load(ticket)
+    stats = store.stats()
+    assert (stats.num_hits, stats.misses[MissReason.ABORTED], stats.loaded_bytes) == (0, 1, 0)
+    with pytest.raises(ValueError, match="open load of 'a', found one that is aborted"):
+        ticket.read(0, np.zeros((2, 5, 2, 5), np.float32))
+    with pytest.raises(ValueError, match="open load of this store, found one of 'a' that is aborted"):
+        store.complete_load(ticket)
+
+
+def test_a_ticket_is_closed_once_and_by_its_own_store(store):
+    kv = make_kv(store.layout, 5)
+    ticket = store.prepare_save("a", 0, ids(5))
+    ticket.write_all(kv)
+    stranger = make_store()
+    with pytest.raises(ValueError, match="open save of this store"):
+        stranger.complete_save(ticket)
+    assert store.complete_save(ticket)
+    for again in (store.complete_save, store.abort_save):
+        with pytest.raises(ValueError, match="open save of this store, found one of 'a' that is done"):
+            again(ticket)
+    assert not ticket.write_all(kv)
+
+
+class GatedArray(np.ndarray):
+    """An array whose copy out waits at a gate, to hold a write in the middle."""
+
+    def transpose(self, *axes):
+        self.reached.set()
+        self.gate.wait(timeout=60)
+        return np.asarray(self).transpose(*axes)
+
+    def __array_finalize__(self, parent):
+        self.reached = getattr(parent, "reached", None)
+        self.gate = getattr(parent, "gate", None)
+
+
+def test_an_abort_waits_for_the_write_under_way(store, monkeypatch):
+    """Otherwise blocks that are free again, and soon another session's, would still be written to."""
+    kv = make_kv(store.layout, 8).view(GatedArray)
+    kv.reached, kv.gate = threading.Event(), threading.Event()
+    ticket = store.prepare_save("a", 0, ids(8))
+    worker = threading.Thread(target=ticket.write_all, args=(kv,))
+    worker.start()
+    assert kv.reached.wait(timeout=60)
+    wait_for = ticket._idle.wait_for
+
+    def open_gate_and_wait(predicate):
+        assert used_blocks(store) == 2
+        kv.gate.set()
+        return wait_for(predicate)
+
+    monkeypatch.setattr(ticket._idle, "wait_for", open_gate_and_wait)
+    store.abort_save(ticket)
+    assert kv.gate.is_set(), "the abort did not wait"
+    np.testing.assert_array_equal(
+        as_bits(store._dram.slab[:2, :, 0, 0]), as_bits(np.asarray(kv)[:, 0, ::4].swapaxes(0, 1))
+    )
+    assert used_blocks(store) == 0
+    worker.join()
+
+
+def test_writers_on_several_threads_do_not_meet(store):
+    kv = make_kv(store.layout, 15)
+    ticket = store.prepare_save("a", 0, ids(15))
+    workers = [threading.Thread(target=ticket.write, args=(layer, kv[layer])) for layer in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert store.complete_save(ticket)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(15))), as_bits(kv))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "token_offset", "message"),
+    [
+        ((2, 6, 2, 5), "float64", 0, r"kv wanted float32\[1, 2, 6, 2, 5\], found float64\[1, 2, 6, 2, 5\]"),
+        ((2, 6, 3, 5), "float32", 0, r"kv wanted float32\[1, 2, 6, 2, 5\], found float32\[1, 2, 6, 3, 5\]"),
+        ((6, 2, 5), "float32", 0, r"kv wanted float32\[1, 2, any, 2, 5\]"),
+        ((2, 7, 2, 5), "float32", 0, r"within \[0, 6\) of the save, found \[0, 7\)"),
+        ((2, 2, 2, 5), "float32", 5, r"within \[0, 6\) of the save, found \[5, 7\)"),
+        ((2, 2, 2, 5), "float32", -1, r"within \[0, 6\) of the save, found \[-1, 1\)"),
+    ],
+)
+def test_a_write_that_does_not_fit_is_refused(store, shape, dtype, token_offset, message):
+    ticket = store.prepare_save("a", 0, ids(6))
+    with pytest.raises(ValueError, match=message):
+        ticket.write(0, np.zeros(shape, dtype), token_offset)
+    with pytest.raises(ValueError, match="a layer below 3, found 3"):
+        ticket.write(3, np.zeros((2, 6, 2, 5), np.float32))
+    assert ticket.num_missing == 18
+
+
+def test_a_read_that_does_not_fit_is_refused(store):
+    save(store, "a", ids(6), make_kv(store.layout, 6))
+    ticket = store.prepare_load("a", ids(6))
+    read_only = np.zeros((2, 6, 2, 5), np.float32)
+    read_only.flags.writeable = False
+    for dst, message in (
+        (np.zeros((2, 5, 2, 5), np.float32), "room for 6 tokens, writable; found 5, writable"),
+        (read_only, "room for 6 tokens, writable; found 6, read-only"),
+        (np.zeros((2, 6, 2, 5), np.float16), r"dst wanted float32\[2, 6, 2, 5\], found float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ticket.read(0, dst)
+    with pytest.raises(ValueError, match="a layer below 3, found -1"):
+        ticket.read(-1, np.zeros((2, 6, 2, 5), np.float32))
+
+
+@pytest.mark.parametrize("token_ids", [[], [1.5], [[1]], [2**31]])
+def test_token_ids_must_be_int32(store, token_ids):
+    with pytest.raises(ValueError, match="token_ids wanted"):
+        store.prepare_save("a", 0, token_ids)
+    with pytest.raises(ValueError, match="token_ids wanted"):
+        store.prepare_load("a", token_ids)
+
+
+def test_a_store_of_no_dram_skips_every_save():
+    store = make_store(num_blocks=0)
+    assert store.prepare_save("a", 0, ids(1)) is None
+    assert store.prepare_load("a", ids(1)) is None
+    assert store.stats().skipped_saves[SkipReason.STORE_OFF] == 1
+    assert store.stats().capacity_bytes == 0
+
+
+def test_a_cap_under_one_block_is_named():
+    layout = make_layout()
+    with pytest.raises(ValueError, match=f"at least one block of {layout.block_bytes} bytes"):
+        AttentionStore(layout, StoreConfig(dram_gib=1e-9 * 2, block_tokens=BLOCK_TOKENS))
+    with pytest.raises(ValueError, match="blocks of 128 tokens, found 4"):
+        AttentionStore(layout, StoreConfig())
+
+
+def test_after_close_every_call_is_refused(store):
+    save(store, "a", ids(4), make_kv(store.layout, 4))
+    reading = store.prepare_load("a", ids(4))
+    writing = store.prepare_save("b", 0, ids(4))
+    staging = np.zeros((2, 4, 2, 5), np.float32)
+    future = reading.read(0, staging)
+    store.close()
+    assert future.done()
+    assert np.any(staging != 0)
+    assert not writing.write_all(make_kv(store.layout, 4))
+    for call in (
+        lambda: store.list(),
+        lambda: store.stats(),
+        lambda: store.pin("a"),
+        lambda: store.unpin("a"),
+        lambda: store.prepare_save("a", 0, ids(1)),
+        lambda: store.prepare_load("a", ids(1)),
+        lambda: store.complete_save(writing),
+        lambda: store.abort_save(writing),
+        lambda: store.complete_load(reading),
+        lambda: store.abort_load(reading),
+        lambda: store.truncate("a", 1),
+        lambda: store.drop("a"),
+    ):
+        with pytest.raises(StoreClosedError):
+            call()
+    store.close()
+    store.touch(lambda: pytest.fail("touched a closed store"))
+
+
+def test_touch_keeps_what_is_stored(store):
+    kv = make_kv(store.layout, 9)
+    save(store, "a", ids(9), kv)
+    store.touch()
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
+
+
+def test_use_is_dated_by_the_store_clock(store):
+    save(store, "a", ids(4), make_kv(store.layout, 4))
+    (before,) = store.list()
+    use(store, "a")
+    (after,) = store.list()
+    assert after.last_used_s > before.last_used_s
+    assert after.created_s == before.created_s
+    assert (after.num_tokens, after.num_blocks, after.pinned, after.in_use) == (4, 1, False, False)
+
+
+def test_a_policy_may_be_given(store):
+    store = make_store(policy=make_policy("fifo"))
+    for key in ("a", "b"):
+        save(store, key, ids(8), make_kv(store.layout, 8))
+    use(store, "a")
+    save(store, "c", ids(1), make_kv(store.layout, 1))
+    assert keys(store) == {"b", "c"}

@@ -1,0 +1,401 @@
+"""Sessions in DRAM that tokens are forgotten from: which stay, where, and whose KV they are served as."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from ca_jax.storage import EntryInUseError, MissReason
+from ca_jax.storage import truncation as cutting
+
+from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, save, used_blocks
+
+
+def mask_of(num_tokens: int, discarded) -> np.ndarray:
+    return np.isin(np.arange(num_tokens), list(discarded))
+
+
+def assert_serves(store, key: str, token_ids, kv: np.ndarray, num_dropped: int) -> None:
+    """These tokens are served with this KV, and what follows them is another's."""
+    found = load(store, key, [*token_ids, -1], num_dropped)
+    assert found is not None, store.stats().misses
+    np.testing.assert_array_equal(as_bits(found), as_bits(kv))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 11, 12])
+@pytest.mark.parametrize("first", [0, 1, 4, 5])
+def test_the_oldest_tokens_behind_the_first_ones_go(first, num_tokens):
+    """Every cut point in blocks and across them, with saves going on behind."""
+    kv = make_kv(LAYOUT, num_tokens + 6)
+    for num_dropped in range(1, num_tokens - first):
+        store = make_store(6)
+        save(store, "a", ids(num_tokens), kv[:, :, :num_tokens])
+        mask = mask_of(num_tokens, range(first, first + num_dropped))
+        assert store.discard("a", mask) == num_tokens - num_dropped
+        kept = np.flatnonzero(~mask)
+        assert_serves(store, "a", 100 + kept, kv[:, :, kept], num_dropped)
+        held = {place // 4 for place in kept.tolist()}
+        assert info(store, "a").num_blocks == used_blocks(store) == len(held), "blocks are not free at once"
+        assert info(store, "a").num_dropped == num_dropped
+        more = ids(num_tokens + 6)[num_tokens:]
+        assert save(store, "a", more, kv[:, :, num_tokens:], start_token=len(kept))
+        kept = np.append(kept, np.arange(num_tokens, num_tokens + 6))
+        assert_serves(store, "a", 100 + kept, kv[:, :, kept], num_dropped)
+
+
+def test_any_tokens_go_and_those_that_stay_are_bit_exact():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        store = make_store(24)
+        kv, tokens, dropped = make_kv(LAYOUT, 60, seed=int(rng.integers(99))), np.zeros(0, np.int64), 0
+        while len(tokens) < 40 and (not len(tokens) or tokens[-1] < 50):
+            new = np.arange(*([0, 9] if not len(tokens) else [tokens[-1] + 1, tokens[-1] + 1 + rng.integers(1, 9)]))
+            assert save(store, "a", 100 + new, kv[:, :, new], start_token=len(tokens))
+            tokens = np.append(tokens, new)
+            mask = rng.random(len(tokens)) < rng.random()
+            mask[-1] = False
+            tokens, dropped = tokens[~mask], dropped + int(mask.sum())
+            assert store.discard("a", mask) == len(tokens)
+            assert info(store, "a").num_dropped == dropped
+            assert_serves(store, "a", 100 + tokens, kv[:, :, tokens], dropped)
+
+
+def test_a_shortened_load_of_a_cut_session():
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 20)
+    save(store, "a", ids(20), kv)
+    kept = np.array([0, 1, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 19])
+    store.discard("a", ~np.isin(np.arange(20), kept))
+    for num_tokens in range(1, len(kept) + 1):
+        ticket = store.prepare_load("a", 100 + kept, num_dropped=6)
+        ticket.shorten(num_tokens)
+        staging = np.zeros((2, len(kept), LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
+        ticket.read(1, staging).result()
+        store.complete_load(ticket)
+        np.testing.assert_array_equal(
+            as_bits(staging[:, :num_tokens]), as_bits(np.ascontiguousarray(kv[1][:, kept[:num_tokens]]))
+        )
+        assert not staging[:, num_tokens:].any()
+
+
+def test_discarding_from_the_end_is_a_truncation():
+    store = make_store()
+    kv = make_kv(LAYOUT, 12)
+    save(store, "a", ids(10), kv[:, :, :10])
+    assert store.discard("a", mask_of(10, range(3, 10))) == 3
+    assert (info(store, "a").num_blocks, info(store, "a").num_dropped) == (1, 0)
+    assert save(store, "a", ids(2, 900), kv[:, :, 10:], start_token=3)
+    kept = [0, 1, 2, 10, 11]
+    assert_serves(store, "a", [100, 101, 102, 900, 901], kv[:, :, kept], 0)
+
+
+def test_a_mask_may_be_shorter_or_longer_than_what_is_stored():
+    store = make_store()
+    kv = make_kv(LAYOUT, 10)
+    save(store, "a", ids(10), kv)
+    assert store.discard("a", [False, True]) == 9, "what is behind the mask stays"
+    assert store.discard("a", [False] * 9) == 9
+    assert store.discard("a", np.zeros(0, bool)) == 9
+    assert store.discard("a", mask_of(50, [1, 40])) == 8, "what is not stored is dropped nevertheless"
+    assert info(store, "a").num_dropped == 3
+    kept = [0, *range(3, 10)]
+    assert_serves(store, "a", 100 + np.array(kept), kv[:, :, kept], 3)
+
+
+def test_discarding_all_forgets_the_session():
+    store = make_store()
+    save(store, "a", ids(10), make_kv(LAYOUT, 10))
+    assert store.discard("a", np.ones(12, bool)) == 0
+    assert store.list() == ()
+    assert used_blocks(store) == 0
+    assert store.discard("a", np.ones(12, bool)) == 0
+    assert save(store, "a", ids(4), make_kv(LAYOUT, 4)), "it begins anew"
+    assert info(store, "a").num_dropped == 0
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], [[True]], True, np.zeros(3), "no", [True, None]])
+def test_a_mask_that_is_none_is_refused(store, wrong):
+    save(store, "a", ids(4), make_kv(LAYOUT, 4))
+    with pytest.raises(ValueError, match=r"discarded wanted bool\[T\], found"):
+        store.discard("a", wrong)
+    assert info(store, "a").num_tokens == 4
+    with pytest.raises(ValueError, match="discarded wanted"):
+        store.discard("nobody", wrong)
+
+
+def test_what_is_in_use_is_not_cut(store):
+    save(store, "a", ids(4), make_kv(LAYOUT, 4))
+    reading = store.prepare_load("a", ids(4))
+    with pytest.raises(EntryInUseError, match="1 loads"):
+        store.discard("a", [True, False])
+    store.complete_load(reading)
+    writing = store.prepare_save("a", 4, ids(2))
+    with pytest.raises(EntryInUseError, match="1 saves"):
+        store.discard("a", [True, False])
+    store.abort_save(writing)
+    assert store.discard("a", [True, False]) == 3
+
+
+def test_saves_that_are_open_go_behind_one_another_and_may_be_aborted():
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 20)
+    save(store, "a", ids(7), kv[:, :, :7])
+    store.discard("a", mask_of(7, [1, 2, 4]))  # Left are places 0, 3, 5, 6.
+    first = store.prepare_save("a", 4, ids(3, 107))
+    second = store.prepare_save("a", 7, ids(9, 110))
+    assert used_blocks(store) == 5
+    second.write_all(kv[:, :, 10:19])
+    first.write_all(kv[:, :, 7:10])
+    store.complete_save(first)
+    store.abort_save(second)
+    assert used_blocks(store) == 3
+    kept = [0, 3, 5, 6, 7, 8, 9]
+    assert_serves(store, "a", 100 + np.array(kept), kv[:, :, kept], 3)
+
+
+def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
+    """Of the oldest tokens nothing is ever copied; of scattered ones what is left is copied together."""
+    rng = np.random.default_rng(1)
+    for scattered in (False, True):
+        store = make_store(40)
+        num_tokens, num_cuts, next_token = 0, 0, 0
+        kv = make_kv(LAYOUT, 16)
+        tokens: list[int] = []
+        rows: list[np.ndarray] = []
+        while num_cuts < 200:
+            new = int(rng.integers(1, 16))
+            assert save(store, "a", range(next_token, next_token + new), kv[:, :, :new], start_token=num_tokens)
+            tokens += range(next_token, next_token + new)
+            rows += [kv[:, :, i] for i in range(new)]
+            next_token, num_tokens = next_token + new, num_tokens + new
+            if num_tokens < 40:
+                continue
+            before = info(store, "a").num_blocks
+            mask = rng.random(num_tokens) < 0.3 if scattered else mask_of(num_tokens, range(4, 4 + num_tokens // 2))
+            mask[-1] = False
+            num_tokens = store.discard("a", mask)
+            num_cuts += 1
+            tokens = [token for token, gone in zip(tokens, mask, strict=True) if not gone]
+            rows = [row for row, gone in zip(rows, mask, strict=True) if not gone]
+            store.settle()
+            held = info(store, "a").num_blocks
+            assert held <= LAYOUT.num_blocks(num_tokens) + 2
+            assert held == used_blocks(store) <= before
+            assert len(store._entries.get("a").places.runs) <= (num_tokens if scattered else 2)
+        found = load(store, "a", tokens, info(store, "a").num_dropped)
+        np.testing.assert_array_equal(as_bits(found), as_bits(np.stack(rows, axis=2)))
+
+
+def test_oldest_first_cuts_move_nothing(monkeypatch):
+    store = make_store(30)
+    tokens = 100
+    save(store, "a", ids(tokens), make_kv(LAYOUT, tokens))
+    monkeypatch.setattr(store._blocks, "alloc", lambda *_: pytest.fail("blocks were taken"))
+    for first in (0, 1, 3, 4):
+        while tokens > 20:
+            tokens = store.discard("a", mask_of(tokens, range(first, first + 5)))
+        store.settle()
+        assert info(store, "a").num_blocks <= LAYOUT.num_blocks(tokens) + 2
+        tokens = store.discard("a", mask_of(tokens, [first]))
+
+
+def test_without_room_a_session_is_not_copied_together():
+    store = make_store(8)
+    kv = make_kv(LAYOUT, 32)
+    save(store, "a", ids(32), kv)
+    kept = np.arange(3, 32, 4)  # One token of each block.
+    assert store.discard("a", ~np.isin(np.arange(32), kept)) == 8
+    store.settle()
+    assert used_blocks(store) == 8
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 24)
+    assert store.discard("a", mask_of(8, [5, 6])) == 6, "two are free now, which are enough"
+    kept = np.delete(kept, [5, 6])
+    store.settle()
+    assert used_blocks(store) == 2
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 26)
+
+
+def test_a_tenants_quota_holds_for_copying_together_too():
+    store = make_store(20, quota_bytes=8 * LAYOUT.block_bytes)
+    kv = make_kv(LAYOUT, 32)
+    save(store, "a", ids(32), kv)
+    kept = np.arange(3, 32, 4)
+    store.discard("a", ~np.isin(np.arange(32), kept))
+    store.settle()
+    assert used_blocks(store) == 8
+    store.discard("a", mask_of(8, [5, 6]))
+    store.settle()
+    assert used_blocks(store) == 2
+    assert save(store, "a", ids(26, 300), make_kv(LAYOUT, 26), start_token=6), "what was given back is not charged"
+
+
+class SlowCopy:
+    """Copies sessions together once it is let go on."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+        self._copy = cutting.copy_together
+        monkeypatch.setattr(cutting, "copy_together", self)
+
+    def __call__(self, *args) -> None:
+        self.begun.set()
+        assert self.gate.wait(PATIENCE_S)
+        self._copy(*args)
+
+
+def test_who_discards_does_not_wait_for_the_rest_to_be_copied_together(monkeypatch):
+    store, slow = make_store(20), SlowCopy(monkeypatch)
+    kv = make_kv(LAYOUT, 40)
+    save(store, "a", ids(40), kv)
+    kept = np.arange(3, 40, 4)
+    store.discard("a", ~np.isin(np.arange(40), kept))
+    store.poll()
+    assert slow.begun.wait(PATIENCE_S)
+    assert (info(store, "a").num_blocks, used_blocks(store)) == (10, 13)
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 30)
+    slow.gate.set()
+    store.settle()
+    assert info(store, "a").num_blocks == used_blocks(store) == 3
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 30)
+
+
+@pytest.mark.parametrize("change", ["save", "open save", "open load", "cut", "drop", "begin anew"])
+def test_a_session_that_changes_while_it_is_copied_stays_as_it_is(change, monkeypatch):
+    """What is read meanwhile is not written, and in the end it is copied as it is then."""
+    store, slow = make_store(30), SlowCopy(monkeypatch)
+    kv = make_kv(LAYOUT, 44)
+    save(store, "a", ids(40), kv[:, :, :40])
+    kept = np.arange(3, 40, 4)
+    store.discard("a", ~np.isin(np.arange(40), kept))
+    store.poll()
+    assert slow.begun.wait(PATIENCE_S)
+    tokens, rows, num_dropped, ticket = 100 + kept, kv[:, :, kept], 30, None
+    if change == "save":
+        assert save(store, "a", ids(4, 140), kv[:, :, 40:], start_token=10)
+        tokens, rows = np.append(tokens, ids(4, 140)), np.concatenate([rows, kv[:, :, 40:]], axis=2)
+    elif change == "open save":
+        ticket = store.prepare_save("a", 10, ids(4, 140))
+    elif change == "open load":
+        ticket = store.prepare_load("a", tokens, num_dropped=num_dropped)
+    elif change == "cut":
+        store.discard("a", mask_of(10, [1]))
+        tokens, rows, num_dropped = np.delete(tokens, 1), np.delete(rows, 1, axis=2), 31
+    else:
+        store.drop("a")
+        tokens, rows = np.array([], int), rows[:, :, :0]
+    if change == "begin anew":
+        tokens, rows, num_dropped = ids(40), make_kv(LAYOUT, 40, seed=1), 0
+        assert save(store, "a", ids(10, 900), make_kv(LAYOUT, 10, seed=2))
+        store.drop("a")
+        assert save(store, "a", tokens, rows)
+    slow.gate.set()
+    if ticket is not None:
+        while store._truncation.busy:
+            store._progress.wait(PATIENCE_S)
+            store.poll()
+        assert info(store, "a").num_blocks >= 10
+        if change == "open save":
+            store.abort_save(ticket)
+        else:
+            staging = np.zeros((2, 10, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.float32)
+            ticket.read(1, staging).result()
+            np.testing.assert_array_equal(as_bits(staging), as_bits(np.ascontiguousarray(rows[1])))
+            store.complete_load(ticket)
+    store.settle()
+    assert used_blocks(store) == -(-len(tokens) // 4)
+    if len(tokens):
+        assert_serves(store, "a", tokens, rows, num_dropped)
+
+
+# Whose KV it is.
+
+
+def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():
+    """Its tokens repeat, so that only the lineage tells what they were computed behind."""
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 15)
+    tokens = [7] * 12
+    save(store, "a", tokens, kv[:, :, :12])
+    store.discard("a", mask_of(12, range(5, 8)))
+    assert save(store, "a", [7] * 3, kv[:, :, 12:], start_token=9)
+    kept = [*range(5), *range(8, 15)]
+    assert_serves(store, "a", [7] * 12, kv[:, :, kept], 3)
+    assert_serves(store, "a", [7] * 5, kv[:, :, :5], 3)
+    for num_dropped in (0, 2, 4):
+        found = load(store, "a", [7] * 12, num_dropped)
+        np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, :5]))
+    store.discard("a", mask_of(12, range(2)))
+    assert load(store, "a", [7] * 12) is None
+    assert store.stats().misses[MissReason.MISMATCH] == 1
+    assert_serves(store, "a", [7] * 10, kv[:, :, kept[2:]], 5)
+
+
+def test_who_takes_over_a_plain_prefix_goes_on_with_it():
+    store = make_store(6)
+    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 12, seed=1)
+    save(store, "a", ids(12), kv)
+    store.discard("a", mask_of(12, range(5, 8)))
+    ticket = store.prepare_load("a", ids(12), truncate=True, num_dropped=0)
+    assert ticket.num_tokens == 5
+    store.complete_load(ticket)
+    assert (info(store, "a").num_tokens, info(store, "a").num_dropped) == (5, 0)
+    save(store, "a", ids(12)[5:], other[:, :, 5:], start_token=5)
+    assert_serves(store, "a", ids(12), np.concatenate([kv[:, :, :5], other[:, :, 5:]], axis=2), 0)
+
+
+def test_a_session_that_is_saved_anew_after_cuts_stays_its_owners():
+    """Evicted and recomputed it has seen nothing that was dropped, and counts on from what its owner dropped."""
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 12)
+    ticket = store.prepare_save("a", 0, ids(12), num_dropped=40)
+    ticket.write_all(kv)
+    store.complete_save(ticket)
+    assert info(store, "a").num_dropped == 40
+    for num_dropped in (0, 40):
+        assert_serves(store, "a", ids(12), kv, num_dropped)
+    store.discard("a", mask_of(12, [6]))
+    kept = np.delete(np.arange(12), 6)
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 41)
+    assert_serves(store, "a", ids(6), kv[:, :, :6], 0)
+
+
+def test_a_session_leaves_dram_to_be_saved_anew(store):
+    kv = make_kv(LAYOUT, 8)
+    save(store, "a", ids(8), make_kv(LAYOUT, 8, seed=1))
+    reading = store.prepare_load("a", ids(8))
+    with pytest.raises(EntryInUseError):
+        store.leave_dram("a")
+    store.complete_load(reading)
+    store.leave_dram("a")
+    store.leave_dram("a")
+    assert (store.list(), used_blocks(store)) == ((), 0)
+    ticket = store.prepare_save("a", 0, ids(8), num_dropped=5, num_plain=3)
+    ticket.write_all(kv)
+    store.complete_save(ticket)
+    assert_serves(store, "a", ids(8), kv, 5)
+    assert_serves(store, "a", ids(3), kv[:, :, :3], 0)
+    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv[:, :, :3]))
+
+
+def test_a_load_makes_a_plain_session_its_callers():
+    store = make_store(6)
+    kv = make_kv(LAYOUT, 12)
+    save(store, "a", ids(12), kv)
+    store.complete_load(store.prepare_load("a", ids(12), truncate=True, num_dropped=9))
+    store.discard("a", mask_of(12, [6]))
+    kept = np.delete(np.arange(12), 6)
+    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 10)
+
+
+def test_only_what_has_seen_no_dropped_token_is_copied():
+    store = make_store(8)
+    kv = make_kv(LAYOUT, 12)
+    save(store, "a", ids(12), kv)
+    store.discard("a", mask_of(12, [6]))
+    assert store.copy_prefix("a", "b", [*ids(6), *ids(5, 107)]) == 6
+    assert_serves(store, "b", ids(6), kv[:, :, :6], 0)
+    assert info(store, "b").num_dropped == 0
+    store.discard("a", mask_of(11, [0]))
+    assert store.copy_prefix("a", "c", ids(5, 101)) == 0
