@@ -223,7 +223,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 def _assert_store_is_at_rest(store: AttentionStore) -> None:
     """No ticket is open, nothing is pinned or asked for, and blocks are those of published tokens."""
     entries, allocator, layout = list(store._entries), store._dram.allocator, store.layout
-    assert not store._desk._open_loads, "a load's ticket is open"
+    assert not store._transfers._open_loads, "a load's ticket is open"
     assert not store._entries._pins, "a session is pinned"
     assert len(store._placement._look_ahead) == 0, "a job that is gone is looked ahead to"
     for entry in entries:

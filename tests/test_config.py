@@ -41,16 +41,16 @@ def test_chunks_are_blended_at_what_loading_hides_unless_it_is_said_otherwise():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("mode", "fuse", "blend mode wanted one of blend, reuse, prefix, recompute; found 'fuse'"),
-        ("recompute_ratio", 1.01, r"recompute_ratio wanted a share in \[0, 1\] or None, found 1\.01"),
-        ("recompute_ratio", -0.01, r"recompute_ratio wanted a share in \[0, 1\] or None, found -0\.01"),
-        ("recompute_ratio", math.nan, r"recompute_ratio wanted a share in \[0, 1\] or None, found nan"),
-        ("min_recompute_ratio", 1.5, r"min_recompute_ratio wanted a share in \[0, 1\], found 1\.5"),
-        ("min_recompute_ratio", -1.0, r"min_recompute_ratio wanted a share in \[0, 1\], found -1\.0"),
-        ("check_layers", 0, "check_layers wanted a number of layers >= 1, found 0"),
-        ("check_layers", 1.0, r"check_layers wanted a number of layers >= 1, found 1\.0"),
-        ("check_layers", True, "check_layers wanted a number of layers >= 1, found True"),
-        ("selection", "last", "blend selection wanted one of hkvd, spread, random, first; found 'last'"),
+        ("mode", "fuse", "blend mode must be one of blend, reuse, prefix, recompute; got 'fuse'"),
+        ("recompute_ratio", 1.01, r"recompute_ratio must be a share in \[0, 1\] or None, got 1\.01"),
+        ("recompute_ratio", -0.01, r"recompute_ratio must be a share in \[0, 1\] or None, got -0\.01"),
+        ("recompute_ratio", math.nan, r"recompute_ratio must be a share in \[0, 1\] or None, got nan"),
+        ("min_recompute_ratio", 1.5, r"min_recompute_ratio must be a share in \[0, 1\], got 1\.5"),
+        ("min_recompute_ratio", -1.0, r"min_recompute_ratio must be a share in \[0, 1\], got -1\.0"),
+        ("check_layers", 0, "check_layers must be a number of layers >= 1, got 0"),
+        ("check_layers", 1.0, r"check_layers must be a number of layers >= 1, got 1\.0"),
+        ("check_layers", True, "check_layers must be a number of layers >= 1, got True"),
+        ("selection", "last", "blend selection must be one of hkvd, spread, random, first; got 'last'"),
     ],
 )
 def test_a_value_of_blending_outside_its_range_is_refused(field, value, message):
