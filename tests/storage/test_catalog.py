@@ -92,6 +92,14 @@ def catalog(tmp_path):
 # What is stored.
 
 
+def test_a_value_longer_than_sqlite_takes_is_damage(tmp_path):
+    """A page that was written over may say so of a row: seen in a long run of faults."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100)
+        with pytest.raises(CatalogCorruptError, match="SQLITE_TOOBIG"), catalog_file.translated(tmp_path):
+            db.execute("SELECT zeroblob(1000)").fetchall()
+
+
 def test_what_was_published_is_there_after_a_restart(tmp_path):
     with Catalog(tmp_path, NAMESPACE) as catalog:
         for key in range(3):

@@ -249,8 +249,10 @@ def translated(path: Path) -> Iterator[None]:
         found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
         if code == sqlite3.SQLITE_FULL:
             raise CatalogFullError(f"wanted room on the disk, found {found}") from error
-        # A damaged header has no code of its own: what it says of the file is no version that there is.
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error) == "unsupported file format":
+        # A damaged header has no code of its own: what it says of the file is no version that there is. A damaged row
+        # may say that it is longer than sqlite takes.
+        is_damage = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
+        if is_damage or str(error) == "unsupported file format":
             raise CatalogCorruptError(f"wanted a catalog, found {found}") from error
         if code in (sqlite3.SQLITE_MISUSE, sqlite3.SQLITE_ERROR):
             raise
