@@ -135,38 +135,38 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"dtype wanted float32, bfloat16 or None, found {self.dtype!r}")
+            raise ValueError(f"dtype must be float32, bfloat16 or None, got {self.dtype!r}")
         if self.kv_rest_dtype not in KV_REST_DTYPES:
             wanted = " or ".join(KV_REST_DTYPES)
-            raise ValueError(f"kv_rest_dtype wanted {wanted}, found {self.kv_rest_dtype!r}")
+            raise ValueError(f"kv_rest_dtype must be {wanted}, got {self.kv_rest_dtype!r}")
         sizes = ("context_window", "max_batch_size", "prefill_chunk_tokens", "save_group_tokens")
         for name in (*sizes, "tensor_parallel_size", "data_parallel_size"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, found {value}")
+                raise ValueError(f"{name} must be positive, got {value}")
         if self.prefill_chunk_tokens % 64:
-            raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, found {self.prefill_chunk_tokens}")
+            raise ValueError(f"prefill_chunk_tokens must be a multiple of 64, got {self.prefill_chunk_tokens}")
         if self.max_batch_size % self.data_parallel_size:
             raise ValueError(
-                f"max_batch_size wanted a multiple of data_parallel_size={self.data_parallel_size}, "
-                f"found {self.max_batch_size}"
+                f"max_batch_size must be a multiple of data_parallel_size={self.data_parallel_size}, "
+                f"got {self.max_batch_size}"
             )
         if self.overflow is not None and self.context_window is not None:
             self.overflow.check_window(self.context_window)
         is_number = isinstance(self.read_buffer, int) and not isinstance(self.read_buffer, bool)
         if not is_number and self.read_buffer not in READ_BUFFERS:
             wanted = ", ".join(READ_BUFFERS)
-            raise ValueError(f"read_buffer wanted a number of layers or one of {wanted}, found {self.read_buffer!r}")
+            raise ValueError(f"read_buffer must be a number of layers or one of {wanted}, got {self.read_buffer!r}")
         if isinstance(self.read_buffer, int) and self.read_buffer < 0:
-            raise ValueError(f"read_buffer wanted at least 0 layers, found {self.read_buffer}")
+            raise ValueError(f"read_buffer must be at least 0 layers, got {self.read_buffer}")
         if self.max_tpot_ms is not None and not 0 < self.max_tpot_ms < math.inf:
-            raise ValueError(f"max_tpot_ms wanted a number > 0, found {self.max_tpot_ms}")
+            raise ValueError(f"max_tpot_ms must be a number > 0, got {self.max_tpot_ms}")
         for name in ("read_buffer_gib", "write_buffer_gib"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} wanted a number >= 0, found {value}")
+                raise ValueError(f"{name} must be a number >= 0, got {value}")
         if self.read_buffer == "off" and self.read_buffer_gib is not None:
             raise ValueError(
-                "read_buffer_gib wanted None with read_buffer off, which loads all of a history before it computes; "
-                f"found {self.read_buffer_gib}"
+                "read_buffer_gib must be None with read_buffer off, which loads all of a history before it computes; "
+                f"got {self.read_buffer_gib}"
             )

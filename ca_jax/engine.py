@@ -118,11 +118,11 @@ class Engine:
         limit = model.config.max_positions
         self.window = self.config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
         if self.window > limit:
-            raise ValueError(f"context_window wanted at most the model's {limit} tokens, found {self.window}")
+            raise ValueError(f"context_window must be at most the model's {limit} tokens, got {self.window}")
         if self.config.blend.check_layers > model.config.num_layers:
             raise ValueError(
-                f"blend check_layers wanted at most the model's {model.config.num_layers} layers, "
-                f"found {self.config.blend.check_layers}"
+                f"blend check_layers must be at most the model's {model.config.num_layers} layers, "
+                f"got {self.config.blend.check_layers}"
             )
         drift = None
         if self.config.overflow is not None:
@@ -208,10 +208,10 @@ class Engine:
         with self._lock:
             self._check_open()
             if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
-                raise InvalidRequestError(f"ttl_s wanted a number of seconds >= 0, found {ttl_s}")
+                raise InvalidRequestError(f"ttl_s must be a number of seconds >= 0, got {ttl_s}")
             session = None if session_id is None else self._find(session_id, tenant, ttl_s)
             if system is not None and session is not None:
-                raise InvalidRequestError(f"session {session_id!r} has begun: wanted no system message")
+                raise InvalidRequestError(f"session {session_id!r} has begun: a system message must come first")
             if session is None:
                 messages = [] if system is None else [{"role": "system", "content": system}]
                 session = self._open(session_id, Conversation.begin(messages), tenant, ttl_s)
@@ -255,9 +255,9 @@ class Engine:
             self._check_open()
             most = len(session.token_ids)
             if not 0 <= (most if num_tokens is None else num_tokens) <= most:
-                raise InvalidRequestError(f"wanted to fork behind 0..{most} tokens, found {num_tokens}")
+                raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
             if session_id is not None and self._find(session_id, session.tenant) is not None:
-                raise InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
+                raise InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
             begun = session.conversation.forked(most if num_tokens is None else num_tokens)
             return self._open(session_id, begun, session.tenant, session.ttl_s, is_kept)
 
@@ -327,7 +327,7 @@ class Engine:
                 turn = self._new_turn(begun, said, given_ids, context, texts)
             if turn.chunks and begun.positions:
                 raise InvalidRequestError(
-                    "context wanted a conversation whose keys are used at their places, found one that was truncated "
+                    "context must come in a conversation whose keys are used at their places, got one that was truncated "
                     "naively (overflow method nkvt)"
                 )
             self._check_chunks(turn)
@@ -430,7 +430,7 @@ class Engine:
             else list(params)
         )
         if len(each) != len(prompts):
-            raise InvalidRequestError(f"wanted one params for each of {len(prompts)} prompts, found {len(each)}")
+            raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._lock:
             self._check_open()
@@ -489,7 +489,7 @@ class Engine:
         """
         with self._lock:
             if session.is_busy:
-                raise SessionBusyError(f"session {session.session_id!r} still answers; wanted it idle to let go of it")
+                raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle to be let go of")
             session.end()
             self._sessions.pop(session.session_id, None)
             self._kv.let_go(session)
@@ -575,7 +575,7 @@ class Engine:
         with self._lock:
             self._check_open()
             if not self._scheduler.idle:
-                raise SessionBusyError("wanted an idle engine to warm up, found jobs running or waiting")
+                raise SessionBusyError("an engine must be idle to warm up, got jobs running or waiting")
             self._batch.settle()
             started_s = time.perf_counter()
             history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
@@ -679,7 +679,7 @@ class Engine:
         session = self._sessions.get(session_id)
         if session is not None:
             if session.tenant != tenant:
-                raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+                raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
             return session
         kept = self._kv.recall(session_id, tenant)
         return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
@@ -717,12 +717,12 @@ class Engine:
         num_tokens = self.model.config.vocab_size
         wrong = next((token for token, _ in params.logit_bias if not 0 <= token < num_tokens), None)
         if wrong is not None:
-            raise InvalidRequestError(f"logit_bias wanted token ids in [0, {num_tokens}), found {wrong}")
+            raise InvalidRequestError(f"logit_bias token ids must be in [0, {num_tokens}), got {wrong}")
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self.window:
             raise ContextWindowError(
-                f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}"
+                f"a prompt must be under the context window of {self.window} tokens, got {num_tokens}"
             )
 
     # Chunks.
@@ -792,13 +792,13 @@ class Engine:
         for number, ids in enumerate(chunks, 1):
             if len(ids) >= self.window:
                 raise ContextWindowError(
-                    f"wanted chunks under the context window of {self.window} tokens, "
-                    f"found {len(ids)} in chunk {number} of {len(chunks)}"
+                    f"chunks must be under the context window of {self.window} tokens, "
+                    f"got {len(ids)} in chunk {number} of {len(chunks)}"
                 )
         num_tokens = num_others + sum(map(len, chunks))
         if at_once and num_tokens >= self.window:
             raise ContextWindowError(
-                f"wanted a prompt under the context window of {self.window} tokens, found {num_tokens}: "
+                f"a prompt must be under the context window of {self.window} tokens, got {num_tokens}: "
                 f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
                 f"leave out {num_tokens - self.window + 1} tokens of the chunks or more"
             )
@@ -847,8 +847,8 @@ class Engine:
         overflow = self.config.overflow
         if overflow is not None and overflow.token_discarder.needs_kv:
             raise ValueError(
-                f"discarder {overflow.token_discarder.name} wanted all of a session's KV in one process, "
-                f"found {self._processes.count}"
+                f"discarder {overflow.token_discarder.name} must have all of a session's KV in one process, "
+                f"got {self._processes.count}"
             )
 
     def _kv_fingerprint(self) -> str:

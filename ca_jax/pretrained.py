@@ -70,7 +70,9 @@ class LoadedModel:
         """
         check_token_ids(token_ids, self.config.vocab_size)
         if len(token_ids) > self.config.max_positions:
-            raise InvalidRequestError(f"wanted at most {self.config.max_positions} tokens, found {len(token_ids)}")
+            raise InvalidRequestError(
+                f"a prompt must be at most {self.config.max_positions} tokens, got {len(token_ids)}"
+            )
         return to_host(_logits(self.model, self.params, to_device([list(token_ids)], np.int32)))[0]
 
     def laid_out(self, layout: Layout) -> LoadedModel:
@@ -84,7 +86,7 @@ class LoadedModel:
             return self
         if self.sharding is not None:
             wanted = "one device" if sharding is None else dict(sharding.mesh.shape)
-            raise ValueError(f"wanted a model on {wanted}, found one on {dict(self.sharding.mesh.shape)}")
+            raise ValueError(f"the model must be on {wanted}, got one on {dict(self.sharding.mesh.shape)}")
         return dataclasses.replace(self, params=_to_shards(self.config, self.params, sharding), sharding=sharding)
 
 
@@ -105,10 +107,10 @@ def _to_shards(config: ModelConfig, params: Params, sharding: ModelSharding | No
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequestError for an empty list or an id outside the vocabulary."""
     if not len(token_ids):
-        raise InvalidRequestError("wanted at least one token, found none")
+        raise InvalidRequestError("there must be at least one token, got none")
     wrong = next((i for i in token_ids if not 0 <= i < vocab_size), None)
     if wrong is not None:
-        raise InvalidRequestError(f"wanted token ids in [0, {vocab_size}), found {wrong}")
+        raise InvalidRequestError(f"token ids must be in [0, {vocab_size}), got {wrong}")
 
 
 @partial(jax.jit, static_argnames=("model",))
@@ -177,7 +179,7 @@ def random_model(preset: str, *, dtype: str | None = None, seed: int = 0, layout
     """
     started_s = time.perf_counter()
     if preset not in PRESETS:
-        raise UnknownModelError(f"wanted a preset, one of {', '.join(sorted(PRESETS))}; found {preset!r}")
+        raise UnknownModelError(f"the preset must be one of {', '.join(sorted(PRESETS))}; got {preset!r}")
     config = PRESETS[preset]
     dtype = dtype or _default_dtype()
     sharding = None if layout is None else layout(config)

@@ -260,12 +260,12 @@ class Session:
         """
         self._check_ready()
         if not isinstance(priority, int) or isinstance(priority, bool):
-            raise InvalidRequestError(f"priority wanted a whole number, found {priority!r}")
+            raise InvalidRequestError(f"priority must be a whole number, got {priority!r}")
         if truncation not in ("auto", "disabled"):
             raise InvalidRequestError(f"truncation must be 'auto' or 'disabled', got {truncation!r}")
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
-            raise EmptyMessageError("wanted a message with text in it, found a blank one")
+            raise EmptyMessageError("a message must have text in it, got a blank one")
         self._job = self._engine.submit_turn(
             self, new, sampling or SamplingParams(), priority, context, texts, truncation
         )
@@ -283,7 +283,7 @@ class Session:
         """
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
-            raise InvalidRequestError(f"wanted to keep 0..{len(self.token_ids)} tokens, found {num_tokens}")
+            raise InvalidRequestError(f"tokens to keep must be 0..{len(self.token_ids)}, got {num_tokens}")
         self._engine.rewind(self, self._conversation.take(num_tokens))
 
     def discard(self, tokens: npt.ArrayLike) -> int:
@@ -319,7 +319,9 @@ class Session:
         if self._closed:
             raise SessionClosedError(f"session {self.session_id!r} is closed")
         if self.is_busy:
-            raise SessionBusyError(f"session {self.session_id!r} still answers; wanted one turn at a time")
+            raise SessionBusyError(
+                f"session {self.session_id!r} still answers; it must have ended before the next turn"
+            )
 
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""

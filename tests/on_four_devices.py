@@ -33,7 +33,7 @@ specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     devices = jax.devices()
-    assert len(devices) == 4, "wanted four devices: this file is run by tests/test_transfer.py"
+    assert len(devices) == 4, "there must be four devices: this file is run by tests/test_transfer.py"
     return Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
 
 

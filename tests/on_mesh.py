@@ -125,7 +125,7 @@ def answers_of_one_device() -> list[list[int]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def eight_devices() -> None:
-    assert len(jax.devices()) == 8, "wanted eight devices: this file is run by tests/test_mesh.py"
+    assert len(jax.devices()) == 8, "there must be eight devices: this file is run by tests/test_mesh.py"
 
 
 # Tokens.
@@ -379,13 +379,13 @@ def test_each_device_holds_its_share(data, tensor, monkeypatch):
 
 def test_buffers_are_held_against_what_each_device_has(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 2)
-    with pytest.raises(ValueError, match=r"write_buffer_gib wanted at most the device's 0.50 GiB of memory, found 1"):
+    with pytest.raises(ValueError, match=r"write_buffer_gib must be at most the device's 0.50 GiB of memory, got 1"):
         engine_of(1, 1)
     engine_of(1, 4).close()
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 4)
-    with pytest.raises(ValueError, match=r"found .*, 0\.25 for write_buffer_gib, .* for the decode slots"):
+    with pytest.raises(ValueError, match=r"got .*, 0\.25 for write_buffer_gib, .* for the decode slots"):
         engine_of(1, 4)
-    with pytest.raises(ValueError, match=r"wanted at most 4 times a device's 0\.25 GiB of memory, found 2"):
+    with pytest.raises(ValueError, match=r"there must be at most 4 times a device's 0\.25 GiB of memory, got 2"):
         engine_of(1, 4, write_buffer_gib=2.0)
 
 
@@ -500,9 +500,9 @@ def test_one_device_is_no_mesh():
 @pytest.mark.parametrize(
     ("num_kv_heads", "data", "tensor", "message"),
     [
-        (8, 1, 3, "tensor_parallel_size wanted one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; found 3"),
-        (8, 1, 16, "tensor_parallel_size wanted one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; found 16"),
-        (2, 4, 4, "data_parallel_size=4 times tensor_parallel_size=4 wanted 16 devices, found 8"),
+        (8, 1, 3, "tensor_parallel_size must be one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; got 3"),
+        (8, 1, 16, "tensor_parallel_size must be one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; got 16"),
+        (2, 4, 4, "data_parallel_size=4 times tensor_parallel_size=4 must be 16 devices, got 8"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_anything_is_compiled(num_kv_heads, data, tensor, message):
@@ -514,7 +514,7 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_is_compiled(num_kv_hea
 
 def test_heads_that_only_few_sizes_divide():
     config = config_of(3, num_heads=9)
-    with pytest.raises(ValueError, match="wanted one of 1, 3, 9, for 9 query heads on 3 KV heads; found 2"):
+    with pytest.raises(ValueError, match="there must be one of 1, 3, 9, for 9 query heads on 3 KV heads; got 2"):
         model_sharding(config, tensor_parallel_size=2)
 
 
@@ -522,9 +522,9 @@ def test_a_model_on_another_mesh_is_refused():
     layout = functools.partial(model_sharding, tensor_parallel_size=2)
     model = model_of().laid_out(layout)
     assert model.laid_out(layout) is model
-    with pytest.raises(ValueError, match=r"wanted a model on .*'tensor': 4.*, found one on .*'tensor': 2"):
+    with pytest.raises(ValueError, match=r"there must be a model on .*'tensor': 4.*, got one on .*'tensor': 2"):
         engine_of(1, 4, model)
-    with pytest.raises(ValueError, match="wanted a model on one device, found one on"):
+    with pytest.raises(ValueError, match="there must be a model on one device, got one on"):
         engine_of(1, 1, model)
 
 

@@ -143,7 +143,7 @@ def test_a_write_of_what_does_not_fit_is_an_error_of_its_save(rig):
     rig.saver.submit(ticket, [LayerPart(0, to_device(KV[0]), NUM_TOKENS + 1, 0)])
     (result,) = rig.saver.poll(wait=True)
     assert isinstance(result.error, ValueError)
-    assert "wanted tokens within" in str(result.error)
+    assert "there must be tokens within" in str(result.error)
 
 
 def test_an_abandoned_save_comes_back_with_its_reason_behind_what_was_added(rig):

@@ -86,7 +86,7 @@ def test_an_ssd_of_which_nothing_is_known_has_no_times():
         lambda: blend_costs.layer_load_s(make_rates(), 1000, "ssd"),
         lambda: blend_costs.choose_ratio(make_rates(), 1000, 10, 0.15, tier="ssd"),
     ):
-        with pytest.raises(ValueError, match="fetch_s wanted rates with a fetch in them, found none"):
+        with pytest.raises(ValueError, match="fetch_s must be rates with a fetch in them, got none"):
             find()
 
 
@@ -255,26 +255,26 @@ def test_a_faster_disk_never_moves_chunks_off_it_and_neither_does_a_slower_devic
 @pytest.mark.parametrize(
     ("find", "wrong"),
     [
-        (lambda rates: blend_costs.recompute_layer_s(rates, 10, 1.5), r"ratio wanted a share in \[0, 1\], found 1\.5"),
-        (lambda rates: blend_costs.recompute_layer_s(rates, 10, math.nan), r"ratio wanted .* found nan"),
-        (lambda rates: blend_costs.choose_ratio(rates, 10, 10, -0.1), r"min_ratio wanted .* found -0\.1"),
+        (lambda rates: blend_costs.recompute_layer_s(rates, 10, 1.5), r"ratio must be a share in \[0, 1\], got 1\.5"),
+        (lambda rates: blend_costs.recompute_layer_s(rates, 10, math.nan), r"ratio must be .* found nan"),
+        (lambda rates: blend_costs.choose_ratio(rates, 10, 10, -0.1), r"min_ratio must be .* found -0\.1"),
         (
             lambda rates: blend_costs.choose_ratio(rates, 0, 10, 0.15),
-            "context_tokens wanted a positive number, found 0",
+            "context_tokens must be a positive number, got 0",
         ),
-        (lambda rates: blend_costs.choose_ratio(rates, 10, 0, 0.15), "new_tokens wanted a positive number, found 0"),
+        (lambda rates: blend_costs.choose_ratio(rates, 10, 0, 0.15), "new_tokens must be a positive number, got 0"),
         (
             lambda rates: blend_costs.choose_tier(rates, 10, 10, 0.15, history_tokens=-1),
-            "history_tokens wanted at least 0, found -1",
+            "history_tokens must be at least 0, got -1",
         ),
         (
             lambda rates: blend_costs.ideal_blend_s(rates, 10, 10, 0.5, check_layers=11),
-            "check_layers wanted 0 to 10, found 11",
+            "check_layers must be 0 to 10, got 11",
         ),
-        (lambda rates: blend_costs.predict_blend_s(rates, 10, 10, 0.5, depth=-1), "depth wanted at least 0, found -1"),
+        (lambda rates: blend_costs.predict_blend_s(rates, 10, 10, 0.5, depth=-1), "depth must be at least 0, got -1"),
         (
             lambda rates: blend_costs.predict_blend_s(rates, 10, 10, 0.5, head_start_s=math.nan),
-            "head_start_s wanted a number of seconds, found nan",
+            "head_start_s must be a number of seconds, got nan",
         ),
     ],
 )

@@ -176,10 +176,10 @@ def test_what_was_not_measured_is_named(reports):
         (
             "bench_blend",
             lambda report: report["rows"][2].update(recompute_ratio=0.3),
-            "bench_blend.json wanted a row of .*dram",
+            "bench_blend.json must be a row of .*dram",
         ),
-        ("bench_blend", lambda report: report["rows"][3].pop("fetch_s"), "bench_blend.json wanted rows with fetch_s"),
-        ("blend/quality_512", lambda report: report["rows"].pop(2), "quality_512.json wanted a row of .*0.15"),
+        ("bench_blend", lambda report: report["rows"][3].pop("fetch_s"), "bench_blend.json must be rows with fetch_s"),
+        ("blend/quality_512", lambda report: report["rows"].pop(2), "quality_512.json must be a row of .*0.15"),
     ],
 )
 def test_a_report_that_lacks_what_the_page_needs_is_refused(reports, name, change, message):
@@ -191,11 +191,11 @@ def test_a_report_that_lacks_what_the_page_needs_is_refused(reports, name, chang
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("bench_blend", {"suite": "ttft"}, "bench_blend.json wanted a report of blend, found one of ttft"),
-        ("blend/figure_8", {"config": {"figure": 7}}, "figure_8.json wanted a report of 8, found one of 7"),
-        ("blend/quality_256", {"config": {"figure": 6}}, "quality_256.json wanted a report of None, found one of 6"),
-        ("blend/gate", {"task": "rag"}, "gate.json wanted a report of blend_gate, found one of rag"),
-        ("blend/gate", {"rows": []}, "gate.json wanted a report with rows, found no rows"),
+        ("bench_blend", {"suite": "ttft"}, "bench_blend.json must be a report of blend, got one of ttft"),
+        ("blend/figure_8", {"config": {"figure": 7}}, "figure_8.json must be a report of 8, got one of 7"),
+        ("blend/quality_256", {"config": {"figure": 6}}, "quality_256.json must be a report of None, got one of 6"),
+        ("blend/gate", {"task": "rag"}, "gate.json must be a report of blend_gate, got one of rag"),
+        ("blend/gate", {"rows": []}, "gate.json must be a report with rows, got no rows"),
     ],
 )
 def test_a_file_that_is_another_report_is_refused(reports, tmp_path, name, change, message):

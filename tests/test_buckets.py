@@ -41,7 +41,7 @@ def test_batches_are_powers_of_two_and_the_maximum(max_batch_size):
 @given(st.lists(st.integers(0, 50), min_size=1, unique=True).map(sorted), st.integers(0, 60))
 def test_padding_takes_the_smallest_that_holds(buckets, size):
     if size > buckets[-1]:
-        with pytest.raises(ValueError, match=f"wanted a size of at most {buckets[-1]}, found {size}"):
+        with pytest.raises(ValueError, match=f"the size must be at most {buckets[-1]}, got {size}"):
             pad_to(tuple(buckets), size)
     else:
         assert pad_to(tuple(buckets), size) == min(bucket for bucket in buckets if bucket >= size)

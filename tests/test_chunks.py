@@ -34,12 +34,12 @@ def test_pieces_are_what_was_joined_but_for_blank_ones_and_breaks_around_them(pi
 
 @pytest.mark.parametrize("text", ["", " \n", "\n---\n"])
 def test_a_text_without_a_chunk_in_it_is_refused(text):
-    with pytest.raises(EmptyMessageError, match="wanted a text with at least one chunk in it, found a blank one"):
+    with pytest.raises(EmptyMessageError, match="a text must have at least one chunk in it, got a blank one"):
         split_text(text, "---")
 
 
 def test_an_empty_separator_is_refused():
-    with pytest.raises(InvalidRequestError, match="separator of chunks of at least one character, found an empty one"):
+    with pytest.raises(InvalidRequestError, match="separator of chunks of at least one character, got an empty one"):
         split_text("text", "")
 
 
@@ -58,9 +58,9 @@ def test_pieces_of_tokens_are_all_tokens_in_order_and_all_but_the_last_full(toke
 
 
 def test_no_tokens_and_no_size_are_refused():
-    with pytest.raises(EmptyMessageError, match="wanted at least one token to make chunks of, found none"):
+    with pytest.raises(EmptyMessageError, match="a chunk must have at least one token, got none"):
         split_tokens([], 2)
-    with pytest.raises(InvalidRequestError, match="wanted chunks of at least 1 token, found 0"):
+    with pytest.raises(InvalidRequestError, match="chunks must be at least 1 token, got 0"):
         split_tokens([1], 0)
 
 
@@ -79,7 +79,7 @@ def test_a_span_says_where_a_chunk_lies():
 
 
 def test_a_span_has_tokens_and_lies_in_the_prompt():
-    with pytest.raises(ValueError, match="at least 1 token from place 0 on, found 0 from 4 on"):
+    with pytest.raises(ValueError, match="at least 1 token from place 0 on, got 0 from 4 on"):
         ChunkSpan("key", 4, 0)
-    with pytest.raises(ValueError, match="at least 1 token from place 0 on, found 6 from -1 on"):
+    with pytest.raises(ValueError, match="at least 1 token from place 0 on, got 6 from -1 on"):
         ChunkSpan("key", 4, 6).shifted(-5)

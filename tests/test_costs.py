@@ -126,17 +126,17 @@ def test_layers_pay_what_is_fixed_one_by_one_and_nothing_is_loaded_for_nothing()
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [
-        (lambda: TransferRate(bytes_per_s=0), "bytes_per_s wanted a positive number, found 0"),
-        (lambda: TransferRate(bytes_per_s=1, fixed_s=math.nan), "fixed_s wanted at least 0, found nan"),
-        (lambda: PrefillRate(token_s=-1), "token_s wanted at least 0, found -1"),
-        (lambda: TransferSample(num_bytes=0, seconds=1), "num_bytes wanted a positive number, found 0"),
-        (lambda: TransferSample(num_bytes=1, seconds=math.inf), "seconds wanted a positive number, found inf"),
-        (lambda: PrefillSample(history_tokens=-1, new_tokens=1, seconds=1), "history_tokens wanted at least 0"),
-        (lambda: PrefillSample(history_tokens=0, new_tokens=0, seconds=1), "new_tokens wanted at least 1, found 0"),
-        (lambda: PrefillSample(history_tokens=0, new_tokens=1, seconds=0), "seconds wanted a positive number"),
+        (lambda: TransferRate(bytes_per_s=0), "bytes_per_s must be a positive number, got 0"),
+        (lambda: TransferRate(bytes_per_s=1, fixed_s=math.nan), "fixed_s must be at least 0, got nan"),
+        (lambda: PrefillRate(token_s=-1), "token_s must be at least 0, got -1"),
+        (lambda: TransferSample(num_bytes=0, seconds=1), "num_bytes must be a positive number, got 0"),
+        (lambda: TransferSample(num_bytes=1, seconds=math.inf), "seconds must be a positive number, got inf"),
+        (lambda: PrefillSample(history_tokens=-1, new_tokens=1, seconds=1), "history_tokens must be at least 0"),
+        (lambda: PrefillSample(history_tokens=0, new_tokens=0, seconds=1), "new_tokens must be at least 1, got 0"),
+        (lambda: PrefillSample(history_tokens=0, new_tokens=1, seconds=0), "seconds must be a positive number"),
         (lambda: TransferRate.fit([]), "at least one sample"),
         (lambda: PrefillRate.fit([]), "at least one sample"),
-        (lambda: make_rates(num_layers=0), "num_layers wanted a positive number, found 0"),
+        (lambda: make_rates(num_layers=0), "num_layers must be a positive number, got 0"),
     ],
 )
 def test_rates_that_cannot_be_are_refused(make, wrong):
@@ -220,11 +220,11 @@ def test_closed_forms_of_the_pipeline():
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
-        ((-1.0, 1.0, 4, 0), "load_s_per_layer wanted at least 0, found -1"),
-        ((1.0, math.inf, 4, 0), "compute_s_per_layer wanted at least 0, found inf"),
-        ((1.0, 1.0, 0, 0), "num_layers wanted a positive number, found 0"),
-        ((1.0, 1.0, 4, -1), "depth wanted at least 0, found -1"),
-        ((1.0, 1.0, 4, 0, math.nan), "head_start_s wanted a number of seconds, found nan"),
+        ((-1.0, 1.0, 4, 0), "load_s_per_layer must be at least 0, got -1"),
+        ((1.0, math.inf, 4, 0), "compute_s_per_layer must be at least 0, got inf"),
+        ((1.0, 1.0, 0, 0), "num_layers must be a positive number, got 0"),
+        ((1.0, 1.0, 4, -1), "depth must be at least 0, got -1"),
+        ((1.0, 1.0, 4, 0, math.nan), "head_start_s must be a number of seconds, got nan"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(arguments, wrong):
@@ -402,10 +402,10 @@ def test_what_is_computed_is_what_lengths_are_padded_to():
 @pytest.mark.parametrize(
     ("changed", "wrong"),
     [
-        ({"history_tokens": 0}, "history_tokens wanted a positive number, found 0"),
-        ({"new_tokens": 0}, "new_tokens wanted a positive number, found 0"),
-        ({"block_tokens": 0}, "block_tokens wanted a positive number, found 0"),
-        ({"min_gain": 1.0}, "min_gain wanted a fraction below 1, found 1"),
+        ({"history_tokens": 0}, "history_tokens must be a positive number, got 0"),
+        ({"new_tokens": 0}, "new_tokens must be a positive number, got 0"),
+        ({"block_tokens": 0}, "block_tokens must be a positive number, got 0"),
+        ({"min_gain": 1.0}, "min_gain must be a fraction below 1, got 1"),
     ],
 )
 def test_a_choice_that_cannot_be_made_is_refused(changed, wrong):
@@ -420,7 +420,7 @@ def test_a_choice_that_cannot_be_made_is_refused(changed, wrong):
 def test_errors_are_fractions_of_what_was_measured():
     assert costs.prediction_error(3.0, 2.0) == 0.5
     assert costs.prediction_error(1.0, 2.0) == -0.5
-    with pytest.raises(ValueError, match="measured_s wanted a positive number, found 0"):
+    with pytest.raises(ValueError, match="measured_s must be a positive number, got 0"):
         costs.prediction_error(1.0, 0.0)
 
 
@@ -428,5 +428,5 @@ def test_what_is_hidden_is_what_does_not_lengthen():
     assert costs.hidden_fraction(10.0, 10.0, 4.0) == 1
     assert costs.hidden_fraction(14.0, 10.0, 4.0) == 0
     assert costs.hidden_fraction(11.0, 10.0, 4.0) == 0.75
-    with pytest.raises(ValueError, match="transfer_s wanted a positive number, found 0"):
+    with pytest.raises(ValueError, match="transfer_s must be a positive number, got 0"):
         costs.hidden_fraction(1.0, 1.0, 0.0)

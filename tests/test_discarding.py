@@ -115,7 +115,7 @@ def test_none_leave_all_leave_and_all_kept(discarder):
 
 def test_heavy_hitters_want_attention():
     assert [discarder.name for discarder in DISCARDERS.values() if discarder.needs_attention] == ["heavy_hitters"]
-    with pytest.raises(ValueError, match="heavy_hitters wanted the attention that each token received, found none"):
+    with pytest.raises(ValueError, match="heavy_hitters must be the attention that each token received, got none"):
         HeavyHitters().choose(make_context(5, 2))
 
 
@@ -126,7 +126,7 @@ def test_a_discarder_by_name():
         "heavy_hitters": HeavyHitters,
     }
     assert all(discarder.name == name for name, discarder in DISCARDERS.items())
-    with pytest.raises(ValueError, match="wanted one of oldest, sinks, heavy_hitters; found 'newest'"):
+    with pytest.raises(ValueError, match="there must be one of oldest, sinks, heavy_hitters; got 'newest'"):
         make_discarder("newest")
 
 
@@ -151,13 +151,13 @@ def test_a_discarder_of_ones_own_sees_the_kv():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_leaving": 6}, "num_leaving wanted 0 to 5 tokens, found 6"),
-        ({"num_leaving": -1}, "num_leaving wanted 0 to 5 tokens, found -1"),
-        ({"keep_first": -1}, "keep_first wanted a number of tokens >= 0, found -1"),
-        ({"attention": np.zeros(4)}, r"attention wanted the shape \(5,\), found \(4,\)"),
-        ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention wanted finite numbers, found nan"),
-        ({"kv": kv.empty(tiny_config(), 1, 4)}, r"room for 5 tokens, found lengths of shape \(1,\) and room for 4"),
-        ({"kv": kv.empty(tiny_config(), 2, 5)}, r"one sequence with room for 5 tokens, found lengths of shape \(2,\)"),
+        ({"num_leaving": 6}, "num_leaving must be 0 to 5 tokens, got 6"),
+        ({"num_leaving": -1}, "num_leaving must be 0 to 5 tokens, got -1"),
+        ({"keep_first": -1}, "keep_first must be a number of tokens >= 0, got -1"),
+        ({"attention": np.zeros(4)}, r"attention must have the shape \(5,\), got \(4,\)"),
+        ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention must be finite numbers, got nan"),
+        ({"kv": kv.empty(tiny_config(), 1, 4)}, r"room for 5 tokens, got lengths of shape \(1,\) and room for 4"),
+        ({"kv": kv.empty(tiny_config(), 2, 5)}, r"one sequence with room for 5 tokens, got lengths of shape \(2,\)"),
     ],
 )
 def test_a_context_that_contradicts_itself_is_refused(kwargs, message):
@@ -168,10 +168,10 @@ def test_a_context_that_contradicts_itself_is_refused(kwargs, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SinksAndRecent(num_sinks=-1), "num_sinks wanted a number of tokens >= 0, found -1"),
-        (lambda: HeavyHitters(num_sinks=-2), "num_sinks wanted a number of tokens >= 0, found -2"),
-        (lambda: HeavyHitters(recent_ratio=1.5), r"recent_ratio wanted a share of the tokens in \[0, 1\], found 1.5"),
-        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio wanted a share .* found nan"),
+        (lambda: SinksAndRecent(num_sinks=-1), "num_sinks must be a number of tokens >= 0, got -1"),
+        (lambda: HeavyHitters(num_sinks=-2), "num_sinks must be a number of tokens >= 0, got -2"),
+        (lambda: HeavyHitters(recent_ratio=1.5), r"recent_ratio must be a share of the tokens in \[0, 1\], got 1.5"),
+        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio must be a share .* found nan"),
     ],
 )
 def test_settings_outside_their_range_are_refused(make, message):
@@ -199,15 +199,15 @@ def test_what_is_returned_is_a_copy():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ([0, 5], "wanted positions of a context of 5 tokens, found 5$"),
-        ([-1, 2], "wanted positions of a context of 5 tokens, found -1$"),
+        ([0, 5], "there must be positions of a context of 5 tokens, got 5$"),
+        ([-1, 2], "there must be positions of a context of 5 tokens, got -1$"),
         (np.array([2**64 - 1], np.uint64), "found 18446744073709551615$"),
         (list(range(3, 12)), "found 5, 6, 7, 8, 9 and 2 more$"),
-        ([3, 1, 3], "wanted each position once, found repeats of 3$"),
-        ([0, 1, 2, 3, 4], "wanted fewer than all, found all 5$"),
-        ([True] * 5, "wanted fewer than all, found all 5$"),
-        ([True] * 4, "bool mask of 5 tokens, found a mask of 4$"),
-        (np.zeros(0, bool), "bool mask of 5 tokens, found a mask of 0$"),
+        ([3, 1, 3], "there must be each position once, got repeats of 3$"),
+        ([0, 1, 2, 3, 4], "there must be fewer than all, got all 5$"),
+        ([True] * 5, "there must be fewer than all, got all 5$"),
+        ([True] * 4, "bool mask of 5 tokens, got a mask of 4$"),
+        (np.zeros(0, bool), "bool mask of 5 tokens, got a mask of 0$"),
         ([0.0, 1.0], r"found an array of shape \(2,\) and dtype float64$"),
         (np.zeros((2, 5), bool), r"found an array of shape \(2, 5\) and dtype bool$"),
         (3, r"found an array of shape \(\) and dtype int64$"),
@@ -224,5 +224,5 @@ def test_what_cannot_be_discarded_is_refused(named, message):
 def test_nothing_may_be_discarded_of_anything_and_nothing_else_of_nothing():
     assert check_discarded([], 3).tolist() == [False] * 3
     assert check_discarded([], 0).tolist() == []
-    with pytest.raises(InvalidRequestError, match="of a context of 0 tokens, found 0"):
+    with pytest.raises(InvalidRequestError, match="of a context of 0 tokens, got 0"):
         check_discarded([0], 0)

@@ -120,16 +120,16 @@ WRONG = {
 @pytest.mark.parametrize("write", WRONG.values(), ids=WRONG)
 def test_other_files_are_refused_by_name(tmp_path, write):
     write(tmp_path / "other.npz")
-    with pytest.raises(ValueError, match=r"wanted a file of drift, found .*other\.npz"):
+    with pytest.raises(ValueError, match=r"the file must be of drift, got .*other\.npz"):
         Drift.load(tmp_path / "other.npz")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (normal(2, 2, 3), r"drift wanted numbers \[L, 2, K, H\], found float32\[2, 2, 3\]"),
+        (normal(2, 2, 3), r"drift must be numbers \[L, 2, K, H\], got float32\[2, 2, 3\]"),
         (normal(3, 3, 2, 4), r"found float32\[3, 3, 2, 4\]"),
-        (np.full(SHAPE, np.inf, np.float32), "drift wanted numbers"),
+        (np.full(SHAPE, np.inf, np.float32), "drift must be numbers"),
     ],
 )
 def test_what_is_no_drift_is_refused(values, message):
@@ -140,13 +140,11 @@ def test_what_is_no_drift_is_refused(values, message):
 def test_the_drift_of_another_model_is_refused():
     drift = a_drift()
     drift.check_model(CONFIG, "f" * 64)
-    with pytest.raises(
-        ValueError, match=r"drift wanted \[3, 2, 2, 16\] of the model .* eeeeeeeeeeee, found .* of ffff"
-    ):
+    with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\] of the model .* eeeeeeeeeeee, got .* of ffff"):
         drift.check_model(CONFIG, "e" * 64)
     for field in ("num_layers", "num_kv_heads", "head_dim"):
         other = dataclasses.replace(CONFIG, **{field: 4})
-        with pytest.raises(ValueError, match=r"found \[3, 2, 2, 16\] of ffffffffffff"):
+        with pytest.raises(ValueError, match=r"got \[3, 2, 2, 16\] of ffffffffffff"):
             drift.check_model(other, "f" * 64)
 
 

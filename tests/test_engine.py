@@ -440,7 +440,7 @@ def test_closing_the_engine_ends_all_jobs_and_refuses_new_ones():
 def test_warming_up_is_for_an_idle_engine(engine):
     session = engine.session()
     answer = session.send("Hello.", max_tokens=5)
-    with pytest.raises(SessionBusyError, match="wanted an idle engine to warm up, found jobs running or waiting"):
+    with pytest.raises(SessionBusyError, match="an engine must be idle to warm up, got jobs running or waiting"):
         engine.warmup()
     kit.drain(answer)
 
@@ -476,7 +476,7 @@ def test_a_penalty_counts_every_token_though_decode_runs_ahead():
     penalty = 1.5
     ids = kit.prompt(20, seed=1)
     expected = penalised_answer(ids, 24, penalty, late=False)
-    assert expected != penalised_answer(ids, 24, penalty, late=True), "wanted a prompt on which the two differ"
+    assert expected != penalised_answer(ids, 24, penalty, late=True), "there must be a prompt on which the two differ"
     params = SamplingParams(max_tokens=24, repetition_penalty=penalty, ignore_eos=True)
     with kit.small_engine() as engine:
         assert engine.generate([ids], params)[0].token_ids == expected

@@ -74,60 +74,64 @@ BAD_REQUESTS = {
     "message longer than the window": (
         lambda engine: engine.session().send("x" * 600),
         ContextWindowError,
-        r"wanted a prompt under the context window of 512 tokens, found 6\d\d",
+        r"a prompt must be under the context window of 512 tokens, got 6\d\d",
     ),
     "prompt of just the window": (
         lambda engine: engine.generate(["fine", kit.prompt(kit.WINDOW)]),
         ContextWindowError,
-        "wanted a prompt under the context window of 512 tokens, found 512",
+        "a prompt must be under the context window of 512 tokens, got 512",
     ),
-    "empty message": (lambda engine: engine.session().send(""), EmptyMessageError, "wanted a message with text"),
+    "empty message": (lambda engine: engine.session().send(""), EmptyMessageError, "there must be a message with text"),
     "blank message": (lambda engine: engine.session().send(" \n"), EmptyMessageError, "found a blank one"),
     "no token ids": (lambda engine: engine.session().send_ids([]), EmptyMessageError, "at least one token"),
-    "empty prompt": (lambda engine: engine.generate([""]), EmptyMessageError, "at least one token, found an empty one"),
+    "empty prompt": (lambda engine: engine.generate([""]), EmptyMessageError, "at least one token, got an empty one"),
     "no max_tokens": (
         lambda engine: engine.session().send("Hi.", max_tokens=0),
         InvalidRequestError,
-        "max_tokens wanted at least 1, found 0",
+        "max_tokens must be at least 1, got 0",
     ),
     "negative max_tokens": (
         lambda engine: engine.session().send_ids([65], max_tokens=-3),
         InvalidRequestError,
-        "max_tokens wanted at least 1, found -3",
+        "max_tokens must be at least 1, got -3",
     ),
     "id above the vocabulary": (
         lambda engine: engine.session().send_ids([65, 256]),
         InvalidRequestError,
-        r"wanted token ids in \[0, 256\), found 256",
+        r"there must be token ids in \[0, 256\), got 256",
     ),
     "negative id": (lambda engine: engine.generate([[-1]]), InvalidRequestError, "found -1"),
     "bias of a token above the vocabulary": (
         lambda engine: engine.session().send("Hi.", sampling=SamplingParams(logit_bias={256: 1.0})),
         InvalidRequestError,
-        r"logit_bias wanted token ids in \[0, 256\), found 256",
+        r"logit_bias must be token ids in \[0, 256\), got 256",
     ),
     "negative token in a bias": (
         lambda engine: engine.generate(["Hi."], SamplingParams(logit_bias={-1: 1.0})),
         InvalidRequestError,
-        r"logit_bias wanted token ids in \[0, 256\), found -1",
+        r"logit_bias must be token ids in \[0, 256\), got -1",
     ),
     "params for other prompts": (
         lambda engine: engine.generate(["a", "b"], [SamplingParams()]),
         InvalidRequestError,
-        "wanted one params for each of 2 prompts, found 1",
+        "there must be one params for each of 2 prompts, got 1",
     ),
     "closed session": (send_to_closed, SessionClosedError, "session '.*' is closed"),
-    "busy session": (send_while_busy, SessionBusyError, "still answers; wanted one turn at a time"),
-    "rewinding a busy session": (rewind_while_busy, SessionBusyError, "still answers; wanted one turn at a time"),
+    "busy session": (send_while_busy, SessionBusyError, "still answers; it must have ended before the next turn"),
+    "rewinding a busy session": (
+        rewind_while_busy,
+        SessionBusyError,
+        "still answers; it must have ended before the next turn",
+    ),
     "rewinding too far": (
         lambda engine: engine.session().rewind(1),
         InvalidRequestError,
-        r"wanted to keep 0\.\.0 tokens, found 1",
+        r"there must be to keep 0\.\.0 tokens, got 1",
     ),
     "system message twice": (
         lambda engine: engine.session(session_id=engine.sessions[0].session_id, system="Be rude."),
         InvalidRequestError,
-        "has begun: wanted no system message",
+        "has begun: a system message must come first",
     ),
 }
 
@@ -179,7 +183,7 @@ def test_a_refused_turn_leaves_its_own_session_as_it_was(engine):
     ],
 )
 def test_a_sampling_parameter_outside_its_range_is_named_with_what_was_found(field, value):
-    with pytest.raises(InvalidRequestError, match=f"{field} wanted .*, found "):
+    with pytest.raises(InvalidRequestError, match=f"{field} must be .*, got "):
         SamplingParams(**{field: value})
 
 
@@ -205,17 +209,17 @@ def test_one_stop_string_may_come_without_a_tuple():
     ],
 )
 def test_an_engine_config_out_of_range_is_refused(changes):
-    with pytest.raises(ValueError, match=f"{next(iter(changes))} .*found {next(iter(changes.values()))!r}"):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))} .*got {next(iter(changes.values()))!r}"):
         ca_jax.EngineConfig(**changes)
 
 
 def test_a_window_above_what_the_model_was_trained_for_is_refused():
-    with pytest.raises(ValueError, match="context_window wanted at most the model's 512 tokens, found 513"):
+    with pytest.raises(ValueError, match="context_window must be at most the model's 512 tokens, got 513"):
         kit.small_engine(context_window=513)
 
 
 def test_a_store_above_the_machines_memory_is_refused():
-    with pytest.raises(ValueError, match="DRAM capacity wanted at most this machine's"):
+    with pytest.raises(ValueError, match="DRAM capacity must be at most this machine's"):
         kit.small_engine(store=ca_jax.StoreConfig(dram_gib=1e6, block_tokens=kit.BLOCK_TOKENS))
 
 
@@ -235,7 +239,7 @@ def test_text_for_a_model_without_tokenizer_is_refused_and_token_ids_are_served(
     kit.tiny.write_tiny_hf(tmp_path, config, kit.tiny.tiny_params(config), tokenizer=False)
     with ca_jax.Engine.from_pretrained(str(tmp_path), kit.SMALL) as engine:
         for call in (lambda: engine.generate(["text"]), lambda: engine.session().send("text")):
-            with pytest.raises(InvalidRequestError, match="has no tokenizer; wanted token ids, found text"):
+            with pytest.raises(InvalidRequestError, match="has no tokenizer; a prompt must be token ids, got text"):
                 call()
         (done,) = engine.generate([[65, 66]], SamplingParams(max_tokens=3, ignore_eos=True))
         assert (len(done.token_ids), done.text) == (3, "")
@@ -246,6 +250,10 @@ def test_a_model_gives_logits_of_token_ids_and_refuses_others():
     ids = kit.prompt(9)
     assert model.logits(ids).shape == (9, 256)
     assert model.logits(ids)[-1].argmax() == kit.full_pass(ids)[0][-1].argmax()
-    for wrong, message in (([], "at least one token"), ([256], "found 256"), ([65] * 513, "wanted at most 512 tokens")):
+    for wrong, message in (
+        ([], "at least one token"),
+        ([256], "found 256"),
+        ([65] * 513, "there must be at most 512 tokens"),
+    ):
         with pytest.raises(InvalidRequestError, match=message):
             model.logits(wrong)

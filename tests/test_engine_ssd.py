@@ -81,7 +81,7 @@ def test_text_and_messages_come_back_too(store):
         kit.say(session, "hello")
         messages = session.messages
     with kit.small_engine(store=store) as engine:
-        with pytest.raises(InvalidRequestError, match="has begun: wanted no system message"):
+        with pytest.raises(InvalidRequestError, match="has begun: a system message must come first"):
             engine.session(session_id="one", system="Be long.")
         session = engine.session(session_id="one")
         assert session.messages == messages
@@ -188,14 +188,14 @@ def test_other_weights_meet_neither_kv_nor_conversation(store, tmp_path):
 def test_a_session_is_its_tenants_alone(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one", tenant="a")
-        with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+        with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
             engine.session(session_id="one", tenant="b")
         expect_right_answer(session, PROMPTS[0])
     with kit.small_engine(store=store) as engine:
-        with pytest.raises(TenantError, match="'one' wanted its own tenant, found ''"):
+        with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got ''"):
             engine.session(session_id="one")
         for call in (engine.stored.pin, engine.stored.drop):
-            with pytest.raises(TenantError, match="found 'b'"):
+            with pytest.raises(TenantError, match="got 'b'"):
                 call("one", tenant="b")
         assert len(engine.session(session_id="one", tenant="a").token_ids) == 52
 
@@ -216,7 +216,7 @@ def test_pin_drop_and_list(store):
         session = engine.session(session_id="one")
         answer = session.send_ids(PROMPTS[1], max_tokens=12)
         next(answer)
-        with pytest.raises(SessionBusyError, match="wanted it idle"):
+        with pytest.raises(SessionBusyError, match="there must be it idle"):
             engine.stored.drop("one")
         kit.drain(answer)
         engine.stored.drop("one")
@@ -235,9 +235,9 @@ def test_a_session_whose_time_is_over_is_forgotten(store):
         engine.wait_for_saves()
         assert {info.session_id for info in engine.stored.list()} == {"long", "endless"}
         assert engine.store_stats().num_expired == 1
-        with pytest.raises(InvalidRequestError, match=r"ttl_s .* found -1"):
+        with pytest.raises(InvalidRequestError, match=r"ttl_s .* got -1"):
             engine.session(ttl_s=-1)
-        with pytest.raises(ValueError, match=r"ttl_s .* found -1"):
+        with pytest.raises(ValueError, match=r"ttl_s .* got -1"):
             engine.stored.set_ttl("long", -1)
         engine.stored.set_ttl("endless", 0.0)
     with kit.small_engine(store=store) as engine:

@@ -340,15 +340,15 @@ def test_counts_of_each_layer():
     [
         ({"num_layers": 0}, "found 0 and 4"),
         ({"start": -1}, "found 2 and -1"),
-        ({"kinds": [0, 3]}, r"kinds wanted values of TokenKind, found \[0, 3\]"),
-        ({"chunk_starts": (3,)}, r"places from 4 to below 14, found \(3,\)"),
+        ({"kinds": [0, 3]}, r"kinds must be values of TokenKind, got \[0, 3\]"),
+        ({"chunk_starts": (3,)}, r"places from 4 to below 14, got \(3,\)"),
         ({"chunk_starts": (6, 5)}, r"found \(6, 5\)"),
         ({"chunk_starts": (5, 14)}, r"found \(5, 14\)"),
-        ({"ratio": 1.1}, r"ratio wanted a share of the tokens in \[0, 1\], found 1.1"),
+        ({"ratio": 1.1}, r"ratio must be a share of the tokens in \[0, 1\], got 1.1"),
         ({"ratio": float("nan")}, "found nan"),
-        ({"check_layers": 0}, "check_layers wanted 1 to 2 layers, found 0"),
-        ({"check_layers": 3}, "check_layers wanted 1 to 2 layers, found 3"),
-        ({"selection": "best"}, "selection wanted one of hkvd, spread, random, first, found 'best'"),
+        ({"check_layers": 0}, "check_layers must be 1 to 2 layers, got 0"),
+        ({"check_layers": 3}, "check_layers must be 1 to 2 layers, got 3"),
+        ({"selection": "best"}, "selection must be one of hkvd, spread, random, first, got 'best'"),
     ],
 )
 def test_a_plan_out_of_range_is_refused(values, message):
@@ -358,7 +358,7 @@ def test_a_plan_out_of_range_is_refused(values, message):
 
 def test_fewer_embeddings_than_tokens_are_refused():
     context = context_of(*CONTEXTS["one chunk"])
-    with pytest.raises(ValueError, match="wanted embeddings of 50 tokens, found 49"):
+    with pytest.raises(ValueError, match="there must be embeddings of 50 tokens, got 49"):
         Fuser(CONFIG, layers(), table(), context.plan(0.5), embedded(context.tokens[:49], 49))
 
 

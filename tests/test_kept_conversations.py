@@ -243,7 +243,7 @@ def quota(engine, monkeypatch, gates):
 
 
 def unwritable(*_):
-    raise CatalogFullError("wanted room on the disk, found none")
+    raise CatalogFullError("there must be room on the disk, got none")
 
 
 FAILURES = {"no_space": no_space, "deadline": deadline, "catalog": catalog, "quota": quota}
@@ -259,7 +259,7 @@ def keep_until(engine, reached, gates=()):
         for gate in gates:
             gate.let_time_pass(10.0)
         engine._wakeup.wait(seen, 0.1)
-    raise AssertionError("wanted the store to get there, found it where it was")
+    raise AssertionError("there must be the store to get there, got it where it was")
 
 
 def num_failed(engine):

@@ -236,5 +236,5 @@ def test_rounding_twice_is_seen():
 
 
 def test_a_kind_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="kv_rest_dtype wanted model or int8, found 'int4'"):
+    with pytest.raises(ValueError, match="kv_rest_dtype must be model or int8, got 'int4'"):
         EngineConfig(kv_rest_dtype="int4")

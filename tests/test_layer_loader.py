@@ -217,7 +217,9 @@ def test_a_layer_is_not_loaded_for_want_of_the_one_before_it(store):
     load.begin(refuse_to_reclaim)
     load.layer(0)
     load.layer(1)
-    with pytest.raises(StagingInUseError, match="wanted layer 0 dispatched before layer 2 is loaded, found it is not"):
+    with pytest.raises(
+        StagingInUseError, match="there must be layer 0 dispatched before layer 2 is loaded, got it is not"
+    ):
         load.layer(2)
     rig.end(load)
     assert rig.is_free
@@ -485,7 +487,7 @@ def test_a_read_that_cannot_begin_is_told_when_its_layer_is_taken(store, depth, 
     load = rig.loader.open(ticket, PADDED, depth)
     store.abort_load(ticket)
     load.begin(refuse_to_reclaim)
-    with pytest.raises(LoadError, match="wanted an open load of 'a', found one that is aborted"):
+    with pytest.raises(LoadError, match="there must be an open load of 'a', got one that is aborted"):
         take_good_layers(load, depth)
     load.release()
     assert rig.is_free

@@ -74,7 +74,9 @@ def test_each_answer_of_a_batch_says_what_it_was_asked_for_of_the_models_own_dis
         for row, (prompt, each, params) in enumerate(zip(prompts, done, batch, strict=False)):
             if row != 2:
                 check_answer(each.logprobs, prompt, each.token_ids, params)
-    assert any(each.token_id != each.top[0][0] for each in done[3].logprobs), "wanted an answer that penalties change"
+    assert any(each.token_id != each.top[0][0] for each in done[3].logprobs), (
+        "there must be an answer that penalties change"
+    )
 
 
 def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_away_leaves_none(engine):
@@ -83,7 +85,7 @@ def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_awa
     for _ in range(5):
         next(one)
     flight = engine._batch._decoder._ahead
-    assert flight is not None, "wanted a step on its way"
+    assert flight is not None, "there must be a step on its way"
     other = engine.session().send_ids(second, sampling=dataclasses.replace(SAMPLED, max_tokens=6))
     kit.drain(one, other)
     for answer, prompt in ((one, first), (other, second)):

@@ -113,20 +113,20 @@ def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, k
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": "cb"}, "overflow method wanted one of ca, tt, of, nkvt; found 'cb'"),
-        ({"truncation_ratio": 0.0}, r"truncation_ratio wanted a share of the window in \(0, 1\], found 0.0"),
+        ({"method": "cb"}, "overflow method must be one of ca, tt, of, nkvt; got 'cb'"),
+        ({"truncation_ratio": 0.0}, r"truncation_ratio must be a share of the window in \(0, 1\], got 0.0"),
         ({"truncation_ratio": 1.01}, "found 1.01"),
         ({"truncation_ratio": float("nan")}, "found nan"),
-        ({"keep_first_tokens": -1}, "keep_first_tokens wanted a number of tokens >= 0, found -1"),
-        ({"keep_first_tokens": True}, "keep_first_tokens wanted a number of tokens >= 0, found True"),
-        ({"anchor_tokens": 1.5}, "anchor_tokens wanted a number of tokens >= 0, found 1.5"),
-        ({"repair_ratio": -0.1}, r"repair_ratio wanted a share of the tokens in \[0, 1\], found -0.1"),
+        ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
+        ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),
+        ({"anchor_tokens": 1.5}, "anchor_tokens must be a number of tokens >= 0, got 1.5"),
+        ({"repair_ratio": -0.1}, r"repair_ratio must be a share of the tokens in \[0, 1\], got -0.1"),
         ({"repair_ratio": 1.5}, "found 1.5"),
-        ({"repair": "all"}, "repair wanted one of none, deviating, spread; found 'all'"),
-        ({"discarder": "youngest"}, "token discarder wanted one of oldest, sinks, heavy_hitters; found 'youngest'"),
-        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns wanted the oldest to leave first, found .* 'sinks'"),
+        ({"repair": "all"}, "repair must be one of none, deviating, spread; got 'all'"),
+        ({"discarder": "youngest"}, "token discarder must be one of oldest, sinks, heavy_hitters; got 'youngest'"),
+        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns must be the oldest to leave first, got .* 'sinks'"),
         ({"whole_turns": True, "discarder": HeavyHitters()}, "found the discarder 'heavy_hitters'"),
-        ({"method": "nkvt", "discarder": "heavy_hitters"}, "nkvt wanted a discarder that asks for no attention"),
+        ({"method": "nkvt", "discarder": "heavy_hitters"}, "nkvt must be a discarder that asks for no attention"),
     ],
 )
 def test_what_is_out_of_range_is_refused(values, message):
@@ -146,7 +146,5 @@ def test_the_bounds_are_in_range(method):
 def test_first_tokens_are_fewer_than_the_window():
     config = OverflowConfig(keep_first_tokens=64)
     config.check_window(65)
-    with pytest.raises(
-        ValueError, match="keep_first_tokens wanted fewer than the context window of 64 tokens, found 6"
-    ):
+    with pytest.raises(ValueError, match="keep_first_tokens must be fewer than the context window of 64 tokens, got 6"):
         config.check_window(64)

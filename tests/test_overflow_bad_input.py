@@ -20,20 +20,23 @@ from tests import overflow_kit as ok
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"truncation_ratio": 0.0}, r"truncation_ratio wanted a share of the window in \(0, 1\], found 0"),
-        ({"truncation_ratio": -0.5}, r"in \(0, 1\], found -0.5"),
-        ({"truncation_ratio": 1.001}, r"in \(0, 1\], found 1.001"),
-        ({"truncation_ratio": float("nan")}, r"in \(0, 1\], found nan"),
-        ({"method": "re"}, "overflow method wanted one of ca, tt, of, nkvt; found 're'"),
-        ({"keep_first_tokens": -1}, "keep_first_tokens wanted a number of tokens >= 0, found -1"),
-        ({"keep_first_tokens": 1.5}, "keep_first_tokens wanted a number of tokens >= 0, found 1.5"),
-        ({"keep_first_tokens": True}, "keep_first_tokens wanted a number of tokens >= 0, found True"),
-        ({"anchor_tokens": -4}, "anchor_tokens wanted a number of tokens >= 0, found -4"),
-        ({"repair_ratio": 1.5}, r"repair_ratio wanted a share of the tokens in \[0, 1\], found 1.5"),
-        ({"repair_ratio": -0.1}, r"repair_ratio wanted a share of the tokens in \[0, 1\], found -0.1"),
-        ({"discarder": "newest"}, "token discarder wanted one of oldest, .*; found 'newest'"),
-        ({"discarder": "newest", "whole_turns": True}, "token discarder wanted one of oldest, .*; found 'newest'"),
-        ({"discarder": "sinks", "whole_turns": True}, "wanted the oldest to leave first, found the discarder 'sinks'"),
+        ({"truncation_ratio": 0.0}, r"truncation_ratio must be a share of the window in \(0, 1\], got 0"),
+        ({"truncation_ratio": -0.5}, r"in \(0, 1\], got -0.5"),
+        ({"truncation_ratio": 1.001}, r"in \(0, 1\], got 1.001"),
+        ({"truncation_ratio": float("nan")}, r"in \(0, 1\], got nan"),
+        ({"method": "re"}, "overflow method must be one of ca, tt, of, nkvt; got 're'"),
+        ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
+        ({"keep_first_tokens": 1.5}, "keep_first_tokens must be a number of tokens >= 0, got 1.5"),
+        ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),
+        ({"anchor_tokens": -4}, "anchor_tokens must be a number of tokens >= 0, got -4"),
+        ({"repair_ratio": 1.5}, r"repair_ratio must be a share of the tokens in \[0, 1\], got 1.5"),
+        ({"repair_ratio": -0.1}, r"repair_ratio must be a share of the tokens in \[0, 1\], got -0.1"),
+        ({"discarder": "newest"}, "token discarder must be one of oldest, .*; got 'newest'"),
+        ({"discarder": "newest", "whole_turns": True}, "token discarder must be one of oldest, .*; got 'newest'"),
+        (
+            {"discarder": "sinks", "whole_turns": True},
+            "there must be the oldest to leave first, got the discarder 'sinks'",
+        ),
     ],
 )
 def test_a_config_that_cannot_be(fields, message):
@@ -44,7 +47,7 @@ def test_a_config_that_cannot_be(fields, message):
 @pytest.mark.parametrize("keep_first", [ok.WINDOW, ok.WINDOW + 1, 10**6])
 def test_first_tokens_that_fill_the_window(keep_first):
     """Known by the config where it names the window, and by the engine where it is the model's."""
-    message = f"keep_first_tokens wanted fewer than the context window of {ok.WINDOW} tokens, found {keep_first}"
+    message = f"keep_first_tokens must be fewer than the context window of {ok.WINDOW} tokens, got {keep_first}"
     with pytest.raises(ValueError, match=message):
         EngineConfig(context_window=ok.WINDOW, overflow=ok.config(keep_first))
     with pytest.raises(ValueError, match=f"context window of {kit.WINDOW} tokens"):
@@ -72,25 +75,25 @@ def begun(engine) -> ok.Pair:
 
 @pytest.mark.parametrize("num_tokens", [ok.WINDOW, ok.WINDOW + 1, 5 * ok.WINDOW])
 def test_a_message_longer_than_the_window(begun, num_tokens):
-    with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, found {num_tokens}"):
+    with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, got {num_tokens}"):
         begun.session.send_ids(kit.prompt(num_tokens))
 
 
 def test_a_text_longer_than_the_window(begun):
-    with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, found"):
+    with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, got"):
         begun.session.send("x" * ok.WINDOW)
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([68], "positions of a context of 68 tokens, found 68"),
-        ([-1, 3], "positions of a context of 68 tokens, found -1"),
-        ([3, 4, 3], "wanted each position once, found repeats of 3"),
-        (range(68), "wanted fewer than all, found all 68"),
-        (np.ones(68, bool), "wanted fewer than all, found all 68"),
-        (np.zeros(67, bool), "bool mask of 68 tokens, found a mask of 67"),
-        (np.zeros(69, bool), "bool mask of 68 tokens, found a mask of 69"),
+        ([68], "positions of a context of 68 tokens, got 68"),
+        ([-1, 3], "positions of a context of 68 tokens, got -1"),
+        ([3, 4, 3], "there must be each position once, got repeats of 3"),
+        (range(68), "there must be fewer than all, got all 68"),
+        (np.ones(68, bool), "there must be fewer than all, got all 68"),
+        (np.zeros(67, bool), "bool mask of 68 tokens, got a mask of 67"),
+        (np.zeros(69, bool), "bool mask of 68 tokens, got a mask of 69"),
         ([1.5], "found an array of shape .1,. and dtype float64"),
         ([[1, 2]], "found an array of shape"),
         ("all", "found an array of shape"),
@@ -105,7 +108,7 @@ def test_tokens_that_cannot_be_discarded(begun, tokens, message):
 
 def test_nothing_is_there_to_discard(engine):
     session = engine.session()
-    with pytest.raises(InvalidRequestError, match="positions of a context of 0 tokens, found 0"):
+    with pytest.raises(InvalidRequestError, match="positions of a context of 0 tokens, got 0"):
         session.discard([0])
     assert session.discard([]) == 0
     ok.Pair(engine, session).turns(20, 100, 20)
@@ -152,7 +155,7 @@ def test_the_drift_of_another_model(tmp_path):
     path = str(tmp_path / "drift.npz")
     for drift in (drift_of("another"), drift_of(kit.tiny_model().fingerprint, num_layers=4)):
         drift.save(path)
-        with pytest.raises(ValueError, match=r"drift wanted \[3, 2, 2, 16\] of the model with fingerprint"):
+        with pytest.raises(ValueError, match=r"drift must be \[3, 2, 2, 16\] of the model with fingerprint"):
             ok.engine_of(ok.config(drift=path))
 
 
@@ -160,14 +163,14 @@ def test_the_drift_of_another_model(tmp_path):
 def test_a_file_that_is_no_drift(tmp_path, content):
     path = tmp_path / "drift.npz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"wanted a file of drift, found .*drift.npz"):
+    with pytest.raises(ValueError, match=r"the file must be of drift, got .*drift.npz"):
         ok.engine_of(ok.config(drift=str(path)))
 
 
 def test_arrays_that_are_no_drift(tmp_path):
     path = str(tmp_path / "drift.npz")
     np.savez(path, values=np.zeros(3))
-    with pytest.raises(ValueError, match="wanted a file of drift"):
+    with pytest.raises(ValueError, match="there must be a file of drift"):
         ok.engine_of(ok.config(drift=path))
 
 
@@ -175,7 +178,7 @@ def test_a_drift_that_is_cut_short(tmp_path):
     path = tmp_path / "drift.npz"
     drift_of(kit.tiny_model().fingerprint).save(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="wanted a file of drift"):
+    with pytest.raises(ValueError, match="there must be a file of drift"):
         ok.engine_of(ok.config(drift=str(path)))
 
 
@@ -206,9 +209,9 @@ class Unruly:
 UNRULY = [
     (RuntimeError("no idea"), RuntimeError, "no idea"),
     ([10**6], InvalidRequestError, "positions of a context of"),
-    ([5, 5], InvalidRequestError, "wanted each position once"),
+    ([5, 5], InvalidRequestError, "there must be each position once"),
     ([1.5], InvalidRequestError, "dtype float64"),
-    ([], InvalidRequestError, r"discarder unruly wanted to name at least \d+ tokens, found 0"),
+    ([], InvalidRequestError, r"discarder unruly must be to name at least \d+ tokens, got 0"),
 ]
 
 
@@ -263,5 +266,5 @@ def test_a_discarder_that_names_fewer_than_it_may():
         pair = ok.Pair(engine)
         pair.turn(kit.prompt(100), 50)
         assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 22
-        with pytest.raises(InvalidRequestError, match="wanted to name at least 9 tokens, found 1"):
+        with pytest.raises(InvalidRequestError, match="there must be to name at least 9 tokens, got 1"):
             pair.session.send_ids(kit.prompt(8))

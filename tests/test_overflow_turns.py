@@ -316,7 +316,7 @@ def test_without_overflow_a_full_window_is_the_end():
         ok.say(session, kit.prompt(100), 50)
         assert session.usage.completion_tokens == 28
         assert (session.finish_reason, len(session.token_ids)) == (FinishReason.LENGTH, ok.WINDOW)
-        with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, found 129"):
+        with pytest.raises(ContextWindowError, match=f"under the context window of {ok.WINDOW} tokens, got 129"):
             session.send_ids([SAME])
         session.rewind(60)
         expected = ok.Conversation(ok.config()).say([*session.token_ids, SAME], 5)

@@ -229,7 +229,7 @@ def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
 ):
     engine = check_tokens_are_the_same(tmp_path, monkeypatch, changes, seed, num_rounds=3)
     if "staged_layers" not in changes:
-        assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not wanted before its job was in its slot"
+        assert len(reclaimed) > NUM_SESSIONS // 4, "staging was not must be before its job was in its slot"
     if changes.get("recompute_if_faster"):
         assert engine.metrics.mixed_histories > 0
     if changes["read_buffer"] == "auto":

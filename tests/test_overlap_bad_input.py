@@ -14,7 +14,7 @@ from tests import engine_kit as kit
 
 @pytest.mark.parametrize("name", ["read_buffer_gib", "write_buffer_gib"])
 def test_a_buffer_beyond_the_devices_memory_is_refused(name):
-    with pytest.raises(ValueError, match=rf"{name} wanted at most the device's \d+\.\d\d GiB of memory, found 1000000"):
+    with pytest.raises(ValueError, match=rf"{name} must be at most the device's \d+\.\d\d GiB of memory, got 1000000"):
         kit.small_engine(**{name: 1e6})
 
 
@@ -22,7 +22,7 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1 << 30)
     with kit.small_engine(write_buffer_gib=0.5):
         pass
-    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory, found .*1\.00 for write_buffer_gib"):
+    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory, got .*1\.00 for write_buffer_gib"):
         kit.small_engine(write_buffer_gib=1.0)
 
 
@@ -44,7 +44,7 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
     ],
 )
 def test_an_overlap_that_cannot_be_is_refused(name, value, wanted):
-    with pytest.raises(ValueError, match=f"{name} .*{wanted}, found {value!r}"):
+    with pytest.raises(ValueError, match=f"{name} .*{wanted}, got {value!r}"):
         ca_jax.EngineConfig(**{name: value})
 
 
@@ -53,12 +53,12 @@ def test_a_priority_that_is_no_whole_number_is_refused(priority):
     with kit.small_engine() as engine:
         session = engine.session()
         for send, message in ((session.send, "Hello."), (session.send_ids, [65])):
-            with pytest.raises(InvalidRequestError, match=f"priority wanted a whole number, found {priority!r}"):
+            with pytest.raises(InvalidRequestError, match=f"priority must be a whole number, got {priority!r}"):
                 send(message, priority=priority)
         assert engine._scheduler.idle
         assert len(kit.say(session, "Hello.", priority=-3)) == 12
 
 
 def test_a_cap_on_a_buffer_that_is_off_is_refused():
-    with pytest.raises(ValueError, match=r"read_buffer_gib wanted None with read_buffer off, .*found 0\.5"):
+    with pytest.raises(ValueError, match=r"read_buffer_gib must be None with read_buffer off, .*got 0\.5"):
         ca_jax.EngineConfig(read_buffer="off", read_buffer_gib=0.5)

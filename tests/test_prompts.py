@@ -179,16 +179,18 @@ def test_blanks_before_a_message_stay_where_a_template_strips_what_is_said():
     ],
 )
 def test_a_template_that_does_not_write_a_message_as_it_is_has_no_place_for_a_context(source, times):
-    with pytest.raises(InvalidRequestError, match=f"no place for a context before a message.*found it {times} times"):
+    with pytest.raises(InvalidRequestError, match=f"no place for a context before a message.*got it {times} times"):
         turn_parts(model_of(ChatTemplate(source)), [], [], MESSAGE)
 
 
 def test_a_model_without_tokenizer_takes_chunks_of_ids_alone():
     model = dataclasses.replace(kit.tiny_model(), tokenizer=None)
     assert context_ids(model, [[1, 2], (3,)]) == [[1, 2], [3]]
-    with pytest.raises(InvalidRequestError, match=r"chunk 2 of 2: .* has no tokenizer; wanted token ids, found text"):
+    with pytest.raises(
+        InvalidRequestError, match=r"chunk 2 of 2: .* has no tokenizer; a prompt must be token ids, got text"
+    ):
         context_ids(model, [[1, 2], "text"])
-    with pytest.raises(InvalidRequestError, match="has no tokenizer; wanted token ids, found text"):
+    with pytest.raises(InvalidRequestError, match="has no tokenizer; a prompt must be token ids, got text"):
         turn_parts(model, [], [], MESSAGE)
 
 
@@ -203,16 +205,16 @@ def test_a_chunk_of_text_is_tokenised_alone_and_ends_in_a_line_break():
 @pytest.mark.parametrize(
     ("chunks", "error", "message"),
     [
-        ([], EmptyMessageError, "wanted a context of at least one chunk, found none"),
-        (["a", " \n"], EmptyMessageError, "chunk 2 of 2: wanted a chunk with text in it, found a blank one"),
-        (["", "a"], EmptyMessageError, "chunk 1 of 2: wanted a chunk with text in it, found a blank one"),
-        ([[1], []], EmptyMessageError, "chunk 2 of 2: wanted a chunk with at least one token, found an empty one"),
-        (["a", [1, 256]], InvalidRequestError, r"chunk 2 of 2: wanted token ids in \[0, 256\), found 256"),
-        ([[-1]], InvalidRequestError, r"chunk 1 of 1: wanted token ids in \[0, 256\), found -1"),
-        ("text", InvalidRequestError, "wanted a list of chunks, found one text of 4 characters"),
-        ([1, 2], InvalidRequestError, "chunk 1 of 2: wanted a chunk of text or of token ids, found 1"),
-        ([None], InvalidRequestError, "chunk 1 of 1: wanted a chunk of text or of token ids, found None"),
-        ([["a"]], InvalidRequestError, r"chunk 1 of 1: wanted a chunk of text or of token ids, found \['a'\]"),
+        ([], EmptyMessageError, "a context must have at least one chunk, got none"),
+        (["a", " \n"], EmptyMessageError, "chunk 2 of 2: a chunk must have text in it, got a blank one"),
+        (["", "a"], EmptyMessageError, "chunk 1 of 2: a chunk must have text in it, got a blank one"),
+        ([[1], []], EmptyMessageError, "chunk 2 of 2: a chunk must have at least one token, got an empty one"),
+        (["a", [1, 256]], InvalidRequestError, r"chunk 2 of 2: there must be token ids in \[0, 256\), got 256"),
+        ([[-1]], InvalidRequestError, r"chunk 1 of 1: there must be token ids in \[0, 256\), got -1"),
+        ("text", InvalidRequestError, "a context must be a list of chunks, got one text of 4 characters"),
+        ([1, 2], InvalidRequestError, "chunk 1 of 2: a chunk must be text or token ids, got 1"),
+        ([None], InvalidRequestError, "chunk 1 of 1: a chunk must be text or token ids, got None"),
+        ([["a"]], InvalidRequestError, r"chunk 1 of 1: a chunk must be text or token ids, got \['a'\]"),
     ],
 )
 def test_a_context_that_is_none_is_refused(chunks, error, message):

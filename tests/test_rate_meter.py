@@ -109,7 +109,7 @@ def test_a_transfer_that_the_clock_does_not_see_says_nothing(meter, num_bytes, s
 
 
 def test_a_prefill_that_took_no_time_is_refused(meter):
-    with pytest.raises(ValueError, match="seconds wanted a positive number, found 0"):
+    with pytest.raises(ValueError, match="seconds must be a positive number, got 0"):
         meter.add_prefill(0, 100, 0.0)
 
 

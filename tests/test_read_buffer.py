@@ -74,7 +74,9 @@ def test_what_is_written_to_a_piece_stays_until_it_is_given_back(sizes, num_held
 
 def test_more_than_there_is_is_refused_and_takes_nothing():
     buffer = ReadBuffer(SIZE)
-    with pytest.raises(ValueError, match=f"wanted at most the {SIZE} bytes of the read buffer, found {SIZE + UNIT}"):
+    with pytest.raises(
+        ValueError, match=f"there must be at most the {SIZE} bytes of the read buffer, got {SIZE + UNIT}"
+    ):
         buffer.take(SIZE + 1)
     assert buffer.take(SIZE - 1) is not None
     assert buffer.take(1) is None
@@ -89,11 +91,11 @@ def test_only_the_oldest_piece_can_be_given_back(which):
         wrong = ReadBuffer(SIZE).take(UNIT)
     if wrong is pieces[0]:
         buffer.give_back(wrong)
-    with pytest.raises(ValueError, match=r"wanted the oldest piece given back first, found \["):
+    with pytest.raises(ValueError, match=r"there must be the oldest piece given back first, got \["):
         buffer.give_back(wrong)
     for piece in pieces[wrong is pieces[0] :]:
         buffer.give_back(piece)
-    with pytest.raises(ValueError, match="wanted the oldest piece"):
+    with pytest.raises(ValueError, match="there must be the oldest piece"):
         buffer.give_back(pieces[-1])
 
 

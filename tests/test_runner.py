@@ -185,7 +185,7 @@ def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
 
 
 def test_a_prefill_wants_tokens(runner):
-    with pytest.raises(ValueError, match="wanted at least one new token to prefill, found none"):
+    with pytest.raises(ValueError, match="a prefill must have at least one new token, got none"):
         runner.start_prefill(SLOT, [], 40)
 
 

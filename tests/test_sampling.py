@@ -172,7 +172,7 @@ def test_what_was_said_and_biases_change_the_distribution_by_their_formula(param
     # As above.
     assert np.all(np.abs(counts - drawn * expected) <= 5 * np.sqrt(drawn * expected * (1 - expected)) + 1e-9)
     plain = reference(LOGITS, dataclasses.replace(params, presence_penalty=0, frequency_penalty=0, logit_bias=()))
-    assert np.abs(counts / drawn - plain).max() > 0.05, "wanted parameters that matter"
+    assert np.abs(counts / drawn - plain).max() > 0.05, "there must be parameters that matter"
 
 
 def test_a_bias_is_what_transformers_adds():

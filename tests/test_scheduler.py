@@ -197,10 +197,10 @@ def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_ne
     scheduler.remove(first)
     assert scheduler.schedule().prefill is second
     assert second.slot == 0
-    with pytest.raises(ValueError, match=f"wanted job {first.job_id} .* found that job {second.job_id} is"):
+    with pytest.raises(ValueError, match=f"there must be job {first.job_id} .* got that job {second.job_id} is"):
         scheduler.prefilled(first)
     scheduler.prefilled(second)
-    with pytest.raises(ValueError, match=f"wanted job {second.job_id} .* found that none is"):
+    with pytest.raises(ValueError, match=f"there must be job {second.job_id} .* got that none is"):
         scheduler.prefilled(second)
 
 
@@ -226,7 +226,7 @@ def test_a_job_is_submitted_once():
     first, second = submitted(scheduler, 0, 0)
     assert scheduler.schedule().prefill is first
     for each in (first, second):
-        with pytest.raises(ValueError, match=f"found job {each.job_id}, which does"):
+        with pytest.raises(ValueError, match=f"got job {each.job_id}, which does"):
             scheduler.submit(each)
 
 

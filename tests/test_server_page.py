@@ -35,7 +35,7 @@ def test_what_was_measured_is_shown_and_what_was_not_is_named():
 
 def test_a_report_that_lacks_something_is_told_by_name():
     lacking = {key: value for key, value in OVERHEAD.items() if key != "num_streams"}
-    with pytest.raises(ValueError, match=r"overhead.json wanted num_streams"):
+    with pytest.raises(ValueError, match=r"overhead.json must be num_streams"):
         list(server_page.lines(sections(NOTES), {"overhead": lacking}))
 
 

@@ -91,18 +91,18 @@ def test_nothing_is_recorded_when_off(tmp_path):
 
 @pytest.mark.parametrize("record", [Timeline.span, Timeline.annotate, lambda *args: Timeline.add(*args, 0, 1)])
 def test_an_unknown_track_is_refused(record):
-    with pytest.raises(ValueError, match=r"track wanted one of engine, fetch, .*, found 'loads'"):
+    with pytest.raises(ValueError, match=r"track must be one of engine, fetch, .*, got 'loads'"):
         record(Timeline(), "loads", "x")
 
 
 @pytest.mark.parametrize("end_s", [0.5, float("nan")])
 def test_an_end_before_the_start_is_refused(end_s):
-    with pytest.raises(ValueError, match=f"span 'x' wanted start_s <= end_s, found 1.0 and {end_s}"):
+    with pytest.raises(ValueError, match=f"span 'x' must be start_s <= end_s, got 1.0 and {end_s}"):
         Timeline().add("load", "x", 1.0, end_s)
 
 
 def test_a_negative_bound_is_refused():
-    with pytest.raises(ValueError, match="max_spans must not be negative, found -1"):
+    with pytest.raises(ValueError, match="max_spans must not be negative, got -1"):
         Timeline(max_spans=-1)
 
 

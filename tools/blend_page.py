@@ -186,7 +186,7 @@ def _of_report(name: str, report: Report) -> Iterable[str]:
         else:
             yield evaluate_tables.to_markdown(dict(report)).rstrip()
     except KeyError as error:
-        raise ValueError(f"{name}.json wanted rows with {error.args[0]}, found none of it") from error
+        raise ValueError(f"{name}.json must be rows with {error.args[0]}, got none of it") from error
 
 
 def _check(name: str, report: Report) -> None:
@@ -194,7 +194,7 @@ def _check(name: str, report: Report) -> None:
         key for key in ("model", "dtype", "machine", "versions", "command", "config", "rows") if key not in report
     ]
     if missing or not report["rows"]:
-        raise ValueError(f"{name}.json wanted a report with rows, found no {', '.join(missing) or 'rows'}")
+        raise ValueError(f"{name}.json must be a report with rows, got no {', '.join(missing) or 'rows'}")
     if name.startswith("bench_"):
         found, wanted = report.get("suite"), name.removeprefix("bench_")
     elif name == "blend/gate":
@@ -203,13 +203,13 @@ def _check(name: str, report: Report) -> None:
         number = name.rpartition("figure_")[2]
         found, wanted = report["config"].get("figure"), int(number) if number.isdecimal() else None
     if found != wanted:
-        raise ValueError(f"{name}.json wanted a report of {wanted}, found one of {found}")
+        raise ValueError(f"{name}.json must be a report of {wanted}, got one of {found}")
 
 
 def _row(rows: Sequence[Report], name: str, **wanted: Any) -> Report:
     found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     if not found:
-        raise ValueError(f"{name}.json wanted a row of {wanted}, found none")
+        raise ValueError(f"{name}.json must be a row of {wanted}, got none")
     return found[0]
 
 

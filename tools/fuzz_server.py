@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     found_at = shutil.which(args.schemathesis)
     if found_at is None:
-        parser.error(f"wanted an executable of schemathesis, found none as {args.schemathesis}")
+        parser.error(f"there must be an executable of schemathesis, got none as {args.schemathesis}")
     args.schemathesis = os.path.abspath(found_at)
     rounds = {"as served": _fuzz(args, narrow=False), "narrowed, with keys": _fuzz(args, narrow=True)}
     cases = sum(each["cases"] for each in rounds.values())
@@ -162,7 +162,7 @@ def _fuzz(args: argparse.Namespace, narrow: bool) -> dict[str, Any]:
                 exit_code = subprocess.run(command, check=False, cwd=root).returncode
             seconds = time.perf_counter() - started_s
             if server.state.status != "ok":
-                raise RuntimeError(f"wanted a server that still serves, found it {server.state.status}")
+                raise RuntimeError(f"there must be a server that still serves, got it {server.state.status}")
         told = json.loads((root / "report.json").read_text(encoding="utf-8"))
     failures = [*told["failures"], *told["errors"]]
     if exit_code and not failures:

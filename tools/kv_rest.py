@@ -103,7 +103,7 @@ def agreement(
                 for _ in session.send_ids(token_ids[start + history : start + history + 8], sampling=params):
                     pass
                 if session.usage is None or session.usage.num_cached_tokens != history:
-                    raise RuntimeError(f"wanted {history} tokens loaded, found {session.usage}")
+                    raise RuntimeError(f"there must be {history} tokens loaded, got {session.usage}")
                 found[kind].append(session.token_ids[-answer_tokens:])
                 session.close()
     shared = [_num_shared(a, b) for a, b in zip(*found.values(), strict=True)]
@@ -241,10 +241,10 @@ def _engine(model: LoadedModel, kind: str, **fields: Any) -> Engine:
 def main(argv: Sequence[str]) -> None:
     """See the module."""
     if len(argv) > 1:
-        sys.exit(f"error: wanted flags alone, found {' '.join(argv[1:])}")
+        sys.exit(f"error: there must be flags alone, got {' '.join(argv[1:])}")
     unknown = set(FLAGS.sections) - set(SECTIONS)
     if unknown:
-        sys.exit(f"error: --sections wanted some of {', '.join(SECTIONS)}, found {', '.join(sorted(unknown))}")
+        sys.exit(f"error: --sections must be some of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
     enable_compile_cache(EngineConfig().compile_cache_dir)
     machine = describe_machine()
     model = load_model(FLAGS.model)
@@ -268,7 +268,7 @@ def main(argv: Sequence[str]) -> None:
         )
     if "quality" in FLAGS.sections:
         if FLAGS.text is None:
-            sys.exit("error: quality wanted --text, found none")
+            sys.exit("error: quality must be --text, got none")
         token_ids = read_ids(model, Path(FLAGS.text), FLAGS.contexts * FLAGS.window)
         report["quality"] = {
             "text": Path(FLAGS.text).name,

@@ -89,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     tools = {name: path for name in ("guidellm", "aiperf") if (path := getattr(args, name))}
     if not tools:
-        parser.error("wanted --guidellm, --aiperf or both")
+        parser.error("there must be --guidellm, --aiperf or both")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the server is ended too.
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -285,7 +285,7 @@ def _write_tokenizer(model: str, folder: Path) -> None:
     """Puts a model's tokenizer into `tokenizer`, and where aiperf looks for what it has fetched from the hub."""
     tokenizer = load_checkpoint(model).tokenizer
     if tokenizer is None:
-        raise ValueError(f"{model} wanted a tokenizer, found none")
+        raise ValueError(f"{model} must be a tokenizer, got none")
     snapshot = folder / "tokenizer"
     snapshot.mkdir()
     cached = folder / "hub" / "hub" / f"models--{model.replace('/', '--')}"

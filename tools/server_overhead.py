@@ -143,7 +143,7 @@ def _with(url: str, num_requests: int) -> tuple[list[float], float]:
         thread.join()
     per_token = (time.perf_counter() - started_s) / (_NUM_STREAMS * _STREAM_TOKENS)
     if min(ended) < _STREAM_TOKENS // 2:
-        raise RuntimeError(f"wanted {_STREAM_TOKENS} pieces of each stream, about, found {ended}")
+        raise RuntimeError(f"there must be {_STREAM_TOKENS} pieces of each stream, about, got {ended}")
     for name in names:
         _delete(connection, name)
     return seconds, per_token

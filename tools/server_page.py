@@ -54,7 +54,7 @@ def lines(notes: Mapping[str, str], reports: Mapping[str, Report]) -> Iterable[s
             try:
                 yield from rows(reports[name])
             except KeyError as error:
-                raise ValueError(f"{name}.json wanted {error.args[0]}, found none of it") from error
+                raise ValueError(f"{name}.json must be {error.args[0]}, got none of it") from error
         else:
             yield "Not measured."
         if name in notes:

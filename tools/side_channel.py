@@ -71,7 +71,7 @@ def main() -> None:
     with sk.running(tenants, start_s=600.0, make_engine=make_engine) as server:
         tokenizer = server.engine.model.tokenizer
         if tokenizer is None:
-            raise ValueError(f"wanted a model with a tokenizer, found {args.model}")
+            raise ValueError(f"there must be a model with a tokenizer, got {args.model}")
         ttft_s: dict[str, list[float]] = {arm: [] for arm in ARMS}
         draw = random.Random(args.seed)
         for number in range(_FIRST_ROUNDS + args.rounds):
@@ -188,7 +188,7 @@ def _ttft(host: str, key: str, text: str) -> tuple[float, int]:
             num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
     connection.close()
     if first_s is None or num_cached is None:
-        raise RuntimeError(f"wanted a streamed answer, found status {response.status}")
+        raise RuntimeError(f"there must be a streamed answer, got status {response.status}")
     return first_s, num_cached
 
 

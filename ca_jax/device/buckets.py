@@ -72,4 +72,4 @@ def pad_to(buckets: tuple[int, ...], size: int) -> int:
     for bucket in buckets:
         if size <= bucket:
             return bucket
-    raise ValueError(f"wanted a size of at most {buckets[-1]}, found {size}")
+    raise ValueError(f"the size must be at most {buckets[-1]}, got {size}")

@@ -63,7 +63,7 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
     for name, cap_gib in (("read_buffer_gib", config.read_buffer_gib), ("write_buffer_gib", config.write_buffer_gib)):
         if cap_gib is not None and cap_gib / num_parts * GIB > capacity:
             whose = "the device's" if num_parts == 1 else f"{num_parts} times a device's"
-            raise ValueError(f"{name} wanted at most {whose} {capacity / GIB:.2f} GiB of memory, found {cap_gib}")
+            raise ValueError(f"{name} must be at most {whose} {capacity / GIB:.2f} GiB of memory, got {cap_gib}")
     wanted = wanted_bytes(
         config,
         layout,
@@ -74,4 +74,6 @@ def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> Non
     )
     if sum(wanted.values()) > capacity:
         parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
-        raise ValueError(f"wanted at most the device's {capacity / GIB:.2f} GiB of memory, found {parts}")
+        raise ValueError(
+            f"the sizes must be at most the device's {capacity / GIB:.2f} GiB of memory together, got {parts}"
+        )

@@ -71,7 +71,7 @@ class JaxProcesses:
 
         state = distributed.global_state
         if state.client is None:
-            raise ProcessesError("wanted jax.distributed.initialize called before, found that it was not")
+            raise ProcessesError("jax.distributed.initialize must be called before, and was not")
         self.index: int = state.process_id
         self.count: int = state.num_processes
         self._client = state.client
@@ -90,7 +90,7 @@ class JaxProcesses:
             asked, answer = (what, value) if index == self.index else self._answer(number, index, what)
             if asked != what:
                 raise ProcessesError(
-                    f"wanted all {self.count} processes to do the same, found process {self.index} at {what!r} and "
+                    f"all {self.count} processes must do the same, got process {self.index} at {what!r} and "
                     f"process {index} at {asked!r}: they must be given the same calls in the same order"
                 )
             values.append(answer)
@@ -101,7 +101,7 @@ class JaxProcesses:
             text = self._client.blocking_key_value_get(self._key(number, index), int(self._timeout_s * 1000))
         except Exception as error:  # Its own kind is not public either.
             raise ProcessesError(
-                f"wanted process {index} to agree on {what!r}, found no answer in {self._timeout_s:g} s"
+                f"process {index} must agree on {what!r}, and did not answer in {self._timeout_s:g} s"
             ) from error
         asked, answer = json.loads(text)
         return asked, answer
@@ -136,7 +136,7 @@ def check_alike(processes: Processes, mine: Mapping[str, str]) -> None:
         for name, wanted in mine.items():
             if theirs[name] != wanted:
                 raise ProcessesError(
-                    f"wanted the same {name} on all processes, found {wanted} on process {processes.index} "
+                    f"{name} must be the same on all processes, got {wanted} on process {processes.index} "
                     f"and {theirs[name]} on process {index}"
                 )
 

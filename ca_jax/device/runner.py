@@ -230,7 +230,7 @@ class Runner:
           ValueError: no tokens.
         """
         if not tokens:
-            raise ValueError("wanted at least one new token to prefill, found none")
+            raise ValueError("a prefill must have at least one new token, got none")
         past: list[jax.Array | None] = [None] * self.config.num_layers
         return Prefill(slot, tokens, history_length, history_positions=history_positions, past=past)
 

@@ -53,7 +53,7 @@ def held_heads(sharding: jax.sharding.Sharding | None, num_kv_heads: int) -> Hel
     indices = sharding.addressable_devices_indices_map((2, 1, num_kv_heads, 1)).values()
     held = sorted({head for index in indices if index for head in range(*index[2].indices(num_kv_heads))})
     if held != list(range(held[0], held[-1] + 1)):
-        raise ValueError(f"wanted the devices of this process to have KV heads in a row, found heads {held}")
+        raise ValueError(f"the devices of this process must have consecutive KV heads, got heads {held}")
     return HeldHeads(held[0], held[-1] + 1, num_kv_heads)
 
 
@@ -195,7 +195,7 @@ def host_view(array: jax.Array) -> np.ndarray:
     if len(array.sharding.device_set) == 1:
         return np.asarray(array)
     if not array.is_fully_addressable:
-        raise ValueError(f"wanted all shards of the array in this process, found {array.sharding}")
+        raise ValueError(f"all shards of the array must be in this process, got {array.sharding}")
     whole = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
         if shard.replica_id == 0:

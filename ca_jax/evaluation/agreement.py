@@ -43,7 +43,7 @@ def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progres
     check_overflows(len(token_ids), window=comparison.window, path=path, max_tokens=config.max_tokens)
     baseline = comparison.baseline
     if baseline is None:
-        raise EvaluationError("wanted tt to hold the other methods against, found none")
+        raise EvaluationError("there must be tt to hold the other methods against, got none")
     found = {name: _Found() for name in streams}
     items = []
     progress("agreement", 0, len(token_ids))

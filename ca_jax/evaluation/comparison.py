@@ -39,21 +39,22 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if not self.methods:
-            raise ValueError("wanted at least one method, found none")
+            raise ValueError("there must be at least one method, got none")
         names = [name_of(overflow) for overflow in self.methods]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"wanted each method once, found {twice!r} more often")
+            raise ValueError(f"each method must be there once, got {twice!r} more often")
         if not 0 < self.step_tokens <= self.window:
             raise ValueError(
-                f"wanted 0 < step_tokens <= window, found step_tokens={self.step_tokens} and window={self.window}"
+                f"step_tokens must be in (0, window], got step_tokens={self.step_tokens} and window={self.window}"
             )
         for overflow in self.methods:
             overflow.check_window(self.window)
             if overflow.keep_first_tokens + self.step_tokens > self.window:
                 raise ValueError(
-                    f"wanted room for a step beside the first tokens that stay, keep_first_tokens + step_tokens <= "
-                    f"{self.window}; found {overflow.keep_first_tokens} and {self.step_tokens}"
+                    "there must be room for a step beside the first tokens that stay, "
+                    "keep_first_tokens + step_tokens <= "
+                    f"{self.window}; got {overflow.keep_first_tokens} and {self.step_tokens}"
                 )
 
     @property

@@ -59,8 +59,8 @@ def measure_drift(
         num_tokens += moved.shape[2]
     if not num_tokens:
         raise ValueError(
-            f"wanted a text of at least {window} tokens, and more than {settled} of them to stay; "
-            f"found {len(token_ids)}, of which {window - count} would"
+            f"there must be a text of at least {window} tokens, and more than {settled} of them to stay; "
+            f"got {len(token_ids)}, of which {window - count} would"
         )
     return Drift(
         values=(total / num_tokens).astype(np.float32),

@@ -84,8 +84,9 @@ def _limited(config: LongevalConfig, tokenizer: Tokenizer, begin: list[int]) -> 
         tokens_left -= len(record.token_ids)
     if not records:
         raise EvaluationError(
-            f"wanted something to ask for within {config.asked_depth} tokens of the end of a record, and kept by every "
-            "overflow before it, found nothing; a larger asked_depth or window may have it"
+            f"there must be something to ask for within {config.asked_depth} tokens of the end of a "
+            "record, and kept by every "
+            "overflow before it, got nothing; a larger asked_depth or window may have it"
         )
     return records
 
@@ -96,7 +97,9 @@ def _frame(tokenizer: Tokenizer) -> tuple[list[int], str]:
     mark = f"record{secrets.token_hex(16)}"
     parts = template.first_turn([{"role": "user", "content": mark}]).split(mark)
     if len(parts) != 2:
-        raise EvaluationError(f"wanted a chat template that writes a message once, found it {len(parts) - 1} times")
+        raise EvaluationError(
+            f"there must be a chat template that writes a message once, got it {len(parts) - 1} times"
+        )
     return tokenizer.encode(parts[0], add_bos=False), parts[1]
 
 

@@ -141,7 +141,8 @@ def _read(path: Path) -> tuple[list[_Lines], list[_Topic]]:
     for place, row in read_rows(path):
         if not isinstance(row.get("prompt"), str) or ("expected_number" in row) == ("topics" in row):
             raise EvaluationError(
-                f"{place}: wanted a row of LongEval, a string `prompt` and either `expected_number` or `topics`; found "
+                f"{place}: there must be a row of LongEval, a string `prompt` and either "
+                "`expected_number` or `topics`; got "
                 f"{', '.join(row) or 'no fields'}"
             )
         if "topics" in row:
@@ -149,14 +150,14 @@ def _read(path: Path) -> tuple[list[_Lines], list[_Topic]]:
         else:
             lines.append(_lines_of(place, row["prompt"]))
     if bool(lines) == bool(topics):
-        raise EvaluationError(f"wanted rows of lines or of topics, found {'both' if lines else 'none'} in {path}")
+        raise EvaluationError(f"there must be rows of lines or of topics, got {'both' if lines else 'none'} in {path}")
     return lines, topics
 
 
 def _lines_of(place: str, prompt: str) -> _Lines:
     found = list(_LINE.finditer(prompt))
     if not found:
-        raise EvaluationError(f"{place}: wanted lines 'line NAME: REGISTER_CONTENT is <NUMBER>', found none")
+        raise EvaluationError(f"{place}: there must be lines 'line NAME: REGISTER_CONTENT is <NUMBER>', got none")
     return _Lines(place, prompt[: found[0].start()], [(each["name"], each["number"]) for each in found])
 
 
@@ -165,7 +166,8 @@ def _topics_of(place: str, row: dict[str, Any]) -> Iterator[_Topic]:
     if not isinstance(names, list) or len(names) != len(texts) or not texts:
         found = len(names) if isinstance(names, list) else type(names).__name__
         raise EvaluationError(
-            f"{place}: wanted as many `topics` as conversations that begin with '{_TOPIC_OPENING}', found {found} and "
+            f"{place}: there must be as many `topics` as conversations that begin with "
+            f"'{_TOPIC_OPENING}', got {found} and "
             f"{len(texts)}"
         )
     for name, text in zip(names, texts, strict=True):
@@ -187,7 +189,7 @@ def _line_record(
     else:
         num_starts, wanted = int((len(header) + from_each > window).sum()), f"lines of more than {window} tokens"
     if num_starts < 1:
-        raise EvaluationError(f"{each.place}: wanted {wanted}, found {len(units)} of {from_each[0]} tokens")
+        raise EvaluationError(f"{each.place}: there must be {wanted}, got {len(units)} of {from_each[0]} tokens")
     first = int(rng.integers(num_starts))
     if num_lines is None:
         num_lines = 1 + int(np.searchsorted(np.cumsum(lengths[first:]), window - len(header), side="right"))
@@ -270,6 +272,6 @@ def _askable(
 def _check_overflows(place: str, num_tokens: int, window: int) -> None:
     if num_tokens <= window:
         raise EvaluationError(
-            f"{place}: wanted a record of at least {window + 1} tokens to overflow a window of {window}, "
-            f"found {num_tokens}"
+            f"{place}: there must be a record of at least {window + 1} tokens to overflow a window of {window}, "
+            f"got {num_tokens}"
         )

@@ -102,7 +102,7 @@ def choice_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     num_common = next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
     told_apart = [ids[num_common] for ids in spelled if len(ids) > num_common]
     if len(set(told_apart)) != len(CHOICES):
-        raise EvaluationError(f"wanted a tokenizer that tells {', '.join(CHOICES)} apart, found tokens {spelled}")
+        raise EvaluationError(f"there must be a tokenizer that tells {', '.join(CHOICES)} apart, got tokens {spelled}")
     return spelled[0][:num_common], told_apart
 
 
@@ -111,7 +111,7 @@ def _preamble_path(directory: Path, config: MmluConfig) -> Path:
         return Path(config.preamble)
     beside = sorted(directory.resolve().parent.glob("wikitext*.txt"))
     if not beside:
-        raise EvaluationError(f"wanted a preamble, or a wikitext*.txt beside {directory}; found none")
+        raise EvaluationError(f"there must be a preamble, or a wikitext*.txt beside {directory}; got none")
     return beside[0]
 
 

@@ -52,7 +52,7 @@ def read_questions(directory: Path) -> list[list[Question]]:
     """
     paths = sorted(directory.glob(f"*{_SUFFIX}")) if directory.is_dir() else []
     if not paths:
-        raise EvaluationError(f"wanted a directory of *{_SUFFIX} files, found {directory} to have none")
+        raise EvaluationError(f"there must be a directory of *{_SUFFIX} files, got {directory} to have none")
     return [_read(path) for path in paths]
 
 
@@ -80,7 +80,8 @@ def _read(path: Path) -> list[Question]:
             letter = CHOICES[int(answer)] if answer in ("0", "1", "2", "3") else answer
             if len(row) != len(CHOICES) + 2 or letter not in CHOICES:
                 raise EvaluationError(
-                    f"{path}:{reader.line_num}: wanted a question, four choices and one of A, B, C, D or 0 to 3; found "
+                    f"{path}:{reader.line_num}: there must be a question, four choices and one of A, "
+                    "B, C, D or 0 to 3; got "
                     f"{len(row)} columns, the last {answer!r}"
                 )
             questions.append(
@@ -89,7 +90,7 @@ def _read(path: Path) -> list[Question]:
                 )
             )
     except csv.Error as error:
-        raise EvaluationError(f"{path}:{reader.line_num}: wanted CSV, found {error}") from error
+        raise EvaluationError(f"{path}:{reader.line_num}: there must be CSV, got {error}") from error
     if not questions:
-        raise EvaluationError(f"wanted questions, found none in {path}")
+        raise EvaluationError(f"there must be questions, got none in {path}")
     return questions

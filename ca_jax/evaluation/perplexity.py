@@ -54,7 +54,7 @@ def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progr
     streams = comparison.streams(model)
     token_ids = read_ids(model, path, config.max_tokens)
     if len(token_ids) < 2:
-        raise EvaluationError(f"wanted a text of at least 2 tokens, found {len(token_ids)} in {path}")
+        raise EvaluationError(f"there must be a text of at least 2 tokens, got {len(token_ids)} in {path}")
     if config.max_tokens > comparison.window:  # Else it was asked for without an overflow.
         check_overflows(len(token_ids), window=comparison.window, path=path, max_tokens=config.max_tokens)
     measured = {name: _measure(name, stream, token_ids, progress) for name, stream in streams.items()}

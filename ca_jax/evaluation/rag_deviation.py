@@ -42,11 +42,11 @@ def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> 
       ValueError: another figure.
     """
     if config.figure not in _MEASURED:
-        raise ValueError(f"figure wanted one of {', '.join(map(str, _MEASURED))}; found {config.figure}")
+        raise ValueError(f"figure must be one of {', '.join(map(str, _MEASURED))}; got {config.figure}")
     prompts = read_prompts(model, config.chunking)
     alone = next((prompt for prompt in prompts if len(prompt.chunks) < 2), None)
     if alone is not None:
-        raise EvaluationError(f"wanted prompts of at least 2 chunks, found {len(alone.chunks)} in {alone.source}")
+        raise EvaluationError(f"there must be prompts of at least 2 chunks, got {len(alone.chunks)} in {alone.source}")
     contexts = ContextModel(model, prompts, 0)
 
     def prepared() -> Iterator[PromptContexts]:

@@ -35,10 +35,12 @@ def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Eval
     """
     prompts = read_prompts(model, config.chunking)
     if len(prompts) < _LEAST_ITEMS:
-        raise EvaluationError(f"wanted at least {_LEAST_ITEMS} items to say how sure a mean is, found {len(prompts)}")
+        raise EvaluationError(
+            f"there must be at least {_LEAST_ITEMS} items to say how sure a mean is, got {len(prompts)}"
+        )
     alone = next((prompt for prompt in prompts if len(prompt.chunks) < 2), None)
     if alone is not None:
-        raise EvaluationError(f"wanted prompts of at least 2 chunks, found {len(alone.chunks)} in {alone.source}")
+        raise EvaluationError(f"there must be prompts of at least 2 chunks, got {len(alone.chunks)} in {alone.source}")
     (selection,) = config.blends.selections
     blended = [Method(kind="blend", ratio=ratio, selection=selection) for ratio in sorted(config.blends.ratios)]
     found: dict[Method, list[Compared]] = {method: [] for method in (REUSE, *blended)}

@@ -82,7 +82,7 @@ def read_items(path: Path) -> list[RagItem]:
         return _of_file(path)
     files = sorted(path.glob("*.json"), key=lambda each: [_by_number(part) for part in re.split(r"(\d+)", each.name)])
     if not files:
-        raise EvaluationError(f"wanted a folder with .json files of items, found none in {path}")
+        raise EvaluationError(f"there must be a folder with .json files of items, got none in {path}")
     return [item for file in files for item in _of_file(file)]
 
 
@@ -124,8 +124,8 @@ def check_window(model: LoadedModel, prompts: Sequence[RagPrompt], answer_tokens
     over = num_tokens + answer_tokens - model.config.max_positions
     if over > 0:
         raise EvaluationError(
-            f"wanted prompts and {answer_tokens} tokens of answer within the model's window of "
-            f"{model.config.max_positions} tokens, found {num_tokens} in {longest.source}: {over} too many; take fewer "
+            f"there must be prompts and {answer_tokens} tokens of answer within the model's window of "
+            f"{model.config.max_positions} tokens, got {num_tokens} in {longest.source}: {over} too many; take fewer "
             "or shorter chunks"
         )
 
@@ -134,13 +134,14 @@ def _of_file(path: Path) -> list[RagItem]:
     try:
         content = json.loads(read_file(path))
     except json.JSONDecodeError as error:
-        raise EvaluationError(f"wanted a JSON file of items, found {path}: {error}") from error
+        raise EvaluationError(f"there must be a JSON file of items, got {path}: {error}") from error
     if isinstance(content, dict):
         return [_example(path, content)]
     if not isinstance(content, list) or not content:
         raise EvaluationError(
-            f"{path}: wanted a list of items with ctxs, question and answers, or an object with texts by number and "
-            f"query; found {'an empty list' if content == [] else type(content).__name__}"
+            f"{path}: there must be a list of items with ctxs, question and answers, or an object with "
+            "texts by number and "
+            f"query; got {'an empty list' if content == [] else type(content).__name__}"
         )
     return [_item(f"{path.name}:{number}", each) for number, each in enumerate(content)]
 
@@ -148,15 +149,15 @@ def _of_file(path: Path) -> list[RagItem]:
 def _item(source: str, row: Any) -> RagItem:
     wanted = "an item with ctxs, a list of objects with a text, question and answers"
     if not isinstance(row, dict):
-        raise EvaluationError(f"{source}: wanted {wanted}; found {type(row).__name__}")
+        raise EvaluationError(f"{source}: there must be {wanted}; got {type(row).__name__}")
     missing = [name for name in ("ctxs", "question", "answers") if name not in row]
     if missing:
-        raise EvaluationError(f"{source}: wanted {wanted}; found none of {', '.join(missing)}")
+        raise EvaluationError(f"{source}: there must be {wanted}; got none of {', '.join(missing)}")
     contexts, answers = row["ctxs"], row["answers"]
     if not isinstance(contexts, list) or not all(isinstance(each, dict) for each in contexts):
-        raise EvaluationError(f"{source}: wanted {wanted}; found other ctxs")
+        raise EvaluationError(f"{source}: there must be {wanted}; got other ctxs")
     if not isinstance(answers, list) or not all(isinstance(each, str) for each in answers):
-        raise EvaluationError(f"{source}: wanted answers, a list of strings; found {answers!r}")
+        raise EvaluationError(f"{source}: there must be answers, a list of strings; got {answers!r}")
     texts = [each.get("text") for each in contexts]
     return RagItem(
         source=source,
@@ -170,17 +171,19 @@ def _example(path: Path, row: dict[str, Any]) -> RagItem:
     source = path.name
     if "query" not in row or "0" not in row:
         raise EvaluationError(
-            f"{path}: wanted an object with texts by number from 0 on and query, or a list of items; "
-            f"found {', '.join(map(str, row)) or 'nothing'}"
+            f"{path}: there must be an object with texts by number from 0 on and query, or a list of items; "
+            f"got {', '.join(map(str, row)) or 'nothing'}"
         )
     told = row.get("chunk_num", sum(key.isdecimal() for key in row))
     try:
         num_texts = int(told)
     except (TypeError, ValueError) as error:
-        raise EvaluationError(f"{source}: wanted chunk_num, a number of texts; found {told!r}") from error
+        raise EvaluationError(f"{source}: there must be chunk_num, a number of texts; got {told!r}") from error
     missing = [str(number) for number in range(num_texts) if str(number) not in row]
     if missing or num_texts < 1:
-        raise EvaluationError(f"{source}: wanted {num_texts} texts from 0 on, found no {', '.join(missing) or 'text'}")
+        raise EvaluationError(
+            f"{source}: there must be {num_texts} texts from 0 on, got no {', '.join(missing) or 'text'}"
+        )
     return RagItem(
         source=source,
         texts=_checked_texts(source, {number: row[str(number)] for number in range(num_texts)}),
@@ -192,16 +195,16 @@ def _example(path: Path, row: dict[str, Any]) -> RagItem:
 
 def _checked_texts(source: str, texts: dict[int, Any]) -> tuple[str, ...]:
     if not texts:
-        raise EvaluationError(f"{source}: wanted at least one text, found none")
+        raise EvaluationError(f"{source}: there must be at least one text, got none")
     for number, text in texts.items():
         if not isinstance(text, str) or not text.strip():
-            raise EvaluationError(f"{source}: wanted text {number} to have something in it, found {text!r}")
+            raise EvaluationError(f"{source}: text {number} must have something in it, got {text!r}")
     return tuple(texts.values())
 
 
 def _checked_question(source: str, question: Any) -> str:
     if not isinstance(question, str) or not question.strip():
-        raise EvaluationError(f"{source}: wanted a question, found {question!r}")
+        raise EvaluationError(f"{source}: there must be a question, got {question!r}")
     return question
 
 

@@ -58,7 +58,7 @@ def rank_correlation(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     """
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (first, second)]
     if ranks[0].shape != ranks[1].shape or not all(len(np.unique(each)) > 1 for each in ranks):
-        raise ValueError("wanted two rows of as many values, not all equal; found others")
+        raise ValueError("there must be two rows of as many values, not all equal; got others")
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
@@ -69,7 +69,7 @@ def _best(
     words: Callable[[str], list[str]],
 ) -> float:
     if not truths:
-        raise ValueError("wanted at least one right answer, found none")
+        raise ValueError("there must be at least one right answer, got none")
     return float(max(score(words(answer), words(truth)) for truth in truths))
 
 

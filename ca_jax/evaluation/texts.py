@@ -26,18 +26,18 @@ def read_text(path: Path) -> str:
         at all.
     """
     if path.suffix not in SUFFIXES:
-        raise EvaluationError(f"wanted a text in a {' or '.join(SUFFIXES)} file, found {path}")
+        raise EvaluationError(f"there must be a text in a {' or '.join(SUFFIXES)} file, got {path}")
     if path.suffix == ".txt":
         text = read_file(path)
     else:
         documents = []
         for place, row in read_rows(path):
             if not isinstance(row.get("text"), str):
-                raise EvaluationError(f"{place}: wanted a row with a string `text`, found {_fields(row)}")
+                raise EvaluationError(f"{place}: there must be a row with a string `text`, got {_fields(row)}")
             documents.append(row["text"])
         text = "\n\n".join(documents)
     if not text.strip():
-        raise EvaluationError(f"wanted text, found none in {path}")
+        raise EvaluationError(f"there must be text, got none in {path}")
     return text
 
 
@@ -65,9 +65,10 @@ def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int
     if num_tokens > window:
         return
     if max_tokens <= window:
-        raise EvaluationError(f"wanted max_tokens above the window of {window} to overflow it, found {max_tokens}")
+        raise EvaluationError(f"max_tokens must be above the window of {window} to overflow it, got {max_tokens}")
     raise EvaluationError(
-        f"wanted a text of at least {window + 1} tokens to overflow a window of {window}, found {num_tokens} in {path}"
+        f"there must be a text of at least {window + 1} tokens to overflow a window of {window}, got "
+        f"{num_tokens} in {path}"
     )
 
 
@@ -78,7 +79,7 @@ def tokenizer_of(model: LoadedModel) -> Tokenizer:
       EvaluationError: it has none.
     """
     if model.tokenizer is None:
-        raise EvaluationError(f"wanted a model with a tokenizer, found {model.name} without")
+        raise EvaluationError(f"there must be a model with a tokenizer, got {model.name} without")
     return model.tokenizer
 
 
@@ -94,9 +95,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise EvaluationError(f"{path}:{number}: wanted a JSON object, found {error}") from error
+            raise EvaluationError(f"{path}:{number}: contents must be a JSON object, got {error}") from error
         if not isinstance(row, dict):
-            raise EvaluationError(f"{path}:{number}: wanted a JSON object, found {type(row).__name__}")
+            raise EvaluationError(f"{path}:{number}: contents must be a JSON object, got {type(row).__name__}")
         yield f"{path}:{number}", row
 
 
@@ -109,9 +110,9 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EvaluationError(f"wanted a file to read, found {path}: {error.strerror}") from error
+        raise EvaluationError(f"there must be a file to read, got {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise EvaluationError(f"wanted UTF-8, found byte {error.start} of {path} to be none") from error
+        raise EvaluationError(f"there must be UTF-8, got byte {error.start} of {path} to be none") from error
 
 
 def _fields(row: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ def fetch_s(rates: Rates, num_tokens: int) -> float:
       ValueError: nothing has been fetched yet, so that nothing is known of it.
     """
     if rates.fetch is None:
-        raise ValueError("fetch_s wanted rates with a fetch in them, found none: nothing was fetched yet")
+        raise ValueError("fetch_s must be asked of rates with a fetch in them, got none: nothing was fetched yet")
     return rates.fetch.seconds(num_tokens * rates.num_layers * rates.layer_token_bytes)
 
 

@@ -136,7 +136,7 @@ class KeptConversations:
         if self._processes.count > 1:
             kept, is_others = self._newest(kept, is_others)
         if is_others:
-            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
+            raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
         return kept
 
     def opened(self, key: str) -> None:

@@ -254,7 +254,7 @@ class LayerLoad:
             return
         computed = self._stages[before].computed
         if computed is None:
-            raise StagingInUseError(f"wanted layer {before} dispatched before layer {layer} is loaded, found it is not")
+            raise StagingInUseError(f"layer {before} must be dispatched before layer {layer} is loaded, and is not")
         computed.block_until_ready()
 
     def _wait_for_copy(self, stage: _Stage, before: jax.Array | None) -> None:
@@ -405,7 +405,7 @@ class LayerLoader:
         while (region := self.room(num_bytes)) is None:
             load, stage = self.staged[0]
             if not load.reclaim(stage.layer):
-                raise StagingInUseError(f"wanted {num_bytes} bytes of staging, found all of it held by other loads")
+                raise StagingInUseError(f"{num_bytes} bytes of staging must be free, and other loads hold all of it")
             jax.block_until_ready((stage.computed, stage.used))
         return region
 

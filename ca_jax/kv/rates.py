@@ -196,7 +196,7 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
       ValueError: there is no sample.
     """
     if not rows:
-        raise ValueError("wanted at least one sample to fit a rate to, found none")
+        raise ValueError("a rate must be fitted to at least one sample, got none")
     weighted = np.array(rows, float) / np.array(seconds)[:, None]  # Of relative errors: short times count as well.
     scale = weighted.max(axis=0)
     weighted = weighted / scale
@@ -214,4 +214,4 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
 def check(is_so: bool, name: str, wanted: str, found: float) -> None:
     """Raises ValueError that says what was wanted of a number and what was found, if it is not so."""
     if not is_so:
-        raise ValueError(f"{name} wanted {wanted}, found {found}")
+        raise ValueError(f"{name} must be {wanted}, got {found}")

@@ -50,7 +50,7 @@ class ReadBuffer:
         """
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if size > self.memory.nbytes:
-            raise ValueError(f"wanted at most the {self.memory.nbytes} bytes of the read buffer, found {size}")
+            raise ValueError(f"a piece must be at most the {self.memory.nbytes} bytes of the read buffer, got {size}")
         if not self._regions:
             start, room = 0, self.memory.nbytes
         else:
@@ -73,7 +73,7 @@ class ReadBuffer:
           ValueError: it is another one.
         """
         if not self._regions or self._regions[0] is not region:
-            raise ValueError(f"wanted the oldest piece given back first, found [{region.start}, {region.stop})")
+            raise ValueError(f"the oldest piece must be given back first, got [{region.start}, {region.stop})")
         self._regions.popleft()
 
     def view(self, region: Region, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -65,7 +65,7 @@ def attention_received(
       ValueError: more than one sequence.
     """
     if q.shape[0] != 1:
-        raise ValueError(f"attention_received wanted one sequence, found a batch of {q.shape[0]}")
+        raise ValueError(f"attention_received must get one sequence, got a batch of {q.shape[0]}")
     num_places, first_place = 0 if history is None else history.k.shape[1], None
     if window is not None and history is not None and history_rotation is not None:
         history, history_lengths, history_rotation, starts = in_window(

@@ -116,13 +116,13 @@ class ChatTemplate:
         """
         if not earlier or earlier[-1].get("role") != "assistant":
             found = repr(earlier[-1].get("role")) if earlier else "no message"
-            raise InvalidRequestError(f"wanted earlier messages that end with the assistant's, found {found}")
+            raise InvalidRequestError(f"earlier messages must end with the assistant's, got {found}")
         sentinel = f"reply{secrets.token_hex(16)}"
         before = [*earlier[:-1], {**earlier[-1], "content": sentinel}]
         parts = self.first_turn([*before, *new], **variables).split(sentinel)
         if len(parts) != 2:
             raise CheckpointError(
-                "this chat template cannot be continued from a reply: wanted the last reply to be written once, "
+                "this chat template cannot be continued from a reply: it must write the last reply once, "
                 f"found it {len(parts) - 1} times"
             )
         return parts[1]

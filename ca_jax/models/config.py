@@ -55,24 +55,24 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.scaling not in ROPE_SCALINGS:
             raise UnsupportedArchitectureError(
-                f"rope scaling {self.scaling!r} is not served; wanted one of {', '.join(ROPE_SCALINGS)}"
+                f"rope scaling {self.scaling!r} is not served; it must be one of {', '.join(ROPE_SCALINGS)}"
             )
         for name in ("theta", "factor", "attention_factor"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"rope {name} must be positive, found {getattr(self, name)}")
+                raise ValueError(f"rope {name} must be positive, got {getattr(self, name)}")
         if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
-                "llama3 rope scaling wants 0 < low_freq_factor < high_freq_factor, found "
+                "llama3 rope scaling must have 0 < low_freq_factor < high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
         if self.scaling == "yarn" and not 0 < self.beta_slow < self.beta_fast:
             raise ValueError(
-                f"yarn rope scaling wants 0 < beta_slow < beta_fast, found {self.beta_slow} and {self.beta_fast}"
+                f"yarn rope scaling must have 0 < beta_slow < beta_fast, got {self.beta_slow} and {self.beta_fast}"
             )
         if self.original_max_positions <= 0:
-            raise ValueError(f"rope original_max_positions must be positive, found {self.original_max_positions}")
+            raise ValueError(f"rope original_max_positions must be positive, got {self.original_max_positions}")
         if self.rotary_dim is not None and (self.rotary_dim <= 0 or self.rotary_dim % 2):
-            raise ValueError(f"rope rotary_dim must be positive and even, found {self.rotary_dim}")
+            raise ValueError(f"rope rotary_dim must be positive and even, got {self.rotary_dim}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,35 +144,35 @@ class ModelConfig:
             "max_positions",
         ):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, found {self.num_heads} and {self.num_kv_heads}"
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, found {self.head_dim}")
+            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         if self.rotary_dim > self.head_dim:
-            raise ValueError(f"rope rotary_dim wanted at most head_dim {self.head_dim}, found {self.rotary_dim}")
+            raise ValueError(f"rope rotary_dim must be at most head_dim {self.head_dim}, got {self.rotary_dim}")
         for name, choices in (("norm", get_args(Norm)), ("mlp", get_args(Mlp))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} wanted one of {', '.join(choices)}, found {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if self.shares_norm and not self.is_parallel:
-            raise ValueError("shares_norm wants is_parallel: a norm is shared by attention and feed-forward")
+            raise ValueError("shares_norm needs is_parallel: a norm is shared by attention and feed-forward")
         if self.sliding_window is not None and self.sliding_window <= 0:
-            raise ValueError(f"sliding_window must be positive or None, found {self.sliding_window}")
+            raise ValueError(f"sliding_window must be positive or None, got {self.sliding_window}")
         object.__setattr__(self, "full_layers", tuple(self.full_layers))
         if any(not 0 <= layer < self.num_layers for layer in self.full_layers):
-            raise ValueError(f"full_layers wanted layers in [0, {self.num_layers}), found {self.full_layers}")
+            raise ValueError(f"full_layers must be layers in [0, {self.num_layers}), got {self.full_layers}")
         if not (
             self.num_experts == self.num_experts_per_token == 0 or 0 < self.num_experts_per_token <= self.num_experts
         ):
             raise ValueError(
-                "wanted 0 < num_experts_per_token <= num_experts, or both 0; found "
+                "experts must be 0 < num_experts_per_token <= num_experts, or both 0; got "
                 f"{self.num_experts_per_token} and {self.num_experts}"
             )
         if self.num_experts and (self.mlp != "swiglu" or self.mlp_bias):
             raise ValueError(
-                f"experts wanted mlp='swiglu' without biases, found {self.mlp!r}, mlp_bias={self.mlp_bias}"
+                f"experts must have mlp='swiglu' without biases, got {self.mlp!r}, mlp_bias={self.mlp_bias}"
             )
 
     @property

@@ -53,7 +53,7 @@ class GgufFile:
         except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
             raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from error
         if reader.byte_order != "I":
-            raise CheckpointError(f"{path}: wanted a little-endian GGUF file, found a big-endian one")
+            raise CheckpointError(f"{path}: a GGUF file must be little-endian, got a big-endian one")
         self._fields = reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 
@@ -221,7 +221,7 @@ class _Reader(gguf.GGUFReader):
         if item_type in self.gguf_scalar_to_np:
             values = self._get(offset, self.gguf_scalar_to_np[item_type], length)
             if len(values) < length:
-                raise ValueError(f"wanted an array of {length} values in the metadata, found the file's end")
+                raise ValueError(f"the metadata must have an array of {length} values, got the file's end")
             return 12 + values.nbytes, [values], [0], types
         if item_type != gguf.GGUFValueType.STRING:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -244,5 +244,7 @@ class _Reader(gguf.GGUFReader):
                 ) from error
             end = start_offs + int(offset[0]) + int(np.prod(dims)) * block_bytes // block_elements
             if end > self.data.nbytes:
-                raise ValueError(f"tensor {name}: wanted bytes up to {end}, found a file of {self.data.nbytes}")
+                raise ValueError(
+                    f"tensor {name}: the file must have bytes up to {end}, got a file of {self.data.nbytes}"
+                )
         super()._build_tensors(start_offs, fields)

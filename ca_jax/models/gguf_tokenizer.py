@@ -55,14 +55,16 @@ def tokenizer_from_gguf(file: Metadata) -> Tokenizer:
         backend, adds_bos = _sentencepiece_bpe(file, tokens), True
     else:
         raise UnsupportedArchitectureError(
-            f"{file.path}: tokenizer model {model!r} is not served; wanted one of gpt2, llama"
+            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama"
         )
     types = file.get("tokenizer.ggml.token_type") or []
     # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
     backend.add_special_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _CONTROL])
     backend.add_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED])
     if backend.get_vocab_size() != len(tokens):
-        raise CheckpointError(f"{file.path}: wanted {len(tokens)} different tokens, found {backend.get_vocab_size()}")
+        raise CheckpointError(
+            f"{file.path}: there must be {len(tokens)} different tokens, got {backend.get_vocab_size()}"
+        )
     bos_id, eos_id = _token_id(file, "bos", len(tokens)), _token_id(file, "eos", len(tokens))
     template = file.get("tokenizer.chat_template")
     return Tokenizer(
@@ -116,7 +118,8 @@ def _byte_level_bpe(file: Metadata, tokens: Sequence[str]) -> tuple[tokenizers.T
         splits = [pre_tokenizers.Punctuation("contiguous"), gpt2_split, threes]
     else:
         raise UnsupportedArchitectureError(
-            f"{file.path}: pre-tokenizer {pre!r} is not served; wanted one of default, gpt-2, olmo, smollm, falcon, "
+            f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of default, gpt-2, "
+            "olmo, smollm, falcon, "
             "llama-bpe, qwen2"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
@@ -134,7 +137,7 @@ def _sentencepiece_bpe(file: Metadata, tokens: Sequence[str]) -> tokenizers.Toke
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if not len(scores) == len(types) == len(tokens):
         raise CheckpointError(
-            f"{file.path}: wanted {len(tokens)} token scores and types, found {len(scores)} and {len(types)}"
+            f"{file.path}: there must be {len(tokens)} token scores and types, got {len(scores)} and {len(types)}"
         )
     normal_scores = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)

@@ -120,11 +120,11 @@ def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     architectures = described.get("architectures") or [family.architectures[0]]
     if len(architectures) != 1 or architectures[0] not in family.architectures:
         raise UnsupportedArchitectureError(
-            f"config.json: wanted architecture {' or '.join(family.architectures)}, found {architectures}"
+            f"config.json: the architecture must be {' or '.join(family.architectures)}, got {architectures}"
         )
     if quantization := described.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedQuantizationError(f"config.json: quantization {method!r} is not served; wanted plain weights")
+        raise UnsupportedQuantizationError(f"config.json: quantization {method!r} is not served; weights must be plain")
     try:
         return family.config_from_hf(described)
     except UnsupportedArchitectureError:
@@ -149,7 +149,7 @@ def weight_files(directory: Path) -> list[Path]:
     missing = [path.name for path in files if not path.is_file()]
     if missing or not files:
         raise CheckpointError(
-            f"{directory}: wanted weights as safetensors, not found: {', '.join(missing) or index.name}"
+            f"{directory}: weights must be there as safetensors; missing: {', '.join(missing) or index.name}"
         )
     return files
 
@@ -168,7 +168,8 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
             rows = file.get_slice(name)
             if rows.get_dtype() not in _DTYPES:
                 raise UnsupportedQuantizationError(
-                    f"{path}: tensor {name}: type {rows.get_dtype()} is not served; wanted one of {', '.join(_DTYPES)}"
+                    f"{path}: tensor {name}: type {rows.get_dtype()} is not served; it must be one of "
+                    f"{', '.join(_DTYPES)}"
                 )
             tensors[name] = reading.StoredTensor(
                 shape=tuple(rows.get_shape()), read_rows=functools.partial(_read_rows, rows)
@@ -188,7 +189,7 @@ def _require_names_of(
         other = next((each.name for each in FAMILIES.values() if fits(each)), None)
         if other is not None:
             raise CheckpointError(
-                f"{directory}: config.json wanted tensors of family {family.name}, found them named as those of {other}"
+                f"{directory}: config.json names family {family.name}, and tensors are named as those of {other}"
             )
 
 
@@ -263,7 +264,7 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: wanted a JSON object, found {type(contents).__name__}")
+        raise CheckpointError(f"{path}: contents must be a JSON object, got {type(contents).__name__}")
     return contents
 
 

@@ -71,7 +71,7 @@ def take(cache: KVCache, num_tokens: int) -> KVCache:
       ValueError: `num_tokens` is negative or above the capacity.
     """
     if not 0 <= num_tokens <= cache.capacity:
-        raise ValueError(f"wanted to keep 0..{cache.capacity} tokens, found {num_tokens}")
+        raise ValueError(f"tokens to keep must be 0..{cache.capacity}, got {num_tokens}")
     layers = tuple(LayerKV(layer.k[:, :num_tokens], layer.v[:, :num_tokens]) for layer in cache.layers)
     return KVCache(layers, jnp.minimum(cache.lengths, num_tokens))
 
@@ -87,6 +87,6 @@ def drop_oldest(cache: KVCache, num_tokens: int) -> KVCache:
     Source: CachedAttention (Gao et al., USENIX ATC 2024), section 3.4.
     """
     if not 0 <= num_tokens <= cache.capacity:
-        raise ValueError(f"wanted to drop 0..{cache.capacity} tokens, found {num_tokens}")
+        raise ValueError(f"tokens to drop must be 0..{cache.capacity}, got {num_tokens}")
     layers = tuple(LayerKV(layer.k[:, num_tokens:], layer.v[:, num_tokens:]) for layer in cache.layers)
     return KVCache(layers, jnp.maximum(cache.lengths - num_tokens, 0))

@@ -106,7 +106,7 @@ def load_checkpoint(
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
-            raise CheckpointError(f"{directory}: wanted format {_FORMAT}, found {manifest['format']}")
+            raise CheckpointError(f"{directory}: the format must be {_FORMAT}, got {manifest['format']}")
         config = ModelConfig.from_dict(manifest["config"])
         stored_dtype, fingerprint, wanted_sha256 = (manifest[key] for key in ("dtype", "fingerprint", "params_sha256"))
         name, stop_token_ids = manifest["name"], tuple(manifest["stop_token_ids"])
@@ -147,9 +147,9 @@ def require_empty(directory: Path) -> None:
     if directory.is_dir():
         entry = next(directory.iterdir(), None)
         if entry is not None:
-            raise CheckpointError(f"wanted an empty or new output directory, found {entry.name} in {directory}")
+            raise CheckpointError(f"the output directory must be empty or new, got {entry.name} in {directory}")
     elif directory.exists():
-        raise CheckpointError(f"wanted an output directory, found the file {directory}")
+        raise CheckpointError(f"the output directory must not be a file, got {directory}")
 
 
 class _LeafHandler(type_handlers.NumpyHandler):

@@ -97,4 +97,4 @@ def _normal(
 
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < _MAX_SEED:
-        raise ValueError(f"seed wanted in [0, {_MAX_SEED}), found {seed}")
+        raise ValueError(f"seed must be in [0, {_MAX_SEED}), got {seed}")

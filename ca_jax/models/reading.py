@@ -278,10 +278,10 @@ def _require_exactly(wanted: list[tuple[Slot, _Origin]], found: Mapping[str, Sto
     for _, origin in wanted:
         for name in origin.names:
             if name not in found:
-                raise CheckpointError(f"{source}: tensor {name} is missing; wanted shape {origin.shape}")
+                raise CheckpointError(f"{source}: tensor {name} is missing; its shape must be {origin.shape}")
             if found[name].shape != origin.shape:
                 raise CheckpointError(
-                    f"{source}: tensor {name}: wanted shape {origin.shape}, found {found[name].shape}"
+                    f"{source}: tensor {name}: the shape must be {origin.shape}, got {found[name].shape}"
                 )
             names.add(name)
     unused = sorted(found.keys() - names)
@@ -307,7 +307,7 @@ def _span(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, in
     if not shape:
         return 0, 1
     if any(range_ != (0, size) for range_, size in zip(box[1:], shape[1:], strict=True)):
-        raise ValueError(f"wanted a part of the first of axes {tuple(shape)}, found {list(box)}")
+        raise ValueError(f"the part must be of the first of axes {tuple(shape)}, got {list(box)}")
     inner = math.prod(shape[1:])
     return box[0][0] * inner, box[0][1] * inner
 

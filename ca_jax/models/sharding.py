@@ -149,13 +149,13 @@ def model_sharding(
     if not _divides_heads(tensor_parallel_size, num_heads, num_kv):
         possible = [size for size in range(1, num_heads + 1) if _divides_heads(size, num_heads, num_kv)]
         raise ValueError(
-            f"tensor_parallel_size wanted one of {', '.join(map(str, possible))}, for {num_heads} query heads on "
-            f"{num_kv} KV heads; found {tensor_parallel_size}"
+            f"tensor_parallel_size must be one of {', '.join(map(str, possible))}, for {num_heads} query heads on "
+            f"{num_kv} KV heads; got {tensor_parallel_size}"
         )
     num_devices = data_parallel_size * tensor_parallel_size
     if not on_paper and jax.process_count() > 1 and num_devices != jax.device_count():
         raise ValueError(
-            f"{jax.process_count()} processes wanted a mesh of all their {jax.device_count()} devices, found "
+            f"{jax.process_count()} processes must have a mesh of all their {jax.device_count()} devices, got "
             f"data_parallel_size={data_parallel_size} times tensor_parallel_size={tensor_parallel_size}"
         )
     if num_devices == 1:
@@ -168,7 +168,7 @@ def model_sharding(
     if num_devices > len(devices):
         raise ValueError(
             f"a mesh of data_parallel_size={data_parallel_size} times tensor_parallel_size={tensor_parallel_size} "
-            f"wanted {num_devices} devices, found {len(devices)}"
+            f"there must be {num_devices} devices, got {len(devices)}"
         )
     for name, size in (("mlp_dim", config.mlp_dim), ("vocab_size", config.vocab_size)):
         if size % tensor_parallel_size:

@@ -92,7 +92,7 @@ class Tokenizer:
         if not (self.add_bos if add_bos is None else add_bos):
             return ids
         if self.bos_id is None:
-            raise ValueError("add_bos wants a beginning-of-sequence token, found a tokenizer without one")
+            raise ValueError("add_bos must be asked of a tokenizer with a beginning-of-sequence token, got one without")
         return [self.bos_id, *ids]
 
     def reading_content(self) -> Tokenizer:

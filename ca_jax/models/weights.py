@@ -77,7 +77,7 @@ class Slot:
 def resolve_dtype(dtype: str) -> np.dtype:
     """The numpy dtype of that name; ValueError unless float32, bfloat16 or float16."""
     if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, found {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     return np.dtype(_DTYPES[dtype])
 
 

@@ -66,23 +66,23 @@ class OverflowConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"overflow method wanted one of {', '.join(METHODS)}; found {self.method!r}")
+            raise ValueError(f"overflow method must be one of {', '.join(METHODS)}; got {self.method!r}")
         if not 0 < self.truncation_ratio <= 1:
-            raise ValueError(f"truncation_ratio wanted a share of the window in (0, 1], found {self.truncation_ratio}")
+            raise ValueError(f"truncation_ratio must be a share of the window in (0, 1], got {self.truncation_ratio}")
         for name in ("keep_first_tokens", "anchor_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} wanted a number of tokens >= 0, found {value!r}")
+                raise ValueError(f"{name} must be a number of tokens >= 0, got {value!r}")
         if not 0 <= self.repair_ratio <= 1:
-            raise ValueError(f"repair_ratio wanted a share of the tokens in [0, 1], found {self.repair_ratio}")
+            raise ValueError(f"repair_ratio must be a share of the tokens in [0, 1], got {self.repair_ratio}")
         if self.repair not in REPAIRS:
-            raise ValueError(f"repair wanted one of {', '.join(REPAIRS)}; found {self.repair!r}")
+            raise ValueError(f"repair must be one of {', '.join(REPAIRS)}; got {self.repair!r}")
         discarder = self.token_discarder
         if self.whole_turns and discarder.name != "oldest":
-            raise ValueError(f"whole_turns wanted the oldest to leave first, found the discarder {discarder.name!r}")
+            raise ValueError(f"whole_turns must have the oldest leave first, got the discarder {discarder.name!r}")
         if self.method == "nkvt" and discarder.needs_attention:
             raise ValueError(
-                "nkvt wanted a discarder that asks for no attention, found "
+                "nkvt must have a discarder that asks for no attention, got "
                 f"{discarder.name!r}: at wrong positions it says nothing"
             )
 
@@ -114,8 +114,8 @@ class OverflowConfig:
         """
         if self.keep_first_tokens >= window:
             raise ValueError(
-                f"keep_first_tokens wanted fewer than the context window of {window} tokens, "
-                f"found {self.keep_first_tokens}"
+                f"keep_first_tokens must be fewer than the context window of {window} tokens, "
+                f"got {self.keep_first_tokens}"
             )
 
 

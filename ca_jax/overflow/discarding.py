@@ -45,19 +45,19 @@ class DiscardContext:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_leaving <= self.num_tokens:
-            raise ValueError(f"num_leaving wanted 0 to {self.num_tokens} tokens, found {self.num_leaving}")
+            raise ValueError(f"num_leaving must be 0 to {self.num_tokens} tokens, got {self.num_leaving}")
         if self.keep_first < 0:
-            raise ValueError(f"keep_first wanted a number of tokens >= 0, found {self.keep_first}")
+            raise ValueError(f"keep_first must be a number of tokens >= 0, got {self.keep_first}")
         if self.attention is not None:
             if self.attention.shape != (self.num_tokens,):
-                raise ValueError(f"attention wanted the shape ({self.num_tokens},), found {self.attention.shape}")
+                raise ValueError(f"attention must have the shape ({self.num_tokens},), got {self.attention.shape}")
             if not np.isfinite(self.attention).all():
                 raise ValueError(
-                    f"attention wanted finite numbers, found {self.attention[~np.isfinite(self.attention)][0]}"
+                    f"attention must be finite numbers, got {self.attention[~np.isfinite(self.attention)][0]}"
                 )
         if self.kv is not None and (self.kv.lengths.shape != (1,) or self.kv.capacity < self.num_tokens):
             raise ValueError(
-                f"kv wanted one sequence with room for {self.num_tokens} tokens, "
+                f"kv must be one sequence with room for {self.num_tokens} tokens, "
                 f"found lengths of shape {self.kv.lengths.shape} and room for {self.kv.capacity}"
             )
 
@@ -146,7 +146,7 @@ class HeavyHitters:
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent_ratio <= 1:
-            raise ValueError(f"recent_ratio wanted a share of the tokens in [0, 1], found {self.recent_ratio}")
+            raise ValueError(f"recent_ratio must be a share of the tokens in [0, 1], got {self.recent_ratio}")
         _check_sinks(self.num_sinks)
 
     def choose(self, context: DiscardContext) -> np.ndarray:
@@ -156,7 +156,7 @@ class HeavyHitters:
           ValueError: the context has no attention.
         """
         if context.attention is None:
-            raise ValueError(f"{self.name} wanted the attention that each token received, found none")
+            raise ValueError(f"{self.name} must be given the attention that each token received, got none")
         first = _num_first(context, self.num_sinks)
         num_recent = min(round(self.recent_ratio * context.num_staying), max(0, context.num_staying - first))
         between = context.attention[first : context.num_tokens - num_recent]
@@ -166,7 +166,7 @@ class HeavyHitters:
 
 def _check_sinks(num_sinks: int) -> None:
     if num_sinks < 0:
-        raise ValueError(f"num_sinks wanted a number of tokens >= 0, found {num_sinks}")
+        raise ValueError(f"num_sinks must be a number of tokens >= 0, got {num_sinks}")
 
 
 def _num_first(context: DiscardContext, num_sinks: int) -> int:
@@ -192,21 +192,21 @@ def check_discarded(indices: npt.ArrayLike, num_tokens: int) -> np.ndarray:
       InvalidRequestError: a position that does not exist or is named twice, a mask of another length, an array of
         another kind, or all tokens of the context.
     """
-    wanted = f"tokens to discard wanted integer positions or a bool mask of {num_tokens} tokens"
+    wanted = f"tokens to discard must be integer positions or a bool mask of {num_tokens} tokens"
     try:
         found = np.asarray(indices)
     except (ValueError, OverflowError) as error:
-        raise InvalidRequestError(f"{wanted}, found what makes no array: {error}") from error
+        raise InvalidRequestError(f"{wanted}, got what makes no array: {error}") from error
     if found.ndim == 1 and found.dtype == bool:
         if found.size != num_tokens:
-            raise InvalidRequestError(f"{wanted}, found a mask of {found.size}")
+            raise InvalidRequestError(f"{wanted}, got a mask of {found.size}")
         mask = found.copy()
     elif found.ndim == 1 and (found.size == 0 or np.issubdtype(found.dtype, np.integer)):
         mask = _mask_of(found.astype(np.int64) if found.size == 0 else found, num_tokens)
     else:
-        raise InvalidRequestError(f"{wanted}, found an array of shape {found.shape} and dtype {found.dtype}")
+        raise InvalidRequestError(f"{wanted}, got an array of shape {found.shape} and dtype {found.dtype}")
     if num_tokens and mask.all():
-        raise InvalidRequestError(f"tokens to discard wanted fewer than all, found all {num_tokens}")
+        raise InvalidRequestError(f"tokens to discard must be fewer than all, got all {num_tokens}")
     return mask
 
 
@@ -214,12 +214,12 @@ def _mask_of(positions: np.ndarray, num_tokens: int) -> np.ndarray:
     strangers = positions[(positions < 0) | (positions >= num_tokens)]
     if strangers.size:
         raise InvalidRequestError(
-            f"tokens to discard wanted positions of a context of {num_tokens} tokens, found {_shown(strangers)}"
+            f"tokens to discard must be positions of a context of {num_tokens} tokens, got {_shown(strangers)}"
         )
     counts = np.bincount(positions.astype(np.int64), minlength=num_tokens)
     if (counts > 1).any():
         raise InvalidRequestError(
-            f"tokens to discard wanted each position once, found repeats of {_shown(np.flatnonzero(counts > 1))}"
+            f"tokens to discard must name each position once, got repeats of {_shown(np.flatnonzero(counts > 1))}"
         )
     return counts > 0
 
@@ -242,5 +242,5 @@ def make_discarder(name: str) -> TokenDiscarder:
       ValueError: there is none.
     """
     if name not in DISCARDERS:
-        raise ValueError(f"token discarder wanted one of {', '.join(DISCARDERS)}; found {name!r}")
+        raise ValueError(f"token discarder must be one of {', '.join(DISCARDERS)}; got {name!r}")
     return DISCARDERS[name]

@@ -307,9 +307,9 @@ class BlendPlan:
                 f"got {self.num_layers}, {self.num_tokens} and {self.num_first}"
             )
         if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio wanted a share of the tokens in [0, 1], found {self.ratio}")
+            raise ValueError(f"ratio must be a share of the tokens in [0, 1], got {self.ratio}")
         if not 0 <= self.check_layers <= self.num_layers:
-            raise ValueError(f"check_layers wanted 0 to {self.num_layers} layers, found {self.check_layers}")
+            raise ValueError(f"check_layers must be 0 to {self.num_layers} layers, got {self.check_layers}")
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -428,7 +428,7 @@ class Blender:
         if not layer:
             self._begin_spread(kv)
         if self._carried is None:
-            raise ValueError("wanted a plan that spreads to join with new tokens, found one that chooses")
+            raise ValueError("a plan that joins with new tokens must spread, got one that chooses")
         self._x, new_x, fused, new_kv = join_layer(
             self._config,
             self._layers[layer],

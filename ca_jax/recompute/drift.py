@@ -45,7 +45,7 @@ class Drift:
 
     def __post_init__(self) -> None:
         if self.values.ndim != 4 or self.values.shape[1] != 2 or not np.isfinite(self.values).all():
-            raise ValueError(f"drift wanted numbers [L, 2, K, H], found {self.values.dtype}{list(self.values.shape)}")
+            raise ValueError(f"drift must be numbers [L, 2, K, H], got {self.values.dtype}{list(self.values.shape)}")
 
     def check_model(self, config: ModelConfig, fingerprint: str) -> None:
         """Refuses the drift of another model.
@@ -56,8 +56,8 @@ class Drift:
         wanted = (config.num_layers, 2, config.num_kv_heads, config.head_dim)
         if self.values.shape != wanted or self.fingerprint != fingerprint:
             raise ValueError(
-                f"drift wanted {list(wanted)} of the model with fingerprint {fingerprint[:12]}, "
-                f"found {list(self.values.shape)} of {self.fingerprint[:12]}"
+                f"drift must be {list(wanted)} of the model with fingerprint {fingerprint[:12]}, "
+                f"got {list(self.values.shape)} of {self.fingerprint[:12]}"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -85,7 +85,7 @@ class Drift:
         except FileNotFoundError:
             raise
         except _UNREADABLE as error:
-            raise ValueError(f"wanted a file of drift, found {os.fspath(path)}: {error}") from error
+            raise ValueError(f"the file must be of drift, got {os.fspath(path)}: {error}") from error
 
 
 @jax.jit

@@ -88,21 +88,21 @@ class FusionPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", np.fromiter(self.kinds, np.int32, len(self.kinds)))
         if self.num_layers <= 0 or self.start < 0:
-            raise ValueError(f"wanted layers, and a start of at least 0; found {self.num_layers} and {self.start}")
+            raise ValueError(f"there must be layers, and a start of at least 0; got {self.num_layers} and {self.start}")
         if not np.isin(self.kinds, list(TokenKind)).all():
-            raise ValueError(f"kinds wanted values of TokenKind, found {sorted({int(kind) for kind in self.kinds})}")
+            raise ValueError(f"kinds must be values of TokenKind, got {sorted({int(kind) for kind in self.kinds})}")
         bounds = [self.start - 1, *self.chunk_starts, self.start + len(self.kinds)]
         if any(low >= high for low, high in itertools.pairwise(bounds)):
             raise ValueError(
-                f"chunk_starts wanted ascending places from {self.start} to below {bounds[-1]}, "
-                f"found {self.chunk_starts}"
+                f"chunk_starts must be ascending places from {self.start} to below {bounds[-1]}, "
+                f"got {self.chunk_starts}"
             )
         if not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio wanted a share of the tokens in [0, 1], found {self.ratio}")
+            raise ValueError(f"ratio must be a share of the tokens in [0, 1], got {self.ratio}")
         if not 1 <= self.check_layers <= self.num_layers:
-            raise ValueError(f"check_layers wanted 1 to {self.num_layers} layers, found {self.check_layers}")
+            raise ValueError(f"check_layers must be 1 to {self.num_layers} layers, got {self.check_layers}")
         if self.selection not in SELECTIONS:
-            raise ValueError(f"selection wanted one of {', '.join(SELECTIONS)}, found {self.selection!r}")
+            raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
 
     @property
     def num_stored(self) -> int:
@@ -268,7 +268,7 @@ class Fuser:
         sharding: ModelSharding | None = None,
     ) -> None:
         if x.shape[1] < len(plan.kinds):
-            raise ValueError(f"wanted embeddings of {len(plan.kinds)} tokens, found {x.shape[1]}")
+            raise ValueError(f"there must be embeddings of {len(plan.kinds)} tokens, got {x.shape[1]}")
         self._config = config
         self._layers = layers
         self._table = table

@@ -105,7 +105,7 @@ class RepairedHistory:
     def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `runner.JoinedSource`; only where `may_join`."""
         if self._blender is None:
-            raise RuntimeError("wanted a plan to join with new tokens, found none")
+            raise RuntimeError("there must be a plan to join with new tokens, got none")
         kv, new_x, new_kv = self._blender.join(layer, self._loaded(layer), new_x, length)
         self._took(layer, kv)
         return kv, new_x, new_kv

@@ -99,7 +99,7 @@ def replay(
     workload = make_workload(model, config.trace, config.workload, window=window, overflow=config.engine.overflow)
     if config.workload.warmup_turns >= workload.num_turns:
         raise ReplayError(
-            f"warmup_turns wanted fewer than the {workload.num_turns} turns, found {config.workload.warmup_turns}"
+            f"warmup_turns must be fewer than the {workload.num_turns} turns, got {config.workload.warmup_turns}"
         )
     if config.simulate:
         check_simulable(config.engine, workload)
@@ -153,6 +153,6 @@ def _check_store(config: EngineConfig, layout: KVLayout, num_tokens: int) -> Non
     for name, found in sizes.items():
         if found * GIB < wanted:
             raise ReplayError(
-                f"{name} wanted at least {wanted / GIB:.3f} GiB, the KV of a conversation of {num_tokens:,} tokens; "
-                f"found {found:g}"
+                f"{name} must be at least {wanted / GIB:.3f} GiB, the KV of a conversation of {num_tokens:,} tokens; "
+                f"got {found:g}"
             )

@@ -51,7 +51,7 @@ def serve(
       Exception: what broke a turn, if something did.
     """
     if engine.window != workload.window:
-        raise ValueError(f"wanted an engine with a window of {workload.window} tokens, found {engine.window}")
+        raise ValueError(f"there must be an engine with a window of {workload.window} tokens, got {engine.window}")
     return _Replay(engine, workload, warmup_turns, on_sample, clock, sleep).run()
 
 

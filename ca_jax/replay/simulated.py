@@ -82,19 +82,21 @@ def check_simulable(config: EngineConfig, workload: Workload) -> None:
         what they begin with.
     """
     if config.share_prefixes:
-        raise ReplayError("simulate wanted share_prefixes off: simulated sessions have no tokens to be alike by")
+        raise ReplayError(
+            "simulate must come with share_prefixes off: simulated sessions have no tokens to be alike by"
+        )
     overflow = config.overflow
     if overflow is not None:
         discarder = overflow.token_discarder.name
         if overflow.method not in _METHODS or overflow.whole_turns or discarder != "oldest":
             raise ReplayError(
-                f"simulate wanted an overflow_method of {', '.join(_METHODS)} that drops the oldest tokens, found "
+                f"simulate must have an overflow_method of {', '.join(_METHODS)} that drops the oldest tokens, got "
                 f"{overflow.method} that drops {'whole turns' if overflow.whole_turns else discarder}"
             )
     turns = [(turn, session.turns[0]) for session in workload.sessions for turn in session.turns]
     if any(turn.not_before_s > first.not_before_s for turn, first in turns):
         raise ReplayError(
-            "simulate wanted turns that follow upon answers, found times of the trace's own; give an arrival_rate"
+            "simulate must have turns that follow upon answers, got times of the trace's own; give an arrival_rate"
         )
 
 

@@ -107,7 +107,7 @@ def summarize(served: Served) -> Summary:
     """
     turns = [turn for turn in served.turns if turn.is_counted]
     if not turns:
-        raise ValueError(f"warmup_turns wanted fewer than the {len(served.turns)} turns that there are")
+        raise ValueError(f"warmup_turns must be fewer than the {len(served.turns)} turns that there are")
     totals = served.totals
     returning = [turn for turn in turns if turn.history_tokens]
     hits = [turn for turn in returning if turn.cached_tokens]

@@ -57,11 +57,11 @@ class TraceConfig:
 
     def __post_init__(self) -> None:
         if self.trace_format not in TRACE_FORMATS:
-            raise ValueError(f"trace_format wanted one of {', '.join(TRACE_FORMATS)}, found {self.trace_format!r}")
+            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}, got {self.trace_format!r}")
         if self.trace is None and self.trace_format != "sharegpt":
-            raise ValueError(f"trace wanted a file of the format {self.trace_format}, found none")
+            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
         if not 0 < self.length_scale < float("inf"):
-            raise ValueError(f"length_scale wanted a number above 0, found {self.length_scale}")
+            raise ValueError(f"length_scale must be a number above 0, got {self.length_scale}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def trace_sessions(
                 yield TraceSession(session_id=conversation.id, script=script)
         return
     if config.trace is None:
-        raise ValueError(f"trace wanted a file of the format {config.trace_format}, found none")
+        raise ValueError(f"trace must be a file of the format {config.trace_format}, got none")
     path = Path(config.trace).expanduser()
     if config.trace_format == "agents":
         calls = list(load_agent_calls(agent_files(path), bad_rows))
@@ -252,5 +252,5 @@ class _MadeTokens:
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
     if model.tokenizer is None:
-        raise ReplayError(f"a trace with text wanted a model with a tokenizer, found {model.name}")
+        raise ReplayError(f"a trace with text must come with a model with a tokenizer, got {model.name}")
     return model.tokenizer

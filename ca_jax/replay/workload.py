@@ -51,16 +51,15 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         for name, least in (("num_sessions", 1), ("max_turns", 1), ("max_answer_tokens", 2), ("warmup_turns", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} wanted at least {least}, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("arrival_rate", "think_time_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} wanted a number of at least 0, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         if self.seed < 0:
-            raise ValueError(f"seed wanted at least 0, found {self.seed}")
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.think_time_distribution not in THINK_TIMES:
             raise ValueError(
-                f"think_time_distribution wanted one of {', '.join(THINK_TIMES)}; "
-                f"found {self.think_time_distribution!r}"
+                f"think_time_distribution must be one of {', '.join(THINK_TIMES)}; got {self.think_time_distribution!r}"
             )
 
 
@@ -146,8 +145,8 @@ def make_workload(
     keep_first = 0 if overflow is None else overflow.keep_first_tokens
     if window - keep_first <= config.max_answer_tokens:
         raise ReplayError(
-            f"max_answer_tokens wanted fewer than the window of {window} tokens without the {keep_first} first ones, "
-            f"found {config.max_answer_tokens}"
+            f"max_answer_tokens must be fewer than the window of {window} tokens without the {keep_first} first ones, "
+            f"got {config.max_answer_tokens}"
         )
     bad_rows = BadRows(trace.skip_bad_rows)
     found = trace_sessions(
@@ -160,7 +159,7 @@ def make_workload(
     )
     taken = list(itertools.islice(found, config.num_sessions))
     if len(taken) < config.num_sessions:
-        raise ReplayError(f"num_sessions wanted at most the {len(taken)} of the trace, found {config.num_sessions}")
+        raise ReplayError(f"num_sessions must be at most the {len(taken)} of the trace, got {config.num_sessions}")
     fitted = [_fit(each.script, window, keep_first, may_overflow=overflow is not None) for each in taken]
     return Workload(
         sessions=tuple(_timed(taken, [each.script for each in fitted], config)),

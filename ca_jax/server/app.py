@@ -160,7 +160,7 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
 
     async def of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException) -> JSONResponse:
         if error.status_code == 400 and "parsing the body" in str(error.detail):
-            return told(request, ApiError(400, "the body wanted JSON", code="invalid_json"))
+            return told(request, ApiError(400, "the body must be JSON", code="invalid_json"))
         response = told(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
         response.headers.update(error.headers or {})
         if error.status_code == 405:  # Each of a path's routes knows of its own method alone.
@@ -197,7 +197,7 @@ def invalid_body(error: fastapi.exceptions.RequestValidationError) -> ApiError:
     path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]
     param = ".".join(path) or None
     if first["type"] == "json_invalid":
-        return ApiError(400, "the body wanted JSON, found something else", code="invalid_json")
+        return ApiError(400, "the body must be JSON, got something else", code="invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"not a field that is served: {param}", code="unknown_parameter", param=param)
     if first["type"] == "missing":

@@ -139,7 +139,9 @@ class Sampling(_Body):
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options wanted stream to be true", param="stream_options", code="invalid_value")
+            raise ApiError(
+                400, "stream_options must come with stream=true", param="stream_options", code="invalid_value"
+            )
 
     def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How the answer of a number is drawn; each of several with a seed of its own."""
@@ -213,14 +215,16 @@ class ChatRequest(Sampling):
         """Raises ApiError where fields do not go together."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs wanted logprobs to be true", param="top_logprobs", code="invalid_value")
+            raise ApiError(400, "top_logprobs must come with logprobs=true", param="top_logprobs", code="invalid_value")
         if self.session_state is not None and self.session_id is None:
-            raise ApiError(400, "session_state wanted a session_id", param="session_state", code="invalid_value")
+            raise ApiError(
+                400, "session_state must come with a session_id", param="session_state", code="invalid_value"
+            )
         if self.context is not None and self.messages[-1].context is not None:
             message = "context must be given once, got it with the last message and beside it"
             raise ApiError(400, message, param="context", code="invalid_value")
         if self.session_id is not None and self.num_choices > 1:
-            raise ApiError(400, f"n wanted 1 with a session_id, found {self.n}", param="n", code="invalid_value")
+            raise ApiError(400, f"n must be 1 with a session_id, got {self.n}", param="n", code="invalid_value")
 
     def history(self) -> list[Message]:
         """What was said, the request's context with its last message."""
@@ -266,7 +270,7 @@ class CompletionRequest(Sampling):
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ApiError(400, f"logit_bias wanted token ids, found {text!r}", param="logit_bias", code="invalid_value")
+        raise ApiError(400, f"logit_bias must be token ids, got {text!r}", param="logit_bias", code="invalid_value")
     return int(text)
 
 

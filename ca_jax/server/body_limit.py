@@ -56,7 +56,7 @@ class BodyLimit:
         await self._app(scope, counted, sent)
 
     async def _refuse(self, send: Send) -> None:
-        error = ApiError(413, f"wanted a body of at most {self._max_bytes} bytes", code="request_too_large")
+        error = ApiError(413, f"the body must be at most {self._max_bytes} bytes", code="request_too_large")
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})

@@ -49,8 +49,8 @@ class ServerConfig:
         counts = ("max_queue", "max_body_bytes", "max_choices", "max_open_sessions")
         for name in (*counts, "max_chunks", "max_chunk_tokens", "max_lookups"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} wanted at least 1, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("request_timeout_s", "shutdown_grace_s", "max_step_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} wanted seconds >= 0, found {value}")
+                raise ValueError(f"{name} must be seconds >= 0, got {value}")

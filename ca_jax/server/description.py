@@ -14,7 +14,7 @@ import pydantic
 class ErrorDetail(pydantic.BaseModel):
     """What went wrong."""
 
-    message: str = pydantic.Field(description="What was wanted and found.")
+    message: str = pydantic.Field(description="What must be, and what was got.")
     type: str = pydantic.Field(description="What kind of error it is, for programs.")
     param: str | None = pydantic.Field(description="The field of the request that is at fault.")
     code: str | None = pydantic.Field(description="Which error it is, for programs.")

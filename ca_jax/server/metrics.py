@@ -223,7 +223,7 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         yield counter
     gaps = HistogramMetricFamily(
         "ca_jax:evict_to_reuse_seconds",
-        "From a session's eviction from a tier until it was wanted again.",
+        "From a session's eviction from a tier until it was must be again.",
         labels=["tier"],
     )
     observed = [("dram", stats.evict_to_reuse), *([] if ssd is None else [("ssd", ssd.evict_to_reuse)])]

@@ -97,7 +97,7 @@ class Router:
         """
         session = self.find(tenant, session_id)
         if session.is_busy:
-            raise SessionBusyError(f"session {session_id!r} still answers; wanted one turn at a time")
+            raise SessionBusyError(f"session {session_id!r} still answers; it must have ended before the next turn")
         if state is not None and session.conversation.chain != state:
             raise SessionMovedError(
                 f"session {session_id!r} does not stand where session_state says, but behind "
@@ -116,7 +116,7 @@ class Router:
         others = sorted({message["role"] for message in messages} - {"user"})
         if others and session.token_ids:
             raise InvalidRequestError(
-                f"messages wanted what is new to session {session_id!r}, of the user alone, or all of it and that; "
+                f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
                 f"found messages of {', '.join(others)} that are not the session's"
             )
         return Found(session, list(messages), reached, is_new=False)
@@ -149,7 +149,7 @@ class Router:
         Raises:
           InvalidRequestError: there is one of that name.
         """
-        taken = InvalidRequestError(f"session_id wanted a name that is not taken, found {session_id!r}")
+        taken = InvalidRequestError(f"session_id must be a name that is not taken, got {session_id!r}")
         if session_id is not None and self.look(tenant, session_id) is not None:
             raise taken
         name = engine_name(tenant, session_id or uuid.uuid4().hex)
@@ -166,7 +166,7 @@ class Router:
         Raises:
           UnknownSessionError: there is none, or what is stored by that name is not its own.
         """
-        unknown = UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        unknown = UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
         try:
             session = self._engine.find_session(engine_name(tenant, session_id), tenant=tenant)
         except TenantError:

@@ -121,7 +121,7 @@ class Service:
     def check_model(self, model: str) -> None:
         """Raises ApiError where a request is for another model."""
         if model != self.model_name:
-            message = f"the model {model!r} does not exist here; wanted {self.model_name!r}"
+            message = f"the model {model!r} does not exist here; it must be {self.model_name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     @contextlib.contextmanager

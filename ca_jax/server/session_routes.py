@@ -133,7 +133,7 @@ async def precompute_chunks(
 def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> dict[str, Any]:
     conversation = service.router.look(tenant.domain, session_id)
     if conversation is None:
-        raise UnknownSessionError(f"wanted a session that there is, found {session_id!r}")
+        raise UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
     described = _described(engine, tenant, engine_name(tenant.domain, session_id), conversation)
     return {**described, "messages": conversation.messages}
 

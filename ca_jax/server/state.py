@@ -79,7 +79,7 @@ def tenant_of(request: fastapi.Request) -> Tenant:
     if tenant is None:
         found = "none" if authorization is None else "another"
         raise ApiError(
-            401, f"wanted a key that is known, as 'Authorization: Bearer KEY'; found {found}", code="invalid_api_key"
+            401, f"the key must be a known one, as 'Authorization: Bearer KEY'; got {found}", code="invalid_api_key"
         )
     return tenant
 

@@ -130,7 +130,7 @@ class Tenants:
             try:
                 tables = tomllib.load(file)
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}: wanted TOML, found {error}") from error
+                raise ValueError(f"{path}: it must be TOML, got {error}") from error
         keys: list[tuple[bytes, Tenant]] = []
         for name, table in tables.items():
             try:
@@ -138,27 +138,27 @@ class Tenants:
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         if not keys:
-            raise ValueError(f"{path}: wanted at least one tenant with a key, found none")
+            raise ValueError(f"{path}: there must be at least one tenant with a key, got none")
         digests = [digest for digest, _ in keys]
         if len(set(digests)) < len(digests):
-            raise ValueError(f"{path}: wanted each key once, found one twice")
+            raise ValueError(f"{path}: each key must be there once, got one twice")
         return cls(keys)
 
 
 def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
     if not isinstance(table, Mapping):
-        raise ValueError(f"wanted a table for each tenant, found {name} = {table!r}")
+        raise ValueError(f"there must be a table for each tenant, got {name} = {table!r}")
     if not _NAME.fullmatch(name):
-        raise ValueError(f"a tenant's name wanted 1 to 64 letters, digits, _, . or -, found {name!r}")
+        raise ValueError(f"a tenant's name must be 1 to 64 letters, digits, _, . or -, got {name!r}")
     if unknown := sorted(table.keys() - _FIELDS):
-        raise ValueError(f"tenant {name} wanted {', '.join(sorted(_FIELDS))}; found {', '.join(unknown)}")
+        raise ValueError(f"tenant {name}: fields must be of {', '.join(sorted(_FIELDS))}; got {', '.join(unknown)}")
     salt, quota, most = table.get("salt", ""), table.get("quota_gib"), table.get("max_requests")
     if not isinstance(salt, str):
-        raise ValueError(f"tenant {name}: salt wanted a text, found {salt!r}")
+        raise ValueError(f"tenant {name}: salt must be a text, got {salt!r}")
     if quota is not None and not (isinstance(quota, int | float) and quota > 0):
-        raise ValueError(f"tenant {name}: quota_gib wanted a number above 0, found {quota!r}")
+        raise ValueError(f"tenant {name}: quota_gib must be a number above 0, got {quota!r}")
     if most is not None and not (isinstance(most, int) and most > 0):
-        raise ValueError(f"tenant {name}: max_requests wanted a whole number above 0, found {most!r}")
+        raise ValueError(f"tenant {name}: max_requests must be a whole number above 0, got {most!r}")
     priority, pinned, metrics = table.get("best_priority", 0), table.get("max_pinned", 0), table.get("metrics", False)
     if type(priority) is not int or priority < _BEST_PRIORITY:
         raise ValueError(f"tenant {name}: best_priority must be a whole number from {_BEST_PRIORITY}, got {priority!r}")
@@ -178,11 +178,11 @@ def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
     digests = []
     for key in _texts(name, table, "keys"):
         if len(key) < 8:
-            raise ValueError(f"tenant {name}: keys wanted at least 8 characters each, found one of {len(key)}")
+            raise ValueError(f"tenant {name}: keys must be at least 8 characters each, got one of {len(key)}")
         digests.append(hashlib.sha256(key.encode()).digest())
     for number, text in enumerate(_texts(name, table, "keys_sha256"), 1):
         if not re.fullmatch("[0-9a-fA-F]{64}", text):
-            raise ValueError(f"tenant {name}: keys_sha256 wanted 64 hex digits each, found others in number {number}")
+            raise ValueError(f"tenant {name}: keys_sha256 must be 64 hex digits each, got others in number {number}")
         digests.append(bytes.fromhex(text))
     return [(digest, tenant) for digest in digests]
 
@@ -190,5 +190,5 @@ def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
 def _texts(name: str, table: Mapping[str, Any], field: str) -> list[str]:
     found = table.get(field, [])
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"tenant {name}: {field} wanted a list of texts, found {found!r}")
+        raise ValueError(f"tenant {name}: {field} must be a list of texts, got {found!r}")
     return found

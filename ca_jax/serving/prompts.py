@@ -83,8 +83,8 @@ def new_turn(
     first, *pieces = re.split(rf"{mark}(\d+)\.", text)
     if sorted(map(int, pieces[::2])) != sorted([*contexts, *replies]):
         raise InvalidRequestError(
-            "this model's chat template has no place for a context before a message: wanted the message to be written "
-            f"once, as it is, found it {len(pieces) // 2} times"
+            "this model's chat template has no place for a context before a message: it must write the message "
+            f"once, as it is, and wrote it {len(pieces) // 2} times"
         )
     ids, chunks, ends = _behind(model, token_ids, tokenizer.encode_said(first)), [], []
     for number, piece in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
@@ -109,9 +109,9 @@ def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> li
       InvalidRequestError: what is given is one text, or as of `chunk_ids`; the message says which chunk.
     """
     if isinstance(chunks, str):
-        raise InvalidRequestError(f"wanted a list of chunks, found one text of {len(chunks)} characters")
+        raise InvalidRequestError(f"a context must be a list of chunks, got one text of {len(chunks)} characters")
     if not len(chunks):
-        raise EmptyMessageError("wanted a context of at least one chunk, found none")
+        raise EmptyMessageError("a context must have at least one chunk, got none")
     found = []
     for number, chunk in enumerate(chunks, 1):
         try:
@@ -134,14 +134,14 @@ def chunk_ids(model: LoadedModel, chunk: str | Sequence[int]) -> list[int]:
     """
     if isinstance(chunk, str):
         if not chunk.strip():
-            raise EmptyMessageError("wanted a chunk with text in it, found a blank one")
+            raise EmptyMessageError("a chunk must have text in it, got a blank one")
         return _tokenizer(model).encode_content(chunk_text(chunk))
     try:
         ids = [int(i) for i in chunk]
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"wanted a chunk of text or of token ids, found {reprlib.repr(chunk)}") from error
+        raise InvalidRequestError(f"a chunk must be text or token ids, got {reprlib.repr(chunk)}") from error
     if not ids:
-        raise EmptyMessageError("wanted a chunk with at least one token, found an empty one")
+        raise EmptyMessageError("a chunk must have at least one token, got an empty one")
     check_token_ids(ids, model.config.vocab_size)
     return ids
 
@@ -156,7 +156,7 @@ def prompt_ids(model: LoadedModel, prompt: str | Sequence[int]) -> list[int]:
     """
     ids = _tokenizer(model).encode(prompt) if isinstance(prompt, str) else [int(i) for i in prompt]
     if not ids:
-        raise EmptyMessageError("wanted a prompt with at least one token, found an empty one")
+        raise EmptyMessageError("a prompt must have at least one token, got an empty one")
     check_token_ids(ids, model.config.vocab_size)
     return ids
 
@@ -229,5 +229,5 @@ def _behind(model: LoadedModel, token_ids: list[int], ids: list[int]) -> list[in
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
     if model.tokenizer is None:
-        raise InvalidRequestError(f"{model.name} has no tokenizer; wanted token ids, found text")
+        raise InvalidRequestError(f"{model.name} has no tokenizer; a prompt must be token ids, got text")
     return model.tokenizer

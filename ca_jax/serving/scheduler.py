@@ -94,7 +94,7 @@ class Scheduler:
           ValueError: it waits or runs already.
         """
         if job in self._queue or self._is_running(job):
-            raise ValueError(f"wanted a job that neither waits nor runs, found job {job.job_id}, which does")
+            raise ValueError(f"a job must neither wait nor run to be queued, and job {job.job_id} does")
         self._queue.add(job)
 
     def schedule(
@@ -130,7 +130,7 @@ class Scheduler:
         """
         if job is not self._prefilling:
             found = "none is" if self._prefilling is None else f"job {self._prefilling.job_id} is"
-            raise ValueError(f"wanted job {job.job_id} to be the one being prefilled, found that {found}")
+            raise ValueError(f"job {job.job_id} must be the one being prefilled, got that {found}")
         self._prefilling = None
 
     def remove(self, job: Job) -> None:

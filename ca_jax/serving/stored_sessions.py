@@ -145,7 +145,9 @@ class StoredSessions:
         with self._lock:
             key = self._key(session_id, tenant)
             if self._kv.is_running(key):
-                raise SessionBusyError(f"session {session_id!r} still answers; wanted it idle to drop its KV")
+                raise SessionBusyError(
+                    f"session {session_id!r} still answers; it must be idle for its KV to be dropped"
+                )
             self._kv.drop(key)
             self._kv.conversations.forget(key)
 
@@ -155,5 +157,5 @@ class StoredSessions:
             if info.tenant == tenant:
                 return info.key
         if infos:
-            raise TenantError(f"session {session_id!r} wanted its own tenant, found {tenant!r}")
-        raise UnknownSessionError(f"wanted a session that is stored, found {session_id!r}, which is not")
+            raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
+        raise UnknownSessionError(f"the session must be stored, and {session_id!r} is not")

@@ -156,7 +156,7 @@ class Truncator:
             return slid
         if num_new >= self._window:
             raise ContextWindowError(
-                f"wanted a prompt under the context window of {self._window} tokens, found {num_new}"
+                f"a prompt must be under the context window of {self._window} tokens, got {num_new}"
             )
         num_wanted = num_new + 1
         count = num_leaving(overflow, window=self._window, num_tokens=num_history, num_wanted=num_wanted)
@@ -293,7 +293,7 @@ class Truncator:
         discarded = check_discarded(discarder.choose(context), num_tokens)
         if discarded.sum() < num_needed:
             raise InvalidRequestError(
-                f"discarder {discarder.name} wanted to name at least {num_needed} tokens, found {discarded.sum()}"
+                f"discarder {discarder.name} must name at least {num_needed} tokens, got {discarded.sum()}"
             )
         return discarded
 

@@ -29,7 +29,7 @@ class Clock:
           ValueError: the time is past, or none.
         """
         if not self.now_s <= time_s < math.inf:
-            raise ValueError(f"wanted a time of at least {self.now_s} s, found {time_s}")
+            raise ValueError(f"there must be a time of at least {self.now_s} s, got {time_s}")
         heapq.heappush(self._due, (time_s, next(self._order), action))
 
     def run_until(self, time_s: float) -> None:
@@ -53,7 +53,7 @@ class Link:
 
     def __init__(self, clock: Clock, bytes_per_s: float) -> None:
         if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s wanted a number above 0, found {bytes_per_s}")
+            raise ValueError(f"bytes_per_s must be a number above 0, got {bytes_per_s}")
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self.free_s = 0.0

@@ -81,9 +81,9 @@ def compare_policies(
     """
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
-        raise ValueError(f"policy wanted one of {', '.join(POLICIES)}; found {', '.join(unknown)}")
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {', '.join(unknown)}")
     if not sessions:
-        raise ValueError("wanted at least one session, found none")
+        raise ValueError("there must be at least one session, got none")
     check_capacity(config, store, sessions)
     total = num_turns(sessions)
     results: list[PolicyResult] = []
@@ -107,8 +107,8 @@ def check_capacity(config: ServerConfig, store: StoreSizes, sessions: Sequence[S
     wanted = num_tokens * config.model.token_bytes
     if store.dram_bytes < wanted:
         raise ValueError(
-            f"dram_bytes wanted at least {wanted / 1e9:.3g} GB, the {num_tokens} tokens of session "
-            f"{largest.session_id!r}; found {store.dram_bytes / 1e9:.3g} GB"
+            f"dram_bytes must be at least {wanted / 1e9:.3g} GB, the {num_tokens} tokens of session "
+            f"{largest.session_id!r}; got {store.dram_bytes / 1e9:.3g} GB"
         )
 
 

@@ -43,9 +43,9 @@ class StoreSizes:
     def __post_init__(self) -> None:
         for name in ("dram_bytes", "ssd_read_bytes_per_s", "ssd_write_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} wanted a number above 0, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)}")
         if not 0 <= self.ssd_bytes < math.inf:
-            raise ValueError(f"ssd_bytes wanted a number of at least 0, found {self.ssd_bytes}")
+            raise ValueError(f"ssd_bytes must be a number of at least 0, got {self.ssd_bytes}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

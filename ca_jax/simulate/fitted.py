@@ -79,12 +79,14 @@ class FittedCost:
                     prefills += _prefills(report["suite"], row)
                     decodes += _decodes(report["suite"], row)
                 except (KeyError, TypeError, ZeroDivisionError) as error:
-                    raise ValueError(f"{path}: wanted rows as bench writes them, found {error!r} missing") from error
+                    raise ValueError(
+                        f"{path}: there must be rows as bench writes them, got {error!r} missing"
+                    ) from error
         if len(subjects) > 1:
-            raise ValueError(f"cost wanted benches of one model, found {', '.join(map(' '.join, subjects))}")
+            raise ValueError(f"cost must be benches of one model, got {', '.join(map(' '.join, subjects))}")
         for name, samples, suites in (("prefills", prefills, FITTED_SUITES[:3]), ("decode steps", decodes, ["decode"])):
             if not samples:
-                raise ValueError(f"cost wanted a bench of {name} (suite {' or '.join(suites)}), found none")
+                raise ValueError(f"cost must be a bench of {name} (suite {' or '.join(suites)}), got none")
         return cls.fit(prefills, decodes)
 
     def taking(self, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
@@ -120,10 +122,10 @@ def _read(path: Path) -> Mapping[str, Any]:
     try:
         report = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: wanted the JSON of a bench, found {error}") from error
+        raise ValueError(f"{path}: the file must be the JSON of a bench, got {error}") from error
     if not isinstance(report, dict) or report.get("suite") not in FITTED_SUITES or "rows" not in report:
         found = report.get("suite") if isinstance(report, dict) else type(report).__name__
-        raise ValueError(f"{path}: wanted the JSON of a bench of {', '.join(FITTED_SUITES)}; found {found}")
+        raise ValueError(f"{path}: the file must be the JSON of a bench of {', '.join(FITTED_SUITES)}; got {found}")
     return report
 
 

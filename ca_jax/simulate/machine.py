@@ -144,11 +144,11 @@ class RooflineCost:
     def __post_init__(self) -> None:
         for name in ("flops_share", "bytes_share"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} wanted a share in (0, 1], found {getattr(self, name)}")
+                raise ValueError(f"{name} must be a share in (0, 1], got {getattr(self, name)}")
         if self.num_devices < 1:
-            raise ValueError(f"num_devices wanted at least 1, found {self.num_devices}")
+            raise ValueError(f"num_devices must be at least 1, got {self.num_devices}")
         if not 0 <= self.step_s < math.inf:
-            raise ValueError(f"step_s wanted seconds of at least 0, found {self.step_s}")
+            raise ValueError(f"step_s must be seconds of at least 0, got {self.step_s}")
 
     def prefill_s(self, history_tokens: int, new_tokens: int) -> float:
         """See `CostModel`."""

@@ -109,9 +109,9 @@ class PaperConfig:
 
     def __post_init__(self) -> None:
         if self.num_sessions < 1:
-            raise ValueError(f"num_sessions wanted at least 1, found {self.num_sessions}")
+            raise ValueError(f"num_sessions must be at least 1, got {self.num_sessions}")
         if not 0 <= self.warmup_share < 1:
-            raise ValueError(f"warmup_share wanted a share in [0, 1), found {self.warmup_share}")
+            raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
         "25": _arrivals,
     }
     if figure not in makers:
-        raise ValueError(f"figure wanted one of {', '.join(FIGURES)}, found {figure!r}")
+        raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
     return list(makers[figure](runs))
 
 

@@ -399,7 +399,7 @@ class Server:
         block_bytes = self._config.model.token_bytes * sizes.block_tokens
         num_blocks = int(sizes.dram_bytes // block_bytes)
         if num_blocks < 1:
-            raise ValueError(f"dram_bytes wanted at least a block of {block_bytes} bytes, found {sizes.dram_bytes:g}")
+            raise ValueError(f"dram_bytes must be at least a block of {block_bytes} bytes, got {sizes.dram_bytes:g}")
         ssd, policy, policy_name = None, None, sizes.eviction_policy
         if policy_name == BELADY:
             policy, policy_name = BeladyPolicy(self._returns_s), StoreConfig.eviction_policy

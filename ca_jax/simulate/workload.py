@@ -95,9 +95,9 @@ def poisson_sessions(
       ValueError: no conversation, or a rate or time that cannot be.
     """
     if not lengths:
-        raise ValueError("wanted at least one conversation, found none")
+        raise ValueError("there must be at least one conversation, got none")
     if not arrival_rate > 0 or not think_s >= 0:
-        raise ValueError(f"wanted arrival_rate > 0 and think_s >= 0, found {arrival_rate} and {think_s}")
+        raise ValueError(f"arrival_rate must be above 0 and think_s at least 0, got {arrival_rate} and {think_s}")
     rng = np.random.default_rng(seed)
     return _poisson_sessions(lengths, num_sessions, arrival_rate, think_s, waits_for_answers, rng)
 
@@ -149,7 +149,9 @@ def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
     last_s = 0.0
     for request in requests:
         if request.arrival_s < last_s:
-            raise ValueError(f"wanted requests in order of arrival, found one of {request.arrival_s} after {last_s} s")
+            raise ValueError(
+                f"there must be requests in order of arrival, got one of {request.arrival_s} after {last_s} s"
+            )
         last_s = request.arrival_s
         kept = min(request.shared_tokens, request.input_tokens - 1)  # One token at least gives the first of the answer.
         turn = SimTurn(

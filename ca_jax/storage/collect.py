@@ -125,7 +125,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
         ]
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
-            raise UnknownNamespaceError(f"wanted one namespace, found {len(matches)} for {name!r} among:{listed}")
+            raise UnknownNamespaceError(f"there must be one namespace, got {len(matches)} for {name!r} among:{listed}")
         found.append(matches[0])
     return tuple(dict.fromkeys(found))
 
@@ -185,7 +185,7 @@ def collect_garbage(
       OSError: a file cannot be deleted.
     """
     if drop and tenant is not None:
-        raise ValueError(f"wanted whole namespaces to drop, or one tenant, found both: {tenant!r}")
+        raise ValueError(f"there must be whole namespaces to drop, or one tenant, got both: {tenant!r}")
     stored = [info.namespace for info in inspector.namespaces()]
     before = inspector.disk_use()
     collected = []

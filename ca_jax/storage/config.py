@@ -68,34 +68,32 @@ class StoreConfig:
         for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} wanted a number of GiB >= 0, found {value}")
+                raise ValueError(f"{name} must be a number of GiB >= 0, got {value}")
         if not 0 <= self.dram_free_fraction < 1:
-            raise ValueError(f"dram_free_fraction wanted a share in [0, 1), found {self.dram_free_fraction}")
+            raise ValueError(f"dram_free_fraction must be a share in [0, 1), got {self.dram_free_fraction}")
         if not (math.isfinite(self.ssd_deadline_s) and self.ssd_deadline_s > 0):
-            raise ValueError(f"ssd_deadline_s wanted seconds above 0, found {self.ssd_deadline_s}")
+            raise ValueError(f"ssd_deadline_s must be seconds above 0, got {self.ssd_deadline_s}")
         if self.block_tokens <= 0:
-            raise ValueError(f"block_tokens must be positive, found {self.block_tokens}")
+            raise ValueError(f"block_tokens must be positive, got {self.block_tokens}")
         if self.eviction_policy not in EVICTION_POLICIES:
             wanted = ", ".join(EVICTION_POLICIES)
-            raise ValueError(f"eviction_policy wanted one of {wanted}; found {self.eviction_policy!r}")
+            raise ValueError(f"eviction_policy must be one of {wanted}; got {self.eviction_policy!r}")
         if self.ssd_driver not in SSD_DRIVERS:
-            raise ValueError(f"ssd_driver wanted one of {', '.join(SSD_DRIVERS)}; found {self.ssd_driver!r}")
+            raise ValueError(f"ssd_driver must be one of {', '.join(SSD_DRIVERS)}; got {self.ssd_driver!r}")
         check_ttl(self.ttl_s)
         object.__setattr__(self, "tenant_quotas", _sorted_quotas(self.tenant_quotas))
         if self.ssd_dir is None:
             if self.ssd_url is not None:
-                raise ValueError(f"ssd_url wanted an ssd_dir for its catalog, found none beside {self.ssd_url!r}")
+                raise ValueError(f"ssd_url must be an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
             return
         if not self.ssd_dir:
-            raise ValueError("ssd_dir wanted a directory, found an empty name")
+            raise ValueError("ssd_dir must be a directory, got an empty name")
         if not self.ssd_gib:
-            raise ValueError(
-                f"an SSD tier in {self.ssd_dir} wanted ssd_gib above 0, found 0; leave ssd_dir out instead"
-            )
+            raise ValueError(f"an SSD tier in {self.ssd_dir} must be ssd_gib above 0, got 0; leave ssd_dir out instead")
         if not self.dram_gib:
-            raise ValueError("an SSD tier wanted dram_gib above 0, since its blocks pass through DRAM; found 0")
+            raise ValueError("an SSD tier must be dram_gib above 0, since its blocks pass through DRAM; got 0")
         if self.ssd_url is not None and self.ssd_driver != "zarr3":
-            raise ValueError(f"ssd_url wanted ssd_driver zarr3, found {self.ssd_driver}")
+            raise ValueError(f"ssd_url must be ssd_driver zarr3, got {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:
@@ -133,12 +131,12 @@ def _sorted_quotas(quotas: Mapping[str, int] | Iterable[tuple[str, int]]) -> tup
     try:
         pairs = [(tenant, num_bytes) for tenant, num_bytes in named]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"tenant_quotas wanted pairs of a tenant and bytes, found {quotas!r}") from error
+        raise ValueError(f"tenant_quotas must be pairs of a tenant and bytes, got {quotas!r}") from error
     for tenant, num_bytes in pairs:
         if not isinstance(tenant, str) or not isinstance(num_bytes, int) or num_bytes < 0:
-            raise ValueError(f"tenant_quotas wanted bytes >= 0 by tenant, found {tenant!r}: {num_bytes!r}")
+            raise ValueError(f"tenant_quotas must be bytes >= 0 by tenant, got {tenant!r}: {num_bytes!r}")
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"tenant_quotas wanted each tenant once, found {pairs}")
+        raise ValueError(f"tenant_quotas must be each tenant once, got {pairs}")
     return tuple(sorted(pairs))
 
 
@@ -164,7 +162,7 @@ def shard_config(config: StoreConfig, index: int, count: int) -> StoreConfig:
     others = sorted((found | ({1} if has_catalog else set())) - {count})
     if others:
         raise ValueError(
-            f"{directory} wanted the store of {_processes(count)}, found that of {_processes(others[0])}; "
+            f"{directory} must be the store of {_processes(count)}, got that of {_processes(others[0])}; "
             "start as many, or name another directory"
         )
     if count == 1:

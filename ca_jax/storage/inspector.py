@@ -130,13 +130,13 @@ class StoreInspector:
     def __init__(self, directory: str | os.PathLike[str], *, url: str | None = None, driver: str | None = None):
         self._directory = Path(directory)
         if driver not in (None, *SSD_DRIVERS):
-            raise ValueError(f"driver wanted one of {', '.join(SSD_DRIVERS)}; found {driver!r}")
+            raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
         if url is not None and driver not in (None, "zarr3"):
-            raise ValueError(f"blocks at a URL wanted driver zarr3, found {driver}")
+            raise ValueError(f"blocks at a URL must be driver zarr3, got {driver}")
         if not self._directory.exists():
-            raise StoreDirectoryError(f"wanted a store's directory, found nothing at {self._directory}")
+            raise StoreDirectoryError(f"there must be a store's directory, got nothing at {self._directory}")
         if not self._directory.is_dir():
-            raise StoreDirectoryError(f"wanted a store's directory, found a file: {self._directory}")
+            raise StoreDirectoryError(f"there must be a store's directory, got a file: {self._directory}")
         self._url = url
         self._driver = driver
         self._tiers: dict[Namespace, DiskTier] = {}
@@ -200,14 +200,17 @@ class StoreInspector:
         if not found:
             of = "" if tenant is None else f" of tenant {tenant!r}"
             raise UnknownSessionError(
-                f"wanted the id or the beginning of the key of one of {len(sessions)} sessions{of}, found {name!r}"
+                f"the name must be the id or the beginning of the key of one of {len(sessions)} "
+                f"sessions{of}, got {name!r}"
             )
         if len(found) > 1:
             candidates = "".join(
                 f"\n  {each.record.key}  session {each.record.session_id!r} of tenant {each.record.tenant!r}"
                 for each in found
             )
-            raise AmbiguousSessionError(f"wanted one session, found {len(found)} for {name!r}:{candidates}")
+            raise AmbiguousSessionError(
+                f"the name must be that of one session, got {len(found)} for {name!r}:{candidates}"
+            )
         return found[0]
 
     def disk_use(self) -> StoreDiskUse:
@@ -291,7 +294,9 @@ class StoreInspector:
         kept = {"zarr3": location / "zarr3", "raw": location / "raw" / "blocks"}
         found = [driver for driver, path in kept.items() if path.exists() and self._driver in (None, driver)]
         if len(found) > 1:
-            raise StoreDirectoryError(f"{location} has blocks of both drivers: wanted to be told which, of {found}")
+            raise StoreDirectoryError(
+                f"{location} has blocks of both drivers: the driver must be given, one of {found}"
+            )
         return found[0] if found else None
 
 

@@ -62,9 +62,9 @@ class KVLayout:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_tokens"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.dtype not in _DTYPES:
-            raise ValueError(f"KV dtype wanted one of {', '.join(_DTYPES)}; found {self.dtype!r}")
+            raise ValueError(f"KV dtype must be one of {', '.join(_DTYPES)}; got {self.dtype!r}")
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -114,9 +114,9 @@ def seal_block(block: np.ndarray, num_tokens: int) -> np.ndarray:
       ValueError: a shape or number that does not fit.
     """
     if block.ndim != 5 or block.shape[1] != 2:
-        raise ValueError(f"wanted a block [L, 2, block_tokens, K, H], found {list(block.shape)}")
+        raise ValueError(f"there must be a block [L, 2, block_tokens, K, H], got {list(block.shape)}")
     if not 0 < num_tokens <= block.shape[2]:
-        raise ValueError(f"wanted num_tokens in [1, {block.shape[2]}], found {num_tokens}")
+        raise ValueError(f"there must be num_tokens in [1, {block.shape[2]}], got {num_tokens}")
     num_layers, _, _, num_kv_heads, head_dim = block.shape
     row_bytes = num_kv_heads * head_dim * block.itemsize
     word_bytes = next(size for size in _WORDS if row_bytes % size == 0)
@@ -136,7 +136,7 @@ def verify_block(block: np.ndarray, num_tokens: int, seals: np.ndarray) -> bool:
       ValueError: a shape or number that does not fit; `seals` is not one for each layer.
     """
     if np.shape(seals) != block.shape[:1]:
-        raise ValueError(f"wanted one seal for each of {block.shape[0]} layers, found {list(np.shape(seals))}")
+        raise ValueError(f"there must be one seal for each of {block.shape[0]} layers, got {list(np.shape(seals))}")
     return bool(np.array_equal(seal_block(block, num_tokens), seals))
 
 

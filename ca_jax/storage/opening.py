@@ -151,9 +151,9 @@ def open_ssd(
       CatalogError: the directory cannot be used; the kind says why.
     """
     if driver not in SSD_DRIVERS:
-        raise ValueError(f"SSD driver wanted one of {', '.join(SSD_DRIVERS)}; found {driver!r}")
+        raise ValueError(f"SSD driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
     if blocks_url is not None and driver != "zarr3":
-        raise ValueError(f"blocks at a URL wanted SSD driver zarr3, found {driver} for {blocks_url!r}")
+        raise ValueError(f"blocks at a URL must be SSD driver zarr3, got {driver} for {blocks_url!r}")
 
     def open_tier(block_directory: Path) -> DiskTier:
         location: str | Path = block_directory
@@ -196,7 +196,7 @@ def _check_format(catalog: Catalog) -> None:
     """Refuses sessions that differ from those of the namespace in the format of their blocks alone."""
     for found in catalog.other_formats():
         raise CatalogVersionError(
-            f"blocks must be of format {catalog.namespace.format_version}, found format {found.format_version} in "
+            f"blocks must be of format {catalog.namespace.format_version}, got format {found.format_version} in "
             f"{catalog.block_directory.parent}; go on with the release that wrote them, or forget them: "
             f"python -m ca_jax.launch.store --ssd_dir=… gc --drop_namespace={found.directory_name}"
         )
@@ -331,7 +331,7 @@ def open_ssd_index(
     """
     directory = config.ssd_directory
     if directory is None:
-        raise ValueError("wanted a config with an ssd_dir, found none")
+        raise ValueError("there must be a config with an ssd_dir, got none")
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
         opened = open_ssd(
             directory,

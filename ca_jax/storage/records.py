@@ -334,4 +334,4 @@ def check_ttl(ttl_s: float | None) -> None:
       ValueError: ttl_s is negative or not finite.
     """
     if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
-        raise ValueError(f"ttl_s wanted a number of seconds >= 0, or None, found {ttl_s}")
+        raise ValueError(f"ttl_s must be a number of seconds >= 0, or None, got {ttl_s}")

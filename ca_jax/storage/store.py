@@ -112,7 +112,7 @@ class AttentionStore:
         open_ssd: Callable[..., SsdIndex] | None = None,
     ):
         if layout.block_tokens != config.block_tokens:
-            raise ValueError(f"layout wanted blocks of {config.block_tokens} tokens, found {layout.block_tokens}")
+            raise ValueError(f"layout must be blocks of {config.block_tokens} tokens, got {layout.block_tokens}")
         self._layout = layout
         self._progress = threading.Event()
         self._on_progress = on_progress
@@ -333,7 +333,7 @@ class AttentionStore:
         """
         self._check_open()
         if not self._entries.num_pins(key):
-            raise ValueError(f"wanted a pinned key, found {key!r}, which has no pin")
+            raise ValueError(f"there must be a pinned key, got {key!r}, which has no pin")
         self._entries.add_pins(key, -1)
 
     @contextlib.contextmanager
@@ -453,7 +453,7 @@ class AttentionStore:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError("wanted an open AttentionStore, found one that is closed")
+            raise StoreClosedError("there must be an open AttentionStore, got one that is closed")
 
 
 def block_map(entry: Entry, block_tokens: int) -> tuple[BlockTiers, ...]:

@@ -104,7 +104,7 @@ class SaveTicket:
           ValueError: a layer, shape, dtype or offset that does not fit.
         """
         if not 0 <= layer < self._tier.layout.num_layers:
-            raise ValueError(f"wanted a layer below {self._tier.layout.num_layers}, found {layer}")
+            raise ValueError(f"there must be a layer below {self._tier.layout.num_layers}, got {layer}")
         return self._write(slice(layer, layer + 1), kv[None], token_offset)
 
     def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
@@ -128,7 +128,7 @@ class SaveTicket:
         _check_array("kv", kv, self._tier.layout.numpy_dtype, (num_layers, 2, num_tokens, num_kv_heads, head_dim))
         if not 0 <= token_offset <= self.num_tokens - num_tokens:
             raise ValueError(
-                f"wanted tokens within [0, {self.num_tokens}) of the save, "
+                f"there must be tokens within [0, {self.num_tokens}) of the save, "
                 f"found [{token_offset}, {token_offset + num_tokens})"
             )
         with self._idle:
@@ -197,7 +197,7 @@ class LoadTicket:
           ValueError: none, or more than there are.
         """
         if not 0 < num_tokens <= self.num_tokens:
-            raise ValueError(f"wanted 1 to {self.num_tokens} tokens, found {num_tokens}")
+            raise ValueError(f"there must be 1 to {self.num_tokens} tokens, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
         self.__dict__.pop("plan", None)
@@ -221,15 +221,15 @@ class LoadTicket:
         """
         layout = self._tier.layout
         if self._state is not TicketState.OPEN:
-            raise ValueError(f"wanted an open load of {self.key!r}, found one that is {self._state.value}")
+            raise ValueError(f"there must be an open load of {self.key!r}, got one that is {self._state.value}")
         if not 0 <= layer < layout.num_layers:
-            raise ValueError(f"wanted a layer below {layout.num_layers}, found {layer}")
+            raise ValueError(f"there must be a layer below {layout.num_layers}, got {layer}")
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
         _check_array("dst", dst, layout.numpy_dtype, (2, num_slots, layout.num_kv_heads, layout.head_dim))
         if num_slots < self.num_tokens or not dst.flags.writeable:
             raise ValueError(
-                f"dst wanted room for {self.num_tokens} tokens, writable; "
-                f"found {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
+                f"dst must be room for {self.num_tokens} tokens, writable; "
+                f"got {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []
         stretches, parts = self.plan
@@ -307,4 +307,4 @@ def _as_blocks(kv: np.ndarray, block_tokens: int) -> np.ndarray:
 def _check_array(name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     if array.shape != shape or array.dtype != dtype:
         wanted = ", ".join("any" if size < 0 else str(size) for size in shape)
-        raise ValueError(f"{name} wanted {dtype}[{wanted}], found {array.dtype}{list(array.shape)}")
+        raise ValueError(f"{name} must be {dtype}[{wanted}], got {array.dtype}{list(array.shape)}")

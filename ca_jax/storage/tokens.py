@@ -58,8 +58,8 @@ class TokenPlaces:
         for start, length in self.runs:
             if start <= behind or length <= 0:
                 raise ValueError(
-                    "wanted runs of tokens that ascend and do not touch, "
-                    f"found {length} from place {start} behind one that ends at {behind}"
+                    "there must be runs of tokens that ascend and do not touch, "
+                    f"got {length} from place {start} behind one that ends at {behind}"
                 )
             behind = start + length
 
@@ -146,7 +146,7 @@ class TokenPlaces:
           ValueError: the mask is of another length.
         """
         if kept.shape != (self.num_tokens,):
-            raise ValueError(f"kept wanted bool[{self.num_tokens}], found {kept.dtype}{list(kept.shape)}")
+            raise ValueError(f"kept must be bool[{self.num_tokens}], got {kept.dtype}{list(kept.shape)}")
         places = self.to_array()[kept]
         blocks = places // block_tokens
         is_first = np.diff(blocks, prepend=-1) > 0
@@ -206,7 +206,9 @@ class Lineage:
 
     def __post_init__(self) -> None:
         if self.num_dropped < 0 or (self.num_plain is not None and self.num_plain < 0):
-            raise ValueError(f"wanted num_dropped and num_plain >= 0, found {self.num_dropped} and {self.num_plain}")
+            raise ValueError(
+                f"there must be num_dropped and num_plain >= 0, got {self.num_dropped} and {self.num_plain}"
+            )
 
     def plain_tokens(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens may be served to any session of the same tokens."""

@@ -76,7 +76,7 @@ class Transfers:
         entry = self._index.get(key)
         reserved = entry.num_reserved_tokens if entry else 0
         if start_token != reserved:
-            raise ValueError(f"save of {key!r} wanted to start at token {reserved}, found start_token={start_token}")
+            raise ValueError(f"save of {key!r} must start at token {reserved}, got start_token={start_token}")
         entry = entry or self._new_entry(key, owner)
         self._placement.give_up_fetch(entry)  # What comes would be older than what is saved now.
         start_place = entry.num_reserved_places
@@ -118,13 +118,13 @@ class Transfers:
         entry = self._entry_of(ticket)
         if entry.open_saves[0] is not ticket:
             raise ValueError(
-                f"saves of {ticket.key!r} complete in order: wanted the one from token "
-                f"{entry.open_saves[0].start_token}, found the one from {ticket.start_token}"
+                f"saves of {ticket.key!r} complete in order: next must be the one from token "
+                f"{entry.open_saves[0].start_token}, got the one from {ticket.start_token}"
             )
         if ticket.num_missing:
             raise ValueError(
-                f"save of {ticket.key!r} wanted KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
-                f"found {ticket.num_missing} (layer, token) pairs not written"
+                f"save of {ticket.key!r} must be KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
+                f"got {ticket.num_missing} (layer, token) pairs not written"
             )
         ticket.close(TicketState.DONE)
         del entry.open_saves[0]
@@ -253,13 +253,13 @@ class Transfers:
         token_ids = as_token_ids(token_ids)
         entry = self._index.get(key)
         if entry is not None and entry.residency is not Residency.ABSENT:
-            raise ValueError(f"wanted a session of which nothing is stored, found {key!r}, of which something is")
+            raise ValueError(f"there must be a session of which nothing is stored, got {key!r}, of which something is")
         from_entry = self._index.get(source)
         if from_entry is None:
             return 0
         entry = entry or self._new_entry(key, owner)
         if entry.owner.tenant != from_entry.owner.tenant:
-            raise ValueError(f"wanted a session of tenant {entry.owner.tenant!r} to begin with, found another's")
+            raise ValueError(f"there must be a session of tenant {entry.owner.tenant!r} to begin with, got another's")
         num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]
@@ -363,7 +363,7 @@ class Transfers:
         entry = self._open_loads.pop(ticket, None)
         if entry is None:
             raise ValueError(
-                f"wanted an open load of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+                f"there must be an open load of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         ticket.close(state)
         entry.num_open_loads -= 1
@@ -377,7 +377,7 @@ class Transfers:
         entry = self._index.get(ticket.key)
         if entry is None or ticket not in entry.open_saves:
             raise ValueError(
-                f"wanted an open save of this store, found one of {ticket.key!r} that is {ticket.state.value}"
+                f"there must be an open save of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         return entry
 
@@ -390,10 +390,10 @@ def as_token_ids(token_ids: npt.ArrayLike) -> np.ndarray:
     """
     given = np.asarray(token_ids)
     if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
-        raise ValueError(f"token_ids wanted a non-empty list of integers, found {given.dtype}{list(given.shape)}")
+        raise ValueError(f"token_ids must be a non-empty list of integers, got {given.dtype}{list(given.shape)}")
     ids = given.astype(np.int32)
     if not np.array_equal(ids, given):
-        raise ValueError(f"token_ids wanted int32, found values in [{given.min()}, {given.max()}]")
+        raise ValueError(f"token_ids must be int32, got values in [{given.min()}, {given.max()}]")
     ids.flags.writeable = False
     return ids
 

@@ -320,13 +320,13 @@ def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
     """
     mask = np.asarray(discarded)
     if mask.ndim != 1 or mask.dtype != np.bool_:
-        raise ValueError(f"discarded wanted bool[T], found {mask.dtype}{list(mask.shape)}")
+        raise ValueError(f"discarded must be bool[T], got {mask.dtype}{list(mask.shape)}")
     return mask
 
 
 def _check_idle(entry: Entry) -> None:
     if entry.in_use:
         raise EntryInUseError(
-            f"wanted no open load or save of {entry.key!r}, found {entry.num_open_loads} loads and "
+            f"there must be no open load or save of {entry.key!r}, got {entry.num_open_loads} loads and "
             f"{len(entry.open_saves)} saves"
         )

@@ -221,7 +221,7 @@ def _examine_blocks(inspector: StoreInspector, examined: _Examined, contents: Co
         report(DamageReason.CORRUPT, str(error))
         return
     if tier is None:
-        report(DamageReason.MISSING, f"wanted blocks in {inspector.block_location(session.namespace)}, found none")
+        report(DamageReason.MISSING, f"there must be blocks in {inspector.block_location(session.namespace)}, got none")
         return
     rows_of = {rows.index: rows for rows in record.copy.places.by_block(layout.block_tokens)}
     for index, block_id, block, failure in _read_each(tier, record.block_ids.tolist()):
@@ -231,7 +231,10 @@ def _examine_blocks(inspector: StoreInspector, examined: _Examined, contents: Co
         elif num_rows > 0:
             if not verify_block(block, num_rows, contents.seals[index]):
                 report(
-                    DamageReason.SEAL, "wanted the bytes of its seal, found an intact block of others", index, block_id
+                    DamageReason.SEAL,
+                    "the block must hold the bytes of its seal, got an intact block of others",
+                    index,
+                    block_id,
                 )
             elif kv is not None and index in rows_of:
                 rows = rows_of[index]

@@ -80,7 +80,7 @@ class Timeline:
 
     def __init__(self, *, max_spans: int = 100_000, clock: Callable[[], float] = time.perf_counter) -> None:
         if max_spans < 0:
-            raise ValueError(f"max_spans must not be negative, found {max_spans}")
+            raise ValueError(f"max_spans must not be negative, got {max_spans}")
         self._clock = clock
         self._lock = threading.Lock()
         self._spans: collections.deque[Span] = collections.deque(maxlen=max_spans)
@@ -130,7 +130,7 @@ class Timeline:
             return
         _check_track(track)
         if not start_s <= end_s:
-            raise ValueError(f"span {name!r} wanted start_s <= end_s, found {start_s} and {end_s}")
+            raise ValueError(f"span {name!r} must have start_s <= end_s, got {start_s} and {end_s}")
         self._record(Span(track, name, start_s, end_s, args))
 
     def spans(self) -> list[Span]:
@@ -287,4 +287,4 @@ def _encloses(outer: Span, inner: Span) -> bool:
 
 def _check_track(track: str) -> None:
     if track not in TRACKS:
-        raise ValueError(f"track wanted one of {', '.join(TRACKS)}, found {track!r}")
+        raise ValueError(f"track must be one of {', '.join(TRACKS)}, got {track!r}")

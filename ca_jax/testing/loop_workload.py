@@ -59,7 +59,7 @@ class Tier:
           ValueError: there is no room for it.
         """
         if item.num_blocks > self.num_free:
-            raise ValueError(f"wanted {item.num_blocks} free blocks for {item.key!r}, found {self.num_free}")
+            raise ValueError(f"there must be {item.num_blocks} free blocks for {item.key!r}, got {self.num_free}")
         self.num_free -= item.num_blocks
         self.orders.add(item.key, item)
 
@@ -71,7 +71,7 @@ class Tier:
         """
         item = self.orders.get(key)
         if item is None:
-            raise ValueError(f"wanted a stored session, found {key!r}, which is none")
+            raise ValueError(f"there must be a stored session, got {key!r}, which is none")
         self.orders.remove(key)
         self.num_free += item.num_blocks
         return item

@@ -83,9 +83,9 @@ class PacedLink:
         copies_early: bool = False,
     ) -> None:
         if not bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s wanted a positive number, found {bytes_per_s}")
+            raise ValueError(f"bytes_per_s must be a positive number, got {bytes_per_s}")
         if not 0 <= layer_s < math.inf:
-            raise ValueError(f"layer_s wanted at least 0, found {layer_s}")
+            raise ValueError(f"layer_s must be at least 0, got {layer_s}")
         self._bytes_per_s = bytes_per_s
         self._layer_s = layer_s
         self._copies_early = copies_early
@@ -142,7 +142,7 @@ class DelayedTransfers:
 
     def __init__(self, max_delay_s: float, *, seed: int, timer: Timer | None = None) -> None:
         if not 0 <= max_delay_s < math.inf:
-            raise ValueError(f"max_delay_s wanted at least 0, found {max_delay_s}")
+            raise ValueError(f"max_delay_s must be at least 0, got {max_delay_s}")
         self._max_delay_s = max_delay_s
         self._seed = seed
         self._timer = timer or TimerThread()
@@ -208,7 +208,7 @@ class GatedTransfers:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._held) >= num_transfers, timeout_s):
-                raise TimeoutError(f"wanted {num_transfers} transfers before the gate, found {len(self._held)}")
+                raise TimeoutError(f"there must be {num_transfers} transfers before the gate, got {len(self._held)}")
             return tuple(transfer for transfer, _, _ in self._held)
 
     def let_through(self, transfer: Transfer | None = None, *, error: BaseException | None = None) -> Transfer:
@@ -224,7 +224,9 @@ class GatedTransfers:
         with self._changed:
             at = next((i for i, held in enumerate(self._held) if transfer in (None, held[0])), None)
             if at is None:
-                raise ValueError(f"wanted {transfer or 'a transfer'} before the gate, found {len(self._held)} others")
+                raise ValueError(
+                    f"there must be {transfer or 'a transfer'} before the gate, got {len(self._held)} others"
+                )
             found, end, fail = self._held.pop(at)
         with self._copying:
             if error is not None:

@@ -37,14 +37,14 @@ class ThreadProcesses:
         answers = list(self._answers)
         self._wait(what)
         if any(asked != what for asked, _ in answers):
-            raise ProcessesError(f"wanted all to be at {what!r}, found {[asked for asked, _ in answers]}")
+            raise ProcessesError(f"there must be all to be at {what!r}, got {[asked for asked, _ in answers]}")
         return [answer for _, answer in answers]
 
     def _wait(self, what: str) -> None:
         try:
             self._barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError as error:
-            raise ProcessesError(f"wanted all to agree on {what!r}, found one that did not") from error
+            raise ProcessesError(f"there must be all to agree on {what!r}, got one that did not") from error
 
 
 def run_together(count: int, run: Callable[[ThreadProcesses], T], timeout_s: float = 300.0) -> list[T]:

@@ -50,7 +50,7 @@ class TimerThread:
         """
         with self._changed:
             if self._closed:
-                raise ValueError("wanted an open timer, found one that was closed")
+                raise ValueError("there must be an open timer, got one that was closed")
             heapq.heappush(self._actions, (due_s, next(self._order), action))
             self._changed.notify_all()
 

@@ -217,7 +217,7 @@ def write_tiny_hf(
       ValueError: the vocabulary has no room for the tokenizer's 256 ids.
     """
     if tokenizer and config.vocab_size < 256:
-        raise ValueError(f"the byte tokenizer wants a vocab_size of at least 256, found {config.vocab_size}")
+        raise ValueError(f"the byte tokenizer's vocab_size must be at least 256, got {config.vocab_size}")
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     described = hf_config(config)

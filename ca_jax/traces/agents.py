@@ -62,7 +62,7 @@ def agent_files(path: str | os.PathLike[str]) -> list[Path]:
         return [path]
     paths = sorted(path.glob("*.jsonl"))
     if not paths:
-        raise FileNotFoundError(f"{path}: wanted at least one file *.jsonl, found none")
+        raise FileNotFoundError(f"{path}: there must be at least one file *.jsonl, got none")
     return paths
 
 

@@ -58,7 +58,7 @@ class Row:
     def error(self, field: str, wanted: str) -> TraceError:
         """What to raise of a field that is not as wanted."""
         found = "nothing" if field not in self._fields else _shorten(self._fields[field])
-        return TraceError(f"{self._where}: `{field}` wanted {wanted}, found {found}")
+        return TraceError(f"{self._where}: `{field}` must be {wanted}, got {found}")
 
     def number(self, field: str) -> float:
         """A field that is a finite number, or text that spells one.
@@ -123,12 +123,16 @@ def json_rows(path: str | os.PathLike[str], bad_rows: BadRows) -> Iterator[Row]:
             try:
                 fields = json.loads(text)
             except ValueError as error:  # RecursionError apart, all that json raises.
-                bad_rows.take(TraceError(f"{path}, line {line}: wanted a JSON object, found {_shorten(text)}: {error}"))
+                bad_rows.take(
+                    TraceError(f"{path}, line {line}: contents must be a JSON object, got {_shorten(text)}: {error}")
+                )
                 continue
             if isinstance(fields, dict):
                 yield Row(Path(path), line, fields)
             else:
-                bad_rows.take(TraceError(f"{path}, line {line}: wanted a JSON object, found {_shorten(fields)}"))
+                bad_rows.take(
+                    TraceError(f"{path}, line {line}: contents must be a JSON object, got {_shorten(fields)}")
+                )
 
 
 def csv_rows(path: str | os.PathLike[str], bad_rows: BadRows, columns: Mapping[str, Iterable[str]]) -> Iterator[Row]:
@@ -151,14 +155,16 @@ def csv_rows(path: str | os.PathLike[str], bad_rows: BadRows, columns: Mapping[s
             wanted = [name.lower() for name in names]
             found = [header.index(name) for name in wanted if name in header]
             if not found:
-                raise TraceError(f"{path}, line 1: `{field}` wanted a column of {', '.join(wanted)}; found {header}")
+                raise TraceError(f"{path}, line 1: `{field}` must be a column of {', '.join(wanted)}; got {header}")
             places[field] = found[0]
         for cells in reader:
             if not cells:
                 continue
             if len(cells) != len(header):
                 bad_rows.take(
-                    TraceError(f"{path}, line {reader.line_num}: wanted {len(header)} fields, found {_shorten(cells)}")
+                    TraceError(
+                        f"{path}, line {reader.line_num}: there must be {len(header)} fields, got {_shorten(cells)}"
+                    )
                 )
                 continue
             yield Row(Path(path), reader.line_num, {field: cells[place] for field, place in places.items()})

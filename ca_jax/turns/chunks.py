@@ -39,7 +39,7 @@ class ChunkSpan:
     def __post_init__(self) -> None:
         if self.start < 0 or self.num_tokens < 1:
             raise ValueError(
-                f"wanted a chunk of at least 1 token from place 0 on, found {self.num_tokens} from {self.start} on"
+                f"a chunk must be at least 1 token from place 0 on, got {self.num_tokens} from {self.start} on"
             )
 
     @property
@@ -75,10 +75,10 @@ def split_text(text: str, separator: str) -> list[str]:
       EmptyMessageError: the text has no piece that is not blank.
     """
     if not separator:
-        raise InvalidRequestError("wanted a separator of chunks of at least one character, found an empty one")
+        raise InvalidRequestError("the separator of chunks must be at least one character, got an empty one")
     pieces = [piece.strip("\r\n") for piece in text.split(separator) if piece.strip()]
     if not pieces:
-        raise EmptyMessageError("wanted a text with at least one chunk in it, found a blank one")
+        raise EmptyMessageError("a text must have at least one chunk in it, got a blank one")
     return pieces
 
 
@@ -94,7 +94,7 @@ def split_tokens(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
       EmptyMessageError: there are no tokens.
     """
     if num_tokens < 1:
-        raise InvalidRequestError(f"wanted chunks of at least 1 token, found {num_tokens}")
+        raise InvalidRequestError(f"chunks must be at least 1 token, got {num_tokens}")
     if not len(token_ids):
-        raise EmptyMessageError("wanted at least one token to make chunks of, found none")
+        raise EmptyMessageError("a chunk must have at least one token, got none")
     return [list(token_ids[start : start + num_tokens]) for start in range(0, len(token_ids), num_tokens)]

@@ -256,12 +256,12 @@ class Conversation:
             unpacker = zlib.decompressobj()
             whole = unpacker.decompress(data)
             if not unpacker.eof:
-                raise ValueError("wanted all of it, found it cut short")
+                raise ValueError("a conversation must be there whole, got it cut short")
             fields: dict[str, Any] = {}
             for part in (whole, *unpacker.unused_data.splitlines()):
                 _add(fields, json.loads(part))
             if not np.isfinite(fields["attention"]).all():
-                raise ValueError("wanted attention as finite numbers, found others")
+                raise ValueError("attention must be finite numbers, got others")
             messages = [_message(each) for each in fields["messages"]]
             if fields["format"] < _FORMAT:
                 fields |= _without_contexts(fields, messages)
@@ -281,18 +281,18 @@ class Conversation:
                 **{name: fields[name] for name in _PACKED},
             )
         except (zlib.error, KeyError, TypeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"wanted a conversation, found {len(data)} other bytes: {error}") from error
+            raise ValueError(f"the bytes must be a conversation, got {len(data)} other bytes: {error}") from error
 
 
 def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
     """Puts what a part says of a conversation behind what those before it have said."""
     if part["format"] not in _READABLE:
-        raise ValueError(f"wanted a conversation of format {_FORMAT}, found {part['format']!r}")
+        raise ValueError(f"a conversation must be of format {_FORMAT}, got {part['format']!r}")
     for name, dtype in _PACKED.items():
         part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
     behind = part.get("behind") or {}
     if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
-        raise ValueError(f"wanted what comes behind what is there, found what comes behind {behind}")
+        raise ValueError(f"an addition must come behind what is there, got one behind {behind}")
     for name in behind:
         fields[name] += part.pop(name)
     fields.update(part)

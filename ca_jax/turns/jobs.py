@@ -237,7 +237,7 @@ class Job:
     def completion(self) -> Completion:
         """The answer of a job that has ended well."""
         if self.finish_reason is None:
-            raise ValueError(f"wanted a finished job, found job {self.job_id} with {len(self.output_ids)} tokens")
+            raise ValueError(f"the job must have ended, got job {self.job_id} with {len(self.output_ids)} tokens")
         return Completion(
             token_ids=list(self.output_ids),
             text=self.output.text,

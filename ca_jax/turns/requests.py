@@ -80,7 +80,7 @@ class SamplingParams:
         )
         for name, holds, wanted in checks:
             if not holds:
-                raise InvalidRequestError(f"{name} wanted {wanted}, found {getattr(self, name)!r}")
+                raise InvalidRequestError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
 
 class FinishReason(enum.Enum):

@@ -141,7 +141,7 @@ def test_compute_alone_is_the_engines_own(wordless, ratio):
             pytest.raises(BenchError, match="a load of 2 chunks must find all of them in DRAM, got 1"),
             apart.loaded_context([chunks[0], question]),
         ):
-            pytest.fail("wanted no context")
+            pytest.fail("there must be no context")
         for chunk in chunks:
             assert stores[0].drop(engine._kv.chunks.key(chunk, "")), "it is there, and not in use"
         apart.close()

@@ -147,7 +147,7 @@ def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, m
 def test_tiers_in_memory_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.disk.cached_share", lambda path: 1.0)
     with pytest.raises(BenchError, match="ssd_dir must be on a disk"), scratch_on_disk(str(tmp_path)):
-        pytest.fail("wanted no directory")
+        pytest.fail("there must be no directory")
     assert list(tmp_path.iterdir()) == []
 
 

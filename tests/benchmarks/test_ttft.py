@@ -142,10 +142,10 @@ def test_a_history_the_store_has_not_all_of_is_no_load(model, apart):
         pytest.raises(BenchError, match="a load of 41 tokens must find all of them in DRAM, got 20"),
         alone.loaded(session),
     ):
-        pytest.fail("wanted no history")
+        pytest.fail("there must be no history")
     session.rewind(20)
     with alone.loaded(session) as loaded:
         assert loaded.num_tokens == 20
     engine.drop_stored(session)
     with pytest.raises(BenchError, match=r"a load of 20 tokens .* got 0"), alone.loaded(session):
-        pytest.fail("wanted no history")
+        pytest.fail("there must be no history")

@@ -66,12 +66,15 @@ def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(d
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a,1,2,3,4,A\nb,1,2,3,B\n", r"bad_dev\.csv:2: wanted a question, four .* found 5 columns, the last 'B'"),
-        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: wanted .* found 6 columns, the last 'E'"),
-        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: wanted .* the last '4'"),
-        ("alone\n", r"bad_dev\.csv:1: wanted .* found 1 columns"),
-        ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1: wanted CSV, found unexpected end of data"),
-        ("question,a,b,c,d,answer\n", r"wanted questions, found none in .*bad_dev\.csv"),
+        (
+            "a,1,2,3,4,A\nb,1,2,3,B\n",
+            r"bad_dev\.csv:2: there must be a question, four .* found 5 columns, the last 'B'",
+        ),
+        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: there must be .* found 6 columns, the last 'E'"),
+        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: there must be .* the last '4'"),
+        ("alone\n", r"bad_dev\.csv:1: there must be .* found 1 columns"),
+        ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1: there must be CSV, got unexpected end of data"),
+        ("question,a,b,c,d,answer\n", r"there must be questions, got none in .*bad_dev\.csv"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, content, message):
@@ -82,7 +85,9 @@ def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, content, message
 
 def test_a_directory_without_questions_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(EvaluationError, match=r"wanted a directory of \*_dev.csv files, found .* to have none"):
+        with pytest.raises(
+            EvaluationError, match=r"there must be a directory of \*_dev.csv files, got .* to have none"
+        ):
             read_questions(path)
 
 
@@ -136,13 +141,13 @@ def test_items_are_drawn_by_the_seed(directory):
 
 def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):
     assert ask(directory, max_tokens=None).preamble_tokens == 2 * 384 + 64
-    with pytest.raises(EvaluationError, match="max_tokens above the window of 384 to overflow it, found 300"):
+    with pytest.raises(EvaluationError, match="max_tokens above the window of 384 to overflow it, got 300"):
         run_mmlu(kit.tiny_model(), ask(directory, max_tokens=300), ignore)
     (tmp_path / "own.txt").write_text("short")
-    with pytest.raises(EvaluationError, match=r"at least 385 tokens .* found 5 in .*own\.txt"):
+    with pytest.raises(EvaluationError, match=r"at least 385 tokens .* got 5 in .*own\.txt"):
         run_mmlu(kit.tiny_model(), ask(directory, preamble=str(tmp_path / "own.txt")), ignore)
     (tmp_path / "wikitext_b.txt").unlink()
-    with pytest.raises(EvaluationError, match=r"wanted a preamble, or a wikitext\*\.txt beside"):
+    with pytest.raises(EvaluationError, match=r"there must be a preamble, or a wikitext\*\.txt beside"):
         run_mmlu(kit.tiny_model(), ask(directory), ignore)
-    with pytest.raises(ValueError, match="num_shots wanted at least 0, found -1"):
+    with pytest.raises(ValueError, match="num_shots must be at least 0, got -1"):
         ask(directory, num_shots=-1)

@@ -185,14 +185,14 @@ def test_max_items_are_the_first_ones(path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Blends(ratios=(0.1, 1.5)), "ratios wanted shares in .0, 1., found 1.5"),
+        (lambda: Blends(ratios=(0.1, 1.5)), "ratios must be shares in .0, 1., got 1.5"),
         (lambda: Blends(ratios=()), "at least one ratio and selection"),
-        (lambda: Blends(selections=("best",)), "selections wanted some of hkvd, spread, random, first; found 'best'"),
+        (lambda: Blends(selections=("best",)), "selections must be some of hkvd, spread, random, first; got 'best'"),
         (lambda: Blends(ratios=(0.1, 0.1)), "each ratio and selection once"),
         (lambda: Blends(other_ratios=(-1.0,)), "found -1.0"),
-        (lambda: Blends(positions=0), "positions wanted at least 1"),
-        (lambda: RagConfig(baselines=("reuse", "x")), f"baselines wanted some of {', '.join(BASELINES)}; found 'x'"),
-        (lambda: RagConfig(summary_tokens=0), "summary_tokens of at least 1, found 16 and 0"),
+        (lambda: Blends(positions=0), "positions must be at least 1"),
+        (lambda: RagConfig(baselines=("reuse", "x")), f"baselines must be some of {', '.join(BASELINES)}; got 'x'"),
+        (lambda: RagConfig(summary_tokens=0), "summary_tokens of at least 1, got 16 and 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(make, message):

@@ -87,7 +87,7 @@ def test_figure_8_is_spearmans_correlation_of_neighbouring_layers(path, deviatio
 
 def test_what_has_no_deviation_is_refused(path):
     config = RagConfig(chunking=chunking(path, num_chunks=1), figure=7)
-    with pytest.raises(EvaluationError, match=r"at least 2 chunks, found 1 in items\.json:0"):
+    with pytest.raises(EvaluationError, match=r"at least 2 chunks, got 1 in items\.json:0"):
         run_deviation(kit.tiny_model(), config, ignore)
-    with pytest.raises(ValueError, match="figure wanted one of 6, 7, 8; found 9"):
+    with pytest.raises(ValueError, match="figure must be one of 6, 7, 8; got 9"):
         run_deviation(kit.tiny_model(), RagConfig(chunking=chunking(path), figure=9), ignore)

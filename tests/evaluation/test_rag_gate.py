@@ -60,13 +60,13 @@ def test_ratios_are_tried_from_full_reuse_to_the_largest(tmp_path):
 
 def test_what_a_gate_cannot_judge_is_refused(tmp_path):
     path = write(tmp_path / "a.json", ITEMS)
-    with pytest.raises(EvaluationError, match="at least 2 items to say how sure a mean is, found 1"):
+    with pytest.raises(EvaluationError, match="at least 2 items to say how sure a mean is, got 1"):
         run_gate(kit.tiny_model(), GateConfig(chunking=chunking(path, max_items=1)), ignore)
-    with pytest.raises(EvaluationError, match=r"at least 2 chunks, found 1 in a\.json:0"):
+    with pytest.raises(EvaluationError, match=r"at least 2 chunks, got 1 in a\.json:0"):
         run_gate(kit.tiny_model(), GateConfig(chunking=chunking(path, num_chunks=1)), ignore)
-    with pytest.raises(ValueError, match="found neither"):
+    with pytest.raises(ValueError, match="got neither"):
         GateConfig(max_kl_share=None)
-    with pytest.raises(ValueError, match="max_kl wanted a bound above 0, found 0"):
+    with pytest.raises(ValueError, match="max_kl must be a bound above 0, got 0"):
         GateConfig(max_kl=0)
-    with pytest.raises(ValueError, match="one selection, found hkvd, first"):
+    with pytest.raises(ValueError, match="one selection, got hkvd, first"):
         GateConfig(blends=Blends(selections=("hkvd", "first")))

@@ -32,19 +32,22 @@ def test_both_kinds_of_file_are_read_and_folders_in_the_order_of_numbers(tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "wanted a list of items with ctxs, question and answers, or an object .*; found an empty list"),
+        ([], "there must be a list of items with ctxs, question and answers, or an object .*; got an empty list"),
         ("text", "found str"),
-        ([1], "a.json:0: wanted an item with ctxs, .*; found int"),
-        ([ITEMS[0], {"ctxs": [], "question": "?"}], "a.json:1: wanted an item .*; found none of answers"),
+        ([1], "a.json:0: there must be an item with ctxs, .*; got int"),
+        ([ITEMS[0], {"ctxs": [], "question": "?"}], "a.json:1: there must be an item .*; got none of answers"),
         ([{**ITEMS[0], "ctxs": ["text"]}], "found other ctxs"),
-        ([{**ITEMS[0], "ctxs": []}], "a.json:0: wanted at least one text, found none"),
-        ([{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}], "wanted text 1 to have something in it, found None"),
-        ([{**ITEMS[0], "question": " "}], "a.json:0: wanted a question, found ' '"),
-        ([{**ITEMS[0], "answers": "one"}], "wanted answers, a list of strings; found 'one'"),
-        ({"a": 1}, "wanted an object with texts by number from 0 on and query, or a list of items; found a"),
-        ({**EXAMPLE, "chunk_num": "three"}, "wanted chunk_num, a number of texts; found 'three'"),
-        ({**EXAMPLE, "chunk_num": "4"}, "wanted 4 texts from 0 on, found no 2, 3"),
-        ({**EXAMPLE, "1": ""}, "wanted text 1 to have something in it, found ''"),
+        ([{**ITEMS[0], "ctxs": []}], "a.json:0: there must be at least one text, got none"),
+        (
+            [{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}],
+            "there must be text 1 to have something in it, got None",
+        ),
+        ([{**ITEMS[0], "question": " "}], "a.json:0: there must be a question, got ' '"),
+        ([{**ITEMS[0], "answers": "one"}], "there must be answers, a list of strings; got 'one'"),
+        ({"a": 1}, "there must be an object with texts by number from 0 on and query, or a list of items; got a"),
+        ({**EXAMPLE, "chunk_num": "three"}, "there must be chunk_num, a number of texts; got 'three'"),
+        ({**EXAMPLE, "chunk_num": "4"}, "there must be 4 texts from 0 on, got no 2, 3"),
+        ({**EXAMPLE, "1": ""}, "there must be text 1 to have something in it, got ''"),
     ],
 )
 def test_what_is_no_file_of_items_is_refused(tmp_path, content, message):
@@ -54,12 +57,12 @@ def test_what_is_no_file_of_items_is_refused(tmp_path, content, message):
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(EvaluationError, match=r"wanted a JSON file of items, found .*a.json: Expecting"):
+    with pytest.raises(EvaluationError, match=r"there must be a JSON file of items, got .*a.json: Expecting"):
         read_items(tmp_path / "a.json")
-    with pytest.raises(EvaluationError, match=r"found .*none.json: No such file"):
+    with pytest.raises(EvaluationError, match=r"got .*none.json: No such file"):
         read_items(tmp_path / "none.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(EvaluationError, match=r"wanted a folder with .json files of items, found none in .*empty"):
+    with pytest.raises(EvaluationError, match=r"there must be a folder with .json files of items, got none in .*empty"):
         read_items(tmp_path / "empty")
 
 
@@ -81,7 +84,7 @@ def test_a_model_that_wants_a_first_token_has_it_before_the_chunks(tmp_path):
     items = read_items(write(tmp_path / "a.json", ITEMS))
     prompt = prompts_of(dataclasses.replace(model, tokenizer=tokenizer), items, chunking(tmp_path))[0]
     assert (prompt.head, prompt.chunk_starts[:2], prompt.context_ids[:2]) == ((7,), [1, 49], [7, ord("T")])
-    with pytest.raises(EvaluationError, match="wanted a model with a tokenizer"):
+    with pytest.raises(EvaluationError, match="there must be a model with a tokenizer"):
         prompts_of(dataclasses.replace(model, tokenizer=None), items, chunking(tmp_path))
 
 
@@ -89,12 +92,12 @@ def test_prompts_beyond_the_window_are_refused_by_how_much(tmp_path):
     asked = prompts(tmp_path / "a.json", chunk_tokens=512)
     num_tokens = max(len(prompt.context_ids) + len(prompt.question_ids) for prompt in asked)
     check_window(kit.tiny_model(), asked, 512 - num_tokens)
-    with pytest.raises(EvaluationError, match=rf"window of 512 tokens, found {num_tokens} in a.json:\d: 3 too many"):
+    with pytest.raises(EvaluationError, match=rf"window of 512 tokens, got {num_tokens} in a.json:\d: 3 too many"):
         check_window(kit.tiny_model(), asked, 515 - num_tokens)
 
 
 def test_chunkings_that_are_none_are_refused():
-    with pytest.raises(ValueError, match="num_chunks wanted at least 1, found 0"):
+    with pytest.raises(ValueError, match="num_chunks must be at least 1, got 0"):
         Chunking(num_chunks=0)
-    with pytest.raises(ValueError, match=r"instruction wanted \{question\} in it, found 'Say'"):
+    with pytest.raises(ValueError, match=r"instruction must be \{question\} in it, got 'Say'"):
         Chunking(instruction="Say")

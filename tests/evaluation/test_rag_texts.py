@@ -32,7 +32,11 @@ def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(path
 
 
 def test_too_few_or_no_conversations_are_refused(path, tmp_path):
-    with pytest.raises(EvaluationError, match=r"wanted 16 prompts of 2 conversations with at least 78 .* found 2 in "):
+    with pytest.raises(
+        EvaluationError, match=r"there must be 16 prompts of 2 conversations with at least 78 .* got 2 in "
+    ):
         conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30), path)
-    with pytest.raises(EvaluationError, match="wanted data, or conversations to make prompts of; no ShareGPT file"):
+    with pytest.raises(
+        EvaluationError, match="there must be data, or conversations to make prompts of; no ShareGPT file"
+    ):
         conversation_prompts(kit.tiny_model(), Chunking(), tmp_path / "none.json")

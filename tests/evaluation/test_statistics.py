@@ -22,9 +22,9 @@ def test_wilson_intervals_are_newcombes(num_right, num, low, high):
 def test_wilson_intervals_stay_in_range():
     assert wilson_interval(0, 3)[0] == pytest.approx(0, abs=1e-12)
     assert wilson_interval(3, 3)[1] == pytest.approx(1)
-    with pytest.raises(ValueError, match="found 0 of 0"):
+    with pytest.raises(ValueError, match="got 0 of 0"):
         wilson_interval(0, 0)
-    with pytest.raises(ValueError, match="found 4 of 3"):
+    with pytest.raises(ValueError, match="got 4 of 3"):
         wilson_interval(4, 3)
 
 
@@ -33,7 +33,7 @@ def test_wilson_intervals_stay_in_range():
 )
 def test_mcnemar_is_the_sign_test_on_what_differs(only_first, only_second, p):
     assert mcnemar_p(only_first, only_second) == p
-    with pytest.raises(ValueError, match="found -1"):
+    with pytest.raises(ValueError, match="got -1"):
         mcnemar_p(-1, only_second)
 
 
@@ -50,7 +50,7 @@ def test_a_short_last_block_counts_by_its_length():
     estimate = block_estimate([1, 2, 6], 2)  # Sums 3 and 6 where a mean of 3 wants 6 and 3.
     assert (estimate.mean, estimate.stderr) == (3, pytest.approx(math.sqrt(2 * (9 + 9)) / 3))
     assert block_estimate([1, 2], 2).stderr is None
-    with pytest.raises(ValueError, match="found 0 in blocks of 2"):
+    with pytest.raises(ValueError, match="got 0 in blocks of 2"):
         block_estimate([], 2)
 
 
@@ -82,5 +82,5 @@ def test_items_of_a_cluster_are_drawn_together():
     assert twice == pytest.approx(alone)
     independent = paired_interval(differences * 2, range(16), seed=3)
     assert independent[1] - independent[0] < alone[1] - alone[0]
-    with pytest.raises(ValueError, match="found 8 and 3"):
+    with pytest.raises(ValueError, match="got 8 and 3"):
         paired_interval(differences, "abc")

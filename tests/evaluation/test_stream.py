@@ -301,7 +301,7 @@ def test_drift_is_added_behind_the_first_tokens(tmp_path):
 
 
 def test_the_drift_of_another_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"drift wanted .* of the model with fingerprint"):
+    with pytest.raises(ValueError, match=r"drift must be .* of the model with fingerprint"):
         a_stream("ca", drift=a_drift(tmp_path, fingerprint="another"))
 
 
@@ -355,10 +355,10 @@ def test_an_answer_ends_with_its_stop_token():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 513, "step_tokens": 32}, "the model's context window; found step_tokens=32 and window=513"),
-        ({"window": 16, "step_tokens": 32}, "wanted 0 < step_tokens <= window <= 512"),
+        ({"window": 513, "step_tokens": 32}, "the model's context window; got step_tokens=32 and window=513"),
+        ({"window": 16, "step_tokens": 32}, "there must be 0 < step_tokens <= window <= 512"),
         ({"step_tokens": 0}, "found step_tokens=0 and window=96"),
-        ({"keep_first_tokens": 96}, "keep_first_tokens wanted fewer than the context window of 96 tokens, found 96"),
+        ({"keep_first_tokens": 96}, "keep_first_tokens must be fewer than the context window of 96 tokens, got 96"),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
@@ -369,7 +369,7 @@ def test_what_does_not_fit_is_refused(options, message):
 def test_a_step_that_does_not_fit_beside_the_first_tokens_is_refused():
     stream = a_stream(keep_first_tokens=70)
     stream.feed(TOKENS[:90])
-    with pytest.raises(ContextWindowError, match="at most 26 tokens at once beside the 70 first that stay, found 32"):
+    with pytest.raises(ContextWindowError, match="at most 26 tokens at once beside the 70 first that stay, got 32"):
         stream.feed(TOKENS[:40])
     assert len(stream.token_ids) == 90
 
@@ -381,5 +381,5 @@ def test_tokens_that_are_none_are_refused(token_ids, message):
 
 
 def test_an_empty_stream_has_no_next_token():
-    with pytest.raises(ValueError, match="wanted a stream that was fed, found an empty one"):
+    with pytest.raises(ValueError, match="there must be a stream that was fed, got an empty one"):
         a_stream().logits()

@@ -29,14 +29,14 @@ def test_ids_are_the_first_of_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.md", "text", r"wanted a text in a \.txt or \.jsonl file, found .*a\.md"),
-        ("a.txt", " \n", r"wanted text, found none in .*a\.txt"),
-        ("a.txt", b"ab\xff", r"wanted UTF-8, found byte 2 of .*a\.txt"),
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: wanted a JSON object, found Expecting value"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: wanted a JSON object, found list"),
-        ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: wanted a row with a string `text`, found txt, id"),
-        ("a.jsonl", '{"text": 7}\n', r"a\.jsonl:1: wanted a row with a string `text`, found text"),
-        ("a.jsonl", "\n", r"wanted text, found none in .*a\.jsonl"),
+        ("a.md", "text", r"there must be a text in a \.txt or \.jsonl file, got .*a\.md"),
+        ("a.txt", " \n", r"there must be text, got none in .*a\.txt"),
+        ("a.txt", b"ab\xff", r"there must be UTF-8, got byte 2 of .*a\.txt"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: contents must be a JSON object, got Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: contents must be a JSON object, got list"),
+        ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: there must be a row with a string `text`, got txt, id"),
+        ("a.jsonl", '{"text": 7}\n', r"a\.jsonl:1: there must be a row with a string `text`, got text"),
+        ("a.jsonl", "\n", r"there must be text, got none in .*a\.jsonl"),
     ],
 )
 def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, message):
@@ -45,16 +45,16 @@ def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, mess
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(EvaluationError, match=r"wanted a file to read, found .*none\.txt: No such file"):
+    with pytest.raises(EvaluationError, match=r"there must be a file to read, got .*none\.txt: No such file"):
         read_text(tmp_path / "none.txt")
 
 
 def test_a_text_must_overflow_the_window(tmp_path):
     path = tmp_path / "a.txt"
     check_overflows(101, window=100, path=path, max_tokens=500)
-    with pytest.raises(
-        EvaluationError, match=r"at least 101 tokens to overflow a window of 100, found 100 in .*a\.txt"
-    ):
+    with pytest.raises(EvaluationError, match=r"at least 101 tokens to overflow a window of 100, got 100 in .*a\.txt"):
         check_overflows(100, window=100, path=path, max_tokens=500)
-    with pytest.raises(EvaluationError, match="wanted max_tokens above the window of 100 to overflow it, found 90"):
+    with pytest.raises(
+        EvaluationError, match="there must be max_tokens above the window of 100 to overflow it, got 90"
+    ):
         check_overflows(90, window=100, path=path, max_tokens=90)

@@ -322,7 +322,7 @@ def test_it_runs_from_the_command_line(tmp_path, filled):
 def test_errors_go_to_stderr(tmp_path):
     nowhere = tmp_path / "none"
     for arguments, message in (
-        (("show", "x"), f"wanted a store's directory, found nothing at {nowhere}"),
+        (("show", "x"), f"there must be a store's directory, got nothing at {nowhere}"),
         (("show", "x", "y"), "arguments must be a command and at most one session, got show x y"),
         ((f"--json_out={tmp_path}",), f"json_out must be a file, got the directory {tmp_path}"),
     ):

@@ -26,7 +26,7 @@ MESHES = [(1, 2), (1, 4), (2, 2)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    assert len(jax.devices()) == 4, "wanted four devices: this file is run by tests/models/test_load_sharded.py"
+    assert len(jax.devices()) == 4, "there must be four devices: this file is run by tests/models/test_load_sharded.py"
     root = tmp_path_factory.mktemp("models")
     paths = {"safetensors": tiny.write_tiny_hf(root / "hf", CONFIG, PARAMS)}
     paths["gguf"] = tiny_gguf.write_gguf(root / "tiny.gguf", CONFIG, tiny_gguf.gguf_tensors(CONFIG, PARAMS))
@@ -66,7 +66,7 @@ def tiny_bytes(dtype):
 
 @pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
 def test_heads_that_cannot_be_divided_so_are_refused_before_a_weight_is_read(models, name):
-    with pytest.raises(ValueError, match=r"^tensor_parallel_size wanted one of 1, 2, 4, .* found 3"):
+    with pytest.raises(ValueError, match=r"^tensor_parallel_size must be one of 1, 2, 4, .* got 3"):
         load_model(str(models[name]), layout=layout(1, 3), progress=lambda *_: pytest.fail("read"))
 
 

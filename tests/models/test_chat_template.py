@@ -78,7 +78,7 @@ def test_messages_are_not_changed():
 
 @pytest.mark.parametrize("earlier", [[], [HELLO], [HELLO, REPLY, NEXT]])
 def test_next_turn_wants_a_reply_to_go_on_from(earlier):
-    with pytest.raises(InvalidRequestError, match=r"end with the assistant's, found ('user'|no message)"):
+    with pytest.raises(InvalidRequestError, match=r"end with the assistant's, got ('user'|no message)"):
         TEMPLATES["chatml"].next_turn(earlier, [NEXT])
 
 
@@ -91,7 +91,7 @@ def test_next_turn_wants_a_reply_to_go_on_from(earlier):
     ],
 )
 def test_a_template_that_cannot_be_continued_says_so(source, times):
-    with pytest.raises(CheckpointError, match=f"wanted the last reply to be written once, found it {times} times"):
+    with pytest.raises(CheckpointError, match=f"there must be the last reply to be written once, got it {times} times"):
         ChatTemplate(source).next_turn([HELLO, REPLY], [NEXT])
 
 

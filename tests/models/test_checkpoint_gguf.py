@@ -200,7 +200,7 @@ def test_truncation_names_the_tensor_that_is_cut(write):
     content = path.read_bytes()
     path.write_bytes(content[:-100])
     with pytest.raises(
-        CheckpointError, match=rf"tensor output\.weight: wanted .* found a file of {len(content) - 100}"
+        CheckpointError, match=rf"tensor output\.weight: there must be .* got a file of {len(content) - 100}"
     ):
         load_checkpoint(str(path))
 
@@ -222,7 +222,7 @@ def test_a_missing_tensor_is_named(write):
 def test_a_misshaped_tensor_is_named_with_both_shapes(write):
     tensors = tiny_gguf.gguf_tensors(CONFIG, PARAMS)
     tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][:-16]
-    with pytest.raises(CheckpointError, match=r"attn_q\.weight: wanted shape \(64, 64\), found \(48, 64\)"):
+    with pytest.raises(CheckpointError, match=r"attn_q\.weight: there must be shape \(64, 64\), got \(48, 64\)"):
         load_checkpoint(str(write(tensors=tensors)))
 
 

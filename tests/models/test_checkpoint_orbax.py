@@ -66,7 +66,7 @@ def test_a_model_without_tokenizer_is_converted(tmp_path):
 def test_an_output_directory_in_use_is_left_alone(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"found thesis\.txt in"):
+    with pytest.raises(CheckpointError, match=r"got thesis\.txt in"):
         convert(str(source), tmp_path / "out", "float32")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
@@ -104,14 +104,14 @@ def test_a_manifest_for_other_shapes_is_refused(converted):
     manifest = json.loads((converted / orbax.MANIFEST).read_text())
     manifest["config"]["mlp_dim"] = 256
     (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"mlp/w_gate: wanted shape \(64, 256\), found \(64, 128\)"):
+    with pytest.raises(CheckpointError, match=r"mlp/w_gate: there must be shape \(64, 256\), got \(64, 128\)"):
         load_checkpoint(str(converted))
 
 
 def test_a_manifest_of_another_format_is_refused(converted):
     manifest = json.loads((converted / orbax.MANIFEST).read_text())
     (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CheckpointError, match="wanted format 1, found 2"):
+    with pytest.raises(CheckpointError, match="there must be format 1, got 2"):
         load_checkpoint(str(converted))
 
 

@@ -102,17 +102,17 @@ def test_a_fingerprint_differs_with_all_that_the_weights_depend_on(preset):
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(UnknownModelError, match=r"one of falcon-40b, .*yi-34b; found 'llama9'"):
+    with pytest.raises(UnknownModelError, match=r"one of falcon-40b, .*yi-34b; got 'llama9'"):
         random_model("llama9")
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_a_seed_out_of_range_is_refused(seed):
     for make in (random_params, random_fingerprint):
-        with pytest.raises(ValueError, match=rf"seed wanted in \[0, 4294967296\), found {seed}"):
+        with pytest.raises(ValueError, match=rf"seed must be in \[0, 4294967296\), got {seed}"):
             make(tiny.tiny_config(), dtype="float32", seed=seed)
 
 
 def test_an_unknown_dtype_is_refused(preset):
-    with pytest.raises(ValueError, match=r"dtype must be one of .* found 'int8'"):
+    with pytest.raises(ValueError, match=r"dtype must be one of .* got 'int8'"):
         random_model(preset(), dtype="int8")

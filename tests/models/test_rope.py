@@ -49,7 +49,7 @@ def test_llama3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     short, long = wavelengths < 64 / 4, wavelengths > 64 / 1
     assert short.any()
     assert long.any()
-    assert (~short & ~long).any(), "wanted a wavelength in the band between"
+    assert (~short & ~long).any(), "there must be a wavelength in the band between"
     np.testing.assert_allclose(ratio[short], 1.0)
     np.testing.assert_allclose(ratio[long], 1 / 8)
     assert np.all((ratio[~short & ~long] > 1 / 8) & (ratio[~short & ~long] < 1))

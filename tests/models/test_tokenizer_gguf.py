@@ -191,12 +191,12 @@ def test_merges_of_tokens_that_are_not_there_are_refused():
 def test_a_token_that_is_there_twice_is_refused():
     metadata = sentencepiece()
     metadata.entries["tokenizer.ggml.tokens"][-1] = "ab"
-    with pytest.raises(CheckpointError, match="wanted 268 different tokens, found 267"):
+    with pytest.raises(CheckpointError, match="there must be 268 different tokens, got 267"):
         tokenizer_from_gguf(metadata)
 
 
 def test_scores_that_are_too_few_are_refused():
-    with pytest.raises(CheckpointError, match="wanted 268 token scores and types, found 1 and 268"):
+    with pytest.raises(CheckpointError, match="there must be 268 token scores and types, got 1 and 268"):
         tokenizer_from_gguf(sentencepiece(scores=[0.0]))
 
 

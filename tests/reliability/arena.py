@@ -161,7 +161,7 @@ class Arena:
         """Waits until conversations are on SSD alone."""
         self.engine.wait_for_saves()
         where = {info.residency for info in self.engine.stored.list()}
-        assert where <= {Residency.SSD}, f"wanted all on SSD, found {where}"
+        assert where <= {Residency.SSD}, f"there must be all on SSD, got {where}"
         self.take_counts()
 
     def begin(

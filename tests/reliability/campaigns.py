@@ -63,10 +63,10 @@ def damaged_blocks(
                 counts = arena.count(len(names))
                 if ratio is not None:
                     counts.pop("miss absent", None)
-                assert counts.keys() <= set(reasons), f"wanted counts among {reasons}, counted {counts}"
+                assert counts.keys() <= set(reasons), f"there must be counts among {reasons}, counted {counts}"
                 num_misses = counts.total()
                 is_right = num_misses == len(damaged) if ratio is None else num_misses >= len(damaged)
-                assert is_right, f"wanted {len(damaged)} misses, counted {counts}"
+                assert is_right, f"there must be {len(damaged)} misses, counted {counts}"
             arena.check_books()
             return arena.tally
 
@@ -272,20 +272,20 @@ def _expect(arena: Arena, wanted: dict[str, int], only: str = "") -> None:
     if arena.ratio is not None:
         is_right = found.keys() - wanted.keys() <= {"miss absent"}
         is_right = is_right and all(found.get(name, 0) >= number for name, number in wanted.items())
-    assert is_right, f"wanted {wanted}, counted {counts}"
+    assert is_right, f"there must be {wanted}, counted {counts}"
 
 
 def _expect_among(arena: Arena, allowed: set[str], num_faults: int = 0) -> None:
     counts = arena.count(num_faults)
     allowed = allowed if arena.ratio is None else {*allowed, "miss absent"}
-    assert counts.keys() <= allowed, f"wanted counts among {sorted(allowed)}, counted {counts}"
+    assert counts.keys() <= allowed, f"there must be counts among {sorted(allowed)}, counted {counts}"
 
 
 def _wait_until(arena: Arena, reached: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
     """Keeps the engine's tiers going until something is so."""
     give_up_s = time.monotonic() + _PATIENCE_S
     while not reached():
-        assert time.monotonic() < give_up_s, "wanted the SSD tier to go on, found it where it was"
+        assert time.monotonic() < give_up_s, "there must be the SSD tier to go on, got it where it was"
         if meanwhile is not None:
             meanwhile()
         arena.engine._wakeup.wait(arena.engine._wakeup.count, 0.05)

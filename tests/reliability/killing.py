@@ -104,7 +104,7 @@ class Nursery:
         self._process.stdin.write(f"{seed}\n".encode())
         line = self.line(_ANSWER_S)
         assert line is not None
-        assert line.startswith("start "), f"wanted a fork, found {line!r}"
+        assert line.startswith("start "), f"there must be a fork, got {line!r}"
         return int(line.split()[1])
 
     def line(self, timeout_s: float) -> str | None:
@@ -140,7 +140,7 @@ class Ledger:
         if verb == "turns":
             self.turns = int(words[0])
         elif verb == "open":
-            assert int(words[0]) == len(self.stored), f"wanted {len(self.stored)} sessions, found {words[0]}"
+            assert int(words[0]) == len(self.stored), f"there must be {len(self.stored)} sessions, got {words[0]}"
             assert int(words[1]) == 0, f"{words[1]} sessions were lost"
         elif verb == "ok":
             change, self.under_way = self.under_way, []
@@ -232,7 +232,7 @@ def _settle(directory: Path, driver: str, ledger: Ledger, report: Report) -> Non
     found, unheld = _read_disk(directory, driver)
     old, new = ledger.stored, ledger.after(ledger.under_way)
     is_old, is_new = _fits(old, found), _fits(new, found)
-    assert is_old or is_new, f"wanted {old}\nor, after {ledger.under_way}, {new}\nfound {found}"
+    assert is_old or is_new, f"there must be {old}\nor, after {ledger.under_way}, {new}\nfound {found}"
     if ledger.under_way:
         report.in_flight["old" if is_old else "new"] += 1
     ledger.stored, ledger.under_way = found, []

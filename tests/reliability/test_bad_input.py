@@ -26,22 +26,25 @@ def store_in(directory: Path, driver: str = "zarr3", **changes: object) -> Store
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dram_gib": -1.0}, "dram_gib wanted a number of GiB >= 0, found -1"),
-        ({"dram_gib": float("nan")}, "dram_gib wanted a number of GiB >= 0, found nan"),
-        ({"ssd_gib": -0.5}, "ssd_gib wanted a number of GiB >= 0, found -0.5"),
-        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib wanted a number of GiB >= 0, found -1"),
-        ({"tenant_quota_gib": -1.0}, "tenant_quota_gib wanted a number of GiB >= 0, found -1"),
-        ({"ssd_dir": "d", "ssd_gib": 0.0}, "wanted ssd_gib above 0, found 0"),
-        ({"ssd_dir": "d", "dram_gib": 0.0}, "wanted dram_gib above 0, since its blocks pass through DRAM; found 0"),
-        ({"ssd_dir": ""}, "ssd_dir wanted a directory, found an empty name"),
-        ({"ssd_url": "memory://x"}, "ssd_url wanted an ssd_dir for its catalog, found none"),
-        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_url wanted ssd_driver zarr3, found raw"),
-        ({"ssd_driver": "tape"}, "ssd_driver wanted one of zarr3, raw; found 'tape'"),
-        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s wanted seconds above 0, found 0"),
+        ({"dram_gib": -1.0}, "dram_gib must be a number of GiB >= 0, got -1"),
+        ({"dram_gib": float("nan")}, "dram_gib must be a number of GiB >= 0, got nan"),
+        ({"ssd_gib": -0.5}, "ssd_gib must be a number of GiB >= 0, got -0.5"),
+        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib must be a number of GiB >= 0, got -1"),
+        ({"tenant_quota_gib": -1.0}, "tenant_quota_gib must be a number of GiB >= 0, got -1"),
+        ({"ssd_dir": "d", "ssd_gib": 0.0}, "there must be ssd_gib above 0, got 0"),
+        (
+            {"ssd_dir": "d", "dram_gib": 0.0},
+            "there must be dram_gib above 0, since its blocks pass through DRAM; got 0",
+        ),
+        ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
+        ({"ssd_url": "memory://x"}, "ssd_url must be an ssd_dir for its catalog, got none"),
+        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_url must be ssd_driver zarr3, got raw"),
+        ({"ssd_driver": "tape"}, "ssd_driver must be one of zarr3, raw; got 'tape'"),
+        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0"),
         ({"ttl_s": -1.0}, "found -1"),
         ({"ttl_s": float("inf")}, "found inf"),
-        ({"dram_free_fraction": 1.0}, r"dram_free_fraction wanted a share in \[0, 1\), found 1"),
-        ({"eviction_policy": "random"}, "eviction_policy wanted one of .*; found 'random'"),
+        ({"dram_free_fraction": 1.0}, r"dram_free_fraction must be a share in \[0, 1\), got 1"),
+        ({"eviction_policy": "random"}, "eviction_policy must be one of .*; got 'random'"),
     ],
 )
 def test_a_config_that_cannot_be(fields, message):
@@ -51,18 +54,18 @@ def test_a_config_that_cannot_be(fields, message):
 
 @pytest.mark.parametrize("driver", workload.DRIVERS)
 def test_an_ssd_cap_below_one_block(tmp_path, driver):
-    with pytest.raises(ValueError, match=r"SSD capacity wanted at least one block of \d+ bytes .* found 1073 bytes"):
+    with pytest.raises(ValueError, match=r"SSD capacity must be at least one block of \d+ bytes .* got 1073 bytes"):
         kit.small_engine(store=store_in(tmp_path, driver, ssd_gib=1e-6))
 
 
 def test_a_dram_cap_below_one_block(tmp_path):
-    with pytest.raises(ValueError, match="found 1073"):
+    with pytest.raises(ValueError, match="got 1073"):
         kit.small_engine(store=store_in(tmp_path, dram_gib=1e-6))
 
 
 @pytest.mark.parametrize("driver", workload.DRIVERS)
 def test_an_ssd_cap_above_what_the_disk_has(tmp_path, driver):
-    with pytest.raises(ValueError, match=r"SSD capacity in .* wanted at most \d+ bytes .* found \d+"):
+    with pytest.raises(ValueError, match=r"SSD capacity in .* wanted at most \d+ bytes .* got \d+"):
         kit.small_engine(store=store_in(tmp_path, driver, ssd_gib=float(1 << 20)))
 
 
@@ -83,7 +86,7 @@ def test_a_cap_below_what_one_session_needs_is_told_when_it_matters(tmp_path):
 def test_a_directory_that_is_a_file(tmp_path, driver, below):
     file = tmp_path / "file"
     file.write_text("of somebody")
-    with pytest.raises(CatalogAccessError, match=r"wanted a directory to write in, found .*file"):
+    with pytest.raises(CatalogAccessError, match=r"there must be a directory to write in, got .*file"):
         kit.small_engine(store=store_in(file / below, driver))
     assert file.read_text() == "of somebody"
 
@@ -113,7 +116,9 @@ def unwritable(directory: Path) -> Iterator[None]:
 def test_a_directory_without_write_permission(tmp_path, below):
     with (
         unwritable(tmp_path / "store"),
-        pytest.raises(CatalogAccessError, match=r"wanted a directory to write in, found .*store.*(denied|Read-only)"),
+        pytest.raises(
+            CatalogAccessError, match=r"there must be a directory to write in, got .*store.*(denied|Read-only)"
+        ),
     ):
         kit.small_engine(store=store_in(tmp_path / "store" / below))
 
@@ -124,7 +129,7 @@ def test_a_catalog_of_another_version_is_left_alone(tmp_path):
     db = sqlite3.connect(tmp_path / CATALOG_NAME)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(CatalogVersionError, match="the catalog must be of version 3, found version 99"):
+    with pytest.raises(CatalogVersionError, match="the catalog must be of version 3, got version 99"):
         kit.small_engine(store=store_in(tmp_path))
 
 
@@ -140,19 +145,19 @@ def test_names_of_others_and_times_that_cannot_be(tmp_path):
             stored.drop,
             lambda name, tenant: stored.set_ttl(name, 1.0, tenant=tenant),
         ):
-            with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+            with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
                 call("one", tenant="b")
-            with pytest.raises(UnknownSessionError, match="wanted a session that is stored, found 'two'"):
+            with pytest.raises(UnknownSessionError, match="the session must be stored, got 'two'"):
                 call("two", tenant="b")
-        with pytest.raises(TenantError, match="'one' wanted its own tenant, found 'b'"):
+        with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
             engine.session(session_id="one", tenant="b")
         for ttl_s in (-1.0, float("nan")):
-            with pytest.raises(InvalidRequestError, match=f"ttl_s wanted a number of seconds >= 0, found {ttl_s}"):
+            with pytest.raises(InvalidRequestError, match=f"ttl_s must be a number of seconds >= 0, got {ttl_s}"):
                 engine.session(ttl_s=ttl_s)
-            with pytest.raises(ValueError, match=f"found {ttl_s}"):
+            with pytest.raises(ValueError, match=f"got {ttl_s}"):
                 stored.set_ttl("one", ttl_s, tenant="a")
         session = engine.session(session_id="one", tenant="a")
-        with pytest.raises(InvalidRequestError, match=r"wanted to keep 0\.\.\d+ tokens, found 1000"):
+        with pytest.raises(InvalidRequestError, match=r"there must be to keep 0\.\.\d+ tokens, got 1000"):
             session.rewind(1000)
         assert kit.say(session, [65]) == kit.greedy_answer(session.token_ids[:-12], 12)
         assert session.usage is not None

@@ -12,7 +12,7 @@ from tests import engine_kit as kit
 from tests.reliability import killing, workload
 from tests.reliability.arena import Arena
 
-REFUSED = "for this engine alone, found it in use by process {} on .*; stop that one"
+REFUSED = "for this engine alone, got it in use by process {} on .*; stop that one"
 
 
 @pytest.mark.parametrize("driver", workload.DRIVERS)

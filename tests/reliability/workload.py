@@ -111,7 +111,7 @@ def wait_until_nothing_moves(engine: Engine) -> None:
     """Returns when all moves have settled, those too that were given up as late, which nobody else waits for."""
     give_up_s = time.monotonic() + _PATIENCE_S
     while store_of(engine)._placement.busy:
-        assert time.monotonic() < give_up_s, "wanted the SSD tier to come to rest, found it busy"
+        assert time.monotonic() < give_up_s, "there must be the SSD tier to come to rest, got it busy"
         engine.wait_for_saves()
         engine._wakeup.wait(engine._wakeup.count, 0.05)
 
@@ -124,13 +124,13 @@ def is_whole(engine: Engine, chunk: Sequence[int]) -> bool:
     store, key = store_of(engine), engine._kv.chunks.key(chunk, "")
     give_up_s = time.monotonic() + _PATIENCE_S
     while store.request(key):
-        assert time.monotonic() < give_up_s, "wanted a chunk to be fetched, or missed, found it on its way"
+        assert time.monotonic() < give_up_s, "there must be a chunk to be fetched, or missed, got it on its way"
         engine._wakeup.wait(engine._wakeup.count, 0.05)
         store.poll()
     ticket = store.prepare_load(key, chunk)
     if ticket is None:
         return False
-    assert ticket.num_tokens == len(chunk), f"wanted {len(chunk)} tokens of a chunk, found {ticket.num_tokens}"
+    assert ticket.num_tokens == len(chunk), f"there must be {len(chunk)} tokens of a chunk, got {ticket.num_tokens}"
     layout = store.layout
     found = np.empty((layout.num_layers, 2, len(chunk), layout.num_kv_heads, layout.head_dim), np.float32)
     for layer in range(layout.num_layers):
@@ -162,7 +162,7 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     held = sorted(holders)
     assert ssd._blocks._others == {block: number - 1 for block, number in holders.items() if number > 1}
     taken = [block for block, is_taken in enumerate(tier.allocator._taken) if is_taken]
-    assert taken == held, f"the free list wanted {held} to be taken, found {taken}"
+    assert taken == held, f"the free list must be {held} to be taken, got {taken}"
     assert tier.allocator.num_free == tier.num_blocks - len(held)
     assert stats.ssd is not None
     assert stats.ssd.used_bytes == len(held) * tier.stored_block_bytes
@@ -171,11 +171,11 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     assert stats.used_bytes == len(in_dram) * store.layout.block_bytes
     assert stats.ssd.num_sessions == len(records)
     strange = strange_files(directory)
-    assert strange == [], f"wanted only files of the store, found {strange}"
+    assert strange == [], f"there must be only files of the store, got {strange}"
     stored = tier.stored_block_ids()
-    assert set(held) <= set(stored), f"wanted bytes of blocks {held}, found {stored}"
+    assert set(held) <= set(stored), f"there must be bytes of blocks {held}, got {stored}"
     if fresh and records:  # A catalog that knows nothing says nothing of whose blocks are.
-        assert stored == held, f"wanted bytes of blocks {held} alone, found {stored}"
+        assert stored == held, f"there must be bytes of blocks {held} alone, got {stored}"
 
 
 def strange_files(directory: Path) -> list[str]:

@@ -165,7 +165,7 @@ def test_the_warm_up_is_served_and_not_counted():
     assert summary.prompt_tokens == sum(each.history_tokens + each.message_tokens for each in counted)
     assert summary.totals.prefill_s == pytest.approx(sum(each.prefill_s for each in counted))
     assert summary.totals.prefill_s < metrics.prefill_s
-    with pytest.raises(ValueError, match="warmup_turns wanted fewer than the 25 turns"):
+    with pytest.raises(ValueError, match="warmup_turns must be fewer than the 25 turns"):
         summarize(dataclasses.replace(served, turns=served.turns[:25]))
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, made):
     ]
     path = str(lines_file(tmp_path / "mooncake.jsonl", *rows))
     timed = workload(TraceConfig(trace_format="mooncake", trace=path, length_scale=0.1), num_sessions=1)
-    with pytest.raises(ReplayError, match="found times of the trace's own; give an arrival_rate"):
+    with pytest.raises(ReplayError, match="got times of the trace's own; give an arrival_rate"):
         check_simulable(EngineConfig(share_prefixes=False), timed)
     for overflow, found in (
         (OverflowConfig(method="tt"), "tt that drops oldest"),
@@ -108,7 +108,7 @@ def test_what_cannot_be_simulated_is_refused(tmp_path, made):
         with pytest.raises(ReplayError, match=found):
             check_simulable(EngineConfig(overflow=overflow, share_prefixes=False), made)
     check_simulable(EngineConfig(overflow=None, share_prefixes=False), made)
-    with pytest.raises(ReplayError, match="wanted share_prefixes off"):
+    with pytest.raises(ReplayError, match="there must be share_prefixes off"):
         check_simulable(EngineConfig(), made)
 
 
@@ -137,10 +137,10 @@ def test_a_replay_is_served_recomputed_and_simulated(trace):
         (
             {"store": kit.store_of(2)},
             {},
-            r"dram_gib wanted at least 0\.\d+ GiB, the KV of a conversation of \d+ tokens",
+            r"dram_gib must be at least 0\.\d+ GiB, the KV of a conversation of \d+ tokens",
         ),
-        ({"store": kit.STORE_OFF}, {}, "dram_gib wanted at least .*; found 0"),
-        ({}, {"warmup_turns": 60}, "warmup_turns wanted fewer than the 60 turns, found 60"),
+        ({"store": kit.STORE_OFF}, {}, "dram_gib must be at least .*; got 0"),
+        ({}, {"warmup_turns": 60}, "warmup_turns must be fewer than the 60 turns, got 60"),
     ],
 )
 def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, changes, workload_changes, wanted):
@@ -160,5 +160,5 @@ def test_a_small_ssd_is_refused_too(trace, tmp_path):
         workload=WorkloadConfig(num_sessions=20),
         engine=dataclasses.replace(kit.SMALL, store=store, share_prefixes=False),
     )
-    with pytest.raises(ReplayError, match="ssd_gib wanted at least"):
+    with pytest.raises(ReplayError, match="ssd_gib must be at least"):
         replay(kit.tiny_model(), config, lambda *what: None)

@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_used_are_counted_if_they_may_be_skipped(tmp_path):
     skipping = TraceConfig(trace_format="mooncake", trace=trace.trace, skip_bad_rows=True)
     made = workload(skipping, num_sessions=2)
     assert made.skipped_rows == 2
-    assert re.search(r"line 2: `timestamp` wanted at least the 1000 ms", made.first_skipped)
+    assert re.search(r"line 2: `timestamp` must be at least the 1000 ms", made.first_skipped)
     with pytest.raises(TraceError, match=r"mooncake.jsonl, line 2: `timestamp` wanted"):
         workload(trace, num_sessions=2)
 
@@ -181,14 +181,14 @@ def test_rows_that_cannot_be_used_are_counted_if_they_may_be_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"num_sessions": 0}, "num_sessions wanted at least 1, found 0"),
-        ({"max_turns": 0}, "max_turns wanted at least 1"),
-        ({"max_answer_tokens": 1}, "max_answer_tokens wanted at least 2"),
-        ({"warmup_turns": -1}, "warmup_turns wanted at least 0"),
-        ({"arrival_rate": -1.0}, "arrival_rate wanted a number of at least 0"),
-        ({"think_time_s": float("nan")}, "think_time_s wanted a number of at least 0"),
-        ({"think_time_distribution": "even"}, "think_time_distribution wanted one of exponential"),
-        ({"seed": -1}, "seed wanted at least 0"),
+        ({"num_sessions": 0}, "num_sessions must be at least 1, got 0"),
+        ({"max_turns": 0}, "max_turns must be at least 1"),
+        ({"max_answer_tokens": 1}, "max_answer_tokens must be at least 2"),
+        ({"warmup_turns": -1}, "warmup_turns must be at least 0"),
+        ({"arrival_rate": -1.0}, "arrival_rate must be a number of at least 0"),
+        ({"think_time_s": float("nan")}, "think_time_s must be a number of at least 0"),
+        ({"think_time_distribution": "even"}, "think_time_distribution must be one of exponential"),
+        ({"seed": -1}, "seed must be at least 0"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(change, wanted):
@@ -199,9 +199,9 @@ def test_numbers_that_cannot_be_are_refused(change, wanted):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({"trace_format": "parquet", "trace": "x"}, "trace_format wanted one of sharegpt, mooncake, agents, arrivals"),
-        ({"trace_format": "mooncake"}, "trace wanted a file of the format mooncake"),
-        ({"length_scale": 0.0}, "length_scale wanted a number above 0"),
+        ({"trace_format": "parquet", "trace": "x"}, "trace_format must be one of sharegpt, mooncake, agents, arrivals"),
+        ({"trace_format": "mooncake"}, "trace must be a file of the format mooncake"),
+        ({"length_scale": 0.0}, "length_scale must be a number above 0"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(change, wanted):
@@ -210,7 +210,7 @@ def test_a_trace_that_cannot_be_is_refused(change, wanted):
 
 
 def test_more_conversations_than_there_are_and_answers_without_room_are_refused(sharegpt):
-    with pytest.raises(ReplayError, match="num_sessions wanted at most the 4 of the trace, found 5"):
+    with pytest.raises(ReplayError, match="num_sessions must be at most the 4 of the trace, got 5"):
         workload(sharegpt, num_sessions=5)
-    with pytest.raises(ReplayError, match="max_answer_tokens wanted fewer than the window of 64 tokens"):
+    with pytest.raises(ReplayError, match="max_answer_tokens must be fewer than the window of 64 tokens"):
         workload(sharegpt, num_sessions=4, window=64)

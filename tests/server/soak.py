@@ -243,7 +243,9 @@ class _Client(threading.Thread):
         with self._lock:
             self._report.num_refused += 1
             if response.status_code != wanted or "Traceback" in response.text:
-                self._report.failures.append(f"wanted {wanted}, found {response.status_code}: {response.text[:200]}")
+                self._report.failures.append(
+                    f"there must be {wanted}, got {response.status_code}: {response.text[:200]}"
+                )
 
     def _is_served(self, response: Any) -> bool:
         if response.status_code == 429:
@@ -311,4 +313,4 @@ def check(alone: Engine, asked: Asked, report: Report) -> None:
     if same < min(len(asked.text), len(expected)) and likeliest[1] - likeliest[0] < 1e-3:
         report.num_ties += 1
         return
-    report.wrong.append(f"{asked.messages[-1]['content']!r}: wanted {expected!r}, found {asked.text!r}")
+    report.wrong.append(f"{asked.messages[-1]['content']!r}: there must be {expected!r}, got {asked.text!r}")

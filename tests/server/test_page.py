@@ -65,7 +65,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     if CHROMIUM is None:
-        pytest.skip("wants chromium, found none on the path (CHROMIUM names one)")
+        pytest.skip("wants chromium, got none on the path (CHROMIUM names one)")
     with sync_api.sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield launched

@@ -46,7 +46,7 @@ def test_requests_of_a_trace_are_turns_of_sessions():
     ]
     assert (second.session_id, second.arrival_s, len(second.turns)) == ("b", 1.0, 1)
     assert stored_tokens(first) == 190
-    with pytest.raises(ValueError, match=r"in order of arrival, found one of 1\.0 after 2\.0 s"):
+    with pytest.raises(ValueError, match=r"in order of arrival, got one of 1\.0 after 2\.0 s"):
         trace_sessions([request("a", 2.0, 9), request("a", 1.0, 9)])
 
 
@@ -89,14 +89,14 @@ def test_belady_finds_no_less_than_recency_and_order_of_arrival(crowd):
 
 def test_a_store_without_room_for_the_largest_session_is_refused(crowd):
     largest = max(map(stored_tokens, crowd))
-    with pytest.raises(ValueError, match=rf"dram_bytes wanted at least .* the {largest} tokens of session"):
+    with pytest.raises(ValueError, match=rf"dram_bytes must be at least .* the {largest} tokens of session"):
         check_capacity(CONFIG, store((largest - 1) / BLOCK_TOKENS), crowd)
     check_capacity(CONFIG, store(largest / BLOCK_TOKENS), crowd)
     assert working_set_bytes(CONFIG, crowd) == sum(map(stored_tokens, crowd)) * MODEL.token_bytes
 
 
 def test_unknown_policies_and_no_sessions_are_refused(crowd):
-    with pytest.raises(ValueError, match=r"policy wanted one of scheduler_aware, .*, belady; found best"):
+    with pytest.raises(ValueError, match=r"policy must be one of scheduler_aware, .*, belady; got best"):
         compare_policies(CONFIG, store(60), ["lru", "best"], crowd)
     with pytest.raises(ValueError, match="at least one session"):
         compare_policies(CONFIG, store(60), ["lru"], [])
@@ -145,20 +145,21 @@ def test_costs_are_what_was_measured(tmp_path):
 def test_benches_that_do_not_tell_are_refused(tmp_path):
     prefill = bench(tmp_path, "prefill", [{"tokens": 10, "prefill_s": 0.1}])
     decode = bench(tmp_path, "decode", [{"batch_size": 1, "context_tokens": 10, "tokens_per_s": 5.0}])
-    with pytest.raises(ValueError, match=r"a bench of decode steps \(suite decode\), found none"):
+    with pytest.raises(ValueError, match=r"a bench of decode steps \(suite decode\), got none"):
         FittedCost.from_bench([prefill])
     with pytest.raises(ValueError, match="a bench of prefills"):
         FittedCost.from_bench([decode])
-    with pytest.raises(ValueError, match="of one model, found m float32, other float32"):
+    with pytest.raises(ValueError, match="of one model, got m float32, other float32"):
         FittedCost.from_bench([prefill, bench(tmp_path, "decode", [], model="other")])
     with pytest.raises(
-        ValueError, match=r"save_m\.json: wanted the JSON of a bench of prefill, reuse, ttft, decode; found save"
+        ValueError,
+        match=r"save_m\.json: the file must be the JSON of a bench of prefill, reuse, ttft, decode; got save",
     ):
         FittedCost.from_bench([bench(tmp_path, "save", [])])
-    with pytest.raises(ValueError, match="wanted rows as bench writes them, found KeyError"):
+    with pytest.raises(ValueError, match="there must be rows as bench writes them, got KeyError"):
         FittedCost.from_bench([bench(tmp_path, "ttft", [{"history_tokens": 5}])])
     (tmp_path / "text.json").write_text("no JSON")
-    with pytest.raises(ValueError, match=r"text\.json: wanted the JSON of a bench"):
+    with pytest.raises(ValueError, match=r"text\.json: the file must be the JSON of a bench"):
         FittedCost.from_bench([tmp_path / "text.json"])
     with pytest.raises(FileNotFoundError):
         FittedCost.from_bench([tmp_path / "nothing.json"])

@@ -52,7 +52,7 @@ def test_what_is_due_happens_in_order():
     clock.run_until(3.0)
     assert seen == [("a", 1.0), ("b", 1.0), ("made on the way", 1.75), ("c", 2.0)]
     assert (clock.now_s, clock.next_s) == (3.0, 5.0)
-    with pytest.raises(ValueError, match=r"at least 3\.0 s, found 2\.0"):
+    with pytest.raises(ValueError, match=r"at least 3\.0 s, got 2\.0"):
         clock.at(2.0, lambda: None)
 
 
@@ -171,10 +171,10 @@ def test_the_paper_s_own_figures_follow_from_the_presets():
 
 @pytest.mark.parametrize("change", [{"dram_bytes": 0}, {"ssd_bytes": -1}, {"ssd_read_bytes_per_s": 0}])
 def test_sizes_that_cannot_be_are_refused(change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))} wanted a number"):
+    with pytest.raises(ValueError, match=f"{next(iter(change))} must be a number"):
         StoreSizes(**{"dram_bytes": 1e9, **change})
 
 
 def test_a_store_under_one_block_is_refused():
-    with pytest.raises(ValueError, match="dram_bytes wanted at least a block of"):
+    with pytest.raises(ValueError, match="dram_bytes must be at least a block of"):
         server(StoreSizes(dram_bytes=BLOCK_BYTES / 2))

@@ -63,7 +63,7 @@ def test_a_double_free_is_refused_and_frees_nothing():
         free.free([0, 3])
     with pytest.raises(ValueError, match="block 1 is freed twice"):
         free.free([1, 1])
-    with pytest.raises(ValueError, match="below 4, found 4"):
+    with pytest.raises(ValueError, match="below 4, got 4"):
         free.free([4])
     assert free.num_free == 1
     free.free([0, 1, 2])
@@ -91,12 +91,12 @@ def test_taking_is_all_or_nothing():
     with pytest.raises(ValueError, match="block 5 is taken twice"):
         free.take([5, 0, 5])
     for outside in (-1, 6, 2**40):
-        with pytest.raises(ValueError, match=rf"block id in \[0, 6\), found {outside}"):
+        with pytest.raises(ValueError, match=rf"block id in \[0, 6\), got {outside}"):
             free.take([0, outside])
     for others in ([0.0], [[0]], np.zeros((1, 1), np.int64), [True], [0, 2**64]):
-        with pytest.raises(ValueError, match="wanted block ids as integers"):
+        with pytest.raises(ValueError, match="there must be block ids as integers"):
             free.take(others)
-    with pytest.raises(ValueError, match=r"in \[0, 0\), found 0"):
+    with pytest.raises(ValueError, match=r"in \[0, 0\), got 0"):
         BlockAllocator(0).take([0])
     assert free.num_free == 4
     assert free.alloc(4) == (0, 1, 4, 5)  # Two runs of two, the first one first.
@@ -196,9 +196,9 @@ def test_a_host_array_of_nothing_is_empty():
 
 def test_a_capacity_under_one_block_is_named():
     layout = make_layout()
-    with pytest.raises(ValueError, match=rf"at least one block of {layout.block_bytes} bytes \(4 tokens\), found 10"):
+    with pytest.raises(ValueError, match=rf"at least one block of {layout.block_bytes} bytes \(4 tokens\), got 10"):
         DramTier(layout, 10)
-    with pytest.raises(ValueError, match="must not be negative, found -1"):
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
         DramTier(layout, -1)
 
 

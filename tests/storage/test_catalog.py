@@ -147,7 +147,7 @@ def test_a_session_is_cut_in_all_its_parts(catalog):
     loaded, loaded_contents = catalog.load(key_of(1))
     assert (fields(loaded), loaded_contents.token_ids.tolist()) == (fields(cut), contents.token_ids.tolist())
     assert catalog.integrity_check() == ()
-    with pytest.raises(ValueError, match=r"kept wanted bool\[8\], found bool\[18\]"):
+    with pytest.raises(ValueError, match=r"kept must be bool\[8\], got bool\[18\]"):
         catalog.cut(key_of(1), kept)
     again = catalog.cut(key_of(1), np.arange(8) > 0)
     assert (again.num_tokens, again.lineage, again.generation) == (7, Lineage(8, 5), 3), "the lineage is the caller's"
@@ -251,7 +251,7 @@ def test_small_changes_last(tmp_path):
         assert catalog.set_ttl(key_of(1), 5.0)
         catalog.touch_used({key_of(1): 123.5, "never there": 1.0})
         assert not catalog.set_pinned("never there", True)
-        with pytest.raises(ValueError, match="ttl_s wanted a number of seconds >= 0, or None, found -5"):
+        with pytest.raises(ValueError, match="ttl_s must be a number of seconds >= 0, or None, got -5"):
             catalog.set_ttl(key_of(1), -5)
     with Catalog(tmp_path, NAMESPACE) as catalog:
         record = catalog.get(key_of(1))
@@ -262,17 +262,17 @@ def test_small_changes_last(tmp_path):
     ("changes", "message"),
     [
         ({"num_tokens": 0}, "num_tokens > 0"),
-        ({"cuts": Cuts(places=TokenPlaces.dense(4), num_rows=4)}, "places of its 5 tokens, found 4"),
-        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (2, 4))), num_rows=5)}, "wanted 6 to 8 rows written, found 5"),
-        ({"cuts": Cuts(places=TokenPlaces.dense(5), num_rows=9)}, "wanted 5 to 8 rows written, found 9"),
-        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (5, 4))), num_rows=9)}, "at least 3 blocks of 4, found 2"),
-        ({"block_ids": np.array([0])}, "at least 2 blocks of 4, found 1"),
-        ({"block_ids": np.array([0, 0])}, r"different ids >= 0, found \[0, 0\]"),
+        ({"cuts": Cuts(places=TokenPlaces.dense(4), num_rows=4)}, "places of its 5 tokens, got 4"),
+        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (2, 4))), num_rows=5)}, "there must be 6 to 8 rows written, got 5"),
+        ({"cuts": Cuts(places=TokenPlaces.dense(5), num_rows=9)}, "there must be 5 to 8 rows written, got 9"),
+        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (5, 4))), num_rows=9)}, "at least 3 blocks of 4, got 2"),
+        ({"block_ids": np.array([0])}, "at least 2 blocks of 4, got 1"),
+        ({"block_ids": np.array([0, 0])}, r"different ids >= 0, got \[0, 0\]"),
         ({"block_ids": np.array([0, -1])}, "different ids >= 0"),
-        ({"block_ids": np.array([0, 1], np.int32)}, r"int64\[num_blocks\], found int32\[2\]"),
+        ({"block_ids": np.array([0, 1], np.int32)}, r"int64\[num_blocks\], got int32\[2\]"),
         ({"ttl_s": -1.0}, "ttl_s wanted"),
-        ({"num_tokens": 6}, r"token_ids wanted \[6\], found \[5\]"),
-        ({"block_ids": np.array([0, 1, 2])}, r"seals wanted uint64\[3, 3\], found uint64\[2, 3\]"),
+        ({"num_tokens": 6}, r"token_ids must be \[6\], got \[5\]"),
+        ({"block_ids": np.array([0, 1, 2])}, r"seals must be uint64\[3, 3\], got uint64\[2, 3\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(catalog, changes, message):
@@ -382,7 +382,7 @@ def test_other_weights_layouts_and_versions_meet_nowhere_and_are_left_alone(tmp_
 def test_a_namespace_is_read_back_from_its_json():
     assert Namespace.from_json(NAMESPACE.to_json()) == NAMESPACE
     for text in ("", "[]", "{}", '{"weights": 1}', NAMESPACE.to_json().replace("dtype", "type")):
-        with pytest.raises(ValueError, match="wanted a namespace as JSON"):
+        with pytest.raises(ValueError, match="there must be a namespace as JSON"):
             Namespace.from_json(text)
 
 
@@ -392,7 +392,7 @@ def test_a_namespace_is_read_back_from_its_json():
 def test_a_second_engine_is_refused_and_told_by_whom(tmp_path):
     with (
         Catalog(tmp_path, NAMESPACE) as catalog,
-        pytest.raises(CatalogLockedError, match=rf"found it in use by process {os.getpid()} on "),
+        pytest.raises(CatalogLockedError, match=rf"got it in use by process {os.getpid()} on "),
     ):
         Catalog(tmp_path, dataclasses.replace(NAMESPACE, weights="others"))
     catalog.close()
@@ -407,7 +407,7 @@ def test_a_failed_opening_leaves_the_directory_free(tmp_path):
 
 
 def test_readers_come_and_go_beside_an_engine(tmp_path):
-    with pytest.raises(CatalogAccessError, match="found no file"):
+    with pytest.raises(CatalogAccessError, match="got no file"):
         CatalogReader(tmp_path, NAMESPACE)
     with Catalog(tmp_path, NAMESPACE) as catalog:
         catalog.publish(*session(1, range(8)))
@@ -433,7 +433,7 @@ def test_what_is_made_is_for_its_owner_alone(tmp_path):
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "store").write_text("")
-    with pytest.raises(CatalogAccessError, match="wanted a directory to write in"):
+    with pytest.raises(CatalogAccessError, match="there must be a directory to write in"):
         Catalog(tmp_path / "store", NAMESPACE)
 
 
@@ -627,7 +627,7 @@ def test_a_catalog_of_another_version_is_left_as_it_is(tmp_path, version):
         db.commit()
     before = path.read_bytes()
     for opened in (Catalog, CatalogReader):
-        with pytest.raises(CatalogVersionError, match=f"must be of version 3, found version {version}"):
+        with pytest.raises(CatalogVersionError, match=f"must be of version 3, got version {version}"):
             opened(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
 
@@ -642,7 +642,7 @@ def of_version_2(directory: Path) -> Path:
 
 def test_a_catalog_of_version_2_is_brought_to_this_one_with_all_that_it_says(tmp_path):
     of_version_2(tmp_path)
-    with pytest.raises(CatalogVersionError, match="found version 2"):
+    with pytest.raises(CatalogVersionError, match="got version 2"):
         CatalogReader(tmp_path, NAMESPACE)
     for num_found_by in ([0, 0, 0], [0, 2, 2]):
         with Catalog(tmp_path, NAMESPACE) as catalog:
@@ -666,7 +666,7 @@ def test_a_catalog_that_only_says_it_is_of_version_2_is_left_as_it_is(tmp_path):
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute("DROP TABLE prefixes")
     before = path.read_bytes()
-    with pytest.raises(CatalogCorruptError, match="wanted the tables of version 2"):
+    with pytest.raises(CatalogCorruptError, match="there must be the tables of version 2"):
         Catalog(tmp_path, NAMESPACE)
     assert path.read_bytes() == before
 
@@ -728,7 +728,7 @@ def test_a_check_tells_what_is_wrong(tmp_path):
         problems = catalog.integrity_check()
         assert {problem.key for problem in problems} == {None, *map(key_of, (1, 2, 3, 6, 100))}
         assert any("found 1 of others" in problem.found for problem in problems)
-        assert any("wanted block 7000" in problem.found for problem in problems)
+        assert any("there must be block 7000" in problem.found for problem in problems)
         catalog.forget(map(key_of, (1, 2, 3, 6, 100)))
         catalog.compact()
         assert catalog.integrity_check() == ()
@@ -753,7 +753,7 @@ def test_on_a_full_disk_a_change_fails_and_changes_nothing(catalog, fill_disk):
     before = stored(catalog)
     fill_disk(catalog)
     for _ in range(3):
-        with pytest.raises(CatalogFullError, match="wanted room on the disk"):
+        with pytest.raises(CatalogFullError, match="there must be room on the disk"):
             catalog.publish(*session(2, range(40_000), first_block=100))
     assert stored(catalog) == before
     assert catalog.integrity_check() == ()

@@ -139,7 +139,7 @@ def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, kind)
 def test_only_one_tenants_sessions_are_forgotten(tmp_path, filled):
     assert reasons(collect(tmp_path, tenant="bob")) == {}
     assert reasons(collect(tmp_path, tenant="alice")) == {KEYS["second"]: ForgetReason.EXPIRED}
-    with pytest.raises(ValueError, match="one tenant, found both: 'bob'"):
+    with pytest.raises(ValueError, match="one tenant, got both: 'bob'"):
         collect(tmp_path, tenant="bob", drop=(NAMESPACE,))
 
 
@@ -182,7 +182,7 @@ def test_leftovers_and_files_of_no_namespace_go_and_others_stay(tmp_path):
 
 def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypatch):
     def full(catalog):
-        raise CatalogFullError("wanted room on the disk")
+        raise CatalogFullError("there must be room on the disk")
 
     with Catalog(tmp_path, NAMESPACE) as catalog, catalog.batch():
         catalog._db.execute("CREATE TABLE filling AS SELECT zeroblob(2000000) AS bytes")
@@ -190,7 +190,7 @@ def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(housekeeping.Catalog, "compact", full)
         garbage = collect(tmp_path)
-    assert (garbage.compacted_bytes, garbage.not_compacted) == (None, "wanted room on the disk")
+    assert (garbage.compacted_bytes, garbage.not_compacted) == (None, "there must be room on the disk")
     assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}
     garbage = collect(tmp_path)
     assert garbage.not_compacted is None
@@ -244,5 +244,5 @@ def test_namespaces_are_found_by_name_or_fingerprint(tmp_path):
         ):
             assert find_namespaces(inspector, names) == found
         for name in ("none", ""):
-            with pytest.raises(UnknownNamespaceError, match=r"(?s)found 0 for .*weights aaaa.*weights bbbb"):
+            with pytest.raises(UnknownNamespaceError, match=r"(?s)got 0 for .*weights aaaa.*weights bbbb"):
                 find_namespaces(inspector, [name])

@@ -113,7 +113,7 @@ def test_the_blocks_of_a_larger_run_can_be_deleted(disk):
     assert tier.stored_block_ids() == [1, 6]
     tier.delete_blocks([6, 7, 1_000_000]).result()  # Those that are not there, too.
     assert tier.stored_block_ids() == [1]
-    with pytest.raises(ValueError, match=r"wanted a block id in \[0, 4\), found 6"):
+    with pytest.raises(ValueError, match=r"there must be a block id in \[0, 4\), got 6"):
         read(tier, [6])
 
 
@@ -233,7 +233,7 @@ def test_a_raw_slot_that_holds_another_block_is_found(tmp_path):
         os.pwrite(file.fileno(), os.pread(file.fileno(), size, 0), size)
     handle = tier.read_blocks([1], make_blocks(tier.layout, 1))
     assert reason(handle) is IoFailure.CORRUPT
-    assert "slot 1 wanted block 1, found block 0" in str(handle.error)
+    assert "slot 1 must be block 1, got block 0" in str(handle.error)
 
 
 def test_one_bad_block_fails_the_whole_move(disk):
@@ -328,12 +328,14 @@ def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk,
     local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
     free_bytes -= capacity_bytes  # What is stored already counts as room.
     local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes)
-    with pytest.raises(ValueError, match=rf"wanted at most \d+ bytes \({free_bytes} free.*found {capacity_bytes}$"):
+    with pytest.raises(
+        ValueError, match=rf"there must be at most \d+ bytes \({free_bytes} free.*got {capacity_bytes}$"
+    ):
         local_disk.open(num_blocks=8, free_floor_bytes=floor_bytes + 5 * 4096)
 
 
 def test_a_floor_wants_a_disk():
-    with pytest.raises(ValueError, match="wants a local disk, found 4096 bytes for a remote URL"):
+    with pytest.raises(ValueError, match="wants a local disk, got 4096 bytes for a remote URL"):
         SsdTier(make_layout(), "memory://", 4096, DiskOptions(free_floor_bytes=4096))
 
 
@@ -397,7 +399,7 @@ def test_a_store_of_another_layout_is_refused_and_left_alone(disk, change, named
     tier = disk.open()
     blocks = make_blocks(tier.layout, 1)
     tier.write_blocks([0], blocks).result()
-    with pytest.raises(ValueError, match=rf"holds another layout: wanted .*\b{named}\b.*, found"):
+    with pytest.raises(ValueError, match=rf"holds another layout: there must be .*\b{named}\b.*, got"):
         disk.open(dataclasses.replace(tier.layout, **change))
     assert np.array_equal(as_bits(read(disk.open(), [0])), as_bits(blocks))
 
@@ -406,18 +408,18 @@ def test_metadata_that_is_none_is_refused(tmp_path):
     disk = make_disk("file", tmp_path / "kv")
     disk.open()
     (tmp_path / "kv" / "zarr3" / "000000" / "zarr.json").write_text("{")
-    with pytest.raises(ValueError, match=r"000000/zarr\.json wanted zarr3 metadata, found"):
+    with pytest.raises(ValueError, match=r"000000/zarr\.json must be zarr3 metadata, got"):
         disk.open()
     raw = make_disk("raw", tmp_path / "kv")
     raw.open()
     (tmp_path / "kv" / "raw" / "layout.json").write_text("{")
-    with pytest.raises(ValueError, match=r"layout\.json wanted JSON, found"):
+    with pytest.raises(ValueError, match=r"layout\.json must be JSON, got"):
         raw.open()
 
 
 def test_a_location_that_is_a_file_is_refused(local_disk):
     local_disk.path.write_text("not a directory")
-    with pytest.raises(NotADirectoryError, match=f"wanted a directory, found a file: {local_disk.path}"):
+    with pytest.raises(NotADirectoryError, match=f"there must be a directory, got a file: {local_disk.path}"):
         local_disk.open()
 
 
@@ -447,12 +449,12 @@ def test_a_disk_that_turns_read_only_is_an_error_of_each_write(tmp_path):
 
 @pytest.mark.parametrize(("capacity_bytes", "found"), [(0, "0 bytes"), (-1, "-1 bytes"), (4095, "4095 bytes")])
 def test_a_cap_under_one_block_is_refused(tmp_path, capacity_bytes, found):
-    with pytest.raises(ValueError, match=rf"at least one block of 4096 bytes \(4 tokens\), found {found}"):
+    with pytest.raises(ValueError, match=rf"at least one block of 4096 bytes \(4 tokens\), got {found}"):
         SsdTier(make_layout(), tmp_path, capacity_bytes)
 
 
 def test_a_location_must_be_named():
-    with pytest.raises(ValueError, match="wanted a directory or a TensorStore URL"):
+    with pytest.raises(ValueError, match="there must be a directory or a TensorStore URL"):
         SsdTier(make_layout(), "", 4096)
     with pytest.raises(ValueError, match="nosuchscheme"):
         SsdTier(make_layout(), "nosuchscheme://x", 4096)
@@ -470,23 +472,23 @@ def test_a_file_url_is_a_directory(tmp_path):
 def test_what_does_not_fit_is_refused(disk):
     tier = disk.open()
     blocks = make_blocks(tier.layout, 2)
-    with pytest.raises(ValueError, match=r"block id in \[0, 8\), found 8"):
+    with pytest.raises(ValueError, match=r"block id in \[0, 8\), got 8"):
         tier.write_blocks([0, 8], blocks)
-    with pytest.raises(ValueError, match=r"block id in \[0, 8\), found -1"):
+    with pytest.raises(ValueError, match=r"block id in \[0, 8\), got -1"):
         tier.read_blocks([-1], blocks[:1])
-    with pytest.raises(ValueError, match="not negative, found -1"):
+    with pytest.raises(ValueError, match="not negative, got -1"):
         tier.delete_blocks([-1])
-    with pytest.raises(ValueError, match=r"each block id once, found \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"each block id once, got \[3, 3\]"):
         tier.write_blocks([3, 3], blocks)
-    with pytest.raises(ValueError, match="one array for each of 3 block ids, found 2"):
+    with pytest.raises(ValueError, match="one array for each of 3 block ids, got 2"):
         tier.read_blocks([0, 1, 2], blocks)
-    with pytest.raises(ValueError, match=r"float32\[3, 2, 4, 2, 5\], found float32\[3, 2, 3, 2, 5\]"):
+    with pytest.raises(ValueError, match=r"float32\[3, 2, 4, 2, 5\], got float32\[3, 2, 3, 2, 5\]"):
         tier.read_blocks([0], [blocks[0][:, :, :3]])
-    with pytest.raises(ValueError, match=r"wanted float32.*, found float16"):
+    with pytest.raises(ValueError, match=r"there must be float32.*, got float16"):
         tier.write_blocks([0], np.zeros(blocks[:1].shape, np.float16))
     with pytest.raises(ValueError, match="C-contiguous"):
         tier.write_blocks([0], [blocks[0][..., ::-1]])
     blocks.flags.writeable = False
-    with pytest.raises(ValueError, match=r"writeable memory, found .* read-only"):
+    with pytest.raises(ValueError, match=r"writeable memory, got .* read-only"):
         tier.read_blocks([0], blocks[:1])
     assert tier.stored_block_ids() == []

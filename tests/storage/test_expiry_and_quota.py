@@ -44,7 +44,7 @@ def test_a_time_to_live_may_be_shortened_and_taken_back():
 
 @pytest.mark.parametrize("ttl_s", [-1.0, math.nan, math.inf])
 def test_a_time_to_live_that_is_none_is_refused(ttl_s):
-    with pytest.raises(ValueError, match="ttl_s wanted a number of seconds >= 0"):
+    with pytest.raises(ValueError, match="ttl_s must be a number of seconds >= 0"):
         ExpiryQueue().set("a", 0.0, ttl_s)
 
 
@@ -105,9 +105,9 @@ def test_without_a_quota_nobody_is_over():
 
 
 def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():
-    with pytest.raises(ValueError, match="quota wanted a number of blocks >= 0, or None, found -1"):
+    with pytest.raises(ValueError, match="quota must be a number of blocks >= 0, or None, got -1"):
         TenantQuota(-1)
-    with pytest.raises(ValueError, match="found -2"):
+    with pytest.raises(ValueError, match="got -2"):
         TenantQuota(None, {"x": -2})
     quota = TenantQuota(10)
     quota.charge("x", 3)

@@ -54,14 +54,14 @@ def test_a_directory_of_version_2_is_gone_on_with(directory):
 @pytest.mark.parametrize("version", [1, 4])
 def test_a_catalog_of_another_version_is_refused_with_what_to_do(directory, version):
     set_version(directory / CATALOG_NAME, version)
-    with pytest.raises(CatalogVersionError, match=f"version 3, found version {version}: .* name another ssd_dir"):
+    with pytest.raises(CatalogVersionError, match=f"version 3, got version {version}: .* name another ssd_dir"):
         make_store(6, ssd_dir=directory)
 
 
 def test_blocks_of_another_format_are_refused_with_what_to_do(directory, tmp_path):
     for version in (0, 2):
         other = dataclasses.replace(NAMESPACE, format_version=version)
-        with pytest.raises(CatalogVersionError, match=f"format {version}, found format 1 .* --drop_namespace="):
+        with pytest.raises(CatalogVersionError, match=f"format {version}, got format 1 .* --drop_namespace="):
             open_ssd(directory, other, capacity_bytes=1 << 16)
     opened = open_ssd(
         directory, dataclasses.replace(NAMESPACE, weights="others", format_version=2), capacity_bytes=1 << 16
@@ -75,7 +75,7 @@ def test_notes_of_another_version_are_refused_and_stay(directory, version):
     path = directory / LOG_NAME
     set_version(path, version)
     before = path.read_bytes()
-    with pytest.raises(CatalogVersionError, match=f"version 2, found version {version}: .*{LOG_NAME}"):
+    with pytest.raises(CatalogVersionError, match=f"version 2, got version {version}: .*{LOG_NAME}"):
         NoteLog(directory, boot="a boot")
     assert path.read_bytes() == before
     log = NoteLog(directory, boot="another boot")  # Which believes nothing that was noted before.
@@ -88,7 +88,7 @@ def test_a_conversation_of_another_format_is_refused_by_name(directory):
     note = store.note("a")
     store.close()
     for bad in (b"", note[:-5], b"?" + note):
-        with pytest.raises(ValueError, match=r"wanted (a conversation|all of it)"):
+        with pytest.raises(ValueError, match=r"there must be (a conversation|all of it)"):
             Conversation.from_bytes(bad)
 
 
@@ -96,7 +96,7 @@ def test_a_catalog_that_can_have_no_write_ahead_log_is_refused(tmp_path, monkeyp
     connect = catalog_file._connect
     # As on a file system of a network: sqlite's own way of files without shared memory.
     monkeypatch.setattr(catalog_file, "_connect", lambda uri: connect(f"{uri}&vfs=unix-dotfile"))
-    with pytest.raises(CatalogAccessError, match="must have a write-ahead log, found journal mode 'delete'"):
+    with pytest.raises(CatalogAccessError, match="must have a write-ahead log, got journal mode 'delete'"):
         Catalog(tmp_path, NAMESPACE)
 
 

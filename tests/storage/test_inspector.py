@@ -100,30 +100,30 @@ def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
         ):
             assert inspector.find(name).record.key == KEYS[key]
         assert inspector.find("chat", "bob").record.key == KEYS["third"]
-        with pytest.raises(AmbiguousSessionError, match=r"(?s)found 2 for 'chat'.*a10.*'alice'.*b30.*'bob'"):
+        with pytest.raises(AmbiguousSessionError, match=r"(?s)got 2 for 'chat'.*a10.*'alice'.*b30.*'bob'"):
             inspector.find("chat")
-        with pytest.raises(AmbiguousSessionError, match="found 2 for 'a'"):
+        with pytest.raises(AmbiguousSessionError, match="got 2 for 'a'"):
             inspector.find("a")
         for name, tenant in (("nobody's", None), ("", None), ("x", "alice")):
-            with pytest.raises(UnknownSessionError, match="wanted the id"):
+            with pytest.raises(UnknownSessionError, match="there must be the id"):
                 inspector.find(name, tenant)
 
 
 def test_a_directory_without_a_store_is_refused(tmp_path):
-    with pytest.raises(StoreDirectoryError, match="found nothing at"):
+    with pytest.raises(StoreDirectoryError, match="got nothing at"):
         StoreInspector(tmp_path / "none")
     (tmp_path / "file").touch()
-    with pytest.raises(StoreDirectoryError, match="found a file"):
+    with pytest.raises(StoreDirectoryError, match="got a file"):
         StoreInspector(tmp_path / "file")
-    with pytest.raises(CatalogAccessError, match="wanted a catalog, found no file"):
+    with pytest.raises(CatalogAccessError, match="there must be a catalog, got no file"):
         StoreInspector(tmp_path)
     (tmp_path / CATALOG_NAME).write_bytes(b"something else" * 1000)
-    with pytest.raises(CatalogCorruptError, match="wanted a catalog"):
+    with pytest.raises(CatalogCorruptError, match="there must be a catalog"):
         StoreInspector(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [CATALOG_NAME, "file"]
-    with pytest.raises(ValueError, match="driver wanted one of zarr3, raw"):
+    with pytest.raises(ValueError, match="driver must be one of zarr3, raw"):
         StoreInspector(tmp_path, driver="tape")
-    with pytest.raises(ValueError, match="URL wanted driver zarr3"):
+    with pytest.raises(ValueError, match="URL must be driver zarr3"):
         StoreInspector(tmp_path, driver="raw", url="s3://bucket")
 
 

@@ -195,7 +195,7 @@ def test_waiting_gives_up_after_its_time(queue, device):
     handle = queue.submit(device.operations("a"))
     assert not handle.wait(0.0)
     assert not handle.wait_settled(0.0)
-    with pytest.raises(TimeoutError, match=r"within 0.0 s, found it still open"):
+    with pytest.raises(TimeoutError, match=r"within 0.0 s, got it still open"):
         handle.result(0.0)
     device.end("a")
     assert handle.wait(0.0)
@@ -279,8 +279,8 @@ def test_a_closed_queue_cancels_what_waits_and_refuses_what_comes(queue, device)
 
 
 def test_a_queue_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least 1 operation, found 0"):
+    with pytest.raises(ValueError, match="at least 1 operation, got 0"):
         IoQueue(max_in_flight=0, deadline_s=1.0, describe=describe)
     for deadline_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"above 0 s, found {deadline_s} s"):
+        with pytest.raises(ValueError, match=f"above 0 s, got {deadline_s} s"):
             IoQueue(max_in_flight=1, deadline_s=deadline_s, describe=describe)

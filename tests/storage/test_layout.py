@@ -42,35 +42,35 @@ def test_the_last_block_may_be_partly_filled(num_tokens, num_blocks):
 
 @pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_tokens"])
 def test_a_layout_refuses_sizes_that_are_not_positive(field):
-    with pytest.raises(ValueError, match=f"{field} must be positive, found 0"):
+    with pytest.raises(ValueError, match=f"{field} must be positive, got 0"):
         smollm2_layout(**{field: 0})
 
 
 def test_a_layout_refuses_an_unknown_dtype():
-    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8; found 'int7'"):
+    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8; got 'int7'"):
         smollm2_layout(dtype="int7")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dram_gib": -1.0}, "dram_gib wanted .* >= 0, found -1.0"),
-        ({"dram_gib": math.inf}, "dram_gib wanted .* found inf"),
-        ({"dram_gib": math.nan}, "dram_gib wanted .* found nan"),
-        ({"block_tokens": 0}, "block_tokens must be positive, found 0"),
-        ({"ssd_gib": -1.0}, "ssd_gib wanted .* >= 0, found -1.0"),
-        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib wanted .* found -1.0"),
-        ({"tenant_quota_gib": math.nan}, "tenant_quota_gib wanted .* found nan"),
-        ({"dram_free_fraction": 1.0}, r"dram_free_fraction wanted a share in \[0, 1\), found 1.0"),
-        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s wanted seconds above 0, found 0.0"),
-        ({"ttl_s": -1.0}, "ttl_s wanted .* found -1.0"),
-        ({"ssd_dir": ""}, "ssd_dir wanted a directory, found an empty name"),
-        ({"ssd_dir": "d", "ssd_gib": 0.0}, "d wanted ssd_gib above 0, found 0"),
-        ({"ssd_dir": "d", "dram_gib": 0.0}, "wanted dram_gib above 0"),
-        ({"ssd_url": "memory://"}, "wanted an ssd_dir for its catalog, found none"),
-        ({"ssd_dir": "d", "ssd_url": "memory://", "ssd_driver": "raw"}, "wanted ssd_driver zarr3, found raw"),
-        ({"ssd_driver": "zarr2"}, "one of zarr3, raw; found 'zarr2'"),
-        ({"eviction_policy": "random"}, "one of scheduler_aware, return_aware, lru, fifo; found 'random'"),
+        ({"dram_gib": -1.0}, "dram_gib must be .* >= 0, got -1.0"),
+        ({"dram_gib": math.inf}, "dram_gib must be .* found inf"),
+        ({"dram_gib": math.nan}, "dram_gib must be .* found nan"),
+        ({"block_tokens": 0}, "block_tokens must be positive, got 0"),
+        ({"ssd_gib": -1.0}, "ssd_gib must be .* >= 0, got -1.0"),
+        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib must be .* found -1.0"),
+        ({"tenant_quota_gib": math.nan}, "tenant_quota_gib must be .* found nan"),
+        ({"dram_free_fraction": 1.0}, r"dram_free_fraction must be a share in \[0, 1\), got 1.0"),
+        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0.0"),
+        ({"ttl_s": -1.0}, "ttl_s must be .* found -1.0"),
+        ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
+        ({"ssd_dir": "d", "ssd_gib": 0.0}, "d must be ssd_gib above 0, got 0"),
+        ({"ssd_dir": "d", "dram_gib": 0.0}, "there must be dram_gib above 0"),
+        ({"ssd_url": "memory://"}, "there must be an ssd_dir for its catalog, got none"),
+        ({"ssd_dir": "d", "ssd_url": "memory://", "ssd_driver": "raw"}, "there must be ssd_driver zarr3, got raw"),
+        ({"ssd_driver": "zarr2"}, "one of zarr3, raw; got 'zarr2'"),
+        ({"eviction_policy": "random"}, "one of scheduler_aware, return_aware, lru, fifo; got 'random'"),
     ],
 )
 def test_a_store_config_refuses_what_it_cannot_serve(changes, message):
@@ -175,13 +175,13 @@ def test_seals_stay_the_same_between_runs_and_machines():
 
 def test_what_does_not_fit_is_refused():
     block = make_kv(make_layout(), 4)
-    with pytest.raises(ValueError, match=r"wanted num_tokens in \[1, 4\], found 5"):
+    with pytest.raises(ValueError, match=r"there must be num_tokens in \[1, 4\], got 5"):
         seal_block(block, 5)
-    with pytest.raises(ValueError, match=r"wanted num_tokens in \[1, 4\], found 0"):
+    with pytest.raises(ValueError, match=r"there must be num_tokens in \[1, 4\], got 0"):
         seal_block(block, 0)
-    with pytest.raises(ValueError, match=r"wanted a block \[L, 2, block_tokens, K, H\], found \[2, 4, 2, 5\]"):
+    with pytest.raises(ValueError, match=r"there must be a block \[L, 2, block_tokens, K, H\], got \[2, 4, 2, 5\]"):
         seal_block(block[0], 4)
-    with pytest.raises(ValueError, match=r"one seal for each of 3 layers, found \[2\]"):
+    with pytest.raises(ValueError, match=r"one seal for each of 3 layers, got \[2\]"):
         verify_block(block, 4, seal_block(block, 4)[:2])
 
 

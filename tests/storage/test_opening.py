@@ -299,7 +299,7 @@ def test_a_catalog_of_another_version_is_left_as_it_is(opened, directory):
         publish(ssd, "a", [3, 4])
     change_catalog(directory, "PRAGMA user_version = 7")
     before = (directory / CATALOG_NAME).read_bytes()
-    with pytest.raises(CatalogVersionError, match="found version 7"), opened():
+    with pytest.raises(CatalogVersionError, match="got version 7"), opened():
         pass
     assert (directory / CATALOG_NAME).read_bytes() == before
     assert not list(directory.glob("*corrupt*"))
@@ -405,8 +405,8 @@ def test_blocks_at_a_url_that_names_a_directory_are_there_again(directory, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"driver": "n5"}, "wanted one of zarr3, raw; found 'n5'"),
-        ({"driver": "raw", "blocks_url": "memory://"}, "URL wanted SSD driver zarr3, found raw for 'memory://'"),
+        ({"driver": "n5"}, "there must be one of zarr3, raw; got 'n5'"),
+        ({"driver": "raw", "blocks_url": "memory://"}, "URL must be SSD driver zarr3, got raw for 'memory://'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(directory, options, message):
@@ -426,7 +426,7 @@ def test_blocks_that_cannot_be_listed_are_no_error(opened, directory, caplog):
 class LateHandle:
     """A move that missed its deadline, and is still under way until somebody waits for its end."""
 
-    error = BlockIoError(IoFailure.DEADLINE, "wanted progress")
+    error = BlockIoError(IoFailure.DEADLINE, "there must be progress")
     settled = False
 
     def wait(self) -> bool:

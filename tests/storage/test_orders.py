@@ -57,9 +57,9 @@ def test_a_session_whose_later_job_is_more_urgent_is_watched_by_that():
 def test_a_job_waits_once():
     queue = LookAhead()
     queue.append("job", "a")
-    with pytest.raises(ValueError, match="a job that does not wait yet, found 'job'"):
+    with pytest.raises(ValueError, match="a job that does not wait yet, got 'job'"):
         queue.append("job", "b")
-    with pytest.raises(ValueError, match="found 'other', which is none of the 1 that wait"):
+    with pytest.raises(ValueError, match="got 'other', which is none of the 1 that wait"):
         queue.remove("other")
 
 
@@ -77,7 +77,7 @@ def test_a_watcher_hears_of_next_jobs_and_of_nothing_else():
 def test_a_key_is_added_once():
     orders = TierOrders(LookAhead())
     orders.add("a", Stored("a", 1))
-    with pytest.raises(ValueError, match="wanted a key that the tier does not hold, found 'a'"):
+    with pytest.raises(ValueError, match="there must be a key that the tier does not hold, got 'a'"):
         orders.add("a", Stored("a", 1))
 
 

@@ -97,7 +97,7 @@ def test_an_entry_that_holds_nothing_is_no_victim(name):
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="one of scheduler_aware, return_aware, lru, fifo; found 'best'"):
+    with pytest.raises(ValueError, match="one of scheduler_aware, return_aware, lru, fifo; got 'best'"):
         make_policy("best")
 
 
@@ -258,7 +258,7 @@ def test_a_plan_is_no_longer_than_the_disk_can_work_on():
     ssd = view(*((f"s{i}", 1, False, i, i) for i in range(9)))
     prefetch = PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=3)
     assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=9).fetch == ("s0", "s1", "s2")
-    with pytest.raises(ValueError, match="max_fetches must be positive, found 0"):
+    with pytest.raises(ValueError, match="max_fetches must be positive, got 0"):
         PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=0)
 
 
@@ -304,7 +304,7 @@ def test_the_window_is_as_long_as_there_is_room_for_sessions(available, mean, jo
 
 @pytest.mark.parametrize(("available", "mean"), [(-1, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
 def test_a_window_of_no_size_is_refused(available, mean):
-    with pytest.raises(ValueError, match="wanted a number of bytes >= 0"):
+    with pytest.raises(ValueError, match="there must be a number of bytes >= 0"):
         look_ahead_window(available, mean)
 
 
@@ -476,7 +476,7 @@ class _Names:
 
 @pytest.mark.parametrize("keys", [("x2",), ("y1", "y1"), ("y1", "x1")])
 def test_a_policy_that_names_too_few_or_who_must_stay_or_one_twice_is_refused(keys):
-    with pytest.raises(RuntimeError, match="_Names wanted to free 3 blocks by evicting"):
+    with pytest.raises(RuntimeError, match="_Names must be to free 3 blocks by evicting"):
         room(lacking=3, held="x1", policy=_Names(*keys))
 
 

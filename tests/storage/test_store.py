@@ -119,7 +119,7 @@ def test_partly_written_save_is_never_readable(store):
     grown.write(0, make_kv(store.layout, 3)[0])
     assert store.num_readable("a") == 6
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
-    with pytest.raises(ValueError, match=r"KV of 3 tokens in 3 layers, found 6 \(layer, token\) pairs not written"):
+    with pytest.raises(ValueError, match=r"KV of 3 tokens in 3 layers, got 6 \(layer, token\) pairs not written"):
         store.complete_save(grown)
     assert store.num_readable("a") == 6
     store.abort_save(grown)
@@ -248,7 +248,7 @@ def test_a_policy_that_names_a_pinned_key_is_refused():
     store = make_store(policy=EvictsWhatItMayNot())
     save(store, "a", ids(8), make_kv(store.layout, 8))
     save(store, "b", ids(8), make_kv(store.layout, 8))
-    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot wanted to free 1 blocks"):
+    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot must be to free 1 blocks"):
         store.prepare_save("c", 0, ids(1))
     assert keys(store) == {"a", "b"}
     assert save(store, "c", ids(1), make_kv(store.layout, 1))
@@ -278,7 +278,7 @@ def test_several_saves_of_a_session_are_completed_in_order(store):
     third = store.prepare_save("a", 9, ids(14)[9:])
     third.write_all(kv[:, :, 9:])
     second.write_all(kv[:, :, 6:9])
-    with pytest.raises(ValueError, match="in order: wanted the one from token 0, found the one from 6"):
+    with pytest.raises(ValueError, match="in order: there must be the one from token 0, got the one from 6"):
         store.complete_save(second)
     first.write_all(kv[:, :, :6])
     assert store.complete_save(first)
@@ -326,12 +326,12 @@ def test_the_first_save_aborted_leaves_nothing(store):
 def test_a_save_must_start_where_the_stored_prefix_ends(store):
     save(store, "a", ids(5), make_kv(store.layout, 5))
     for wrong in (0, 4, 6):
-        with pytest.raises(ValueError, match=f"wanted to start at token 5, found start_token={wrong}"):
+        with pytest.raises(ValueError, match=f"there must be to start at token 5, got start_token={wrong}"):
             store.prepare_save("a", wrong, ids(2))
-    with pytest.raises(ValueError, match="wanted to start at token 0, found start_token=3"):
+    with pytest.raises(ValueError, match="there must be to start at token 0, got start_token=3"):
         store.prepare_save("b", 3, ids(2))
     store.prepare_save("a", 5, ids(2))
-    with pytest.raises(ValueError, match="wanted to start at token 7, found start_token=5"):
+    with pytest.raises(ValueError, match="there must be to start at token 7, got start_token=5"):
         store.prepare_save("a", 5, ids(2))
     assert keys(store) == {"a"}
 
@@ -357,11 +357,11 @@ def test_truncation_frees_blocks_and_keeps_the_prefix(store):
 def test_what_is_in_use_is_neither_truncated_nor_dropped(store):
     save(store, "a", ids(5), make_kv(store.layout, 5))
     reading = store.prepare_load("a", ids(5))
-    with pytest.raises(EntryInUseError, match="found 1 loads and 0 saves"):
+    with pytest.raises(EntryInUseError, match="got 1 loads and 0 saves"):
         store.truncate("a", 2)
     store.abort_load(reading)
     writing = store.prepare_save("a", 5, ids(1))
-    with pytest.raises(EntryInUseError, match="found 0 loads and 1 saves"):
+    with pytest.raises(EntryInUseError, match="got 0 loads and 1 saves"):
         store.drop("a")
     store.abort_save(writing)
     assert store.drop("a")
@@ -375,9 +375,9 @@ def test_an_aborted_load_is_a_miss(store):
     store.abort_load(ticket)
     stats = store.stats()
     assert (stats.num_hits, stats.misses[MissReason.ABORTED], stats.loaded_bytes) == (0, 1, 0)
-    with pytest.raises(ValueError, match="open load of 'a', found one that is aborted"):
+    with pytest.raises(ValueError, match="open load of 'a', got one that is aborted"):
         ticket.read(0, np.zeros((2, 5, 2, 5), np.float32))
-    with pytest.raises(ValueError, match="open load of this store, found one of 'a' that is aborted"):
+    with pytest.raises(ValueError, match="open load of this store, got one of 'a' that is aborted"):
         store.complete_load(ticket)
 
 
@@ -390,7 +390,7 @@ def test_a_ticket_is_closed_once_and_by_its_own_store(store):
         stranger.complete_save(ticket)
     assert store.complete_save(ticket)
     for again in (store.complete_save, store.abort_save):
-        with pytest.raises(ValueError, match="open save of this store, found one of 'a' that is done"):
+        with pytest.raises(ValueError, match="open save of this store, got one of 'a' that is done"):
             again(ticket)
     assert not ticket.write_all(kv)
 
@@ -448,19 +448,19 @@ def test_writers_on_several_threads_do_not_meet(store):
 @pytest.mark.parametrize(
     ("shape", "dtype", "token_offset", "message"),
     [
-        ((2, 6, 2, 5), "float64", 0, r"kv wanted float32\[1, 2, 6, 2, 5\], found float64\[1, 2, 6, 2, 5\]"),
-        ((2, 6, 3, 5), "float32", 0, r"kv wanted float32\[1, 2, 6, 2, 5\], found float32\[1, 2, 6, 3, 5\]"),
-        ((6, 2, 5), "float32", 0, r"kv wanted float32\[1, 2, any, 2, 5\]"),
-        ((2, 7, 2, 5), "float32", 0, r"within \[0, 6\) of the save, found \[0, 7\)"),
-        ((2, 2, 2, 5), "float32", 5, r"within \[0, 6\) of the save, found \[5, 7\)"),
-        ((2, 2, 2, 5), "float32", -1, r"within \[0, 6\) of the save, found \[-1, 1\)"),
+        ((2, 6, 2, 5), "float64", 0, r"kv must be float32\[1, 2, 6, 2, 5\], got float64\[1, 2, 6, 2, 5\]"),
+        ((2, 6, 3, 5), "float32", 0, r"kv must be float32\[1, 2, 6, 2, 5\], got float32\[1, 2, 6, 3, 5\]"),
+        ((6, 2, 5), "float32", 0, r"kv must be float32\[1, 2, any, 2, 5\]"),
+        ((2, 7, 2, 5), "float32", 0, r"within \[0, 6\) of the save, got \[0, 7\)"),
+        ((2, 2, 2, 5), "float32", 5, r"within \[0, 6\) of the save, got \[5, 7\)"),
+        ((2, 2, 2, 5), "float32", -1, r"within \[0, 6\) of the save, got \[-1, 1\)"),
     ],
 )
 def test_a_write_that_does_not_fit_is_refused(store, shape, dtype, token_offset, message):
     ticket = store.prepare_save("a", 0, ids(6))
     with pytest.raises(ValueError, match=message):
         ticket.write(0, np.zeros(shape, dtype), token_offset)
-    with pytest.raises(ValueError, match="a layer below 3, found 3"):
+    with pytest.raises(ValueError, match="a layer below 3, got 3"):
         ticket.write(3, np.zeros((2, 6, 2, 5), np.float32))
     assert ticket.num_missing == 18
 
@@ -471,13 +471,13 @@ def test_a_read_that_does_not_fit_is_refused(store):
     read_only = np.zeros((2, 6, 2, 5), np.float32)
     read_only.flags.writeable = False
     for dst, message in (
-        (np.zeros((2, 5, 2, 5), np.float32), "room for 6 tokens, writable; found 5, writable"),
-        (read_only, "room for 6 tokens, writable; found 6, read-only"),
-        (np.zeros((2, 6, 2, 5), np.float16), r"dst wanted float32\[2, 6, 2, 5\], found float16"),
+        (np.zeros((2, 5, 2, 5), np.float32), "room for 6 tokens, writable; got 5, writable"),
+        (read_only, "room for 6 tokens, writable; got 6, read-only"),
+        (np.zeros((2, 6, 2, 5), np.float16), r"dst must be float32\[2, 6, 2, 5\], got float16"),
     ):
         with pytest.raises(ValueError, match=message):
             ticket.read(0, dst)
-    with pytest.raises(ValueError, match="a layer below 3, found -1"):
+    with pytest.raises(ValueError, match="a layer below 3, got -1"):
         ticket.read(-1, np.zeros((2, 6, 2, 5), np.float32))
 
 
@@ -501,7 +501,7 @@ def test_a_cap_under_one_block_is_named():
     layout = make_layout()
     with pytest.raises(ValueError, match=f"at least one block of {layout.block_bytes} bytes"):
         AttentionStore(layout, StoreConfig(dram_gib=1e-9 * 2, block_tokens=BLOCK_TOKENS))
-    with pytest.raises(ValueError, match="blocks of 128 tokens, found 4"):
+    with pytest.raises(ValueError, match="blocks of 128 tokens, got 4"):
         AttentionStore(layout, StoreConfig())
 
 

@@ -133,7 +133,7 @@ def test_runs_that_cannot_be_are_refused(runs):
 
 
 def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"kept wanted bool\[3\], found bool\[4\]"):
+    with pytest.raises(ValueError, match=r"kept must be bool\[3\], got bool\[4\]"):
         TokenPlaces.dense(3).keep(np.ones(4, bool), 4)
 
 

@@ -118,7 +118,7 @@ def test_discarding_all_forgets_the_session():
 @pytest.mark.parametrize("wrong", [[0, 1], [[True]], True, np.zeros(3), "no", [True, None]])
 def test_a_mask_that_is_none_is_refused(store, wrong):
     save(store, "a", ids(4), make_kv(LAYOUT, 4))
-    with pytest.raises(ValueError, match=r"discarded wanted bool\[T\], found"):
+    with pytest.raises(ValueError, match=r"discarded must be bool\[T\], got"):
         store.discard("a", wrong)
     assert info(store, "a").num_tokens == 4
     with pytest.raises(ValueError, match="discarded wanted"):

@@ -453,7 +453,7 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     store = open_store()
 
     def fail(*_):
-        raise CatalogAccessError("wanted a disk, found none")
+        raise CatalogAccessError("there must be a disk, got none")
 
     monkeypatch.setattr(store._ssd._worker._writer._catalog, "cut", fail)
     assert store.discard("a", mask_of(10, [1])) == 9
@@ -470,7 +470,7 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
     store.settle()
 
     def fail(*_):
-        raise CatalogAccessError("wanted a disk, found none")
+        raise CatalogAccessError("there must be a disk, got none")
 
     with monkeypatch.context() as broken:
         broken.setattr(store._ssd._worker._writer._catalog, "cut", fail)

@@ -944,10 +944,10 @@ def test_a_session_begins_with_what_another_has_on_ssd(open_store):
     assert store.copy_prefix(source, "c", wanted, mine) == 0, "it is not in DRAM yet"
     assert store.find_prefix("alice", wanted, in_dram=True) is None
     fetch(store, "a")
-    with pytest.raises(ValueError, match="wanted a session of tenant 'bob' to begin with"):
+    with pytest.raises(ValueError, match="there must be a session of tenant 'bob' to begin with"):
         store.copy_prefix(source, "c", wanted, Owner(tenant="bob"))
     assert store.copy_prefix(source, "c", wanted, mine) == 9
-    with pytest.raises(ValueError, match="found 'c', of which something is"):
+    with pytest.raises(ValueError, match="got 'c', of which something is"):
         store.copy_prefix(source, "c", wanted)
     save(store, "c", [7, 7], make_kv(LAYOUT, 2, seed=3), start_token=9)
     store.drop("a")

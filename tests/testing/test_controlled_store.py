@@ -110,7 +110,7 @@ def test_a_load_is_not_ended_while_a_read_is_under_way(store, kv, end):
     assert load.state is not TicketState.OPEN
     np.testing.assert_array_equal(dst[:, :NUM_TOKENS], kv[0])
     gate.open()
-    with pytest.raises(ValueError, match="wanted an open load"):
+    with pytest.raises(ValueError, match="there must be an open load"):
         load.read(1, dst).result()
 
 
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_a_read_comes_by_its_future(store, kv):
     load = controlled.prepare_load("a", range(NUM_TOKENS))
     futures = [load.read(3, staging()), load.read(0, staging(NUM_TOKENS - 1)), load.read(0, np.zeros((2, 0)))]
     timer.advance()
-    for future, wrong in zip(futures, ("a layer below 3", "room for 11 tokens", "dst wanted float32"), strict=True):
+    for future, wrong in zip(futures, ("a layer below 3", "room for 11 tokens", "dst must be float32"), strict=True):
         with pytest.raises(ValueError, match=wrong):
             future.result()
     controlled.abort_load(load)

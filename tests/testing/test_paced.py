@@ -62,7 +62,7 @@ def test_the_timer_thread_runs_actions_in_order_of_time_and_all_of_them_before_i
     assert [i for i, _, _ in ran] == [0, 1, 2, 3]
     assert all(since_s >= i * 1e-3 for i, since_s, _ in ran), "an action ran before its time"
     assert {thread for _, _, thread in ran} != {threading.get_ident()}
-    with pytest.raises(ValueError, match="wanted an open timer"):
+    with pytest.raises(ValueError, match="there must be an open timer"):
         timer.call_at(0.0, lambda: None)
 
 
@@ -180,8 +180,8 @@ def test_a_job_over_the_link_takes_what_the_pipeline_is_predicted_to(
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
-        ({"bytes_per_s": 0}, "bytes_per_s wanted a positive number, found 0"),
-        ({"layer_s": -1}, "layer_s wanted at least 0, found -1"),
+        ({"bytes_per_s": 0}, "bytes_per_s must be a positive number, got 0"),
+        ({"layer_s": -1}, "layer_s must be at least 0, got -1"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(arguments, wrong):
@@ -222,7 +222,7 @@ def test_delayed_transfers_have_all_ended_when_closed():
     with DelayedTransfers(0.01, seed=0) as delayed:
         futures = [delayed.submit(load_of(i), lambda i=i: i) for i in range(10)]
     assert [future.result(0) for future in futures] == list(range(10))
-    with pytest.raises(ValueError, match="max_delay_s wanted at least 0, found -1"):
+    with pytest.raises(ValueError, match="max_delay_s must be at least 0, got -1"):
         DelayedTransfers(-1, seed=0)
 
 
@@ -239,7 +239,7 @@ def test_nothing_passes_a_gate_but_what_is_let_through():
     assert ran == [0, 2]
     assert [future.done() for future in futures] == [True, False, True, False]
     assert gate.held == (load_of(1), load_of(3))
-    with pytest.raises(ValueError, match=r"wanted Transfer\(.*layer=2.* before the gate, found 2 others"):
+    with pytest.raises(ValueError, match=r"there must be Transfer\(.*layer=2.* before the gate, got 2 others"):
         gate.let_through(load_of(2))
 
 
@@ -253,7 +253,7 @@ def test_an_open_gate_lets_everyone_pass_until_it_is_shut():
     gate.shut()
     assert not gate.submit(load_of(3), lambda: ran.append(3)).done()
     assert ran == [0, 1, 2]
-    with pytest.raises(ValueError, match="wanted a transfer before the gate, found 0"):
+    with pytest.raises(ValueError, match="there must be a transfer before the gate, got 0"):
         GatedTransfers().let_through()
 
 
@@ -275,7 +275,7 @@ def test_whoever_is_told_of_an_end_may_submit_the_next():
 
 def test_a_test_can_wait_for_those_who_come_to_the_gate():
     gate = GatedTransfers()
-    with pytest.raises(TimeoutError, match="wanted 1 transfers before the gate, found 0"):
+    with pytest.raises(TimeoutError, match="there must be 1 transfers before the gate, got 0"):
         gate.wait_held(timeout_s=0)
     results = []
     thread = threading.Thread(target=lambda: results.append(gate.submit(load_of(5), lambda: 5).result(PATIENCE_S)))

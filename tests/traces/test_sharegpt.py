@@ -118,9 +118,9 @@ def test_min_turns_counts_user_turns_and_limit_counts_what_is_yielded(tmp_path):
     assert [each.id for each in load_sharegpt(path, min_turns=3)] == ["3x", "5x", "4x"]
     assert [each.id for each in load_sharegpt(path, min_turns=3, limit=2)] == ["3x", "5x"]
     assert list(load_sharegpt(path, limit=0)) == []
-    with pytest.raises(ValueError, match="limit must be at least 0, found -1"):
+    with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
         load_sharegpt(path, limit=-1)
-    with pytest.raises(ValueError, match="min_turns must be at least 0, found -2"):
+    with pytest.raises(ValueError, match="min_turns must be at least 0, got -2"):
         load_sharegpt(path, min_turns=-2)
 
 
@@ -160,20 +160,26 @@ def test_a_missing_comma_between_pieces_is_an_error_with_the_byte_offset(tmp_pat
     path = tmp_path / "comma.json"
     path.write_text(f"[{first} {first}]", encoding="utf-8")
     at = len(f"[{first} ".encode())
-    with pytest.raises(ValueError, match=rf"at byte {at}: wanted ',' or '\]', found '{{'"):
+    with pytest.raises(ValueError, match=rf"at byte {at}: there must be ',' or '\]', got '{{'"):
         list(load_sharegpt(path))
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "at byte 0: wanted '\\[', found the end of the file"),
-        (b'{"id": "a_0"}', "at byte 0: wanted '\\[', found '{'"),
-        (b"[1, 2]", "at byte 1: wanted an object with `id` and `conversations`, found 1"),
-        (b'[{"id": "a_0"}]', "at byte 1: wanted an object with `id` and `conversations`"),
-        (b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]', "wanted messages with `from` and a text"),
-        (b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]', "wanted `from` to be one of .*'cat'"),
-        (b'[{"id": "a\xff_0", "conversations": []}]', "after byte 10: wanted UTF-8"),
+        (b"", "at byte 0: there must be '\\[', got the end of the file"),
+        (b'{"id": "a_0"}', "at byte 0: there must be '\\[', got '{'"),
+        (b"[1, 2]", "at byte 1: there must be an object with `id` and `conversations`, got 1"),
+        (b'[{"id": "a_0"}]', "at byte 1: there must be an object with `id` and `conversations`"),
+        (
+            b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]',
+            "there must be messages with `from` and a text",
+        ),
+        (
+            b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]',
+            "there must be `from` to be one of .*'cat'",
+        ),
+        (b'[{"id": "a\xff_0", "conversations": []}]', "after byte 10: there must be UTF-8"),
     ],
 )
 def test_what_is_not_sharegpt_is_an_error_that_says_what_was_found(tmp_path, content, message):

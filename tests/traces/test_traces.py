@@ -69,17 +69,17 @@ def test_seen_blocks_are_leading_ones(written):
 
 
 BAD_MOONCAKE = {
-    "no JSON": ('{"timestamp": 1', "wanted a JSON object"),
-    "no object": ("[1, 2]", "wanted a JSON object"),
-    "a field is missing": ({"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` wanted a number"),
-    "a negative length": (asked(1, -5, 1), "`input_length` wanted an integer of at least 1, found -5"),
-    "no whole length": (asked(1, 5.5, 1), "`input_length` wanted an integer"),
-    "too few hashes": (asked(1, HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` wanted one for each of 2 blocks"),
-    "a hash that is none": (asked(1, 5, "x"), "`hash_ids` wanted a list of integers"),
-    "no time": (asked(None, 5, 1), "`timestamp` wanted a number"),
-    "a time that is no number": (asked("noon", 5, 1), "`timestamp` wanted a number, found 'noon'"),
-    "infinite": (asked(1e999, 5, 1), "`timestamp` wanted a number"),
-    "back in time": (asked(0.5, 5, 1), "`timestamp` wanted at least the 1 ms of the row before"),
+    "no JSON": ('{"timestamp": 1', "there must be a JSON object"),
+    "no object": ("[1, 2]", "there must be a JSON object"),
+    "a field is missing": ({"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` must be a number"),
+    "a negative length": (asked(1, -5, 1), "`input_length` must be an integer of at least 1, got -5"),
+    "no whole length": (asked(1, 5.5, 1), "`input_length` must be an integer"),
+    "too few hashes": (asked(1, HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` must be one for each of 2 blocks"),
+    "a hash that is none": (asked(1, 5, "x"), "`hash_ids` must be a list of integers"),
+    "no time": (asked(None, 5, 1), "`timestamp` must be a number"),
+    "a time that is no number": (asked("noon", 5, 1), "`timestamp` must be a number, got 'noon'"),
+    "infinite": (asked(1e999, 5, 1), "`timestamp` must be a number"),
+    "back in time": (asked(0.5, 5, 1), "`timestamp` must be at least the 1 ms of the row before"),
 }
 
 
@@ -159,19 +159,19 @@ def test_columns_may_stand_in_any_order_among_others(written):
 
 
 def test_a_missing_column_is_told(written):
-    with pytest.raises(TraceError, match=r"line 1: `output` wanted a column of .*generatedtokens"):
+    with pytest.raises(TraceError, match=r"line 1: `output` must be a column of .*generatedtokens"):
         list(load_arrivals(written("TIMESTAMP,ContextTokens", "1,2", name="a.csv")))
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("1,2", "wanted 3 fields"),
-        ("noon,2,3", "`arrival` wanted seconds, or a date"),
-        ("0,2,3", "`arrival` wanted a time that is not before"),
-        ("nan,2,3", "`arrival` wanted seconds"),
-        ("1,-2,3", "`input` wanted an integer of at least 1, found '-2'"),
-        ("1,2,0", "`output` wanted an integer of at least 1"),
+        ("1,2", "there must be 3 fields"),
+        ("noon,2,3", "`arrival` must be seconds, or a date"),
+        ("0,2,3", "`arrival` must be a time that is not before"),
+        ("nan,2,3", "`arrival` must be seconds"),
+        ("1,-2,3", "`input` must be an integer of at least 1, got '-2'"),
+        ("1,2,0", "`output` must be an integer of at least 1"),
     ],
 )
 def test_a_bad_arrival_is_told_or_skipped(written, row, message):

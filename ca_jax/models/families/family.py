@@ -95,7 +95,9 @@ def require(described: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """
     for key, value in wanted.items():
         if described.get(key, value) != value:
-            raise UnsupportedArchitectureError(f"config.json: {key}={described[key]!r} is not served, wanted {value!r}")
+            raise UnsupportedArchitectureError(
+                f"config.json: {key}={described[key]!r} is not served; it must be {value!r}"
+            )
 
 
 def gelu_from_hf(described: Mapping[str, Any], key: str) -> Mlp:
@@ -111,6 +113,6 @@ def gelu_from_hf(described: Mapping[str, Any], key: str) -> Mlp:
     found = described.get(key, "gelu")
     if found not in _GELUS:
         raise UnsupportedArchitectureError(
-            f"config.json: {key}={found!r} is not served, wanted one of {', '.join(_GELUS)}"
+            f"config.json: {key}={found!r} is not served; it must be one of {', '.join(_GELUS)}"
         )
     return _GELUS[found]

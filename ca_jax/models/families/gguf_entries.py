@@ -112,7 +112,7 @@ def require(described: GgufDescription, wanted: Mapping[str, Any], why: str = ""
     for key, value in wanted.items():
         found = described.entries.get(key, value)
         if found != value:
-            raise UnsupportedArchitectureError(f"{key} {found} is not served, wanted {f'{why} {value}'.strip()}")
+            raise UnsupportedArchitectureError(f"{key} {found} is not served; it must be {f'{why} {value}'.strip()}")
 
 
 def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
@@ -137,7 +137,7 @@ def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
     if scaling == "yarn":
         return _yarn_rope(described, plain, factor)
     raise UnsupportedArchitectureError(
-        f"rope scaling {scaling!r} is not served; wanted one of none, linear, yarn, or llama3 as rope_freqs.weight"
+        f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as rope_freqs.weight"
     )
 
 

@@ -37,11 +37,12 @@ def windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     if types is None:
         return {"sliding_window": window, "full_layers": range(min(described.get("max_window_layers", 28), num_layers))}
     if len(types) != num_layers:
-        raise ValueError(f"layer_types wanted one for each of {num_layers} layers, found {len(types)}")
+        raise ValueError(f"layer_types must be one for each of {num_layers} layers, got {len(types)}")
     unknown = sorted({*types} - {"sliding_attention", "full_attention"})
     if unknown:
         raise UnsupportedArchitectureError(
-            f"config.json: layer_types {', '.join(unknown)} not served, wanted sliding_attention or full_attention"
+            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
+            "or full_attention"
         )
     return {"sliding_window": window, "full_layers": [i for i, each in enumerate(types) if each == "full_attention"]}
 

@@ -50,7 +50,7 @@ def rope_from_hf(
     scaling = parameters.get("rope_type", parameters.get("type", "default"))
     if scaling not in _SERVED:
         raise UnsupportedArchitectureError(
-            f"config.json: rope scaling {scaling!r} is not served; wanted one of {', '.join(_SERVED)}"
+            f"config.json: rope scaling {scaling!r} is not served; it must be one of {', '.join(_SERVED)}"
         )
     if scaling == "default":
         return RopeConfig(**fields)

@@ -104,10 +104,10 @@ class Catalog(CatalogReader):
         record.check(layout)
         tokens = np.asarray(token_ids, np.int32)
         if tokens.shape != (record.num_tokens,):
-            raise ValueError(f"token_ids wanted [{record.num_tokens}], found {list(tokens.shape)}")
+            raise ValueError(f"token_ids must be [{record.num_tokens}], got {list(tokens.shape)}")
         if seals.shape != (record.num_blocks, layout.num_layers) or seals.dtype != np.uint64:
             raise ValueError(
-                f"seals wanted uint64[{record.num_blocks}, {layout.num_layers}], found {seals.dtype}{list(seals.shape)}"
+                f"seals must be uint64[{record.num_blocks}, {layout.num_layers}], got {seals.dtype}{list(seals.shape)}"
             )
         with self._transaction():
             return self._write(record, Contents(token_ids=tokens, seals=seals, note=note))
@@ -268,7 +268,7 @@ class Catalog(CatalogReader):
           ValueError: it is this catalog's own.
         """
         if namespace == self._namespace:
-            raise ValueError("wanted a namespace other than the one in use, found that one")
+            raise ValueError("there must be a namespace other than the one in use, got that one")
         row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
         if row is None:
             return 0
@@ -368,7 +368,7 @@ class Catalog(CatalogReader):
         if self._depth:
             if self._failed:
                 raise catalog_file.CatalogError(
-                    "wanted a batch whose changes all succeed, found one that failed before"
+                    "there must be a batch whose changes all succeed, got one that failed before"
                 )
             try:
                 yield
@@ -381,7 +381,7 @@ class Catalog(CatalogReader):
         try:
             yield
             if self._failed:
-                raise catalog_file.CatalogError("wanted a batch whose changes all succeed, found one that failed")
+                raise catalog_file.CatalogError("there must be a batch whose changes all succeed, got one that failed")
             self._all("COMMIT")
         finally:
             self._depth = 0

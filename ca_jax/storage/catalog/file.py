@@ -128,7 +128,7 @@ class DirectoryLock:
             make_directory(directory)
             self._file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise CatalogAccessError(f"wanted a directory to write in, found {directory}: {error}") from error
+            raise CatalogAccessError(f"there must be a directory to write in, got {directory}: {error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
@@ -138,12 +138,12 @@ class DirectoryLock:
             holder = _describe_owner(os.pread(self._file, 1024, 0))
             self.release()
             raise CatalogLockedError(
-                f"wanted {directory} for this engine alone, found it in use by {holder}; "
+                f"there must be {directory} for this engine alone, got it in use by {holder}; "
                 "stop that one, or give this one a directory of its own"
             ) from error
         except OSError as error:
             self.release()
-            raise CatalogAccessError(f"wanted a lock on {directory / LOCK_NAME}: {error}") from error
+            raise CatalogAccessError(f"there must be a lock on {directory / LOCK_NAME}: {error}") from error
 
     def release(self) -> None:
         """Gives the right back. The file stays: removing it would let two engines lock two files of one name."""
@@ -163,14 +163,14 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise CatalogAccessError(f"wanted a file to write, found {path}: {error}") from error
+            raise CatalogAccessError(f"there must be a file to write, got {path}: {error}") from error
         db = _connect(f"{path.absolute().as_uri()}?mode=rw")
         try:
             is_new = _check_header(db, path, may_change=True)
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise CatalogAccessError(
-                    f"the catalog must have a write-ahead log, found journal mode {mode!r}: {path}; its file system "
+                    f"the catalog must have a write-ahead log, got journal mode {mode!r}: {path}; its file system "
                     "cannot share memory between processes: name an ssd_dir on a local disk"
                 )
             db.execute("PRAGMA synchronous = FULL")
@@ -192,7 +192,7 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
     """
     path = directory / CATALOG_NAME
     if not path.is_file():
-        raise CatalogAccessError(f"wanted a catalog, found no file {path}")
+        raise CatalogAccessError(f"there must be a catalog, got no file {path}")
     try:
         return _open_checked(path, "mode=ro")
     except CatalogAccessError:
@@ -226,7 +226,7 @@ def quarantine(directory: Path) -> Path | None:
                 moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
         sync_directory(directory)
     except OSError as error:
-        raise CatalogAccessError(f"wanted to move the catalog in {directory} aside: {error}") from error
+        raise CatalogAccessError(f"the catalog in {directory} cannot be moved aside: {error}") from error
     finally:
         lock.release()
     return moved
@@ -243,20 +243,20 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:  # sqlite's message quotes a name that is damaged.
-        raise CatalogCorruptError(f"wanted a catalog, found {path}: {error}") from error
+        raise CatalogCorruptError(f"there must be a catalog, got {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF  # None: Python's own, of a wrong call.
         found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
         if code == sqlite3.SQLITE_FULL:
-            raise CatalogFullError(f"wanted room on the disk, found {found}") from error
+            raise CatalogFullError(f"the disk must have room for the catalog, got {found}") from error
         # A damaged header has no code of its own: what it says of the file is no version that there is. A damaged row
         # may say that it is longer than sqlite takes.
         is_damage = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
         if is_damage or str(error) == "unsupported file format":
-            raise CatalogCorruptError(f"wanted a catalog, found {found}") from error
+            raise CatalogCorruptError(f"there must be a catalog, got {found}") from error
         if code in (sqlite3.SQLITE_MISUSE, sqlite3.SQLITE_ERROR):
             raise
-        raise CatalogAccessError(f"wanted to read and write the catalog, found {found}") from error
+        raise CatalogAccessError(f"the catalog must be readable and writable, got {found}") from error
 
 
 def _open_checked(path: Path, mode: str) -> sqlite3.Connection:
@@ -264,7 +264,7 @@ def _open_checked(path: Path, mode: str) -> sqlite3.Connection:
         db = _connect(f"{path.absolute().as_uri()}?{mode}")
         try:
             if _check_header(db, path):
-                raise CatalogAccessError(f"wanted a catalog, found {path}, which is empty")
+                raise CatalogAccessError(f"there must be a catalog, got {path}, which is empty")
         except BaseException:
             db.close()
             raise
@@ -291,7 +291,7 @@ def _check_header(db: sqlite3.Connection, path: Path, *, may_change: bool = Fals
     if not schema and not application_id and not version:
         return True
     if application_id != _APPLICATION_ID:
-        raise CatalogCorruptError(f"wanted a catalog, found another application's database: {path}")
+        raise CatalogCorruptError(f"there must be a catalog, got another application's database: {path}")
     if version == 2 and may_change:
         _bring_from_version_2(db, path)
         return _check_header(db, path)
@@ -300,12 +300,14 @@ def _check_header(db: sqlite3.Connection, path: Path, *, may_change: bool = Fals
         if version == 2:
             advice = "an engine that opens it brings it to that version"
         raise CatalogVersionError(
-            f"the catalog must be of version {SCHEMA_VERSION}, found version {version}: {path}; {advice}"
+            f"the catalog must be of version {SCHEMA_VERSION}, got version {version}: {path}; {advice}"
         )
     with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(_SCHEMA)
         if schema != _schema_of(wanted):
-            raise CatalogCorruptError(f"wanted the tables of version {SCHEMA_VERSION}, found {sorted(schema)}: {path}")
+            raise CatalogCorruptError(
+                f"there must be the tables of version {SCHEMA_VERSION}, got {sorted(schema)}: {path}"
+            )
     return False
 
 
@@ -316,7 +318,7 @@ def _bring_from_version_2(db: sqlite3.Connection, path: Path) -> None:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
             raise
-        raise CatalogCorruptError(f"wanted the tables of version 2, found others: {path}: {error}") from error
+        raise CatalogCorruptError(f"there must be the tables of version 2, got others: {path}: {error}") from error
 
 
 def _schema_of(db: sqlite3.Connection) -> dict[str, str]:

@@ -206,7 +206,7 @@ class NoteLog:
                     return False
                 if version not in (1, _FORMAT):
                     raise CatalogVersionError(
-                        f"notes of open sessions must be of version {_FORMAT}, found version {version}: {self._path}; "
+                        f"notes of open sessions must be of version {_FORMAT}, got version {version}: {self._path}; "
                         "end the release that wrote them, so that they get to SSD, or delete the file"
                     )
                 return bool(db.execute("PRAGMA quick_check(1)").fetchone() == ("ok",))

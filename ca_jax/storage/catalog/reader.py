@@ -167,7 +167,9 @@ class CatalogReader:
 
         (num_orphans,) = self._one("SELECT count(*) FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
         if num_orphans:
-            report(None, f"wanted contents of stored sessions, found {num_orphans} of others; `compact` removes them")
+            report(
+                None, f"there must be contents of stored sessions, got {num_orphans} of others; `compact` removes them"
+            )
         holders: dict[int, SessionRecord] = {}
         seals: dict[str, dict[int, list[int]]] = {}  # By session and block, of those that share any.
         for record in self.load_all(report):
@@ -180,14 +182,18 @@ class CatalogReader:
                 if holder.tenant != record.tenant:
                     report(
                         record.key,
-                        f"wanted block {block} for its own tenant, found it held by session {holder.key!r} of another",
+                        f"there must be block {block} for its own tenant, got it held by session "
+                        f"{holder.key!r} of another",
                     )
                     continue
                 for each in (holder, record):
                     if each.key not in seals:
                         seals[each.key] = self._seals(each)
                 if seals[holder.key].get(block) != seals[record.key].get(block):
-                    report(record.key, f"wanted block {block} sealed as for session {holder.key!r}, found another seal")
+                    report(
+                        record.key,
+                        f"there must be block {block} sealed as for session {holder.key!r}, got another seal",
+                    )
         return tuple(found)
 
     def is_in_place(self) -> bool:
@@ -213,7 +219,7 @@ class CatalogReader:
         if contents is None:
             return  # Gone since its row was read: an engine is at work.
         if record.prefixes and record.prefixes != record.prefixes_of(contents.token_ids, self._namespace.layout):
-            yield "wanted the prefix hashes of its tokens, found others"
+            yield "the prefix hashes must be those of its tokens, got others"
 
     def _seals(self, record: SessionRecord) -> dict[int, list[int]]:
         """By block, what seals a session; nothing where that is damaged, or gone."""

@@ -55,7 +55,7 @@ class Namespace:
             fields = json.loads(text)
             return cls(**{**fields, "layout": KVLayout(**fields["layout"])})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"wanted a namespace as JSON, found {text!r}") from error
+            raise ValueError(f"there must be a namespace as JSON, got {text!r}") from error
 
     @property
     def fingerprint(self) -> str:
@@ -135,7 +135,7 @@ class SessionRecord:
         """
         self.check_sizes(layout)
         if self.block_ids.min() < 0 or len(np.unique(self.block_ids)) < self.num_blocks:
-            raise ValueError(f"block_ids wanted different ids >= 0, found {self.block_ids.tolist()}")
+            raise ValueError(f"block_ids must be different ids >= 0, got {self.block_ids.tolist()}")
 
     def check_sizes(self, layout: KVLayout) -> None:
         """Does all of `check` but look at the ids in the block table: that is faster for many sessions at once.
@@ -144,25 +144,25 @@ class SessionRecord:
           ValueError: no tokens, places or rows that are not theirs, too few blocks for them, a negative time to live.
         """
         if self.num_tokens <= 0:
-            raise ValueError(f"session {self.session_id!r} wanted num_tokens > 0, found {self.num_tokens}")
+            raise ValueError(f"session {self.session_id!r} must be num_tokens > 0, got {self.num_tokens}")
         num_places = self.num_tokens if self.cuts is None else self.cuts.places.num_places
         if self.cuts is not None and self.cuts.places.num_tokens != self.num_tokens:
             raise ValueError(
-                f"session {self.session_id!r} wanted places of its {self.num_tokens} tokens, "
-                f"found {self.cuts.places.num_tokens}"
+                f"session {self.session_id!r} must be places of its {self.num_tokens} tokens, "
+                f"got {self.cuts.places.num_tokens}"
             )
         block_ids = self.block_ids
         if block_ids.ndim != 1 or block_ids.dtype != np.int64:
-            raise ValueError(f"block_ids wanted int64[num_blocks], found {block_ids.dtype}{list(block_ids.shape)}")
+            raise ValueError(f"block_ids must be int64[num_blocks], got {block_ids.dtype}{list(block_ids.shape)}")
         if self.num_blocks < layout.num_blocks(num_places):
             raise ValueError(
-                f"{self.num_tokens} tokens wanted at least {layout.num_blocks(num_places)} blocks of "
-                f"{layout.block_tokens}, found {self.num_blocks}"
+                f"{self.num_tokens} tokens must be at least {layout.num_blocks(num_places)} blocks of "
+                f"{layout.block_tokens}, got {self.num_blocks}"
             )
         if self.cuts is not None and not num_places <= self.cuts.num_rows <= self.num_blocks * layout.block_tokens:
             raise ValueError(
-                f"session {self.session_id!r} wanted {num_places} to {self.num_blocks * layout.block_tokens} rows "
-                f"written, found {self.cuts.num_rows}"
+                f"session {self.session_id!r} must be {num_places} to {self.num_blocks * layout.block_tokens} rows "
+                f"written, got {self.cuts.num_rows}"
             )
         check_ttl(self.ttl_s)
 
@@ -240,11 +240,11 @@ def contents_from_row(key: str, row: tuple[Any, ...], *, num_tokens: int, num_bl
     token_ids, seals, prefixes, note, checksum = row
     try:
         if checksum != _contents_checksum(key, token_ids, seals, prefixes, note):
-            raise ValueError("wanted contents that pass their checksum, found others")
+            raise ValueError("there must be contents that pass their checksum, got others")
         if len(token_ids) != 4 * num_tokens or len(seals) != 8 * num_blocks * num_layers:
             raise ValueError(
-                f"wanted {num_tokens} token ids and {num_blocks} x {num_layers} seals, "
-                f"found {len(token_ids)} and {len(seals)} bytes"
+                f"there must be {num_tokens} token ids and {num_blocks} x {num_layers} seals, "
+                f"got {len(token_ids)} and {len(seals)} bytes"
             )
     except (TypeError, ValueError) as error:
         raise DamagedRecordError(f"session {key!r}: {error}") from error
@@ -286,7 +286,7 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
     try:
         cut = runs, num_rows, num_dropped, num_plain
         if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation, prefixes):
-            raise ValueError("wanted a row that passes its checksum, found another")
+            raise ValueError("there must be a row that passes its checksum, got another")
         if state != _READY:
             raise ValueError(f"state must be {_READY!r}, got {state!r}")
         cuts = None

@@ -41,7 +41,7 @@ class CatalogWriter:
     def settle(self) -> BlockIoError | None:
         """Makes outstanding changes durable; why not, if that cannot be, or if nothing can."""
         if not self._catalog.is_in_place():
-            return BlockIoError(IoFailure.CATALOG, "wanted the catalog in its directory, found it gone or replaced")
+            return BlockIoError(IoFailure.CATALOG, "the catalog must be in its directory; it is gone or was replaced")
         if not self._unforgotten:
             return None
         try:
@@ -78,7 +78,7 @@ class CatalogWriter:
             kept_seals = kept.seals[:num_kept_blocks] if kept else np.zeros((0, num_layers))
             if len(kept_seals) < num_kept_blocks:
                 raise DamagedRecordError(
-                    f"session {record.key!r} wanted {num_kept_blocks} blocks to stay, found {len(kept_seals)}"
+                    f"session {record.key!r} must be {num_kept_blocks} blocks to stay, got {len(kept_seals)}"
                 )
             seals = np.array([*kept_seals, *new_seals], np.uint64).reshape(-1, num_layers)
             self._catalog.publish(record, token_ids, seals, note)
@@ -153,7 +153,7 @@ class CatalogWriter:
             _LOG.warning("a session's pin, note or time to live is not written down yet: %s", error)
             return self._failure(error)
         self._on_lost(key)
-        return BlockIoError(IoFailure.MISSING, f"the catalog wanted session {key!r}, found none")
+        return BlockIoError(IoFailure.MISSING, f"the catalog must be session {key!r}, got none")
 
     def _failure(self, error: CatalogError) -> BlockIoError:
         self._is_beyond_use |= isinstance(error, CatalogCorruptError)

@@ -26,7 +26,7 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int):
         if num_blocks < 0:
-            raise ValueError(f"num_blocks must not be negative, found {num_blocks}")
+            raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         self._num_blocks = num_blocks
         self._num_free = num_blocks
         self._taken = bytearray(num_blocks)
@@ -61,7 +61,7 @@ class BlockAllocator:
           ValueError: num_blocks is negative.
         """
         if num_blocks < 0:
-            raise ValueError(f"wanted a number of blocks >= 0, found {num_blocks}")
+            raise ValueError(f"there must be a number of blocks >= 0, got {num_blocks}")
         if num_blocks > self._num_free:
             return None
         ids: list[int] = []
@@ -89,10 +89,10 @@ class BlockAllocator:
         if not wanted.size:
             return
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise ValueError(f"wanted block ids as integers[n], found {wanted.dtype}{list(wanted.shape)}")
+            raise ValueError(f"block ids must be integers[n], got {wanted.dtype}{list(wanted.shape)}")
         for end in (wanted[0], wanted[-1]):
             if not 0 <= end < self._num_blocks:
-                raise ValueError(f"wanted a block id in [0, {self._num_blocks}), found {end}")
+                raise ValueError(f"there must be a block id in [0, {self._num_blocks}), got {end}")
         wanted = wanted.astype(np.int64)
         is_taken = np.frombuffer(self._taken, np.uint8)  # A view: what is set here is set there.
         again = wanted[is_taken[wanted] != 0].tolist() + wanted[1:][wanted[1:] == wanted[:-1]].tolist()
@@ -121,7 +121,7 @@ class BlockAllocator:
         ids = sorted(ids)
         for i, block in enumerate(ids):
             if not 0 <= block < self._num_blocks:
-                raise ValueError(f"wanted a block id below {self._num_blocks}, found {block}")
+                raise ValueError(f"there must be a block id below {self._num_blocks}, got {block}")
             if not self._taken[block] or (i and ids[i - 1] == block):
                 raise ValueError(f"block {block} is freed twice")
         start = 0
@@ -175,7 +175,7 @@ class TenantQuota:
     def __init__(self, quota_blocks: int | None, of_tenants: Mapping[str, int] = _NO_TENANTS):
         for quota in (quota_blocks, *of_tenants.values()):
             if quota is not None and quota < 0:
-                raise ValueError(f"quota wanted a number of blocks >= 0, or None, found {quota}")
+                raise ValueError(f"quota must be a number of blocks >= 0, or None, got {quota}")
         self._quota_blocks = quota_blocks
         self._of_tenants = dict(of_tenants)
         self._used: collections.Counter[str] = collections.Counter()

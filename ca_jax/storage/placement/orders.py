@@ -54,7 +54,7 @@ class LookAhead:
           ValueError: the job waits already.
         """
         if job in self._ticket_of:
-            raise ValueError(f"wanted a job that does not wait yet, found {job!r}, which does")
+            raise ValueError(f"there must be a job that does not wait yet, got {job!r}, which does")
         ticket = priority * _TICKETS_PER_PRIORITY + self._num_arrived
         self._num_arrived += 1
         self._ticket_of[job] = ticket
@@ -74,7 +74,7 @@ class LookAhead:
           ValueError: the job does not wait.
         """
         if job not in self._ticket_of:
-            raise ValueError(f"wanted a waiting job, found {job!r}, which is none of the {len(self)} that wait")
+            raise ValueError(f"there must be a waiting job, got {job!r}, which is none of the {len(self)} that wait")
         ticket = self._ticket_of.pop(job)
         key: str = self._keys.pop(ticket)
         waiting = self._waiting[key]
@@ -144,7 +144,7 @@ class TierOrders(Generic[T]):
           ValueError: it is there already.
         """
         if key in self._slots:
-            raise ValueError(f"wanted a key that the tier does not hold, found {key!r}, which it does")
+            raise ValueError(f"there must be a key that the tier does not hold, got {key!r}, which it does")
         slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
         if tenant not in self._of_tenant:
             self._of_tenant[tenant] = _Orders(self._group_of)

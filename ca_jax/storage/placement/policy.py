@@ -157,7 +157,7 @@ def make_policy(name: str) -> EvictionPolicy:
       ValueError: no policy has that name.
     """
     if name not in EVICTION_POLICIES:
-        raise ValueError(f"eviction policy wanted one of {', '.join(EVICTION_POLICIES)}; found {name!r}")
+        raise ValueError(f"eviction policy must be one of {', '.join(EVICTION_POLICIES)}; got {name!r}")
     return EVICTION_POLICIES[name]()
 
 
@@ -188,7 +188,7 @@ class PrefetchPolicy:
 
     def __post_init__(self) -> None:
         if self.max_fetches <= 0:
-            raise ValueError(f"max_fetches must be positive, found {self.max_fetches}")
+            raise ValueError(f"max_fetches must be positive, got {self.max_fetches}")
 
     def plan(
         self,
@@ -256,7 +256,7 @@ def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
     """
     for name, size in (("available_bytes", available_bytes), ("mean_session_bytes", mean_session_bytes)):
         if not (math.isfinite(size) and size >= 0):
-            raise ValueError(f"{name} wanted a number of bytes >= 0, found {size}")
+            raise ValueError(f"{name} must be a number of bytes >= 0, got {size}")
     if not available_bytes or not mean_session_bytes:
         return 0
     return max(1, int(available_bytes // mean_session_bytes))
@@ -354,7 +354,7 @@ class FreeingPolicy:
         sizes = [len(table) for table in tables]
         if len({*keys}) != len(keys) or not all(sizes) or sum(sizes) < num_blocks:
             raise RuntimeError(
-                f"{type(self._policy).__name__} wanted to free {num_blocks} blocks by evicting {keys}; "
+                f"{type(self._policy).__name__} must free {num_blocks} blocks by evicting {keys}; "
                 f"found that these may free {sizes}"
             )
         return tables

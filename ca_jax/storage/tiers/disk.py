@@ -253,8 +253,8 @@ def blocks_within(capacity_bytes: int, stored_block_bytes: int, layout: KVLayout
     """
     if capacity_bytes < stored_block_bytes:
         raise ValueError(
-            f"SSD capacity wanted at least one block of {stored_block_bytes} bytes ({layout.block_tokens} tokens), "
-            f"found {capacity_bytes} bytes"
+            f"SSD capacity must be at least one block of {stored_block_bytes} bytes ({layout.block_tokens} tokens), "
+            f"got {capacity_bytes} bytes"
         )
     return capacity_bytes // stored_block_bytes
 
@@ -268,9 +268,9 @@ def check_block_ids(block_ids: Sequence[int], num_blocks: int | None, *, distinc
     for block in block_ids:
         if block < 0 or (num_blocks is not None and block >= num_blocks):
             wanted = "not negative" if num_blocks is None else f"in [0, {num_blocks})"
-            raise ValueError(f"wanted a block id {wanted}, found {block}")
+            raise ValueError(f"a block id must be {wanted}, got {block}")
     if distinct and len(set(block_ids)) < len(block_ids):
-        raise ValueError(f"wanted each block id once, found {list(block_ids)}")
+        raise ValueError(f"each block id must be given once, got {list(block_ids)}")
 
 
 def check_blocks(
@@ -282,7 +282,7 @@ def check_blocks(
       ValueError: there is not.
     """
     if len(blocks) != num_blocks:
-        raise ValueError(f"{name} wanted one array for each of {num_blocks} block ids, found {len(blocks)}")
+        raise ValueError(f"{name} must be one array for each of {num_blocks} block ids, got {len(blocks)}")
     for block in blocks:
         _check_shape(name, block, layout.block_shape, layout)
         _check_memory(name, block, writeable=writeable)
@@ -290,14 +290,14 @@ def check_blocks(
 
 def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...], layout: KVLayout) -> None:
     if array.shape != shape or array.dtype != layout.numpy_dtype:
-        raise ValueError(f"{name} wanted {layout.numpy_dtype}{list(shape)}, found {array.dtype}{list(array.shape)}")
+        raise ValueError(f"{name} must be {layout.numpy_dtype}{list(shape)}, got {array.dtype}{list(array.shape)}")
 
 
 def _check_memory(name: str, array: np.ndarray, *, writeable: bool) -> None:
     if not array.flags.c_contiguous or (writeable and not array.flags.writeable):
         wanted = "C-contiguous, writeable" if writeable else "C-contiguous"
         raise ValueError(
-            f"{name} wanted {wanted} memory, found strides {array.strides}, "
+            f"{name} must be {wanted} memory, got strides {array.strides}, "
             f"{'writeable' if array.flags.writeable else 'read-only'}"
         )
 
@@ -316,9 +316,9 @@ def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except (FileExistsError, NotADirectoryError) as error:
-        raise NotADirectoryError(f"SSD directory wanted a directory, found a file: {error.filename}") from error
+        raise NotADirectoryError(f"SSD directory must be a directory, got a file: {error.filename}") from error
     except OSError as error:
-        raise PermissionError(f"SSD directory wanted {directory} to be writable, found: {error}") from error
+        raise PermissionError(f"SSD directory {directory} must be writable, got: {error}") from error
     return directory
 
 
@@ -338,9 +338,11 @@ class DiskSpace:
 
     def __init__(self, directory: Path | None, floor_bytes: int):
         if floor_bytes < 0:
-            raise ValueError(f"wanted a floor of free disk space >= 0 bytes, found {floor_bytes}")
+            raise ValueError(f"there must be a floor of free disk space >= 0 bytes, got {floor_bytes}")
         if floor_bytes and directory is None:
-            raise ValueError(f"a floor of free space wants a local disk, found {floor_bytes} bytes for a remote URL")
+            raise ValueError(
+                f"a floor of free space must be asked of a local disk, got {floor_bytes} bytes for a remote URL"
+            )
         self._directory = directory
         self._floor_bytes = floor_bytes
         self._reserved_bytes = 0
@@ -362,9 +364,9 @@ class DiskSpace:
         stored_bytes = count_stored_bytes()
         if free_bytes + stored_bytes - capacity_bytes < self._floor_bytes:
             raise ValueError(
-                f"SSD capacity in {self._directory} wanted at most "
+                f"SSD capacity in {self._directory} must be at most "
                 f"{max(free_bytes + stored_bytes - self._floor_bytes, 0)} bytes ({free_bytes} free, {stored_bytes} of "
-                f"an earlier run, less {self._floor_bytes} to stay free); found {capacity_bytes}"
+                f"an earlier run, less {self._floor_bytes} to stay free); got {capacity_bytes}"
             )
 
     def reserve(self, num_bytes: int) -> BlockIoError | None:
@@ -381,7 +383,7 @@ class DiskSpace:
             if free_bytes is not None and free_bytes - self._reserved_bytes - num_bytes < self._floor_bytes:
                 return BlockIoError(
                     IoFailure.NO_SPACE,
-                    f"wanted {num_bytes} bytes above a floor of {self._floor_bytes} in {self._directory}, found "
+                    f"there must be {num_bytes} bytes above a floor of {self._floor_bytes} in {self._directory}, got "
                     f"{free_bytes} free and {self._reserved_bytes} of them spoken for",
                 )
             self._reserved_bytes += num_bytes

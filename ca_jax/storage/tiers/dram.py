@@ -87,16 +87,16 @@ class DramTier:
 
 def _check_capacity(layout: KVLayout, capacity_bytes: int) -> None:
     if capacity_bytes < 0:
-        raise ValueError(f"DRAM capacity must not be negative, found {capacity_bytes} bytes")
+        raise ValueError(f"DRAM capacity must not be negative, got {capacity_bytes} bytes")
     if 0 < capacity_bytes < layout.block_bytes:
         raise ValueError(
-            f"DRAM capacity wanted at least one block of {layout.block_bytes} bytes ({layout.block_tokens} tokens), "
-            f"found {capacity_bytes} bytes"
+            f"DRAM capacity must be at least one block of {layout.block_bytes} bytes ({layout.block_tokens} tokens), "
+            f"got {capacity_bytes} bytes"
         )
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if capacity_bytes > machine_bytes:
         raise ValueError(
-            f"DRAM capacity wanted at most this machine's {machine_bytes} bytes of memory, found {capacity_bytes}"
+            f"DRAM capacity must be at most this machine's {machine_bytes} bytes of memory, got {capacity_bytes}"
         )
 
 
@@ -121,7 +121,7 @@ def host_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     try:
         memory = mmap.mmap(-1, num_bytes + _ALIGNMENT)
     except OSError as error:
-        raise MemoryError(f"wanted {num_bytes} bytes of host memory, the system refused: {error}") from error
+        raise MemoryError(f"there must be {num_bytes} bytes of host memory, the system refused: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without huge pages: small ones serve, slower.
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -113,7 +113,7 @@ class IoHandle:
           TimeoutError: after `timeout_s` the outcome is still open.
         """
         if not self.wait(timeout_s):
-            raise TimeoutError(f"wanted the move's outcome within {timeout_s} s, found it still open")
+            raise TimeoutError(f"the move must end within {timeout_s} s, and is still open")
         if self._error is not None:
             raise self._error
 
@@ -164,9 +164,9 @@ class IoQueue:
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_in_flight <= 0:
-            raise ValueError(f"wanted max_in_flight of at least 1 operation, found {max_in_flight}")
+            raise ValueError(f"there must be max_in_flight of at least 1 operation, got {max_in_flight}")
         if not deadline_s > 0:
-            raise ValueError(f"wanted an I/O deadline above 0 s, found {deadline_s} s")
+            raise ValueError(f"there must be an I/O deadline above 0 s, got {deadline_s} s")
         self.clock = clock
         """Seconds, never decreasing."""
         self._max_in_flight = max_in_flight
@@ -310,7 +310,7 @@ class IoQueue:
     def _late(self, handle: IoHandle) -> BlockIoError:
         return BlockIoError(
             IoFailure.DEADLINE,
-            f"wanted progress within {self._deadline_s} s, found none; {handle._num_left} operations are left, "
+            f"there must be progress within {self._deadline_s} s, got none; {handle._num_left} operations are left, "
             f"{handle._num_running} of them begun",
         )
 

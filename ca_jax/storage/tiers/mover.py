@@ -227,14 +227,14 @@ class SsdWorker:
         except CatalogError as error:
             raise BlockIoError(IoFailure.CATALOG, str(error)) from error
         if found is None:
-            raise BlockIoError(IoFailure.MISSING, f"the catalog wanted session {task.key!r}, found none")
+            raise BlockIoError(IoFailure.MISSING, f"the catalog must be session {task.key!r}, got none")
         # The catalog may not have been cut yet: what stays of an older state is in the same rows of the same blocks.
         record, contents = found
         indices = task.copy.find_in(record.copy, self._layout.block_tokens)
         if indices is None:
             raise BlockIoError(
                 IoFailure.CORRUPT,
-                f"session {task.key!r} wanted {task.copy.num_tokens} tokens in {task.copy.num_blocks} blocks, the "
+                f"session {task.key!r} must be {task.copy.num_tokens} tokens in {task.copy.num_blocks} blocks, the "
                 f"catalog found {record.num_tokens} in {record.num_blocks}, and not these among them",
             )
         tokens, blocks = indices
@@ -247,7 +247,7 @@ class SsdWorker:
         for index, block in enumerate(task.into):
             self._reads.progressed()
             if not verify_block(block, self._layout.tokens_in_block(index, task.copy.num_rows), contents.seals[index]):
-                found = f"block {index} of session {task.key!r} wanted its seal, found other bytes"
+                found = f"block {index} of session {task.key!r} must be its seal, got other bytes"
                 self._end(TaskEnd(task=task, error=BlockIoError(IoFailure.CORRUPT, found)))
                 return
         self._end(TaskEnd(task=task, contents=contents))

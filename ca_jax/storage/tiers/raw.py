@@ -201,11 +201,11 @@ class _Trailer:
         data = page[: self._dtype.itemsize]
         fields = np.frombuffer(data, self._dtype)[0]
         if not any(data):
-            raise BlockIoError(IoFailure.MISSING, f"slot {block} wanted a block, found that none was written")
+            raise BlockIoError(IoFailure.MISSING, f"slot {block} must be a block, got that none was written")
         if fields["magic"] != _MAGIC or fields["sum"] != crc32c.crc32c(data[:-4]):
-            raise BlockIoError(IoFailure.CORRUPT, f"slot {block} wanted a trailer, found other bytes")
+            raise BlockIoError(IoFailure.CORRUPT, f"slot {block} must be a trailer, got other bytes")
         if fields["block"] != block:
-            raise BlockIoError(IoFailure.CORRUPT, f"slot {block} wanted block {block}, found block {fields['block']}")
+            raise BlockIoError(IoFailure.CORRUPT, f"slot {block} must be block {block}, got block {fields['block']}")
         return fields["sums"].tolist()
 
 
@@ -234,9 +234,9 @@ def _check_layout_file(directory: Path, layout: KVLayout, durable: bool, *, make
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} wanted JSON, found {error}") from error
+        raise ValueError(f"{path} must be JSON, got {error}") from error
     if found != wanted:
-        raise ValueError(f"SSD store at {directory} holds another layout: wanted {wanted}, found {found}")
+        raise ValueError(f"SSD store at {directory} holds another layout: there must be {wanted}, got {found}")
 
 
 def _open_file(path: Path, num_bytes: int) -> tuple[int, int | None]:

@@ -236,14 +236,14 @@ class SsdTier(DiskTier):
             try:
                 found = json.loads(text)
             except ValueError:
-                raise ValueError(f"{self._kvstore.url}{path} wanted zarr3 metadata, found {error}") from error
+                raise ValueError(f"{self._kvstore.url}{path} must be zarr3 metadata, got {error}") from error
             if not isinstance(found, dict):
                 found = {}
             for name, wanted in metadata.items():
                 if found.get(name) != wanted:
                     raise ValueError(
-                        f"SSD store at {self._kvstore.url} holds another layout: wanted {name} {wanted}, "
-                        f"found {found.get(name)}"
+                        f"SSD store at {self._kvstore.url} holds another layout: there must be {name} {wanted}, "
+                        f"got {found.get(name)}"
                     ) from error
             raise
 
@@ -266,7 +266,7 @@ def _resolve(location: str | os.PathLike[str], *, make: bool) -> tuple[str, Path
     text = os.fspath(location)
     scheme = urlsplit(text).scheme if "://" in text else ""
     if not text:
-        raise ValueError("SSD location wanted a directory or a TensorStore URL, found none")
+        raise ValueError("SSD location must be a directory or a TensorStore URL, got none")
     if scheme not in ("", "file"):
         return text + ("zarr3/" if text.endswith("/") else "/zarr3/"), None
     parent = unquote(urlsplit(text).path) if scheme else text
@@ -331,11 +331,11 @@ class ShardFiles:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
-            raise BlockIoError(IoFailure.MISSING, f"wanted a block in {path.name}, found no file") from error
+            raise BlockIoError(IoFailure.MISSING, f"there must be a block in {path.name}, got no file") from error
         try:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
-                raise BlockIoError(IoFailure.CORRUPT, f"wanted a block in {path.name}, found no regular file")
+                raise BlockIoError(IoFailure.CORRUPT, f"there must be a block in {path.name}, got no regular file")
             if found.st_size != self._file_bytes:
                 return False
             sums = bytearray(self._layout.num_layers * _CRC_BYTES)
