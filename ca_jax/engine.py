@@ -327,8 +327,8 @@ class Engine:
                 turn = self._new_turn(begun, said, given_ids, context, texts)
             if turn.chunks and begun.positions:
                 raise InvalidRequestError(
-                    "context must come in a conversation whose keys are used at their places, got one that was truncated "
-                    "naively (overflow method nkvt)"
+                    "context must come in a conversation whose keys are used at their places, got one that was "
+                    "truncated naively (overflow method nkvt)"
                 )
             self._check_chunks(turn)
             discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
