@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
-import itertools
 import math
 import os
 import threading
@@ -34,13 +33,11 @@ from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.errors import (
-    ContextWindowError,
     InvalidRequestError,
     SessionBusyError,
     SessionClosedError,
     TenantError,
 )
-from ca_jax.kv import blend_costs
 from ca_jax.kv.layout import kept_window, kv_layout
 from ca_jax.kv.rates import Rates
 from ca_jax.kv.session_kv import SessionKV
@@ -49,29 +46,22 @@ from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
 from ca_jax.recompute.drift import Drift
 from ca_jax.serving.batch import Batch
 from ca_jax.serving.prompts import (
-    NewTurn,
-    context_ids,
-    given_chunks,
-    messages_or_ids,
-    new_turn,
     prompt_ids,
-    text_of,
 )
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.serving.truncator import Truncator
-from ca_jax.session import Session, Truncation
+from ca_jax.serving.turn_builder import TurnBuilder
+from ca_jax.session import Session
 from ca_jax.storage.records import StoreStats
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup
-from ca_jax.turns.chunks import ChunkSpan
-from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
+from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import Completion, SamplingParams
-from ca_jax.turns.text_output import TextOutput
-from ca_jax.turns.text_work import MESSAGE_CHARS, Texts, TextWork, num_chars
+from ca_jax.turns.requests import Completion, SamplingParams, Truncation, TurnRequest
+from ca_jax.turns.text_work import Texts, TextWork
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
@@ -167,6 +157,7 @@ class Engine:
             layout, self._runner, runtime, fingerprint=self._kv_fingerprint(), store_wrapper=store_wrapper
         )
         self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics)
+        self._turns = TurnBuilder(model, self.config, self.window, self._kv, self._truncator, self._processes)
         self._batch = Batch(self._scheduler, self._runner, self._sampler, self._kv, self._truncator, runtime)
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
@@ -295,70 +286,23 @@ class Engine:
           truncation: as of `Session.send`.
         """
         submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
+        asked = TurnRequest(new=new, params=params, priority=priority, context=context, truncation=truncation)
         while True:
             try:
-                return self._submit_turn(session, new, params, priority, context, known, submitted_s, truncation)
+                with self._lock:
+                    self._check_open()
+                    job = self._turns.turn(session, asked, known)
+                    job.submitted_s = submitted_s
+                    for span in job.spans if session.is_kept else ():
+                        ids = job.prompt_ids[span.start : span.stop]
+                        if (chunk := self._turns.chunk(ids, session.tenant, priority)) is not None:
+                            self._submit(chunk)
+                    self._kv.announce(job, session)
+                    return self._submit(job)
             except TextWork as work:
                 if texts is not None:
                     raise
                 work.do()
-
-    def _submit_turn(
-        self,
-        session: Session,
-        new: str | Sequence[Message] | Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        context: Sequence[str | Sequence[int]] | None,
-        texts: Texts,
-        submitted_s: float,
-        truncation: Truncation,
-    ) -> Job:
-        with self._lock:
-            self._check_open()
-            self._check_bias(params)
-            said, given_ids = messages_or_ids(self.model, new, context)
-            may_drop = truncation == "auto" and self.config.overflow is not None
-            begun, history = session.conversation, None
-            turn = self._new_turn(begun, said, given_ids, context, texts)
-            if may_drop and said and not begun.token_ids and len(turn.ids) >= self.window:
-                history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
-                begun = history or begun
-                turn = self._new_turn(begun, said, given_ids, context, texts)
-            if turn.chunks and begun.positions:
-                raise InvalidRequestError(
-                    "context must come in a conversation whose keys are used at their places, got one that was "
-                    "truncated naively (overflow method nkvt)"
-                )
-            self._check_chunks(turn)
-            discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
-            num_leaving = 0 if discarded is None else int(discarded.sum())
-            if said and discarded is not None and discarded.all():  # It begins anew, with this message.
-                turn = self._new_turn(begun.take(0), said, given_ids, context, texts)
-            self._check_length(len(begun.token_ids) - num_leaving + len(turn.ids))
-            if history is not None:
-                session.resume(self._truncator.without(history, discarded))
-            elif discarded is not None:
-                self._truncator.cut(session, discarded)
-            held = session.conversation
-            job = self._make_job([*held.token_ids, *turn.ids], params, session, priority)
-            job.submitted_s = submitted_s
-            job.messages, job.given_ids = said, given_ids
-            if given_ids:
-                job.messages = as_messages(text_of(self.model, given_ids))
-                if context is not None:
-                    job.messages[-1]["context"] = given_chunks(context)
-            job.dropped_tokens, job.positions, job.may_drop = num_leaving, held.positions, may_drop
-            job.num_gone = held.num_dropped
-            if self._runner.with_attention:
-                job.attention = padded(held.attention, len(held.token_ids))
-            job.context_tokens = sum(num_tokens for _, num_tokens in turn.chunks)
-            job.spans = self._spans(turn, len(held.token_ids), session.tenant)
-            if session.is_kept:
-                self._submit_chunks(job, session.tenant)
-            self._kv.announce(job, session)
-            self._scheduler.submit(job)
-            return job
 
     def precompute(
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
@@ -393,17 +337,9 @@ class Engine:
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
-        each = context_ids(self.model, chunks)
         with self._lock:
             self._check_open()
-            self._check_context(0, each, at_once=False)
-            jobs = [job for ids in each if (job := self._submit_chunk(ids, tenant)) is not None]
-            for ids in each:
-                self._kv.chunks.ask_for(self._kv.chunks.key(ids, tenant))
-            for job in jobs:
-                if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
-                    self._kv.chunks.keep_on_ssd(job.chunk.key)
-            return jobs
+            return [self._submit(job) for job in self._turns.chunks(chunks, tenant, tier)]
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -434,11 +370,9 @@ class Engine:
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
         with self._lock:
             self._check_open()
-            for one in each:
-                self._check_bias(one)
-            jobs = list(map(self._make_job, ids, each))
+            jobs = list(map(self._turns.job, ids, each))
             for job in jobs:
-                self._scheduler.submit(job)
+                self._submit(job)
         try:
             for job in jobs:
                 for _ in self.stream(job):
@@ -694,147 +628,9 @@ class Engine:
             self._kv.opened(session)
         return session
 
-    def _make_job(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        session: Session | None = None,
-        priority: int = 0,
-    ) -> Job:
-        self._check_length(len(ids))
-        tokenizer = self.model.tokenizer
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.stop_token_ids))
-        return Job(
-            prompt_ids=ids,
-            params=params,
-            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop, params.min_tokens),
-            stop_ids=frozenset(stops),
-            session=session,
-            priority=priority,
-        )
-
-    def _check_bias(self, params: SamplingParams) -> None:
-        num_tokens = self.model.config.vocab_size
-        wrong = next((token for token, _ in params.logit_bias if not 0 <= token < num_tokens), None)
-        if wrong is not None:
-            raise InvalidRequestError(f"logit_bias token ids must be in [0, {num_tokens}), got {wrong}")
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens >= self.window:
-            raise ContextWindowError(
-                f"a prompt must be under the context window of {self.window} tokens, got {num_tokens}"
-            )
-
-    # Chunks.
-
-    def _new_turn(
-        self,
-        conversation: Conversation,
-        said: list[Message],
-        given_ids: list[int],
-        context: Sequence[str | Sequence[int]] | None,
-        texts: Texts,
-    ) -> NewTurn:
-        """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
-        if said:
-            messages = conversation.messages
-            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
-            return texts.get(size, self._turn_behind, conversation.token_ids[-1:], messages, said)
-        chunks = [] if context is None else texts.get(num_chars(context), self._context_ids, context)
-        starts = itertools.accumulate(map(len, chunks), initial=0)
-        spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
-        return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
-
-    def _turn_behind(self, last_ids: list[int], messages: list[Message], said: list[Message]) -> NewTurn:
-        """What messages put behind those whose last token id is given; none before the first turn."""
-        return new_turn(self.model, last_ids, messages, said)
-
-    def _context_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        return context_ids(self.model, context)
-
-    def _turn_with_replies(self, messages: list[Message]) -> NewTurn:
-        return new_turn(self.model, [], [], messages, finds_replies=True)
-
-    def _told(
-        self, begun: Conversation, said: list[Message], texts: Texts
-    ) -> tuple[Conversation | None, list[Message]]:
-        """A history that is told at once as a conversation that was held, and the messages behind its last reply.
-
-        No conversation, and all of the messages, where there is no reply before the last of them.
-        """
-        num_before = len(begun.messages)
-        everything = [*begun.messages, *said]
-        turn = texts.get(_num_chars(everything), self._turn_with_replies, everything)
-        ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
-        if not ends:
-            return None, said
-        num_tokens, num_messages = ends[-1]
-        messages = everything[:num_messages]
-        chain = chain_of(messages[num_before:], begun.chain)
-        history = Conversation(
-            token_ids=turn.ids[:num_tokens],
-            messages=messages,
-            turn_starts=[(0, num_before), *ends[:-1]],
-            chain=chain,
-            states=[(chain, num_tokens)],
-            generation=begun.generation,
-        )
-        return history, said[num_messages - num_before :]
-
-    def _check_chunks(self, turn: NewTurn) -> None:
-        """Raises where a turn's chunks do not fit the window, each alone or all with the turn's other tokens."""
-        if turn.chunks:
-            chunks = [turn.ids[start : start + num_tokens] for start, num_tokens in turn.chunks]
-            self._check_context(len(turn.ids) - sum(map(len, chunks)), chunks)
-
-    def _check_context(self, num_others: int, chunks: list[list[int]], *, at_once: bool = True) -> None:
-        """Raises where chunks do not fit the context window, each alone or all `at_once` with so many other tokens."""
-        for number, ids in enumerate(chunks, 1):
-            if len(ids) >= self.window:
-                raise ContextWindowError(
-                    f"chunks must be under the context window of {self.window} tokens, "
-                    f"got {len(ids)} in chunk {number} of {len(chunks)}"
-                )
-        num_tokens = num_others + sum(map(len, chunks))
-        if at_once and num_tokens >= self.window:
-            raise ContextWindowError(
-                f"a prompt must be under the context window of {self.window} tokens, got {num_tokens}: "
-                f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
-                f"leave out {num_tokens - self.window + 1} tokens of the chunks or more"
-            )
-
-    def _spans(self, turn: NewTurn, start: int, tenant: str) -> tuple[ChunkSpan, ...]:
-        """Where a turn's chunks are in a prompt, the turn at `start`; none where their KV is not to be reused."""
-        if not self.config.blend.reuses_chunks:
-            return ()
-        return tuple(
-            ChunkSpan(self._kv.chunks.key(turn.ids[at : at + num_tokens], tenant), start + at, num_tokens)
-            for at, num_tokens in turn.chunks
-        )
-
-    def _submit_chunks(self, job: Job, tenant: str) -> None:
-        """Queues jobs for a job's chunks of which nothing is stored, in front of it."""
-        for span in job.spans:
-            self._submit_chunk(job.prompt_ids[span.start : span.stop], tenant, job.priority)
-
-    def _submit_chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
-        """Queues a job that computes a chunk; None where that is not needed, or would not be kept."""
-        kv = self._kv.chunks
-        span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
-        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
-            return None
-        job = self._make_job(ids, SamplingParams(), priority=priority)
-        job.chunk, job.tenant = span, tenant
-        kv.coming(job)
+    def _submit(self, job: Job) -> Job:
         self._scheduler.submit(job)
         return job
-
-    def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
-        """Where a chunk is kept that is computed in advance."""
-        rates, least, stats = self._kv.meter.rates, self.config.blend.min_recompute_ratio, self._kv.stats()
-        if rates is None or self.config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
-            return "dram"
-        return blend_costs.choose_tier(rates, num_tokens, 1, least)
 
     def _check_alike(self) -> None:
         """Checks that all processes serve the same, and that none needs what is another's."""
@@ -899,8 +695,3 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _num_chars(messages: Sequence[Message]) -> int:
-    """Characters in messages and in the texts of their contexts."""
-    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +18,8 @@ from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyErr
 from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import FinishReason, SamplingParams, Usage
+from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, Usage
 from ca_jax.turns.text_work import Texts
-
-Truncation = Literal["auto", "disabled"]
-"""What becomes of a turn that the window has no room for; see `Session.send`."""
 
 
 class Host(Protocol):
@@ -330,7 +327,6 @@ class Session:
             [*job.slid_ids, *job.token_ids],
             job.messages,
             job.output.text,
-            job.positions,
             job.attention,
             job.given_ids,
         )

@@ -310,7 +310,6 @@ REPAIRS = {
     "deviating": OverflowConfig(repair="deviating", anchor_tokens=4, repair_ratio=0.8),
     "spread": OverflowConfig(anchor_tokens=4, repair_ratio=0.5),
     "computed anew": OverflowConfig(method="tt"),
-    "old positions": OverflowConfig(method="nkvt"),
 }
 
 

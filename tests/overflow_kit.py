@@ -18,7 +18,6 @@ import numpy as np
 
 from ca_jax.device import steps
 from ca_jax.engine import Engine
-from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.overflow.discarding import DiscardContext, TokenDiscarder
@@ -44,11 +43,6 @@ def _apply(model, params, tokens, positions, history, context):
     return model.apply(params, tokens, positions, history, context)
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def _turn(config, keys, positions):
-    return rope.rotate(keys, rope.rotation_at(config.rope, config.head_dim, positions))
-
-
 class SlicedCache:
     """A context as plain arrays: `kv [L, 2, T, K, H]` unrotated, one row for each of `token_ids`.
 
@@ -62,7 +56,6 @@ class SlicedCache:
         config = self.model.config
         self.window = window
         self.token_ids: list[int] = []
-        self.positions: list[int] = []  # At which keys are used.
         self.kv = np.zeros((config.num_layers, 2, 0, config.num_kv_heads, config.head_dim), np.float32)
 
     def feed(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -72,11 +65,10 @@ class SlicedCache:
             logits = self._feed(list(token_ids[start : start + _STEP]))
         return logits
 
-    def keep(self, kept: np.ndarray, *, keeps_positions: bool = False) -> None:
-        """Keeps some tokens, by mask, as they are; used at their new positions, or still at their old ones."""
+    def keep(self, kept: np.ndarray) -> None:
+        """Keeps some tokens, by mask, as they are; used at their new positions."""
         places = np.flatnonzero(kept)
         self.token_ids = [self.token_ids[place] for place in places]
-        self.positions = [self.positions[place] for place in places] if keeps_positions else list(range(len(places)))
         self.kv = self.kv[:, :, places]
 
     def compute_anew(self, num_tokens: int) -> None:
@@ -98,7 +90,7 @@ class SlicedCache:
         model, length = self.model, len(self.token_ids)
         num_rows = 1 if len(part) == 1 else _STEP
         room = np.full((*self.kv.shape[:2], self.window, *self.kv.shape[3:]), np.nan, np.float32)
-        room[:, :, :length] = self._as_used()
+        room[:, :, :length] = self.kv
         history = KVCache(
             tuple(LayerKV(jnp.asarray(layer[:1]), jnp.asarray(layer[1:])) for layer in room),
             jnp.array([length], jnp.int32),
@@ -110,20 +102,7 @@ class SlicedCache:
         rows = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in new.layers])[:, :, : len(part)]
         self.kv = np.concatenate([self.kv, rows], axis=2)
         self.token_ids += part
-        self.positions += range(length, length + len(part))
         return np.asarray(logits)[0, len(part) - 1]
-
-    def _as_used(self) -> np.ndarray:
-        """The KV, keys turned so far that the model, which turns them by their places, has them at their positions."""
-        turned = np.zeros(self.window, np.int32)
-        turned[: len(self.positions)] = np.array(self.positions, np.int32) - np.arange(len(self.positions))
-        if not turned.any():
-            return self.kv
-        keys = np.zeros((len(self.kv), self.window, *self.kv.shape[3:]), np.float32)
-        keys[:, : len(self.positions)] = self.kv[:, 0]
-        kv = self.kv.copy()
-        kv[:, 0] = np.asarray(_turn(self.model.config, keys, turned))[:, : len(self.positions)]
-        return kv
 
 
 class Conversation:
@@ -183,7 +162,7 @@ class Conversation:
     def forget(self, num_tokens: int) -> None:
         """Forgets the KV of all but the first tokens, as a store does that does not hold it; not the tokens."""
         lost = self.cache.token_ids[num_tokens:]
-        self.cache.keep(np.arange(len(self.cache.token_ids)) < num_tokens, keeps_positions=True)
+        self.cache.keep(np.arange(len(self.cache.token_ids)) < num_tokens)
         self.num_to_repair = min(self.num_to_repair, num_tokens)
         self.pending = lost + self.pending
 
@@ -240,7 +219,7 @@ class Conversation:
         """Drops tokens, and does to what stays what is to be done at once: nothing, in the method of the paper."""
         num_run, overflow = len(self.cache.token_ids), self.overflow
         self.pending = [token for token, leaves in zip(self.pending, discarded[num_run:], strict=True) if not leaves]
-        self.cache.keep(~discarded[:num_run], keeps_positions=overflow.method == "nkvt")
+        self.cache.keep(~discarded[:num_run])
         self.turn_starts = [int((~discarded[:start]).sum()) for start in self.turn_starts]
         num_left = len(self.cache.token_ids)
         if overflow.method in ("tt", "of"):
@@ -285,10 +264,10 @@ class Recorded:
         return self.choices[-1]
 
 
-def plain(**changes: object) -> OverflowConfig:
+def plain(kind: type[OverflowConfig] = OverflowConfig, **changes: object) -> OverflowConfig:
     """An `OverflowConfig` that repairs nothing but what is said; what deviates, unless that is said too."""
     repair = "deviating" if {"anchor_tokens", "repair_ratio"} & changes.keys() else "none"
-    return OverflowConfig(**{"repair": repair, "anchor_tokens": 0, "repair_ratio": 0.0, **changes})
+    return kind(**{"repair": repair, "anchor_tokens": 0, "repair_ratio": 0.0, **changes})
 
 
 def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> OverflowConfig:

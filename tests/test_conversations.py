@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.turns.conversations import OTHERWISE, Conversation, as_messages, chain_of, extended, padded
+from ca_jax.turns.conversations import OTHERWISE, Conversation, as_messages, chain_of, padded
 
 
 def numbers(values: list, dtype: str) -> str:
@@ -20,13 +20,12 @@ def numbers(values: list, dtype: str) -> str:
 
 
 GOOD = {
-    "format": 5,
+    "format": 6,
     "token_ids": numbers([1, 2, 3], "<i4"),
     "messages": [{"role": "user", "content": "hi"}],
     "turn_starts": [[0, 0]],
     "num_dropped": 5,
     "lineage": 4,
-    "positions": numbers([0, 6, 7], "<i4"),
     "attention": numbers([0.5, 0.25], "<f4"),
     "num_to_repair": 2,
     "to_drift": [2, 1],
@@ -56,7 +55,6 @@ def packed(value: object) -> bytes:
     rest=st.fixed_dictionaries(
         {
             **dict.fromkeys(("num_dropped", "lineage", "num_slid"), INT32),
-            "positions": st.lists(INT32),
             "attention": st.lists(st.floats(0, 2**20, width=32)),
         }
     ),
@@ -78,7 +76,6 @@ def test_every_field_is_among_the_bytes():
         turn_starts=[(0, 0)],
         num_dropped=5,
         lineage=4,
-        positions=[0, 6, 7],
         attention=[0.5, 0.25],
         num_to_repair=2,
         num_slid=1,
@@ -88,6 +85,13 @@ def test_every_field_is_among_the_bytes():
         cut_by="a rule",
         reached="name",
     )
+
+
+def test_one_that_was_truncated_naively_is_refused():
+    plain = {**GOOD, "format": 5, "positions": ""}
+    assert Conversation.from_bytes(packed(plain)) == Conversation.from_bytes(packed(GOOD))
+    with pytest.raises(ValueError, match="truncated naively"):
+        Conversation.from_bytes(packed({**plain, "positions": numbers([0, 6, 7], "<i4")}))
 
 
 def of_older_format(number, **changes):
@@ -142,7 +146,6 @@ def test_other_bytes_are_refused(data):
 @example(field="lineage", value=None)
 @example(field="num_to_repair", value=float("inf"))
 @example(field="to_drift", value=[float("inf")])
-@example(field="positions", value=["a"])
 @example(field="attention", value=[[1.0]])
 def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_formed(field, value):
     try:
@@ -155,7 +158,6 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(
         type(number) is int for number in (found.num_dropped, found.lineage, found.num_to_repair, *found.to_drift)
     )
-    assert all(type(position) is int for position in found.positions)
     assert all(type(received) is float for received in found.attention)
 
 
@@ -166,7 +168,7 @@ def test_a_field_that_is_missing_is_named(missing):
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="there must be a conversation of format 5, got 1"):
+    with pytest.raises(ValueError, match="a conversation must be of format 6, got 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 
@@ -177,10 +179,10 @@ def grown(conversation: Conversation, data) -> Conversation:
     if change == "turn":
         ids = [*conversation.token_ids, *data.draw(st.lists(INT32, max_size=5))]
         user, answer = data.draw(st.text(max_size=5)), data.draw(st.text(max_size=5))
-        return conversation.with_turn(ids, as_messages(user), answer, conversation.positions)
+        return conversation.with_turn(ids, as_messages(user), answer)
     if change == "cut":
         gone = np.array(data.draw(st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)), bool)
-        return conversation.cut(gone, keeps_positions=data.draw(st.booleans()))
+        return conversation.cut(gone)
     number = data.draw(st.integers(0, num_tokens))
     changes = {
         "slid": lambda: conversation.slid(number),
@@ -278,13 +280,6 @@ def test_a_turn_goes_behind_what_there_is():
     assert before.messages == messages_of(0)  # As it was.
 
 
-def test_a_turn_over_keys_at_other_positions_has_its_own_places():
-    after = of_turns(3).with_turn([7, 8, 9, 1, 2], [], "", positions=[0, 8, 9])
-    assert after.positions == [0, 8, 9, 3, 4]
-    assert extended([0, 8, 9], 3) == [0, 8, 9]
-    assert extended([], 2) == [0, 1]
-
-
 def test_a_turn_brings_the_attention_that_is_known():
     after = of_turns(3).with_turn([7, 8, 9, 1, 2], [], "", attention=np.array([0.5, 2, 1, 0.25], np.float32))
     assert after.attention == [0.5, 2.0, 1.0, 0.25, 0.0]
@@ -301,7 +296,6 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     whole = dataclasses.replace(
         of_turns(10, 20, 30),
         lineage=5,
-        positions=list(range(60)),
         attention=[1.0] * 60,
         num_to_repair=25,
         to_drift=[20, 25],
@@ -316,7 +310,6 @@ def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
         messages=messages_of(*turns),
         turn_starts=[((0, 10, 30)[turn], 1 + 2 * turn) for turn in turns],
         lineage=5,
-        positions=list(range(num_tokens)),
         attention=[1.0] * num_tokens,
         num_to_repair=min(25, num_tokens),
         to_drift=[min(20, num_tokens), min(25, num_tokens)] if num_tokens else [],
@@ -425,15 +418,6 @@ def test_two_cuts_are_one(data):
     assert [start for start, _ in twice.turn_starts] == sorted(start for start, _ in twice.turn_starts)
     assert all(start < len(twice.token_ids) for start, _ in twice.turn_starts)
     assert len(twice.messages) == 1 + 2 * len(twice.turn_starts)
-
-
-def test_keys_that_stay_where_they_were_keep_their_positions_through_cuts_and_turns():
-    left = of_turns(10).cut(mask(10, 2, 3, 4), keeps_positions=True)
-    assert left.positions == [0, 1, 5, 6, 7, 8, 9]
-    longer = left.with_turn([*left.token_ids, 70, 71], [], "", positions=left.positions)
-    assert longer.positions == [0, 1, 5, 6, 7, 8, 9, 7, 8]
-    assert longer.cut(mask(9, 0, 5), keeps_positions=True).positions == [1, 5, 6, 7, 9, 7, 8]
-    assert longer.cut(mask(9, 0, 5)).positions == []
 
 
 def test_attention_goes_with_its_tokens():

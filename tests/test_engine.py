@@ -170,7 +170,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_text(engine):
 def test_the_models_own_stop_token_ends_an_answer_unless_ignored(engine, monkeypatch):
     prompt = kit.prompt(20)
     answer = kit.greedy_answer(prompt, 12)
-    monkeypatch.setattr(engine, "model", dataclasses.replace(engine.model, stop_token_ids=(answer[4],)))
+    monkeypatch.setattr(engine._turns, "_model", dataclasses.replace(engine.model, stop_token_ids=(answer[4],)))
     stopped, ignored = engine.generate(
         [prompt, prompt], [SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, ignore_eos=True)]
     )

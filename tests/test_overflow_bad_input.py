@@ -24,7 +24,7 @@ from tests import overflow_kit as ok
         ({"truncation_ratio": -0.5}, r"in \(0, 1\], got -0.5"),
         ({"truncation_ratio": 1.001}, r"in \(0, 1\], got 1.001"),
         ({"truncation_ratio": float("nan")}, r"in \(0, 1\], got nan"),
-        ({"method": "re"}, "overflow method must be one of ca, tt, of, nkvt; got 're'"),
+        ({"method": "re"}, "overflow method must be one of ca, tt, of; got 're'"),
         ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
         ({"keep_first_tokens": 1.5}, "keep_first_tokens must be a number of tokens >= 0, got 1.5"),
         ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),

@@ -12,8 +12,8 @@ import pytest
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.repair import make_blender
 from ca_jax.storage.tickets import LoadTicket
-from ca_jax.turns.conversations import extended
 from ca_jax.turns.requests import Usage
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
@@ -86,7 +86,7 @@ def test_of_loses_what_is_stored_and_says_so():
         assert engine.metrics.invalidated_histories == 2, "nothing was stored"
 
 
-@pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
+@pytest.mark.parametrize("method", ["ca", "tt"])
 def test_other_methods_lose_nothing_that_way(method):
     with ok.engine_of(ok.config(method=method)) as engine:
         session = engine.session()
@@ -95,47 +95,15 @@ def test_other_methods_lose_nothing_that_way(method):
         assert engine.metrics.invalidated_histories == 0
 
 
-@pytest.mark.parametrize(("keep_first", "ratio"), [(4, 0.5), (4, 0.2), (0, 0.5), (0, 1.0)])
-def test_keys_at_their_old_positions(keep_first, ratio):
-    with ok.engine_of(ok.config(keep_first, ratio, method="nkvt")) as engine:
-        pair = ok.Pair(engine)
-        for turn, (prompt_tokens, max_tokens) in enumerate([(60, 10), (80, 10), (20, 3), (30, 150), (40, 5)]):
-            pair.turn(kit.prompt(prompt_tokens, seed=turn), max_tokens)
-            expected = pair.reference.cache.positions
-            assert extended(pair.session.conversation.positions, len(expected))[: len(expected)] == expected
-            pair.expect_stored_kv()
-
-
-def test_keys_at_their_old_positions_outlive_the_engine(tmp_path):
-    reference = None
-    for start in range(3):
-        with ok.engine_of(ok.config(4, 0.3, method="nkvt"), store=ok.ssd_store(tmp_path)) as engine:
-            pair = ok.Pair(engine, engine.session(session_id="one"), reference)
-            reference = pair.reference
-            pair.turns(40, 50, seed=start)
-            assert pair.session.usage.num_cached_tokens > 0
-    assert reference.cache.positions != list(range(len(reference.cache.positions)))
-
-
-def test_keys_whose_kv_was_lost_are_at_their_places_again():
-    with ok.engine_of(ok.config(4, 0.2, method="nkvt")) as engine:
-        pair = ok.Pair(engine)
-        pair.turns(60, 60)
-        for num_kept in (30, 0):
-            engine.truncate_stored(pair.session, num_kept)
-            pair.reference.forget(num_kept)
-            pair.turns(3, 3, max_tokens=2)
-
-
 def test_methods_differ():
     """Else none of these tests would tell one from another."""
     answers = set()
-    for method in ("ca", "tt", "nkvt"):
+    for method in ("ca", "tt"):
         with ok.engine_of(ok.config(method=method)) as engine:
             session = engine.session()
             ok.say(session, kit.prompt(100), 4)
             answers.add(tuple(ok.say(session, kit.prompt(60), 12)))
-    assert len(answers) == 3
+    assert len(answers) == 2
 
 
 # Repair.
@@ -272,7 +240,7 @@ def cut_by_hand(overflow: OverflowConfig) -> CutByHand:
             token_ids=token_ids,
             usage=session.usage,
             plan=plan,
-            blender=None if plan is None else engine._runner.blender(plan, token_ids),
+            blender=None if plan is None else make_blender(engine._runner, plan, token_ids),
         )
 
 

@@ -19,7 +19,6 @@ from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
 from ca_jax.device.slots import DecodeSlots
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.models import rope
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
@@ -83,8 +82,6 @@ class Prefill:
     """Tokens before them, whose KV is loaded."""
     num_done: int = 0
     """New tokens that were dispatched."""
-    history_positions: np.ndarray | None = None
-    """i32 `[history_length]`, at which its keys are used; None: their places."""
     past: list[jax.Array | None] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
     kept; None where there are none."""
@@ -215,16 +212,13 @@ class Runner:
 
     # Prefill.
 
-    def start_prefill(
-        self, slot: int, tokens: list[int], history_length: int, history_positions: np.ndarray | None = None
-    ) -> Prefill:
+    def start_prefill(self, slot: int, tokens: list[int], history_length: int) -> Prefill:
         """Begins a job's prefill; runs nothing.
 
         Args:
           slot: where it will decode.
           tokens: new ones.
           history_length: tokens before them.
-          history_positions: i32 `[history_length]`, at which their keys are used; None: their places.
 
         Raises:
           ValueError: no tokens.
@@ -232,7 +226,7 @@ class Runner:
         if not tokens:
             raise ValueError("a prefill must have at least one new token, got none")
         past: list[jax.Array | None] = [None] * self.config.num_layers
-        return Prefill(slot, tokens, history_length, history_positions=history_positions, past=past)
+        return Prefill(slot, tokens, history_length, past=past)
 
     def run_pass(
         self,
@@ -298,10 +292,7 @@ class Runner:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
         past, window = prefill.past[layer], self.config.window_of(layer)
         if not self.with_attention:
-            rotation = self._past_rotation(prefill, past)
-            return steps.prefill_layer(
-                self.config, layer_params, x, past, length, self.table, rotation, window, self.sharding
-            )
+            return steps.prefill_layer(self.config, layer_params, x, past, length, self.table, window, self.sharding)
         count = self.to_device(num_new, np.int32)
         x, kv, attention = steps.prefill_layer_attention(
             self.config, layer_params, x, past, length, count, self.table, window, self.sharding
@@ -319,10 +310,7 @@ class Runner:
             raise RuntimeError(f"layer {layer} has nothing to insert")
         prefill.inserted.add(layer)
         prefill.past[layer] = None  # No later pass reads it.
-        rotation = self._past_rotation(prefill, past)
-        return self.slots.insert(
-            layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32), rotation
-        )
+        return self.slots.insert(layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32))
 
     def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
@@ -350,14 +338,6 @@ class Runner:
             if history is not None:
                 history.used(layer, done)
         prefill.past[layer] = steps.append_history(past, prefill.kv[layer], start, self.sharding)
-
-    def _past_rotation(self, prefill: Prefill, past: jax.Array | None) -> rope.Rotation | None:
-        """Rotations of a prefill's past, where its positions are not its places."""
-        if prefill.history_positions is None or past is None:
-            return None
-        positions = np.arange(past.shape[1], dtype=np.int32)
-        positions[: prefill.history_length] = prefill.history_positions
-        return steps.rotations_of(self.table, self.to_device(positions))
 
     # Recomputing and truncation.
 
@@ -474,7 +454,7 @@ class Runner:
             jax.block_until_ready((x, past))
             started_s = time.perf_counter()
             out, _ = steps.prefill_layer(
-                self.config, self.layers[layer], x, past, zero, self.table, None, windows[layer], self.sharding
+                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding
             )
             out.block_until_ready()
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])

@@ -88,9 +88,7 @@ class DecodeSlots:
             return True
         return False
 
-    def insert(
-        self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array, rotation: rope.Rotation | None = None
-    ) -> jax.Array:
+    def insert(self, layer: int, kv: jax.Array, slot: jax.Array, start: jax.Array) -> jax.Array:
         """Puts one layer's unrotated KV into a slot, rotated, unpacked if it is int8; see `steps.insert_slot`.
 
         Returns:
@@ -98,7 +96,7 @@ class DecodeSlots:
         """
         keys, values = self.buffers.keys[layer], self.buffers.values[layer]
         self.buffers.keys[layer], self.buffers.values[layer], done = steps.insert_slot(
-            keys, values, kv, slot, start, self._table, rotation, self._sharding
+            keys, values, kv, slot, start, self._table, self._sharding
         )
         return done
 
@@ -107,7 +105,6 @@ class DecodeSlots:
         slot: int,
         kept: np.ndarray,
         *,
-        rotates: bool = True,
         drift: np.ndarray | None = None,
         drifts_from: int = 0,
     ) -> None:
@@ -116,15 +113,13 @@ class DecodeSlots:
         Args:
           slot: which.
           kept: i64 `[T]`, increasing: the places of the tokens that stay.
-          rotates: whether keys are turned to their new positions; if not they stay at the old ones.
           drift: f32 `[L, 2, K, H]`, added to their unrotated KV; None adds nothing.
           drifts_from: the first of the tokens that stay which drift.
         """
         places = np.zeros(self._capacity, np.int32)
         places[: len(kept)] = kept
         turned = np.zeros(self._capacity, np.int32)
-        if rotates:
-            turned[: len(kept)] = kept - np.arange(len(kept))
+        turned[: len(kept)] = kept - np.arange(len(kept))
         at = self._to_device(slot, np.int32)
         self.buffers = steps.cut_slot(
             self.buffers, at, self._to_device(places), self._to_device(turned), self._table, self._sharding

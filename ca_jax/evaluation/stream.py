@@ -25,9 +25,10 @@ from jax import lax
 from ca_jax.device import steps
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.errors import ContextWindowError
+from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import OverflowConfig, num_leaving
+from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving
 from ca_jax.overflow.discarding import DiscardContext, check_discarded
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute import blend
@@ -37,6 +38,29 @@ _CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
 _LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.
 _PASS_TOKENS = 512  # Most tokens that are computed anew in one pass.
 _LEAST_STEP = 8  # Steps shorter than `step_tokens` are padded to a power of two, at least this.
+
+
+class ComparedOverflow(OverflowConfig):
+    """A way to overflow as it is evaluated: `method` may also be `nkvt`, CachedAttention's naive KV truncation.
+
+    That uses what stays at its old positions, which is wrong: the others are compared with it.
+
+    Raises:
+      ValueError: as `OverflowConfig`; `nkvt` with a discarder that asks for attention.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method == "nkvt" and self.token_discarder.needs_attention:
+            raise ValueError(
+                f"nkvt must have a discarder that asks for no attention, got {self.token_discarder.name!r}: at wrong "
+                "positions it says nothing"
+            )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What `method` may be."""
+        return (*METHODS, "nkvt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +126,6 @@ class ContextStream:
         self._token_ids: list[int] = []
         self._discarder = overflow.token_discarder
         self._attention: np.ndarray = np.zeros(0, np.float32)  # That the tokens received, if that is asked for.
-        self._positions: np.ndarray = np.zeros(0, np.int32)  # At which the keys are used; their places, but for `nkvt`.
         self._kv: list[jax.Array] = []  # Per layer [2, S, K, H].
         self._is_shared = False  # Whether somebody else may hold these arrays.
         self._last: jax.Array | None = None  # x [1, 1, F] of the last token.
@@ -209,7 +232,7 @@ class ContextStream:
         overflow, recomputed = self._overflow, 0.0
         if overflow.method in ("tt", "of"):
             token_ids, self._token_ids, self._kv = self._token_ids, [], []
-            self._positions, self._attention = self._positions[:0], self._attention[:0]
+            self._attention = self._attention[:0]
             for start in range(0, len(token_ids), _PASS_TOKENS):
                 self._run(token_ids[start : start + _PASS_TOKENS], _PASS_TOKENS)
             recomputed = float(len(token_ids))
@@ -217,9 +240,10 @@ class ContextStream:
             padded = np.zeros(_capacity(len(kept)), np.int32)
             padded[: len(kept)] = kept
             self._kv = [_take(kv, to_device(padded)) for kv in self._kv]
-            self._positions = (
-                self._positions[kept] if overflow.method == "nkvt" else np.arange(len(kept), dtype=np.int32)
-            )
+            if overflow.method == "nkvt":
+                moved = np.zeros(_capacity(len(kept)), np.int32)
+                moved[: len(kept)] = kept - np.arange(len(kept))
+                self._kv = [_turn_on(self._table, kv, to_device(moved)) for kv in self._kv]
         if overflow.method == "ca" and len(kept):
             recomputed += self._repair()
         self.truncations.append(
@@ -272,11 +296,7 @@ class ContextStream:
         """Computes tokens behind the context and keeps their KV; their last hidden states `[1, padded, F]`."""
         x = self._embed(token_ids, padded)
         start, stop = len(self._token_ids), len(self._token_ids) + len(token_ids)
-        length, rotation = to_device(start, np.int32), None
-        if self._overflow.method == "nkvt" and start:
-            places = np.zeros(self._kv[0].shape[1], np.int32)
-            places[:start] = self._positions
-            rotation = steps.rotations_of(self._table, to_device(places))
+        length = to_device(start, np.int32)
         capacity = _capacity(start + padded)
         received: np.ndarray = np.zeros(0, np.float32)
         for i, layer_params in enumerate(self._layers):
@@ -289,7 +309,7 @@ class ContextStream:
                 )
                 received = to_host(seen) if not i else received + to_host(seen)
             else:
-                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, rotation, sees)
+                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, sees)
             if self._rounds_kv:
                 kv = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
             owns = past is not None and past.shape[1] == capacity and not self._is_shared
@@ -306,7 +326,6 @@ class ContextStream:
             self._attention = np.zeros(stop, np.float32)
         self._is_shared = False
         self._token_ids += token_ids
-        self._positions = np.append(self._positions, np.arange(start, stop)).astype(np.int32)
         return x
 
 
@@ -344,3 +363,10 @@ _append_in_place = jax.jit(_appended, static_argnames=("capacity",), donate_argn
 @jax.jit
 def _take(kv: jax.Array, places: jax.Array) -> jax.Array:
     return kv[:, places]
+
+
+@jax.jit
+def _turn_on(table: rope.Rotation, kv: jax.Array, num_positions: jax.Array) -> jax.Array:
+    """KV `[2, S, K, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
+    back = rope.turned_back(table, num_positions)
+    return kv.at[0].set(rope.rotate(kv[0], rope.Rotation(back.cos, -back.sin)))

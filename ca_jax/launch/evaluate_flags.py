@@ -19,8 +19,9 @@ from absl import flags
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.rag_schema import DEVIATION_FIGURES, TIMED_FIGURES, Blends, Chunking, GateConfig, RagConfig
 from ca_jax.evaluation.schema import AgreementConfig, LongevalConfig, MmluConfig, PerplexityConfig, TaskConfig
+from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_flag, define_model, help_of, parsed
-from ca_jax.overflow.config import METHODS, OverflowConfig
+from ca_jax.overflow.config import OverflowConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
@@ -41,9 +42,9 @@ _OVERFLOW = ConfigFlags(
 )  # Methods are a list here, and a stream has no turns.
 _DEFAULT_METHODS = ("tt", "ca", "nkvt")
 _METHOD = (
-    f"Methods with commas between them, of {', '.join(METHODS)}. One may say what it has otherwise than the flags do: "
-    "tt,ca,ca:anchor_tokens=16,ca:keep_first_tokens=0:repair_ratio=0.1. The first tt is what the others are held "
-    "against, and agreement adds one; of gives its very numbers, since it is slower and no worse."
+    f"Methods with commas between them, of {', '.join(ComparedOverflow().methods)}. One may say what it has otherwise "
+    "than the flags do: tt,ca,ca:anchor_tokens=16,ca:keep_first_tokens=0:repair_ratio=0.1. The first tt is what the "
+    "others are held against, and agreement adds one; of gives its very numbers, since it is slower and no worse."
 )
 _FIGURES = sorted((*DEVIATION_FIGURES, *TIMED_FIGURES))
 
@@ -143,7 +144,7 @@ def parse_method(text: str, base: OverflowConfig) -> OverflowConfig:
 
 
 def _comparison(task: str, flag_values: flags.FlagValues) -> Comparison:
-    base = _OVERFLOW.read(flag_values)
+    base = ComparedOverflow(**vars(_OVERFLOW.read(flag_values)))
     texts: list[str] = flag_values["method"].value or []
     methods = [parse_method(text, base) for text in texts]
     if task == "agreement" and all(overflow.method != "tt" for overflow in methods):

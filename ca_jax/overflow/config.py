@@ -22,10 +22,9 @@ import numpy as np
 
 from ca_jax.overflow.discarding import TokenDiscarder, make_discarder
 
-METHODS = ("ca", "tt", "of", "nkvt")
+METHODS = ("ca", "tt", "of")
 """What becomes of the KV of the tokens that stay. `ca`: it is used as it is stored, at its new positions. `tt`: it is
-computed anew. `of`: as `tt`, since what is stored has its positions in it and is lost. `nkvt`: it is used at its old
-positions, which is wrong, and here to be compared with."""
+computed anew. `of`: as `tt`, since what is stored has its positions in it and is lost."""
 
 REPAIRS = ("none", "deviating", "spread")
 """Which of the tokens that stay have their KV computed anew. `none`: no token, the way of the paper. `deviating`: the
@@ -65,8 +64,8 @@ class OverflowConfig:
     """Which tokens leave: a name in `discarding.DISCARDERS`, or one's own."""
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"overflow method must be one of {', '.join(METHODS)}; got {self.method!r}")
+        if self.method not in self.methods:
+            raise ValueError(f"overflow method must be one of {', '.join(self.methods)}; got {self.method!r}")
         if not 0 < self.truncation_ratio <= 1:
             raise ValueError(f"truncation_ratio must be a share of the window in (0, 1], got {self.truncation_ratio}")
         for name in ("keep_first_tokens", "anchor_tokens"):
@@ -80,11 +79,11 @@ class OverflowConfig:
         discarder = self.token_discarder
         if self.whole_turns and discarder.name != "oldest":
             raise ValueError(f"whole_turns must have the oldest leave first, got the discarder {discarder.name!r}")
-        if self.method == "nkvt" and discarder.needs_attention:
-            raise ValueError(
-                "nkvt must have a discarder that asks for no attention, got "
-                f"{discarder.name!r}: at wrong positions it says nothing"
-            )
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """What `method` may be."""
+        return METHODS
 
     @property
     def token_discarder(self) -> TokenDiscarder:

@@ -12,7 +12,6 @@ import logging
 import time
 
 import jax
-import numpy as np
 
 from ca_jax.device.processes import least
 from ca_jax.device.runner import JOINED_TOKENS, Prefill, Runner
@@ -207,8 +206,7 @@ class Prefilling:
             self._kv.histories.release(self._history)
 
     def _start(self, num_loaded: int) -> Prefill:
-        positions = np.fromiter(self.job.positions[:num_loaded], np.int32) if self.job.positions else None
-        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded, positions)
+        return self._runner.start_prefill(self._slot, self.job.prompt_ids[num_loaded:], num_loaded)
 
     def _dispatch(self, num_tokens: int) -> None:
         prefill = self._prefill
@@ -292,7 +290,6 @@ class Prefilling:
             session.resume(left.slid(num_slid))
         if left.num_to_repair > num_stored:
             session.resume(left.with_kv_of(num_stored))
-        self.job.positions = self.job.positions[:num_stored]
 
     def _save_mended(self, mended: RepairedHistory | FusedHistory) -> None:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""

@@ -25,7 +25,7 @@ from ca_jax.recompute.blend import repair_plan
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.repair import RepairedHistory, warm_up_repair
 from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.turns.conversations import OTHERWISE, Conversation, extended, padded
+from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
 from ca_jax.turns.jobs import Job, TurnSession
 
 
@@ -118,9 +118,9 @@ class Truncator:
         if overflow is None:
             return
         num_left = max(self._window - self._share, 1)
-        self._runner.slots.cut(0, np.arange(num_left), rotates=overflow.method == "ca", drift=self._drift_values)
         if overflow.method != "ca":
             return
+        self._runner.slots.cut(0, np.arange(num_left), drift=self._drift_values)
         if overflow.recomputes and overflow.anchor_tokens:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
         if self.repairs:
@@ -184,8 +184,8 @@ class Truncator:
         """
         method = "ca" if self._overflow is None else self._overflow.method
         by = OTHERWISE if by_hand else self._rule_of(discarded)
-        left = session.conversation.cut(discarded, keeps_positions=method == "nkvt", by=by)
-        if method in ("ca", "nkvt"):
+        left = session.conversation.cut(discarded, by=by)
+        if method == "ca":
             if self.repairs:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
             self._kv.discard(session, discarded, left)
@@ -194,7 +194,7 @@ class Truncator:
         else:
             self._kv.truncate(session, 0)
         session.resume(left)
-        if method not in ("ca", "nkvt"):
+        if method != "ca":
             self._kv.remember(session)
         self._count(discarded)
 
@@ -227,7 +227,6 @@ class Truncator:
         kept = np.flatnonzero(~discarded)
         left = session.conversation.cut(
             discarded[:num_history],
-            keeps_positions=overflow.method == "nkvt",
             others=discarded[num_history:],
             by=self._rule_of(discarded),
         )
@@ -241,15 +240,11 @@ class Truncator:
         session.resume(left)
         if job.attention is not None:
             job.attention = padded(job.attention, len(discarded))[kept]
-        if overflow.method == "nkvt":
-            positions = extended(job.positions, len(discarded))
-            job.positions = [positions[place] for place in kept]
         job.token_ids = [*(job.token_ids[place] for place in kept), job.token_ids[-1]]
         if recomputes and len(kept):
             self._recompute(job, saver)
         elif not recomputes:
-            drift, keep_first = self._drift_values if overflow.method == "ca" else None, overflow.keep_first_tokens
-            self._runner.slots.cut(slot, kept, rotates=overflow.method == "ca", drift=drift, drifts_from=keep_first)
+            self._runner.slots.cut(slot, kept, drift=self._drift_values, drifts_from=overflow.keep_first_tokens)
             if overflow.recomputes and overflow.anchor_tokens and len(kept):
                 self._runner.recompute_first(slot, job.token_ids[:-1], overflow.anchor_tokens)
         job.dropped_tokens += int(discarded.sum())

@@ -22,10 +22,11 @@ Message = dict[str, Any]
 lists of token ids, that stand in front of its content and are part of it."""
 OTHERWISE = "otherwise"
 """In `Conversation.cut_by`: the messages alone do not say which tokens left."""
-_FORMAT = 5
-_READABLE = (3, 4, _FORMAT)  # What was written before additions is one without any.
-_PACKED = {"token_ids": "<i4", "positions": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
-_GROWING = ("token_ids", "messages", "turn_starts", "positions", "states")  # Fields that a turn only adds to.
+_FORMAT = 6
+_CHAINED_FORMAT = 5  # The first whose chain names contexts too.
+_READABLE = (3, 4, 5, _FORMAT)  # What was written before additions is one without any.
+_PACKED = {"token_ids": "<i4", "attention": "<f4"}  # Fields that are lists of numbers.
+_GROWING = ("token_ids", "messages", "turn_starts", "states")  # Fields that a turn only adds to.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,6 @@ class Conversation:
     and tokens whose KV was blended. KV of another lineage has seen other tokens."""
     num_slid: int = 0
     """First tokens that no layer of the model looks back to any more: their KV is not kept."""
-    positions: list[int] = dataclasses.field(default_factory=list)
-    """At which its keys are used, where those are not their places: KV that was cut naively."""
     attention: list[float] = dataclasses.field(default_factory=list)
     """That its first tokens received, summed over layers, heads and queries; empty where that is not measured."""
     num_to_repair: int = 0
@@ -89,17 +88,15 @@ class Conversation:
         token_ids: list[int],
         messages: Sequence[Message],
         answer: str,
-        positions: Sequence[int] = (),
         attention: np.ndarray | None = None,
         given_ids: Sequence[int] = (),
     ) -> Conversation:
         """The conversation with a turn behind it.
 
         Args:
-          token_ids: of all of it; so are `positions` and `attention`.
+          token_ids: of all of it; so is `attention`.
           messages: of the turn alone, the user's mostly.
           answer: the assistant's.
-          positions: at which its keys are used, where those are not their places.
           attention: that its tokens received, where that is measured.
           given_ids: tokens of the turn that were given as ids: their text does not say what they are, the chain does.
         """
@@ -111,7 +108,6 @@ class Conversation:
             token_ids=list(token_ids),
             messages=self.messages + said,
             turn_starts=[*self.turn_starts, (len(self.token_ids), len(self.messages))],
-            positions=extended(positions, len(token_ids)) if len(positions) else [],
             attention=[] if attention is None else padded(attention, len(token_ids)).tolist(),
             chain=chain,
             states=[*self.states, (chain, len(token_ids))],
@@ -141,7 +137,6 @@ class Conversation:
             chain=chain,
             states=states,
             turn_starts=turn_starts,
-            positions=self.positions[:num_tokens],
             attention=self.attention[:num_tokens],
             num_slid=min(self.num_slid, num_tokens),
             generation=self.generation + 1,
@@ -154,7 +149,7 @@ class Conversation:
         Nothing of its KV is marked: it is to be what computing these tokens gives.
         """
         taken = self.take(num_tokens)
-        taken = dataclasses.replace(taken, positions=[], attention=[], to_drift=[])
+        taken = dataclasses.replace(taken, attention=[], to_drift=[])
         return dataclasses.replace(taken, lineage=0, num_slid=0, num_to_repair=0, reached="")
 
     def with_repair(self, num_tokens: int, *, drifts: bool) -> Conversation:
@@ -174,7 +169,6 @@ class Conversation:
         self,
         discarded: np.ndarray,
         *,
-        keeps_positions: bool = False,
         others: np.ndarray | None = None,
         by: str = OTHERWISE,
     ) -> Conversation:
@@ -184,7 +178,6 @@ class Conversation:
 
         Args:
           discarded: bool `[T]`, True where a token leaves; the first `num_slid` leave in any case, having no KV.
-          keeps_positions: whether keys are used at their old positions from now on.
           others: the same for the tokens of a turn that runs, which are not of the conversation yet.
           by: the rule that says which leave, if the messages alone say it to the rule.
         """
@@ -200,7 +193,6 @@ class Conversation:
             if stop <= first_gone or num_before[max(start, first_gone)] < num_before[stop]:
                 turn_starts.append((int(num_before[start]), len(messages)))
                 messages = messages + self.messages[first_message:end_message]
-        positions = np.array(extended(self.positions, len(self.token_ids)), np.int32)
         return Conversation(
             token_ids=[self.token_ids[i] for i in kept],
             messages=messages,
@@ -211,7 +203,6 @@ class Conversation:
             turn_starts=turn_starts,
             num_dropped=self.num_dropped + int(everything.sum()),
             lineage=self.lineage + int(everything[: left[-1]].sum() if len(left) else 0),
-            positions=positions[kept].tolist() if keeps_positions else [],
             attention=padded(self.attention, len(discarded))[kept].tolist() if self.attention else [],
             num_to_repair=int((~everything[: self.num_to_repair]).sum()),
             to_drift=[num_left for each in self.to_drift if (num_left := int((~everything[:each]).sum()))],
@@ -263,7 +254,7 @@ class Conversation:
             if not np.isfinite(fields["attention"]).all():
                 raise ValueError("attention must be finite numbers, got others")
             messages = [_message(each) for each in fields["messages"]]
-            if fields["format"] < _FORMAT:
+            if fields["format"] < _CHAINED_FORMAT:
                 fields |= _without_contexts(fields, messages)
             return cls(
                 messages=messages,
@@ -288,9 +279,12 @@ def _add(fields: dict[str, Any], part: dict[str, Any]) -> None:
     """Puts what a part says of a conversation behind what those before it have said."""
     if part["format"] not in _READABLE:
         raise ValueError(f"a conversation must be of format {_FORMAT}, got {part['format']!r}")
+    if part.pop("positions", ""):  # Up to format 5.
+        raise ValueError("a conversation's keys must be used at their places, got one that was truncated naively")
     for name, dtype in _PACKED.items():
         part[name] = np.frombuffer(base64.b64decode(part[name], validate=True), dtype).tolist()
     behind = part.get("behind") or {}
+    behind.pop("positions", None)
     if behind != {name: len(fields[name]) for name in _GROWING if name in fields}:
         raise ValueError(f"an addition must come behind what is there, got one behind {behind}")
     for name in behind:
@@ -335,11 +329,6 @@ def _without_contexts(fields: Mapping[str, Any], messages: Sequence[Message]) ->
     if fields["num_dropped"] or chain != chain_of(messages):
         chain = chain_of([{"role": "", "content": "kept before contexts were part of a chain"}], chain)
     return {"chain": chain, "states": [], "cut_by": OTHERWISE if fields["num_dropped"] else "", "reached": ""}
-
-
-def extended(positions: Sequence[int], num_tokens: int) -> list[int]:
-    """Positions of the first tokens, with those of the others behind them: their places."""
-    return [*positions, *range(len(positions), num_tokens)]
 
 
 def padded(attention: npt.ArrayLike, num_tokens: int) -> np.ndarray:

@@ -107,8 +107,6 @@ class Job:
     """The context: prompt and generated tokens, without those that left since the window was full."""
     num_gone: int = 0
     """Tokens that have left its conversation so far: with those that are there they tell one draw from another."""
-    positions: list[int] = dataclasses.field(default_factory=list)
-    """At which the keys of its first tokens are used, where those are not their places."""
     attention: np.ndarray | None = None
     """f32, the attention that its first tokens received so far; None where that is not measured."""
     output_ids: list[int] = dataclasses.field(default_factory=list)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from ca_jax.errors import InvalidRequestError
+from ca_jax.turns.conversations import Message
 
 MAX_LOGPROBS = 20
 """Most of the likeliest tokens that are told with a drawn one."""
@@ -168,3 +170,24 @@ class Completion:
     """What it took."""
     logprobs: list[TokenLogprob] | None = None
     """Of each generated token; None if that was not asked for."""
+
+
+Truncation = Literal["auto", "disabled"]
+"""What becomes of a turn that does not fit behind its conversation: `auto` as the engine's config says, `disabled` is
+an error."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnRequest:
+    """A turn as it is asked for; see `Session.send`."""
+
+    new: str | Sequence[Message] | Sequence[int]
+    """Messages, or token ids."""
+    params: SamplingParams
+    """How to draw."""
+    priority: int = 0
+    """Jobs of lower values go first."""
+    context: Sequence[str | Sequence[int]] | None = None
+    """Chunks of text that stand in front of the last message."""
+    truncation: Truncation = "auto"
+    """Whether tokens of the conversation may leave for it."""

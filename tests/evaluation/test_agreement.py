@@ -10,7 +10,7 @@ from ca_jax.evaluation.agreement import run_agreement, same_prefix
 from ca_jax.evaluation.comparison import Comparison, EvaluationError
 from ca_jax.evaluation.schema import AgreementConfig
 from ca_jax.evaluation.statistics import kl_divergence
-from ca_jax.overflow.config import OverflowConfig
+from ca_jax.evaluation.stream import ComparedOverflow
 from tests import engine_kit as kit
 
 TEXT = "Some go on as others do, and some do not; where a window ends it shows. " * 4
@@ -18,7 +18,7 @@ TEXT = "Some go on as others do, and some do not; where a window ends it shows. 
 
 def ask(path: Path, *methods: str, **changes: int) -> AgreementConfig:
     comparison = Comparison(
-        methods=tuple(OverflowConfig(method=method) for method in methods), window=64, step_tokens=16
+        methods=tuple(ComparedOverflow(method=method) for method in methods), window=64, step_tokens=16
     )
     return AgreementConfig(
         **{"comparison": comparison, "data": str(path), "max_tokens": 160, "every": 32, "answer_tokens": 3, **changes}

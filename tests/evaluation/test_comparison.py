@@ -5,30 +5,30 @@ import dataclasses
 import pytest
 
 from ca_jax.evaluation.comparison import Comparison, EvaluationError, name_of
-from ca_jax.overflow.config import OverflowConfig
+from ca_jax.evaluation.stream import ComparedOverflow
 from tests import engine_kit as kit
 
 
 def test_a_name_says_what_a_method_has():
-    assert name_of(OverflowConfig(method="tt", keep_first_tokens=0)) == "tt"
-    assert name_of(OverflowConfig(method="tt", keep_first_tokens=4, anchor_tokens=3)) == "tt, keep 4"
-    full = OverflowConfig(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
+    assert name_of(ComparedOverflow(method="tt", keep_first_tokens=0)) == "tt"
+    assert name_of(ComparedOverflow(method="tt", keep_first_tokens=4, anchor_tokens=3)) == "tt, keep 4"
+    full = ComparedOverflow(truncation_ratio=0.25, keep_first_tokens=2, anchor_tokens=16, repair_ratio=0.125)
     assert name_of(full) == "ca, drop 0.25, keep 2, anchor 16, spread repair 12.5%"
     assert name_of(dataclasses.replace(full, repair="deviating")).endswith("anchor 16, repair 12.5%")
-    assert name_of(OverflowConfig()) == "ca, keep 4, anchor 32, spread repair 10%"
-    assert name_of(OverflowConfig(repair="none", drift="a.npz")) == "ca, keep 4, drift"
-    assert name_of(OverflowConfig(repair="none", repair_ratio=0.1)) == "ca, keep 4"
-    assert name_of(OverflowConfig(anchor_tokens=0, repair_ratio=0.0)) == "ca, keep 4"
-    assert name_of(OverflowConfig(method="of", drift="a.npz")) == "of, keep 4"
-    assert name_of(OverflowConfig(repair="none", discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
+    assert name_of(ComparedOverflow()) == "ca, keep 4, anchor 32, spread repair 10%"
+    assert name_of(ComparedOverflow(repair="none", drift="a.npz")) == "ca, keep 4, drift"
+    assert name_of(ComparedOverflow(repair="none", repair_ratio=0.1)) == "ca, keep 4"
+    assert name_of(ComparedOverflow(anchor_tokens=0, repair_ratio=0.0)) == "ca, keep 4"
+    assert name_of(ComparedOverflow(method="of", drift="a.npz")) == "of, keep 4"
+    assert name_of(ComparedOverflow(repair="none", discarder="heavy_hitters")) == "ca, heavy_hitters, keep 4"
 
 
 def test_the_first_tt_is_what_others_are_held_against():
-    methods = tuple(OverflowConfig(method=name) for name in ("ca", "tt", "of"))
-    comparison = Comparison(methods=(*methods, OverflowConfig(method="tt", keep_first_tokens=0)))
+    methods = tuple(ComparedOverflow(method=name) for name in ("ca", "tt", "of"))
+    comparison = Comparison(methods=(*methods, ComparedOverflow(method="tt", keep_first_tokens=0)))
     assert comparison.baseline == "tt, keep 4"
     assert Comparison(methods=methods[:1]).baseline is None
-    anchored = OverflowConfig(method="nkvt", keep_first_tokens=1, anchor_tokens=4, repair_ratio=0.1)
+    anchored = ComparedOverflow(method="nkvt", keep_first_tokens=1, anchor_tokens=4, repair_ratio=0.1)
     assert Comparison(methods=(anchored,), window=256).setting("nkvt, keep 1") == {
         **{"name": "nkvt, keep 1", "method": "nkvt", "window": 256, "truncation_ratio": 0.5},
         **{"keep_first_tokens": 1, "anchor_tokens": 0, "repair_ratio": 0.0, "repair": None},
@@ -40,30 +40,30 @@ def test_the_first_tt_is_what_others_are_held_against():
     ("changes", "message"),
     [
         ({"methods": ()}, "at least one method, got none"),
-        ({"methods": (OverflowConfig(), OverflowConfig())}, "each method once, got 'ca, keep 4, .*' more often"),
+        ({"methods": (ComparedOverflow(), ComparedOverflow())}, "each method once, got 'ca, keep 4, .*' more often"),
         ({"window": 64, "step_tokens": 65}, "step_tokens <= window, got step_tokens=65 and window=64"),
         ({"step_tokens": 0}, "0 < step_tokens"),
         (
-            {"methods": (OverflowConfig(keep_first_tokens=64),), "window": 64, "step_tokens": 8},
+            {"methods": (ComparedOverflow(keep_first_tokens=64),), "window": 64, "step_tokens": 8},
             "keep_first_tokens wanted",
         ),
-        ({"methods": (OverflowConfig(keep_first_tokens=60),), "window": 64, "step_tokens": 8}, "found 60 and 8"),
+        ({"methods": (ComparedOverflow(keep_first_tokens=60),), "window": 64, "step_tokens": 8}, "found 60 and 8"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Comparison(**{"methods": (OverflowConfig(),), **changes})
+        Comparison(**{"methods": (ComparedOverflow(),), **changes})
 
 
 def test_a_window_above_the_models_is_refused():
     with pytest.raises(EvaluationError, match="the model's context window; got step_tokens=128 and window=1024"):
-        Comparison(methods=(OverflowConfig(),)).streams(kit.tiny_model())
+        Comparison(methods=(ComparedOverflow(),)).streams(kit.tiny_model())
 
 
 def test_a_drift_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"none")
     for name, message in (("no.npz", "No such file"), ("bad.npz", "there must be a file of drift")):
-        comparison = Comparison(methods=(OverflowConfig(drift=str(tmp_path / name)),), window=64, step_tokens=16)
+        comparison = Comparison(methods=(ComparedOverflow(drift=str(tmp_path / name)),), window=64, step_tokens=16)
         with pytest.raises(EvaluationError, match=message):
             comparison.streams(kit.tiny_model())
 
@@ -71,7 +71,7 @@ def test_a_drift_that_is_none_is_refused(tmp_path):
 @pytest.mark.parametrize("num_tokens", [64, 65, 100, 128, 200])
 @pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (1.0,), (0.5, 0.2)])
 def test_what_survives_is_what_streams_have_left(num_tokens, ratios):
-    methods = tuple(OverflowConfig(truncation_ratio=ratio, keep_first_tokens=3) for ratio in ratios)
+    methods = tuple(ComparedOverflow(truncation_ratio=ratio, keep_first_tokens=3) for ratio in ratios)
     comparison = Comparison(methods=methods, window=64, step_tokens=16)
     token_ids = list(range(num_tokens))  # Each is its own place.
     left = set(token_ids)

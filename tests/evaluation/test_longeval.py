@@ -8,8 +8,7 @@ from ca_jax.evaluation.comparison import Comparison, EvaluationError
 from ca_jax.evaluation.longeval import run_longeval
 from ca_jax.evaluation.longeval_items import Question, build_records
 from ca_jax.evaluation.schema import LongevalConfig
-from ca_jax.evaluation.stream import ContextStream
-from ca_jax.overflow.config import OverflowConfig
+from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
 from tests import engine_kit as kit
 from tests.evaluation.longeval_files import HEADER, TOPICS, write_lines, write_rows, write_topics
 
@@ -27,7 +26,7 @@ def encode(text: str) -> list[int]:
 def ask(path, **changes) -> LongevalConfig:
     methods = changes.pop("methods", ("tt", "ca"))
     comparison = Comparison(
-        methods=tuple(OverflowConfig(method=method, repair="none") for method in methods),
+        methods=tuple(ComparedOverflow(method=method, repair="none") for method in methods),
         window=changes.pop("window", 256),
         step_tokens=32,
     )

@@ -10,7 +10,7 @@ import pytest
 from ca_jax.evaluation.comparison import Comparison, EvaluationError
 from ca_jax.evaluation.perplexity import loss_curve, run_perplexity
 from ca_jax.evaluation.schema import PerplexityConfig
-from ca_jax.overflow.config import OverflowConfig
+from ca_jax.evaluation.stream import ComparedOverflow
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
@@ -21,11 +21,11 @@ def ignore(*_: object) -> None:
     pass
 
 
-def overflow(method: str, **changes: object) -> OverflowConfig:
+def overflow(method: str, **changes: object) -> ComparedOverflow:
     return ok.plain(**{"method": method, "keep_first_tokens": 4, **changes})
 
 
-def ask(path: Path, *methods: OverflowConfig, window: int = 48, max_tokens: int = 80) -> PerplexityConfig:
+def ask(path: Path, *methods: ComparedOverflow, window: int = 48, max_tokens: int = 80) -> PerplexityConfig:
     comparison = Comparison(methods=methods, window=window, step_tokens=16)
     return PerplexityConfig(comparison=comparison, data=str(path), max_tokens=max_tokens)
 

@@ -25,7 +25,6 @@ from ca_jax.device.steps.prefill_steps import (
     prefill_layer,
     prefill_layer_attention,
     rotation_table,
-    rotations_of,
     unpack_kv,
 )
 from ca_jax.device.steps.slot_steps import Slots, cut_slot, drift_slot, insert_slot, make_slots
@@ -48,6 +47,5 @@ __all__ = [
     "prefill_layer",
     "prefill_layer_attention",
     "rotation_table",
-    "rotations_of",
     "unpack_kv",
 ]

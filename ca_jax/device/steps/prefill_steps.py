@@ -40,12 +40,6 @@ def rotation_table(
     return rope.Rotation(*(constrain(part, sharding) for part in table))
 
 
-@jax.jit
-def rotations_of(table: rope.Rotation, positions: jax.Array) -> rope.Rotation:
-    """The rotations of some positions: i32 `[T]` to f32 `[T, R/2]`."""
-    return rope.Rotation(*(part[positions] for part in table))
-
-
 @partial(jax.jit, static_argnames=("config", "num_tokens", "dtype", "sharding"))
 def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
     """One layer's unrotated KV of so many tokens `[2, T, K, H]`, all zeros."""
@@ -77,16 +71,13 @@ def _prefill_layer(
     history: jax.Array | None,
     history_length: jax.Array,
     table: rope.Rotation,
-    history_rotation: rope.Rotation | None = None,
     num_new: jax.Array | None = None,
     window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """`prefill_layer`: `x`, and the new KV; with `num_new`, behind it the attention received."""
     rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, x.shape[1])))
-    past_rotation = None
-    if history is not None:
-        past_rotation = slice_rotation(table, 0, history.shape[1]) if history_rotation is None else history_rotation
+    past_rotation = None if history is None else slice_rotation(table, 0, history.shape[1])
 
     def attend_heads(
         q: jax.Array,
@@ -124,7 +115,6 @@ def prefill_layer(
     history: jax.Array | None,
     history_length: jax.Array,
     table: rope.Rotation,
-    history_rotation: rope.Rotation | None = None,
     window: int | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -137,16 +127,13 @@ def prefill_layer(
       history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       table: rotations of all positions.
-      history_rotation: of history places, `[S, R/2]`; None: place s has position s.
       window: static, of the layer: `config.window_of`.
       sharding: static.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
     """
-    x, (kv,) = _prefill_layer(
-        config, layer_params, x, history, history_length, table, history_rotation, window=window, sharding=sharding
-    )
+    x, (kv,) = _prefill_layer(config, layer_params, x, history, history_length, table, window=window, sharding=sharding)
     return x, kv
 
 

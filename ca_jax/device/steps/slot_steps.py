@@ -67,7 +67,6 @@ def insert_slot(
     slot: jax.Array,
     start: jax.Array,
     table: rope.Rotation,
-    rotation: rope.Rotation | None = None,
     sharding: ModelSharding | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Puts one layer's unrotated KV into a slot, rotated at its positions. Donates the slots.
@@ -79,13 +78,12 @@ def insert_slot(
       slot: i32 scalar.
       start: i32 scalar, position of the first token; `start + T` is at most C.
       table: rotations of all positions.
-      rotation: of the T tokens, `[T, R/2]`; None: their positions go on from `start`.
       sharding: static.
 
     Returns:
       The slots, and where the next token goes: a scalar that is ready when they are, and outlives them.
     """
-    rotation = slice_rotation(table, start, kv.shape[1]) if rotation is None else rotation
+    rotation = slice_rotation(table, start, kv.shape[1])
 
     def insert(
         keys: jax.Array,
