@@ -556,7 +556,7 @@ class Engine:
         """What the store holds and has done."""
         with self._lock:
             self._check_open()
-            return self._kv.stats()
+            return self._kv.store.stats()
 
     def truncate_stored(self, session: Session, num_tokens: int) -> None:
         """Forgets a conversation's KV behind its first `num_tokens` tokens, but not the conversation."""

@@ -136,7 +136,7 @@ def converse(session: Session, messages: Iterable[str | list[int]], max_tokens: 
 def store_in(engine: Engine) -> AttentionStore:
     """The engine's store, once all saves are in it."""
     engine.wait_for_saves()
-    return engine._kv._store
+    return engine._kv.store
 
 
 def stored_kv(engine: Engine, session: Session) -> np.ndarray:

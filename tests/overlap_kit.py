@@ -241,5 +241,5 @@ def _assert_store_is_at_rest(store: AttentionStore) -> None:
 
 def _store(engine: Engine) -> AttentionStore:
     """The store itself, behind whatever stands before it."""
-    store = engine._kv._store
+    store = engine._kv.store
     return store.store if isinstance(store, ControlledStore) else store

@@ -316,8 +316,8 @@ def test_a_chunk_on_ssd_alone_is_fetched_for_the_turn(tmp_path):
         engine.wait_for_saves()
         keys = [engine._kv.chunks.key(chunk, "") for chunk in (A, B)]
         for key in keys:
-            engine._kv._store.leave_dram(key)
-        assert [engine._kv._store.residency(key) for key in keys] == [Residency.SSD] * 2
+            engine._kv.store.leave_dram(key)
+        assert [engine._kv.store.residency(key) for key in keys] == [Residency.SSD] * 2
         session = engine.session()
         assert kit.say(session, QUESTION, 8, context=[B, A]) == answer_over(alone(B, A), QUESTION, 8)
         assert session.usage.cached_tokens == {"ssd": len(A + B)}
@@ -332,7 +332,7 @@ def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
         kit.drain(busy)
         engine.wait_for_saves()
         assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
-        assert len(engine._kv._store._placement._look_ahead) == 0
+        assert len(engine._kv.store._placement._look_ahead) == 0
 
 
 def test_a_config_that_checks_more_layers_than_there_are_is_refused():

@@ -118,12 +118,12 @@ def test_a_chunk_of_which_only_some_was_saved_is_computed_again():
         engine.cancel(job)
         answer.close()
         engine.wait_for_saves()
-        assert 0 < engine._kv._store.num_readable(job.chunk.key) < len(chunk)
+        assert 0 < engine._kv.store.num_readable(job.chunk.key) < len(chunk)
         session = engine.session()
         context = [kit.prompt(5), chunk]
         assert kit.say(session, QUESTION, 8, context=context) == answer_over(alone(*context), QUESTION, 8)
         assert session.usage.missed_chunks == 0
-        assert engine._kv._store.num_readable(job.chunk.key) == len(chunk)
+        assert engine._kv.store.num_readable(job.chunk.key) == len(chunk)
 
 
 def test_chunks_that_all_break_are_all_computed():

@@ -99,8 +99,8 @@ def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(store):
     durable = session.conversation
     answer = session.send_ids(PROMPTS[1], max_tokens=12)
     next(answer)
-    engine._kv._store._ssd._worker._writer._catalog._lock.release()
-    engine._kv._store._ssd._worker._writer._catalog._lock = None
+    engine._kv.store._ssd._worker._writer._catalog._lock.release()
+    engine._kv.store._ssd._worker._writer._catalog._lock = None
     with kit.small_engine(store=store) as another:
         found = another.session(session_id="one")
         assert found.conversation == durable

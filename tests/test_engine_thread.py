@@ -35,7 +35,7 @@ def unsaved(engine: Engine, reason: str) -> Iterator[None]:
 
     The store must not be waited for meanwhile.
     """
-    store = engine._kv._store
+    store = engine._kv.store
 
     def wait(*_: object) -> bool:
         raise AssertionError("the thread waits for the store")

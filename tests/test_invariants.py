@@ -547,7 +547,7 @@ def test_the_store_on_or_off_with_unused_memory_full_of_nan_the_tokens_are_the_s
     with kit.small_engine(store=kit.STORE_OFF) as engine:
         expected = answers(engine, num_cached=False)
     with kit.small_engine() as engine:
-        engine._kv._store._dram.slab[...] = np.nan
+        engine._kv.store._dram.slab[...] = np.nan
         engine._kv._loader.buffer.memory.view(np.float32)[...] = np.nan
         engine._runner.slots.buffers = jax.tree.map(
             lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers

@@ -289,7 +289,7 @@ def test_a_turn_whose_flush_fails_is_known_though_dram_let_go_of_it(tmp_path, mo
             engine._kv.conversations.close()  # As `Engine.close` does, before the disk goes on.
             engine._kv.conversations._log = None
         gates[0].writes.open()
-        engine._kv._store._placement._dirty.clear()
+        engine._kv.store._placement._dirty.clear()
     for _ in range(2):  # The second time it was opened, and nothing was said.
         with kit.small_engine(store=store) as engine:
             again = engine.session(session_id="one")
@@ -303,7 +303,7 @@ def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, mo
     """With its KV, if that is in DRAM still: nobody has to say anything more."""
     gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
     with kit.small_engine(store=ssd_store(tmp_path / "a")) as engine:
-        engine._kv._store._placement._clock = clock
+        engine._kv.store._placement._clock = clock
         session = engine.session(session_id="one")
         kit.say(session, PROMPTS[0])
         engine.wait_for_saves()
@@ -331,14 +331,14 @@ def test_what_could_not_be_written_is_written_when_the_disk_goes_on(tmp_path, mo
 
 def kept_on_ssd(engine, session):
     generation = session.conversation.generation
-    return engine._kv._store.has_note_on_ssd(engine._kv.key(session.session_id), generation)
+    return engine._kv.store.has_note_on_ssd(engine._kv.key(session.session_id), generation)
 
 
 @pytest.mark.parametrize("change", ["rewound", "discarded"])
 def test_what_is_taken_back_while_a_flush_fails_is_gone(tmp_path, monkeypatch, change):
     gates, clock = open_gated(monkeypatch), StoppedClock(time.time())
     with kit.small_engine(store=ssd_store(tmp_path / "a")) as engine:
-        engine._kv._store._placement._clock = clock
+        engine._kv.store._placement._clock = clock
         session = engine.session(session_id="one")
         kit.converse(session, PROMPTS[:2])
         engine.wait_for_saves()
@@ -375,7 +375,7 @@ def test_kv_that_is_stored_without_its_conversation_does_not_take_it_from_the_lo
         told = session.conversation
         engine.release(session)
         engine.keep()
-        store = engine._kv._store
+        store = engine._kv.store
         key = engine._kv.key("one")
         ticket = store.prepare_save(key, 0, told.token_ids[:20], Owner(session_id="one"))
         ticket.write_all(np.zeros((store.layout.num_layers, 2, 20, *store.layout.block_shape[3:]), np.float32))

@@ -36,7 +36,7 @@ def send_away(engine: Engine, session: Session) -> None:
     """Has a session leave DRAM for another that takes its room."""
     ok.say(engine.session(), kit.prompt(ok.WINDOW - 8, seed=99), 2)
     engine.wait_for_saves()
-    assert engine._kv._store.residency(engine._kv.key(session.session_id)) is Residency.SSD
+    assert engine._kv.store.residency(engine._kv.key(session.session_id)) is Residency.SSD
 
 
 @pytest.mark.parametrize("keep_first", range(BLOCK + 2))

@@ -88,7 +88,7 @@ def test_two_that_serve_as_one_answer_like_one():
 def test_what_one_lacks_none_loads():
     def forget(engine: Engine, process: int, session_id: str) -> None:
         if process == 1:
-            engine._kv._store.drop(engine._kv.key(session_id))
+            engine._kv.store.drop(engine._kv.key(session_id))
 
     for process, found in enumerate(run_together(2, lambda p: talk(p, forget))):
         assert found.answers == expected()[0]
@@ -100,7 +100,7 @@ def test_what_one_lacks_none_loads():
 def test_what_one_has_less_of_is_loaded_as_far_as_it_goes(num_left):
     def shorten(engine: Engine, process: int, session_id: str) -> None:
         if process == 1:
-            engine._kv._store.truncate(engine._kv.key(session_id), num_left)
+            engine._kv.store.truncate(engine._kv.key(session_id), num_left)
 
     for found in run_together(2, lambda p: talk(p, shorten)):
         assert found.answers == expected()[0]
@@ -197,7 +197,7 @@ def test_several_conversations_at_once_and_a_full_context_end_alike():
                 kit.drain(*(s.send_ids(p, max_tokens=20) for s, p in zip(sessions, prompts, strict=True)))
                 engine.wait_for_saves()
                 if processes.index == 1 and turn == 1:
-                    engine._kv._store.drop(engine._kv.key(sessions[0].session_id))
+                    engine._kv.store.drop(engine._kv.key(sessions[0].session_id))
             return [(s.session_id, s.token_ids) for s in sessions], engine.metrics.truncations
 
     one, other = run_together(2, run)

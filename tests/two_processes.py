@@ -66,7 +66,7 @@ def main(address: str, index: int, directory: str, data: int, tensor: int, first
         for number in range(first, stop):
             report(**turn(session, number))
         engine.wait_for_saves()
-        stats, layout = engine.store_stats(), engine._kv._store.layout
+        stats, layout = engine.store_stats(), engine._kv.store.layout
         report(heads=layout.num_kv_heads, stored=[info.num_tokens for info in engine.stored.list()])
         report(hits=stats.num_hits, from_ssd=stats.num_hits_from_ssd, misses=stats.misses["other_shard"])
         sys.stdin.readline()

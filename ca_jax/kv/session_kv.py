@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -33,17 +33,13 @@ from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.catalog.file import CatalogError
-from ca_jax.storage.catalog.notes import Noted, NoteLog, log_bytes
+from ca_jax.storage.catalog.notes import NoteLog, log_bytes
 from ca_jax.storage.config import shard_config
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import (
-    BlockTiers,
-    EntryInfo,
-    LookAheadWindows,
     MissReason,
     Owner,
     Residency,
-    StoreStats,
 )
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
@@ -108,7 +104,8 @@ class SessionKV:
         except CatalogError:
             store.close()
             raise
-        self._store = store if store_wrapper is None else store_wrapper(store)
+        self.store = store if store_wrapper is None else store_wrapper(store)
+        """What is stored: to list, pin and show it."""
         self._layout = layout
         self._runner = runner
         self._metrics = runtime.metrics
@@ -118,13 +115,13 @@ class SessionKV:
             layout, staging_bytes(layout, config, max_tokens), sharding=kv_sharding, heads=heads, timeline=timeline
         )
         self._saver = AsyncSaver(runtime.wake, on_sample=self.meter.add_save, timeline=timeline)
-        self.write_buffer = WriteBuffer(self._store, self._saver, config, runtime.metrics)
+        self.write_buffer = WriteBuffer(self.store, self._saver, config, runtime.metrics)
         self._salt = hashlib.sha256(f"{weights}|{layout}|unrotated|".encode()).digest()
-        self.chunks = ChunkKV(self._store, self.write_buffer, self._salt)
-        self.histories = Histories(self._store, self._loader, runner, self.meter, self.chunks, runtime)
-        self.conversations = KeptConversations(self._store, log, processes, config.store.ttl_s, runtime.metrics)
+        self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
+        self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, runtime)
+        self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
         window = kept_window(runner.config, config, runner.window)
-        self._sliding = SlidingKV(self._store, self.write_buffer, self.conversations, processes, window)
+        self._sliding = SlidingKV(self.store, self.write_buffer, self.conversations, processes, window)
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -151,11 +148,11 @@ class SessionKV:
         key = source = self.key(session.session_id, session.tenant)
         self._sliding.slide(key, session)
         if self._may_share(job, key, session):
-            source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
+            source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
         self._queued[job] = key, source
-        self._store.enqueue(job, source, job.priority)
+        self.store.enqueue(job, source, job.priority)
         self.chunks.announce(job)
-        self._store.poll()
+        self.store.poll()
 
     def ready(self, job: Job, is_next: bool) -> bool:
         """Whether a queued turn would not wait for SSD, nor for what the turn before it computed to be saved.
@@ -166,7 +163,7 @@ class SessionKV:
         if job not in self._queued:
             return True
         key, source = self._queued[job]
-        is_ready = not self._is_being_saved(key, source) and self._store.ready(source, is_next)
+        is_ready = not self._is_being_saved(key, source) and self.store.ready(source, is_next)
         is_ready = self.chunks.ready(job, is_next) and is_ready
         return all_agree(self._processes, "ready", is_ready)
 
@@ -175,14 +172,14 @@ class SessionKV:
         if job not in self._queued:
             return None
         _, source = self._queued[job]
-        return QueuedKV(self._store.residency(source), self._store.queue_position(source))
+        return QueuedKV(self.store.residency(source), self.store.queue_position(source))
 
     def withdraw(self, job: Job) -> None:
         """A turn is not queued any more, if it was."""
         if self.histories.is_preloaded(job):
             self.histories.give_up_preloaded()
         if self._queued.pop(job, None) is not None:
-            self._store.dequeue(job)
+            self.store.dequeue(job)
             self.chunks.withdraw(job)
 
     def preload(self, job: Job, session: TurnSession) -> None:
@@ -191,7 +188,7 @@ class SessionKV:
             self.histories.pump()
             return
         key, source = self._queued.get(job, ("", ""))
-        residency = self._store.residency(source)
+        residency = self.store.residency(source)
         is_at_hand = residency is Residency.DRAM or (bool(job.spans) and residency is Residency.ABSENT)
         is_at_hand = is_at_hand and self.chunks.is_at_hand(job)
         is_busy = self.write_buffer.is_running(key) or self._is_being_saved(key, source)
@@ -247,7 +244,7 @@ class SessionKV:
           num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
         """
         key = self.key(session.session_id, session.tenant)
-        known = (self._store.leave_dram(key), num_plain)
+        known = (self.store.leave_dram(key), num_plain)
         num_plain = min((count for count in known if count is not None), default=None)
         renewed = session.conversation.with_kv_of(0).fused(num_fused)
         session.resume(renewed)
@@ -258,7 +255,7 @@ class SessionKV:
         self.write_buffer.collect()
         self._sliding.slide_all({key for key, _ in self._queued.values()})
         self.chunks.collect()
-        self._store.poll()
+        self.store.poll()
         self.conversations.collect()
 
     def remember(self, session: TurnSession) -> None:
@@ -312,7 +309,7 @@ class SessionKV:
             return
         note = None if left is None else self.conversations.pack(key, left)
         self.histories.give_up_preloaded(key)
-        self.write_buffer.when_saved(key, lambda: self._store.truncate(key, num_stored, note=note))
+        self.write_buffer.when_saved(key, lambda: self.store.truncate(key, num_stored, note=note))
 
     def discard(self, session: TurnSession, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some of a session's tokens, bool `[T]`. No turn of it may run.
@@ -325,11 +322,11 @@ class SessionKV:
         self._sliding.forget(key)
         stored = discarded[session.conversation.num_slid :]
         note = self.conversations.pack(key, left) if session.is_kept else None
-        self.write_buffer.when_saved(key, lambda: self._store.discard(key, stored, note=note))
+        self.write_buffer.when_saved(key, lambda: self.store.discard(key, stored, note=note))
 
     def invalidate(self, session: TurnSession) -> None:
         """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
-        if self._store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
+        if self.store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
             self._metrics.invalidated_histories += 1
         self.truncate(session, 0)
 
@@ -339,7 +336,7 @@ class SessionKV:
         Waits for what was handed in so far to be in the store. `left` is what the conversation is without this turn.
         """
         self.write_buffer.finish_so_far(saver)
-        self._store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
+        self.store.discard(saver.key, discarded, note=self.conversations.pack(saver.key, left))
         saver.cut(discarded, left.kv_lineage)
 
     def read(self, session: TurnSession, token_ids: list[int]) -> KVCache:
@@ -355,12 +352,12 @@ class SessionKV:
         key = self.key(session.session_id, session.tenant)
         layout, num_tokens = self._layout, len(token_ids)
         layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
-        ticket = self._store.prepare_load(key, token_ids, num_dropped=session.conversation.kv_lineage)
+        ticket = self.store.prepare_load(key, token_ids, num_dropped=session.conversation.kv_lineage)
         if ticket is not None:
             reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
             for read in reads:
                 read.result()
-            self._store.abort_load(ticket, MissReason.CANCELLED)
+            self.store.abort_load(ticket, MissReason.CANCELLED)
         lengths = np.array([0 if ticket is None else ticket.num_tokens], np.int32)
         arrays = (LayerKV(kv[:1], kv[1:]) for kv in (self._runner.unpacked(to_device(kv)) for kv in layers))
         return KVCache(tuple(arrays), to_device(lengths))
@@ -369,58 +366,13 @@ class SessionKV:
         """Forgets all of a session, what is on its way to the store too. No turn of it may run."""
         self.histories.give_up_preloaded(key)
         self.write_buffer.give_up(key)
-        self._store.drop(key)
-
-    def is_running(self, key: str) -> bool:
-        """Whether a turn of a session runs."""
-        return self.write_buffer.is_running(key)
-
-    def list(self) -> tuple[EntryInfo, ...]:
-        """What is stored, or being stored."""
-        return self._store.list()
-
-    def owned(self) -> Iterator[tuple[str, Owner | Noted]]:
-        """Key and owner of what outlives the process, the latest first; chunks among them."""
-        noted = {each.key: each for each in reversed(self.conversations.noted())}
-        yield from noted.items()
-        if self.conversations.outlive:
-            yield from ((key, owner) for key, owner in self._store.owners() if key not in noted)
-
-    def pinned(self, tenant: str) -> set[str]:
-        """Names of a tenant's sessions that their owner has pinned."""
-        return self._store.names_pinned(tenant)
-
-    def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
-        """The same, of one session id, whatever its tenant."""
-        return self._store.of_name(session_id)
-
-    def blocks(self, key: str) -> tuple[BlockTiers, ...]:
-        """Where each block of a session is."""
-        return self._store.blocks(key)
-
-    @property
-    def windows(self) -> LookAheadWindows:
-        """How far over the queue of turns the store looks."""
-        return self._store.windows
-
-    def set_pinned(self, key: str, pinned: bool) -> None:
-        """Keeps a session in the store, or lets it go like others."""
-        self._store.set_pinned(key, pinned)
-
-    def set_ttl(self, key: str, ttl_s: float | None) -> None:
-        """Says how long a session is kept after its last use."""
-        self._store.set_ttl(key, ttl_s)
-        self.conversations.set_ttl(key, ttl_s)
+        self.store.drop(key)
 
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
         self.write_buffer.settle()
         self._sliding.slide_all({key for key, _ in self._queued.values()})
-        return self._store.settle()
-
-    def stats(self) -> StoreStats:
-        """What the store holds and has done."""
-        return self._store.stats()
+        return self.store.settle()
 
     def close(self) -> None:
         """Finishes what was submitted and lets go of memory."""
@@ -430,14 +382,14 @@ class SessionKV:
         self.conversations.close()
         self._saver.close()
         self._loader.close()
-        self._store.close()
+        self.store.close()
 
     def measure(self) -> None:
         """Saves, loads and forgets made-up KV of two lengths, so that there are rates before there are turns."""
         key = self.key("", "rates are measured with this")
         longest = min(_MEASURED_TOKENS, self._runner.history_buckets[-1])
         for num_tokens in (longest // 4, longest):
-            ticket = self._store.prepare_save(key, 0, np.zeros(num_tokens, np.int32))
+            ticket = self.store.prepare_save(key, 0, np.zeros(num_tokens, np.int32))
             if ticket is None:
                 return
             for layer in range(self._layout.num_layers):
@@ -445,10 +397,10 @@ class SessionKV:
                 self._saver.add(ticket, LayerPart(layer, kv, num_tokens, 0))
             self._saver.end(ticket)
             self.write_buffer.collect(wait=True, key=key)
-            loaded = self._store.prepare_load(key, ticket.token_ids)
+            loaded = self.store.prepare_load(key, ticket.token_ids)
             if loaded is not None:
                 self.histories.measure(loaded)
-            self._store.drop(key)
+            self.store.drop(key)
 
     def _is_being_saved(self, key: str, source: str) -> bool:
         """Whether KV is on its way to the store that a turn of `key` builds on, which begins with that of `source`."""
@@ -460,7 +412,7 @@ class SessionKV:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
         if not self._shares_prefixes or session.conversation.num_slid:
             return False
-        if self._store.residency(key) is not Residency.ABSENT:
+        if self.store.residency(key) is not Residency.ABSENT:
             return False
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 
@@ -472,13 +424,13 @@ class SessionKV:
         key, _ = self._queued.get(job, ("", ""))
         if not key or not self._may_share(job, key, session):
             return
-        source = self._store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
+        source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
         if source is not None:
             num_dropped = session.conversation.kv_lineage
-            self._store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
+            self.store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
 
     def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:
-        stats = self._store.stats()
+        stats = self.store.stats()
         caps = {"dram_gib": stats.capacity_bytes // layout.block_bytes}
         if stats.ssd is not None:
             caps["ssd_gib"] = stats.ssd.capacity_bytes // layout.block_bytes
@@ -493,7 +445,7 @@ class SessionKV:
 
     def _touch(self) -> None:
         """Makes host memory resident in the background, so that no load or save pays for its first touch."""
-        self._metrics.first_touch_s = self._loader.touch() + self._store.touch(self._closing.is_set)
+        self._metrics.first_touch_s = self._loader.touch() + self.store.touch(self._closing.is_set)
 
 
 def _owner(session: TurnSession) -> Owner:

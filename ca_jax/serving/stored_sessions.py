@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from ca_jax.errors import SessionBusyError, TenantError, UnknownSessionError
 from ca_jax.kv.session_kv import QueuedKV, SessionKV
 from ca_jax.storage.catalog.notes import Noted
-from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows
+from ca_jax.storage.records import BlockTiers, EntryInfo, LookAheadWindows, Owner
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job
 
@@ -32,7 +32,7 @@ class StoredSessions:
     def list(self, *, tenant: str | None = None) -> tuple[EntryInfo, ...]:
         """Sessions that are stored, in DRAM or on SSD, of one tenant or of all."""
         with self._lock:
-            return tuple(info for info in self._kv.list() if tenant is None or info.tenant == tenant)
+            return tuple(info for info in self._kv.store.list() if tenant is None or info.tenant == tenant)
 
     def names(self) -> tuple[tuple[str, str], ...]:
         """Tenant and session id of what this engine goes on with: what is stored, or was open when one was killed.
@@ -40,7 +40,7 @@ class StoredSessions:
         The latest used first.
         """
         with self._lock:
-            stored = sorted(self._kv.list(), key=lambda info: info.last_used_s, reverse=True)
+            stored = sorted(self._kv.store.list(), key=lambda info: info.last_used_s, reverse=True)
             known: tuple[EntryInfo | Noted, ...] = (*self._kv.conversations.noted(), *stored)
             return tuple(dict.fromkeys((each.tenant, each.session_id) for each in known if self.is_own(each)))
 
@@ -61,7 +61,7 @@ class StoredSessions:
           UnknownSessionError: none has the name `after`.
         """
         with self._lock:
-            owned = ((key, owner.session_id) for key, owner in self._kv.owned() if owner.tenant == tenant)
+            owned = ((key, owner.session_id) for key, owner in self._owned() if owner.tenant == tenant)
             others = (each for each in owned if each[1] not in opened)
             names = itertools.chain(((None, name) for name in opened), others)
             if after is not None and not any(name == after for _, name in names):
@@ -72,7 +72,7 @@ class StoredSessions:
     def pinned(self, *, tenant: str = "") -> set[str]:
         """Names of a tenant's sessions that are pinned."""
         with self._lock:
-            return self._kv.pinned(tenant)
+            return self._kv.store.names_pinned(tenant)
 
     def is_own(self, info: EntryInfo | Noted) -> bool:
         """Whether an entry is a session that this engine goes on with: no chunk, and stored with the same weights."""
@@ -81,20 +81,20 @@ class StoredSessions:
     def find(self, session_id: str, *, tenant: str = "") -> EntryInfo | None:
         """What is stored of one session; None if nothing is, or it is another tenant's or of other weights."""
         with self._lock:
-            own = (info for info in self._kv.of_name(session_id) if info.tenant == tenant and self.is_own(info))
+            own = (info for info in self._kv.store.of_name(session_id) if info.tenant == tenant and self.is_own(info))
             return next(own, None)
 
     def blocks(self, session_id: str, *, tenant: str = "") -> tuple[BlockTiers, ...]:
         """Where each block of a session is, in token order; none where nothing is stored."""
         with self._lock:
             info = self.find(session_id, tenant=tenant)
-            return () if info is None else self._kv.blocks(info.key)
+            return () if info is None else self._kv.store.blocks(info.key)
 
     @property
     def windows(self) -> LookAheadWindows:
         """How far over the queue of turns the store looks: what it fetches early, and evicts late."""
         with self._lock:
-            return self._kv.windows
+            return self._kv.store.windows
 
     def queued(self, job: Job) -> QueuedKV | None:
         """Of a turn that waits, where the KV is that it will load; None of a job that waits for none."""
@@ -118,12 +118,12 @@ class StoredSessions:
           TenantError: it is another tenant's.
         """
         with self._lock:
-            self._kv.set_pinned(self._key(session_id, tenant), True)
+            self._kv.store.set_pinned(self._key(session_id, tenant), True)
 
     def unpin(self, session_id: str, *, tenant: str = "") -> None:
         """Lets a session go like others again; otherwise as `pin`."""
         with self._lock:
-            self._kv.set_pinned(self._key(session_id, tenant), False)
+            self._kv.store.set_pinned(self._key(session_id, tenant), False)
 
     def set_ttl(self, session_id: str, ttl_s: float | None, *, tenant: str = "") -> None:
         """Says how long a session is kept after its last use, seconds; None: while there is room.
@@ -133,7 +133,9 @@ class StoredSessions:
           UnknownSessionError: as for `pin`; so is TenantError.
         """
         with self._lock:
-            self._kv.set_ttl(self._key(session_id, tenant), ttl_s)
+            key = self._key(session_id, tenant)
+            self._kv.store.set_ttl(key, ttl_s)
+            self._kv.conversations.set_ttl(key, ttl_s)
 
     def drop(self, session_id: str, *, tenant: str = "") -> None:
         """Forgets what is stored of a session. A conversation that is open goes on, and prefills everything.
@@ -144,15 +146,22 @@ class StoredSessions:
         """
         with self._lock:
             key = self._key(session_id, tenant)
-            if self._kv.is_running(key):
+            if self._kv.write_buffer.is_running(key):
                 raise SessionBusyError(
                     f"session {session_id!r} still answers; it must be idle for its KV to be dropped"
                 )
             self._kv.drop(key)
             self._kv.conversations.forget(key)
 
+    def _owned(self) -> Iterator[tuple[str, Owner | Noted]]:
+        """Key and owner of what outlives the process, the latest first; chunks among them."""
+        noted = {each.key: each for each in reversed(self._kv.conversations.noted())}
+        yield from noted.items()
+        if self._kv.conversations.outlive:
+            yield from ((key, owner) for key, owner in self._kv.store.owners() if key not in noted)
+
     def _key(self, session_id: str, tenant: str) -> str:
-        infos = self._kv.of_name(session_id)
+        infos = self._kv.store.of_name(session_id)
         for info in infos:
             if info.tenant == tenant:
                 return info.key

@@ -241,7 +241,7 @@ class TurnBuilder:
 
     def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
         """Where a chunk is kept that is computed in advance."""
-        rates, least, stats = self._kv.meter.rates, self._config.blend.min_recompute_ratio, self._kv.stats()
+        rates, least, stats = self._kv.meter.rates, self._config.blend.min_recompute_ratio, self._kv.store.stats()
         if rates is None or self._config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
             return "dram"
         return blend_costs.choose_tier(rates, num_tokens, 1, least)

@@ -26,7 +26,7 @@ OVERLAPS = {
 
 def fill_with_nan(engine: ca_jax.Engine) -> None:
     """Leaves nothing but NaN where nothing is yet: in blocks, in staging, in the decode slots."""
-    engine._kv._store._dram.slab[...] = np.nan
+    engine._kv.store._dram.slab[...] = np.nan
     engine._kv._loader.buffer.memory.view(np.float32)[...] = np.nan
     engine._runner.slots.buffers = jax.tree.map(lambda slot: jnp.full_like(slot, jnp.nan), engine._runner.slots.buffers)
 

@@ -85,7 +85,7 @@ def num_wrong(model: LoadedModel, token_ids: Sequence[int], num_generated: int) 
 
 def store_of(engine: Engine) -> AttentionStore:
     """The engine's store."""
-    return engine._kv._store
+    return engine._kv.store
 
 
 def ssd_of(engine: Engine) -> SsdIndex:

@@ -62,7 +62,7 @@ def spelled(ids: np.ndarray) -> str:
 
 def texts_in_memory(engine) -> str:
     """What the store has KV of, in DRAM or on its way out of it, and what is known of conversations beside that."""
-    stored = (spelled(entry.token_ids) for entry in engine._kv._store._entries)
+    stored = (spelled(entry.token_ids) for entry in engine._kv.store._entries)
     return "\n".join([*stored, repr(vars(engine._kv.conversations))])
 
 
