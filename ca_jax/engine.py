@@ -32,6 +32,7 @@ from ca_jax.device.processes import Processes, check_alike, current, from_first
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Sampler
+from ca_jax.device.slots import RunnerSizes
 from ca_jax.errors import (
     InvalidRequestError,
     SessionBusyError,
@@ -130,12 +131,7 @@ class Engine:
         self._runner = Runner(
             model.config,
             model.params,
-            window=self.window,
-            max_batch_size=self.config.max_batch_size,
-            chunk_tokens=self.config.prefill_chunk_tokens,
-            shorter_passes=self.config.max_tpot_ms is not None,
-            with_attention=self.config.overflow is not None and self.config.overflow.token_discarder.needs_attention,
-            packs_kv=self.config.kv_rest_dtype == "int8",
+            _runner_sizes(self.config, self.window),
             timeline=timeline,
             sharding=model.sharding,
         )
@@ -662,6 +658,17 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
+
+
+def _runner_sizes(config: EngineConfig, window: int) -> RunnerSizes:
+    return RunnerSizes(
+        window=window,
+        num_slots=config.max_batch_size,
+        chunk_tokens=config.prefill_chunk_tokens,
+        shorter_passes=config.max_tpot_ms is not None,
+        with_attention=config.overflow is not None and config.overflow.token_discarder.needs_attention,
+        packs_kv=config.kv_rest_dtype == "int8",
+    )
 
 
 def _layout(config: EngineConfig) -> Layout:

@@ -15,6 +15,7 @@ import pytest
 
 from ca_jax.device import steps
 from ca_jax.device.runner import Runner
+from ca_jax.device.slots import RunnerSizes
 from ca_jax.engine import Engine
 from ca_jax.models import huggingface
 from ca_jax.models.random_weights import random_params
@@ -89,7 +90,7 @@ def test_layers_of_each_window_are_compiled_once_and_by_the_warm_up(recorded_dat
         huggingface.config_from_hf(described), num_layers=4, sliding_window=20, full_layers=(0, 3)
     )
     params = random_params(config, dtype="float32")
-    runner = Runner(config, params, window=WINDOW, max_batch_size=1, chunk_tokens=64)
+    runner = Runner(config, params, RunnerSizes(window=WINDOW, num_slots=1, chunk_tokens=64))
     before = steps.prefill_layer._cache_size()
     runner.warmup(max_history=0, max_new=8)
     assert steps.prefill_layer._cache_size() - before == 2

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from ca_jax.device.runner import Prefill, Runner
+from ca_jax.device.slots import RunnerSizes
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -31,9 +32,8 @@ with_buckets_of_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reaso
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     model = kit.tiny_model()
-    return Runner(
-        model.config, model.params, window=kit.WINDOW, max_batch_size=8, chunk_tokens=CHUNK, shorter_passes=True
-    )
+    sizes = RunnerSizes(window=kit.WINDOW, num_slots=8, chunk_tokens=CHUNK, shorter_passes=True)
+    return Runner(model.config, model.params, sizes)
 
 
 @dataclasses.dataclass

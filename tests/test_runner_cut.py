@@ -11,6 +11,7 @@ import pytest
 
 from ca_jax.device import steps
 from ca_jax.device.runner import Runner
+from ca_jax.device.slots import RunnerSizes
 from ca_jax.recompute.blend import BlendPlan
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.repair import make_blender
@@ -27,7 +28,7 @@ KEPT = np.r_[0:4, 160:NUM_TOKENS]
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     model = kit.tiny_model()
-    return Runner(model.config, model.params, window=kit.WINDOW, max_batch_size=8, chunk_tokens=CHUNK)
+    return Runner(model.config, model.params, RunnerSizes(window=kit.WINDOW, num_slots=8, chunk_tokens=CHUNK))
 
 
 def fill(runner: Runner, slot: int, tokens: list[int]) -> None:

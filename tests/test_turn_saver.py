@@ -9,7 +9,7 @@ import pytest
 
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
@@ -34,7 +34,8 @@ class Rig:
         monkeypatch.setattr(self.store, "room_is_coming", lambda *_: self.is_room_coming)
 
     def begin(self, start_token: int = 0, **options: object) -> TurnSaver:
-        return TurnSaver(self.store, self.saver, "s", OWNER, start_token, GROUP_TOKENS, **options)
+        turn = TurnKV(key="s", owner=OWNER, start_token=start_token)
+        return TurnSaver(self.store, self.saver, turn, GROUP_TOKENS, **options)
 
     def publish(self) -> list[Exception]:
         """Waits for what was handed in, and does with it as the engine does; what was given up, why."""

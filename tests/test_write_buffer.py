@@ -11,7 +11,7 @@ import pytest
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
@@ -44,7 +44,7 @@ class Rig:
 
     def begin(self, key: str, num_tokens: int, start: int = 0) -> TurnSaver:
         """A turn that prefills so many tokens behind those that are stored, and has not ended."""
-        turn = self.buffer.begin(key, Owner(), start)
+        turn = self.buffer.begin(TurnKV(key=key, owner=Owner(), start_token=start))
         turn.begin_pass(range(start, start + num_tokens), start)
         for layer in range(LAYOUT.num_layers):
             turn.add_layer(layer, to_device(KV[layer, :, start : start + num_tokens]))

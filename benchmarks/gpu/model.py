@@ -20,6 +20,7 @@ from benchmarks.engines import random_ids
 from benchmarks.gpu.rows import MATMUL_FLOOR, ROOFLINE_FLOOR, Findings, Floor, GpuBenchConfig, Probes
 from ca_jax.device import sampling
 from ca_jax.device.runner import Prefill, Runner
+from ca_jax.device.slots import RunnerSizes
 from ca_jax.models import attention
 from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel, random_model
@@ -77,9 +78,11 @@ class RunnerBench:
         self._runner = Runner(
             model.config,
             model.params,
-            window=max(longest, config.prefill_tokens),
-            max_batch_size=config.batch_size,
-            chunk_tokens=config.chunk_tokens,
+            RunnerSizes(
+                window=max(longest, config.prefill_tokens),
+                num_slots=config.batch_size,
+                chunk_tokens=config.chunk_tokens,
+            ),
         )
         self._tokens = random_ids(np.random.default_rng(config.seed), model, max(longest, config.prefill_tokens))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ca_jax.device import steps
 from ca_jax.device.buckets import batch_buckets, history_buckets, new_token_buckets, pad_to, pass_sizes, slot_tokens
-from ca_jax.device.slots import DecodeSlots
+from ca_jax.device.slots import DecodeSlots, RunnerSizes
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.config import ModelConfig
@@ -116,12 +116,7 @@ class Runner:
     Args:
       config: of the model.
       params: its parameters, on the device.
-      window: most tokens of a job.
-      max_batch_size: how many slots.
-      chunk_tokens: most new tokens per prefill pass.
-      shorter_passes: whether passes may be shorter than that before a prompt's last one.
-      with_attention: whether to measure the attention that tokens receive.
-      packs_kv: whether KV is kept in int8.
+      sizes: of slots and passes.
       timeline: told of what is dispatched.
       sharding: where the parameters lie, and all else will; None: on one device.
     """
@@ -130,19 +125,14 @@ class Runner:
         self,
         config: ModelConfig,
         params: steps.Params,
+        sizes: RunnerSizes,
         *,
-        window: int,
-        max_batch_size: int,
-        chunk_tokens: int,
-        shorter_passes: bool = False,
-        with_attention: bool = False,
-        packs_kv: bool = False,
         timeline: Timeline = NO_TIMELINE,
         sharding: ModelSharding | None = None,
     ) -> None:
         self.sharding = sharding
         """Of the model."""
-        self.window = window
+        self.window = sizes.window
         """Most tokens of a job."""
         self.to_device = partial(to_device, sharding=replicated(sharding))
         """Copies small host data to all devices of the model; see `transfer.to_device`."""
@@ -150,35 +140,25 @@ class Runner:
         """Of the model."""
         self._params = params
         self._timeline = timeline
-        self.with_attention = with_attention
-        self._packs_kv = packs_kv
+        self.with_attention = sizes.with_attention
+        self._packs_kv = sizes.packs_kv
         self.layers = [params["params"][f"layer_{i}"] for i in range(config.num_layers)]
         outer = {name: part for name, part in params["params"].items() if not name.startswith("layer_")}
         self._outer = {"params": outer}
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens = sizes.chunk_tokens
         coarse = jax.default_backend() != "cpu"  # There padding is cheap and compiling is not.
         self.new_token_buckets = new_token_buckets(chunk_tokens, coarse)
-        self.pass_sizes = pass_sizes(chunk_tokens) if shorter_passes else (chunk_tokens,)
-        self.history_buckets = history_buckets(window, coarse)
+        self.pass_sizes = pass_sizes(chunk_tokens) if sizes.shorter_passes else (chunk_tokens,)
+        self.history_buckets = history_buckets(sizes.window, coarse)
         # Slots that lie on several devices are decoded all: their first ones are one device's alone.
         is_whole = sharding is None or sharding.num_data == 1
-        self.batch_buckets = batch_buckets(max_batch_size) if is_whole else (max_batch_size,)
-        capacity = slot_tokens(window, chunk_tokens, SLOT_BLOCK, coarse)
+        self.batch_buckets = batch_buckets(sizes.num_slots) if is_whole else (sizes.num_slots,)
+        capacity = slot_tokens(sizes.window, chunk_tokens, SLOT_BLOCK, coarse)
         # One layer of each window: those of the same share their compiled functions.
         self._kinds = tuple({config.window_of(layer): layer for layer in reversed(range(config.num_layers))}.values())
         self._dtype = str(params["params"]["embed"]["embedding"].dtype)
-        self.table = steps.rotation_table(config, capacity + chunk_tokens, window, sharding)
-        self.slots = DecodeSlots(
-            config,
-            params,
-            self.table,
-            num_slots=max_batch_size,
-            capacity=capacity,
-            dtype=self._dtype,
-            with_attention=with_attention,
-            packs_kv=packs_kv,
-            sharding=sharding,
-        )
+        self.table = steps.rotation_table(config, capacity + chunk_tokens, sizes.window, sharding)
+        self.slots = DecodeSlots(config, params, self.table, sizes, capacity, sharding)
 
     @property
     def num_windows(self) -> int:
@@ -486,7 +466,3 @@ class Runner:
 
     def _padded_up_to(self, num_tokens: int) -> int:
         return self.padded_history(min(num_tokens, self.history_buckets[-1]))
-
-    def wait(self) -> None:
-        """Returns when everything dispatched so far has reached the slots."""
-        jax.block_until_ready(self.slots.buffers)

@@ -7,6 +7,7 @@ Not here: prefill (runner), jitted code (steps), which job has which slot (sched
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -21,6 +22,24 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, bytes_per_device, replicated
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerSizes:
+    """What a runner's slots and passes are like."""
+
+    window: int
+    """Most tokens of a job."""
+    num_slots: int
+    """Jobs that decode at a time."""
+    chunk_tokens: int
+    """Most new tokens of a prefill pass."""
+    shorter_passes: bool = False
+    """Whether passes may be shorter than that before a prompt's last one."""
+    with_attention: bool = False
+    """Whether the attention that tokens receive is measured."""
+    packs_kv: bool = False
+    """Whether KV is kept in int8."""
+
+
 class DecodeSlots:
     """Owner of the slots' buffers. Belongs to the engine's thread.
 
@@ -28,11 +47,8 @@ class DecodeSlots:
       config: of the model.
       params: its parameters, on the device.
       table: rotations of all positions.
-      num_slots: how many.
+      sizes: how many, and what decoding gives.
       capacity: tokens in each, a multiple of `SLOT_BLOCK`.
-      dtype: of keys and values.
-      with_attention: whether decoding measures the attention that tokens receive.
-      packs_kv: whether decoding gives new KV in int8, as it is kept.
       sharding: of the model; None: it is on one device.
     """
 
@@ -41,23 +57,20 @@ class DecodeSlots:
         config: ModelConfig,
         params: steps.Params,
         table: rope.Rotation,
-        *,
-        num_slots: int,
+        sizes: RunnerSizes,
         capacity: int,
-        dtype: str,
-        with_attention: bool,
-        packs_kv: bool = False,
         sharding: ModelSharding | None = None,
     ) -> None:
-        self._make = partial(steps.make_slots, config, num_slots, capacity, dtype, sharding)
+        dtype = str(params["params"]["embed"]["embedding"].dtype)
+        self._make = partial(steps.make_slots, config, sizes.num_slots, capacity, dtype, sharding)
         self.buffers = self._make()
         """Per layer `[slots, K, C, H]`; donated by every call."""
         self._config = config
         self._params = params
         self._table = table
         self._capacity = capacity
-        self._with_attention = with_attention
-        self._packs_kv = packs_kv
+        self._with_attention = sizes.with_attention
+        self._packs_kv = sizes.packs_kv
         self._sharding = sharding
         self._to_device = partial(to_device, sharding=replicated(sharding))
         is_gpu = jax.default_backend() != "cpu"

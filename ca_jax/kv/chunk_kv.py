@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.store import AttentionStore
@@ -88,7 +88,8 @@ class ChunkKV:
         if self._is_on_its_way(chunk.key) or self._is_whole(chunk):
             return None
         self._store.drop(chunk.key)  # What of it was saved by a job that was given up.
-        return self._write_buffer.begin(chunk.key, Owner(tenant=tenant, session_id=_name(chunk.key)), 0)
+        owner = Owner(tenant=tenant, session_id=_name(chunk.key))
+        return self._write_buffer.begin(TurnKV(key=chunk.key, owner=owner, start_token=0))
 
     # Where chunks are.
 

@@ -29,7 +29,7 @@ from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.rate_meter import RateMeter
 from ca_jax.kv.sliding import SlidingKV
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.catalog.file import CatalogError
@@ -230,7 +230,8 @@ class SessionKV:
         if not session.is_kept:
             return None
         key = self.key(session.session_id, session.tenant)
-        return self.write_buffer.begin(key, _owner(session), start_token, session.conversation.kv_lineage)
+        lineage = session.conversation.kv_lineage
+        return self.write_buffer.begin(TurnKV(key=key, owner=_owner(session), start_token=start_token, lineage=lineage))
 
     def begin_saving_anew(self, session: TurnSession, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
@@ -248,7 +249,9 @@ class SessionKV:
         num_plain = min((count for count in known if count is not None), default=None)
         renewed = session.conversation.with_kv_of(0).fused(num_fused)
         session.resume(renewed)
-        return self.write_buffer.begin(key, _owner(session), 0, renewed.kv_lineage, num_plain=num_plain)
+        return self.write_buffer.begin(
+            TurnKV(key=key, owner=_owner(session), start_token=0, lineage=renewed.kv_lineage, num_plain=num_plain)
+        )
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""

@@ -9,6 +9,7 @@ Not here: copies (async_saver), room (storage), when a turn ends (engine).
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -21,6 +22,22 @@ from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.turns.jobs import SaveTimes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnKV:
+    """What of a session is saved with a turn."""
+
+    key: str
+    """Of the session, in the store."""
+    owner: Owner
+    """Whose it is."""
+    start_token: int
+    """Tokens of the session that are stored already."""
+    lineage: int = 0
+    """Of the session, see `Conversation.lineage`."""
+    num_plain: int | None = None
+    """Its first tokens whose KV has seen no dropped token, where `start_token` is 0; None: all."""
 
 
 class _Group:
@@ -39,41 +56,33 @@ class TurnSaver:
     Args:
       store: where to.
       saver: who copies.
-      key: of the session.
-      owner: whose it is.
-      start_token: tokens of the session that are stored already.
+      turn: what is saved.
       group_tokens: decoded tokens that are saved together.
       at_end: whether nothing is saved before `end`.
-      lineage: of the session, see `Conversation.lineage`.
-      num_plain: its first tokens whose KV has seen no dropped token, where `start_token` is 0; None: all.
     """
 
     def __init__(
         self,
         store: AttentionStore,
         saver: AsyncSaver,
-        key: str,
-        owner: Owner,
-        start_token: int,
+        turn: TurnKV,
         group_tokens: int,
         *,
         at_end: bool = False,
-        lineage: int = 0,
-        num_plain: int | None = None,
     ) -> None:
-        self.key = key
+        self.key = turn.key
         """Of the session, in the store."""
         self.times = SaveTimes()
         """When it was saved; for whoever shows that."""
-        self._owner = owner
+        self._owner = turn.owner
         self._store = store
         self._saver = saver
-        self._next_token = start_token  # The first that no ticket was asked for.
-        self._num_taken = start_token  # The first that was not handed in.
+        self._next_token = turn.start_token  # The first that no ticket was asked for.
+        self._num_taken = turn.start_token  # The first that was not handed in.
         self._group_tokens = group_tokens
         self._is_held_back = at_end
-        self._lineage = lineage
-        self._num_plain = num_plain
+        self._lineage = turn.lineage
+        self._num_plain = turn.num_plain
         self._active = True
         self._tokens: list[int] = []
         self._steps: list[jax.Array] = []

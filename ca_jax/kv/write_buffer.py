@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 from ca_jax.config import EngineConfig
 from ca_jax.kv.async_saver import AsyncSaver, SaveAbandonedError
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.storage.config import GIB
-from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import TicketState
 from ca_jax.telemetry.metrics import EngineMetrics
@@ -57,31 +56,11 @@ class WriteBuffer:
         """What is on the device and not in the store."""
         return self._saver.pending_bytes + self._held_bytes
 
-    def begin(
-        self, key: str, owner: Owner, start_token: int, lineage: int = 0, num_plain: int | None = None
-    ) -> TurnSaver:
-        """Opens the saving of a turn, behind the session's first `start_token` tokens, which are stored.
-
-        Args:
-          key: of the session.
-          owner: whose it is.
-          start_token: tokens that are stored.
-          lineage: of the session, see `Conversation.lineage`.
-          num_plain: first tokens whose KV has seen no dropped token, where saving begins anew; None: all.
-        """
-        saver = TurnSaver(
-            self._store,
-            self._saver,
-            key,
-            owner,
-            start_token,
-            self._group_tokens,
-            at_end=not self._is_async,
-            lineage=lineage,
-            num_plain=num_plain,
-        )
-        self._store.pin(key)  # What this turn builds on must not be evicted under it.
-        self._turns[key] = saver
+    def begin(self, turn: TurnKV) -> TurnSaver:
+        """Opens the saving of a turn."""
+        saver = TurnSaver(self._store, self._saver, turn, self._group_tokens, at_end=not self._is_async)
+        self._store.pin(turn.key)  # What this turn builds on must not be evicted under it.
+        self._turns[turn.key] = saver
         return saver
 
     def end(self, saver: TurnSaver) -> None:

@@ -9,6 +9,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets, slot_tokens
 from ca_jax.device.memory import staging_bytes
 from ca_jax.device.runner import Runner
+from ca_jax.device.slots import RunnerSizes
 from ca_jax.device.transfer import params_to_device
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.attention import SLOT_BLOCK
@@ -99,7 +100,7 @@ def test_a_runner_of_that_config_takes_what_is_planned():
     engine = EngineConfig(context_window=256, max_batch_size=3, overflow=None)
     planned = make_plan(config, engine, dtype="float32", device_bytes=2 * GIB)
     params = params_to_device(tiny.tiny_params(config))
-    runner = Runner(config, params, window=256, max_batch_size=3, chunk_tokens=engine.prefill_chunk_tokens)
+    runner = Runner(config, params, RunnerSizes(window=256, num_slots=3, chunk_tokens=engine.prefill_chunk_tokens))
     assert planned.weight_bytes == planned.total_weight_bytes == runner.param_bytes
     here, on_paper = (
         slot_tokens(256, engine.prefill_chunk_tokens, SLOT_BLOCK, coarse=coarse)
