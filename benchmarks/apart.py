@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import jax
 import numpy as np
@@ -24,7 +23,8 @@ from ca_jax.engine import Engine
 from ca_jax.kv.fused_ticket import FusedTicket
 from ca_jax.kv.histories import History
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
-from ca_jax.recompute.blending import Blending
+from ca_jax.recompute.plan import blend_plan
+from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket
@@ -46,7 +46,7 @@ class HistoryOnDevice:
     token_ids: Sequence[int] = ()
     """Of chunks: theirs, one chunk behind the other."""
     history: History | None = None
-    """Of chunks: what the engine would hand to `Blending`."""
+    """Of chunks: what the engine would blend."""
 
     def layer(self, layer: int) -> jax.Array:
         """A layer's KV."""
@@ -142,10 +142,14 @@ class ApartEngine:
         """
         if context.history is None:
             raise ValueError("context must be of chunks, got a session's history")
-        blending = Blending(self._engine.config.blend, self._engine._runner)
-        history = dataclasses.replace(context.history, recompute_ratio=ratio)
-        fused = partial(blending.fused, list(context.token_ids), history, 0, context)
-        return self._prefill(fused, context.num_tokens, new_ids)
+        runner, history = self._engine._runner, context.history
+
+        def blended() -> LayerSource:
+            places = history.num_places
+            plan = blend_plan(self._engine.config.blend, runner.num_layers, places, 0, history.chunks, ratio)
+            return RecomputedHistory(context, list(context.token_ids), runner, blend=plan)
+
+        return self._prefill(blended, context.num_tokens, new_ids)
 
     @contextlib.contextmanager
     def _on_device(

@@ -22,8 +22,9 @@ from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.overflow.discarding import DiscardContext, TokenDiscarder
 from ca_jax.pretrained import LoadedModel
-from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.plan import Plan, repair_plan
+from ca_jax.recompute.recomputer import Recomputer
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
@@ -77,13 +78,13 @@ class SlicedCache:
         fresh.feed(self.token_ids[:num_tokens])
         self.kv = np.concatenate([fresh.kv, self.kv[:, :, num_tokens:]], axis=2)
 
-    def blend(self, plan: BlendPlan) -> None:
+    def blend(self, plan: Plan) -> None:
         """Has some of the tokens' KV computed anew, layer by layer, and the others move as these have."""
         config, params = self.model.config, self.model.params["params"]
         x = steps.embed(config, {"params": params}, jnp.asarray([self.token_ids[: plan.num_tokens]], jnp.int32))
         table = steps.rotation_table(config, self.window, self.window)
-        blender = Blender(config, [params[f"layer_{i}"] for i in range(config.num_layers)], table, plan, x)
-        layers = [blender.layer(i, jnp.asarray(layer)) for i, layer in enumerate(self.kv)]
+        recomputer = Recomputer(config, [params[f"layer_{i}"] for i in range(config.num_layers)], table, plan, x)
+        layers = [recomputer.layer(i, jnp.asarray(layer)) for i, layer in enumerate(self.kv)]
         self.kv = np.stack([np.asarray(layer) for layer in layers])
 
     def _feed(self, part: list[int]) -> np.ndarray:
@@ -238,7 +239,7 @@ class Conversation:
         """What the next prefill does to the first tokens of what has stayed."""
         if self.overflow.repair_ratio == 1:
             self.cache.compute_anew(num_tokens)
-        elif (plan := repair_plan(self.overflow, len(self.cache.kv), num_tokens)) is not None:
+        elif (plan := repair_plan(self.overflow, len(self.cache.kv), num_tokens, self.window)) is not None:
             self.cache.blend(plan)
 
 

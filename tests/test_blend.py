@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from ca_jax.device import steps
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.recompute import blend
-from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
+from ca_jax.recompute.layers import carry_along, kv_deviation, recompute_layer
+from ca_jax.recompute.plan import Plan, plan_repair, repair_plan
+from ca_jax.recompute.recomputer import Recomputer
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from tests.tolerances import LOGITS_ATOL
@@ -77,10 +78,10 @@ def stale(kv: np.ndarray, behind: float | None = None) -> np.ndarray:
     return out
 
 
-def blended(plan: BlendPlan, x: jax.Array, kv: np.ndarray) -> np.ndarray:
+def blended(plan: Plan, x: jax.Array, kv: np.ndarray) -> np.ndarray:
     """All layers, one after the other."""
-    blender = Blender(CONFIG, params()[0], table(), plan, x)
-    return np.stack([np.asarray(blender.layer(i, jnp.asarray(kv[i]))) for i in range(NUM_LAYERS)])
+    recomputer = Recomputer(CONFIG, params()[0], table(), plan, x)
+    return np.stack([np.asarray(recomputer.layer(i, jnp.asarray(kv[i]))) for i in range(NUM_LAYERS)])
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
@@ -94,7 +95,7 @@ def test_a_layer_of_all_tokens_is_that_of_a_prefill_whatever_was_stored():
     x, kv = fresh(token_ids())
     stored = noise()
     for layer, layer_params in enumerate(params()[0]):
-        out, new = blend.blend_layer(
+        out, new = recompute_layer(
             CONFIG, layer_params, jnp.asarray(x[layer]), jnp.arange(NUM_TOKENS), jnp.asarray(stored[layer]), table()
         )
         assert_close(np.asarray(out), x[layer + 1])
@@ -108,7 +109,7 @@ def test_chosen_tokens_take_the_places_of_their_own_and_of_no_other(chosen):
     x, kv = fresh(token_ids())
     stored, layer = stale(kv, np.nan), 1
     stored[:, :, chosen] = noise()[:, :, chosen]
-    out, new = blend.blend_layer(
+    out, new = recompute_layer(
         CONFIG,
         params()[0][layer],
         jnp.asarray(x[layer][:, chosen]),
@@ -128,7 +129,7 @@ def test_a_token_sees_what_is_stored_before_it_and_nothing_behind():
 
     def out_of(stored: np.ndarray) -> np.ndarray:
         arguments = jnp.asarray(x[layer][:, chosen]), jnp.asarray(chosen, jnp.int32), jnp.asarray(stored)
-        return np.asarray(blend.blend_layer(CONFIG, params()[0][layer], *arguments, table())[0])[0]
+        return np.asarray(recompute_layer(CONFIG, params()[0][layer], *arguments, table())[0])[0]
 
     before = out_of(stale(kv, np.nan)[layer])
     changed = stale(kv)[layer]
@@ -150,7 +151,7 @@ def test_deviation_is_the_squared_distance_of_unrotated_kv(layer):
         ((np.einsum("nf,fkh->nkh", normed, weights["attn"][name]) - stored[part, positions]) ** 2).sum((1, 2))
         for part, name in enumerate(("wk", "wv"))
     )
-    found = blend.kv_deviation(
+    found = kv_deviation(
         CONFIG, params()[0][layer], jnp.asarray(x[layer][:, positions]), jnp.asarray(positions), jnp.asarray(stored)
     )
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4)
@@ -159,25 +160,8 @@ def test_deviation_is_the_squared_distance_of_unrotated_kv(layer):
 def test_what_is_stored_as_it_should_be_does_not_deviate():
     x, kv = fresh(token_ids())
     positions = jnp.arange(NUM_TOKENS)
-    found = blend.kv_deviation(CONFIG, params()[0][1], jnp.asarray(x[1]), positions, jnp.asarray(stale(kv)[1]))
+    found = kv_deviation(CONFIG, params()[0][1], jnp.asarray(x[1]), positions, jnp.asarray(stale(kv)[1]))
     np.testing.assert_allclose(np.asarray(found), 0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("scores", "num_tokens", "expected"),
-    [
-        ([3.0, 1.0, 2.0, 5.0], 2, [0, 3]),
-        ([1.0, 2.0, 2.0, 2.0], 2, [1, 2]),  # Of equals the earlier.
-        ([0.0, 0.0, 0.0, 0.0], 3, [0, 1, 2]),
-        ([-np.inf, 1.0, -np.inf, np.inf], 2, [1, 3]),
-        ([4.0, 3.0, 2.0, 1.0], 4, [0, 1, 2, 3]),
-    ],
-)
-def test_the_highest_scores_are_chosen_in_order_of_position(scores, num_tokens, expected):
-    positions = jnp.asarray([2, 3, 7, 8], jnp.int32)
-    x, chosen = blend.choose_tokens(jnp.arange(8.0).reshape(1, 4, 2), positions, jnp.asarray(scores), num_tokens)
-    np.testing.assert_array_equal(chosen, np.asarray(positions)[expected])
-    np.testing.assert_array_equal(x, np.arange(8.0).reshape(1, 4, 2)[:, expected])
 
 
 # How many.
@@ -194,7 +178,9 @@ def test_the_highest_scores_are_chosen_in_order_of_position(scores, num_tokens, 
 @example(num_layers=30, num_tokens=512, ratio=0.15, first=0.02, check=1)
 def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_tokens, ratio, first, check):
     check, num_first = min(check, num_layers), int(first * num_tokens)
-    plan = BlendPlan(num_layers=num_layers, num_tokens=num_tokens, ratio=ratio, num_first=num_first, check_layers=check)
+    plan = plan_repair(
+        num_layers=num_layers, num_tokens=num_tokens, ratio=ratio, num_first=num_first, check_layers=check
+    )
     counts = plan.counts
     assert len(counts) == num_layers
     assert all(count % 8 == 0 or count == num_tokens for count in counts)
@@ -233,9 +219,9 @@ def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_tokens, ratio,
     ],
 )
 def test_counts_of_each_layer(values, counts):
-    plan = BlendPlan(**{"num_layers": 4, "num_tokens": 100, **values})
+    plan = plan_repair(**{"num_layers": 4, "num_tokens": 100, **values})
     assert plan.counts == counts
-    assert plan.chooses == (counts[0] == plan.num_tokens)
+    assert plan.chooses == (len(set(counts)) > 1)
 
 
 @pytest.mark.parametrize(
@@ -245,23 +231,23 @@ def test_counts_of_each_layer(values, counts):
         ({"num_tokens": 0}, "there must be layers, tokens, and 0 or more first ones; got 2, 0 and 0"),
         ({"num_first": -1}, "got 2, 10 and -1"),
         ({"ratio": 1.1}, r"ratio must be a share of the tokens in \[0, 1\], got 1.1"),
-        ({"ratio": float("nan")}, "found nan"),
+        ({"ratio": float("nan")}, "got nan"),
         ({"check_layers": 3}, "check_layers must be 0 to 2 layers, got 3"),
     ],
 )
 def test_a_plan_out_of_range_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        BlendPlan(**{"num_layers": 2, "num_tokens": 10, "ratio": 0.5, **values})
+        plan_repair(**{"num_layers": 2, "num_tokens": 10, "ratio": 0.5, **values})
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 20, 31, 33, 90])
 def test_a_repair_of_few_tokens_compiles_nothing_that_one_of_many_has_not(num_tokens):
     def repair(num_tokens: int) -> int:
-        plan = repair_plan(OverflowConfig(anchor_tokens=32, repair_ratio=0.1), NUM_LAYERS, num_tokens)
-        blender = Blender(CONFIG, params()[0], table(), plan, embedded(token_ids()))
+        plan = repair_plan(OverflowConfig(anchor_tokens=32, repair_ratio=0.1), NUM_LAYERS, num_tokens, CAPACITY)
+        recomputer = Recomputer(CONFIG, params()[0], table(), plan, embedded(token_ids()))
         with CompileCounter() as compiles:
             for layer, kv in enumerate(noise()):
-                blender.layer(layer, jnp.asarray(kv))
+                recomputer.layer(layer, jnp.asarray(kv))
         return compiles.count
 
     repair(NUM_TOKENS)
@@ -271,8 +257,8 @@ def test_a_repair_of_few_tokens_compiles_nothing_that_one_of_many_has_not(num_to
 # All layers.
 
 
-def plan_of(num_tokens: int, ratio: float, num_first: int = 0) -> BlendPlan:
-    return BlendPlan(num_layers=NUM_LAYERS, num_tokens=num_tokens, ratio=ratio, num_first=num_first)
+def plan_of(num_tokens: int, ratio: float, num_first: int = 0) -> Plan:
+    return plan_repair(num_layers=NUM_LAYERS, num_tokens=num_tokens, ratio=ratio, num_first=num_first)
 
 
 def test_all_tokens_anew_are_a_prefill():
@@ -318,7 +304,7 @@ def test_tokens_that_deviate_most_are_computed_anew_over_what_stands(num_first):
     others = np.setdiff1d(np.arange(CAPACITY), chosen)
     x_of_chosen = x[1][:, chosen]
     for layer in (1, 2):
-        x_of_chosen, expected = blend.blend_layer(
+        x_of_chosen, expected = recompute_layer(
             CONFIG,
             params()[0][layer],
             jnp.asarray(x_of_chosen),
@@ -350,7 +336,7 @@ def test_half_precision_stays_half():
     config, layers = CONFIG, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params()[0])
     x = embedded(token_ids()).astype(jnp.bfloat16)
     kv = jnp.asarray(noise()[0], jnp.bfloat16)
-    out, new = blend.blend_layer(config, layers[0], x, jnp.arange(NUM_TOKENS), kv, table())
+    out, new = recompute_layer(config, layers[0], x, jnp.arange(NUM_TOKENS), kv, table())
     assert (out.dtype, new.dtype) == (jnp.bfloat16, jnp.bfloat16)
     np.testing.assert_array_equal(
         np.asarray(new[:, NUM_TOKENS:], np.float32), np.asarray(kv[:, NUM_TOKENS:], np.float32)
@@ -363,12 +349,12 @@ def test_half_precision_stays_half():
 @given(num_tokens=st.integers(1, 700), ratio=st.floats(0, 1), num_first=st.integers(0, 80))
 def test_places_are_evenly_apart_behind_the_first_ones(num_tokens, ratio, num_first):
     num_first = min(num_first, num_tokens)
-    plan = BlendPlan(num_layers=3, num_tokens=num_tokens, ratio=ratio, num_first=num_first, spreads=True)
+    plan = plan_repair(num_layers=3, num_tokens=num_tokens, ratio=ratio, num_first=num_first, spreads=True)
     count = plan.counts[0]
     assert plan.counts == (count,) * 3
     assert num_first <= count <= max(num_first, ratio * num_tokens)
     assert not plan.chooses
-    places = plan.places
+    places = plan.first_rows
     assert len(places) == count
     assert (np.diff(places) > 0).all()
     assert places[:num_first].tolist() == list(range(num_first))
@@ -404,7 +390,7 @@ def masks(positions: np.ndarray, start: int, stop: int) -> tuple[jax.Array, jax.
 def test_others_move_by_the_map_that_fits_best(start, stop):
     kv, positions = noise()[0], np.arange(3, NUM_TOKENS, 4)
     new = kv[:, positions] + noise(1)[0][:, : len(positions)] + 3 * kv[:, positions, :, ::-1]
-    found = blend.carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, start, stop))
+    found = carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, start, stop))
     wanted = moved_by_least_squares(new, positions, kv, start, stop)
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
     assert np.abs(wanted[:, start:stop] - kv[:, start:stop]).max() > 1
@@ -416,7 +402,7 @@ def test_others_move_by_the_map_that_fits_best(start, stop):
 def test_what_all_move_by_is_what_others_move_by(positions):
     """By nothing, where nobody says it: first tokens do not."""
     kv, by = noise()[0], noise(1)[0][:, :1]
-    found = blend.carry_along(
+    found = carry_along(
         jnp.asarray(kv[:, positions] + by), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, 4, NUM_TOKENS)
     )
     wanted = kv.copy()
@@ -427,7 +413,7 @@ def test_what_all_move_by_is_what_others_move_by(positions):
 
 def test_all_tokens_spread_are_a_prefill():
     tokens = token_ids()
-    plan = BlendPlan(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=1.0, spreads=True)
+    plan = plan_repair(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=1.0, spreads=True)
     found = blended(plan, embedded(tokens, CAPACITY), noise())
     np.testing.assert_allclose(found[:, :, :NUM_TOKENS], fresh(tokens)[1], rtol=0, atol=ATOL)
     np.testing.assert_array_equal(found[:, :, NUM_TOKENS:], noise()[:, :, NUM_TOKENS:])
@@ -437,16 +423,16 @@ def test_all_tokens_spread_are_a_prefill():
 def test_spread_tokens_are_computed_over_what_has_moved(num_first):
     tokens = token_ids()
     kv = stale(fresh(tokens)[1] + 0.3 * noise()[:, :, :NUM_TOKENS])
-    plan = BlendPlan(
+    plan = plan_repair(
         num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.3, num_first=num_first, spreads=True, carries_from=4
     )
     found = blended(plan, embedded(tokens, CAPACITY), kv)
-    places = jnp.asarray(plan.places)
+    places = jnp.asarray(plan.first_rows)
     x = embedded(tokens)[:, places]
     for layer, wanted in enumerate(kv):
-        out, alone = blend.blend_layer(CONFIG, params()[0][layer], x, places, jnp.asarray(wanted), table())
-        moved = blend.carry_along(alone[:, places], places, jnp.asarray(wanted), *masks(plan.places, 4, NUM_TOKENS))
-        out, fused = blend.blend_layer(CONFIG, params()[0][layer], x, places, moved, table())
+        out, alone = recompute_layer(CONFIG, params()[0][layer], x, places, jnp.asarray(wanted), table())
+        moved = carry_along(alone[:, places], places, jnp.asarray(wanted), *masks(plan.first_rows, 4, NUM_TOKENS))
+        out, fused = recompute_layer(CONFIG, params()[0][layer], x, places, moved, table())
         np.testing.assert_allclose(found[layer], np.asarray(fused), rtol=0, atol=ATOL)
         x = out
 
@@ -454,8 +440,8 @@ def test_spread_tokens_are_computed_over_what_has_moved(num_first):
 def test_how_first_tokens_move_is_not_how_others_do():
     tokens = token_ids()
     kv = stale(fresh(tokens)[1] + 0.3 * noise()[:, :, :NUM_TOKENS])
-    plan = BlendPlan(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.05, num_first=40, spreads=True)
-    assert plan.places.tolist() == list(range(40))
+    plan = plan_repair(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.05, num_first=40, spreads=True)
+    assert plan.first_rows.tolist() == list(range(40))
     found = blended(plan, embedded(tokens, CAPACITY), kv)
     np.testing.assert_array_equal(found[:, :, 40:], kv[:, :, 40:])
     np.testing.assert_allclose(found[:, :, :40], fresh(tokens)[1][:, :, :40], rtol=0, atol=ATOL)

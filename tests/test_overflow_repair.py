@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
 from ca_jax.recompute.drift import Drift
-from ca_jax.recompute.repair import make_blender
+from ca_jax.recompute.plan import Plan, plan_repair, repair_plan
+from ca_jax.recompute.recomputer import Recomputer, make_recomputer
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.requests import Usage
 from tests import engine_kit as kit
@@ -221,8 +221,8 @@ class CutByHand:
     kv: np.ndarray  # Stored, of the 75 tokens that stayed, [L, 2, 75, K, H].
     token_ids: list[int]  # Those.
     usage: Usage  # Of that turn.
-    plan: BlendPlan | None  # Of its repair.
-    blender: Blender | None  # Another that would do it.
+    plan: Plan | None  # Of its repair.
+    recomputer: Recomputer | None  # Another that would do it.
 
 
 def cut_by_hand(overflow: OverflowConfig) -> CutByHand:
@@ -234,13 +234,13 @@ def cut_by_hand(overflow: OverflowConfig) -> CutByHand:
         discarded[4:40] = True
         session.discard(discarded)
         ok.say(session, kit.prompt(5), 1)
-        token_ids, plan = session.token_ids[:75], repair_plan(overflow, 3, 75)
+        token_ids, plan = session.token_ids[:75], repair_plan(overflow, 3, 75, engine._runner.padded_history(75))
         return CutByHand(
             kv=kit.stored_kv(engine, session)[:, :, :75],
             token_ids=token_ids,
             usage=session.usage,
             plan=plan,
-            blender=None if plan is None else make_blender(engine._runner, plan, token_ids),
+            recomputer=None if plan is None else make_recomputer(engine._runner, plan, token_ids),
         )
 
 
@@ -250,7 +250,7 @@ def test_the_tokens_that_deviate_most_are_computed_anew(ratio):
     without, found = cut_by_hand(ok.config()), cut_by_hand(ok.config(repair_ratio=ratio))
     token_ids, usage, kept = found.token_ids, found.usage, {0.0: without.kv, ratio: found.kv}
     fresh = fresh_kv(token_ids)
-    plan = BlendPlan(num_layers=3, num_tokens=75, ratio=ratio)
+    plan = plan_repair(num_layers=3, num_tokens=75, ratio=ratio)
     assert usage.repaired_tokens == round(plan.num_recomputed)
     assert plan.chooses
     changed = np.abs(kept[ratio] - kept[0.0]).max((1, 3, 4)) > 1e-3
@@ -267,15 +267,15 @@ def test_tokens_that_are_spread_say_how_all_others_move(ratio, num_anchors):
     """The engine's repair is that of `blend` over what an engine without repair has."""
     without = cut_by_hand(ok.config(4))
     found = cut_by_hand(ok.config(4, repair_ratio=ratio, repair="spread", anchor_tokens=num_anchors))
-    kept, blender = {0.0: without.kv, ratio: found.kv}, found.blender
+    kept, recomputer = {0.0: without.kv, ratio: found.kv}, found.recomputer
     assert found.usage.repaired_tokens == (0 if found.plan is None else round(found.plan.num_recomputed))
     if ratio * 75 < 8:
-        assert blender is None
+        assert recomputer is None
         np.testing.assert_array_equal(kept[ratio], kept[0.0])
         return
     padded = np.zeros((*kept[0.0].shape[:2], 128, *kept[0.0].shape[3:]), np.float32)
     padded[:, :, :75] = kept[0.0]
-    wanted = np.stack([np.asarray(blender.layer(i, jnp.asarray(kv)))[:, :75] for i, kv in enumerate(padded)])
+    wanted = np.stack([np.asarray(recomputer.layer(i, jnp.asarray(kv)))[:, :75] for i, kv in enumerate(padded)])
     np.testing.assert_allclose(kept[ratio], wanted, rtol=0, atol=ok.ATOL)
     first = max(num_anchors, 4)
     moved = np.abs(kept[ratio] - kept[0.0]).max((1, 3, 4))[1:]

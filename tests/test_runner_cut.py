@@ -12,9 +12,9 @@ import pytest
 from ca_jax.device import steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.slots import RunnerSizes
-from ca_jax.recompute.blend import BlendPlan
 from ca_jax.recompute.drift import Drift
-from ca_jax.recompute.repair import make_blender
+from ca_jax.recompute.plan import plan_repair
+from ca_jax.recompute.recomputer import make_recomputer
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 
@@ -127,9 +127,9 @@ def test_a_history_is_blended_over_its_own_tokens(runner, num_chosen):
     kv = kit.full_pass(ids)[1]
     stored = np.zeros((*kv.shape[:2], runner.padded_history(NUM_TOKENS), *kv.shape[3:]), np.float32)
     stored[:, :, num_chosen:NUM_TOKENS] = kv[:, :, num_chosen:]
-    plan = BlendPlan(num_layers=len(kv), num_tokens=num_chosen, ratio=1.0)
-    blender = make_blender(runner, plan, ids[:num_chosen])
+    plan = plan_repair(num_layers=len(kv), num_tokens=num_chosen, ratio=1.0)
+    recomputer = make_recomputer(runner, plan, ids[:num_chosen])
     for layer, part in enumerate(stored):
-        found = np.asarray(blender.layer(layer, jnp.asarray(part)))
+        found = np.asarray(recomputer.layer(layer, jnp.asarray(part)))
         np.testing.assert_allclose(found[:, :num_chosen], kv[layer, :, :num_chosen], atol=ATOL, rtol=0)
         np.testing.assert_array_equal(found[:, num_chosen:], part[:, num_chosen:])

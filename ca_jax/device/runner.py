@@ -44,7 +44,7 @@ class LayerSource(Protocol):
 
 
 class JoinedSource(Protocol):
-    """A history that is repaired in the pass that reads it; see `repair.RepairedHistory`."""
+    """A history that is repaired in the pass that reads it; see `recompute.recomputer.RecomputedHistory`."""
 
     def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The history `[2, S, K, H]`, and of new tokens behind it what goes into the next layer and their KV."""

@@ -6,7 +6,7 @@ One capacity serves all contexts, so that each function is compiled once for the
 Shapes: S places of the context (padded), T tokens of the question (padded), L layers, N query heads, K KV heads, H head
 dim, F embed, V vocab.
 
-Not here: which tokens are computed anew (fusion), answers (rag_answers), what is compared (rag).
+Not here: which tokens are computed anew (recompute), answers (rag_answers), what is compared (rag).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
 from ca_jax.models.transformer import Layer
 from ca_jax.pretrained import LoadedModel
-from ca_jax.recompute.fusion import Fuser, FusionPlan, TokenKind
+from ca_jax.recompute.plan import Plan, TokenKind, plan_blend
+from ca_jax.recompute.recomputer import Recomputer
 
 _CAPACITY_STEP = 256  # Contexts have a multiple of so many places.
 _CHUNK_STEP = 64  # Chunks are padded to a multiple of it,
@@ -92,7 +93,7 @@ class ContextModel:
         zero = to_device(0, np.int32)
         for i, params in enumerate(self.layers):
             window = self.config.window_of(i)
-            x, kv = steps.prefill_layer(self.config, params, x, None, zero, self.table, None, window)
+            x, kv = steps.prefill_layer(self.config, params, x, None, zero, self.table, window)
             found.append(kv)
         return found
 
@@ -117,7 +118,7 @@ class ContextModel:
             place += chunk.shape[2]
         return [to_device(layer) for layer in kv]
 
-    def fused(self, plan: FusionPlan, token_ids: Sequence[int], kv: Sequence[jax.Array]) -> list[jax.Array]:
+    def fused(self, plan: Plan, token_ids: Sequence[int], kv: Sequence[jax.Array]) -> list[jax.Array]:
         """A context of which some tokens are computed anew.
 
         Args:
@@ -125,11 +126,11 @@ class ContextModel:
           token_ids: of the whole context.
           kv: see `joined`.
         """
-        if not len(plan.kinds):
+        if not plan.num_tokens:
             return list(kv)
         x = self._embed(token_ids[plan.start :], self.capacity)
-        fuser = Fuser(self.config, self.layers, self.table, plan, x)
-        return [fuser.layer(i, layer) for i, layer in enumerate(kv)]
+        recomputer = Recomputer(self.config, self.layers, self.table, plan, x)
+        return [recomputer.layer(i, layer) for i, layer in enumerate(kv)]
 
     def ask(self, kv: Sequence[jax.Array], num_tokens: int, question: Sequence[int], positions: int) -> Asked:
         """Puts a question behind a context.
@@ -148,7 +149,7 @@ class ContextModel:
             attention.append(
                 forward_attention(self.config, params, x, history, length, count, self.table, window=window)
             )
-            x, own = steps.prefill_layer(self.config, params, x, history, length, self.table, None, window)
+            x, own = steps.prefill_layer(self.config, params, x, history, length, self.table, window)
             new.append(own)
         last = x[:, max(0, len(question) - positions) : len(question)]
         logits = to_host(steps.all_logits(self.config, self.outer, last))[0].astype(np.float64)
@@ -169,12 +170,16 @@ def plan_of(
     selection: str = "hkvd",
     check_layers: int = 1,
     seed: int = 0,
-) -> FusionPlan:
+) -> Plan:
     """How a prompt's context is blended: its first chunk is exact where nothing is before it, its head is computed."""
     kinds = np.full(len(prompt.context_ids), TokenKind.STORED, np.int32)
     kinds[: len(prompt.head)] = TokenKind.NEW
     start = 0 if prompt.head else len(prompt.chunks[0])
-    return FusionPlan(
+    order = None
+    if selection == "random":
+        num_stored = int((kinds[start:] == TokenKind.STORED).sum())
+        selection, order = "first", np.random.default_rng(seed).permutation(num_stored)
+    return plan_blend(
         num_layers=model.num_layers,
         start=start,
         kinds=kinds[start:],
@@ -182,7 +187,7 @@ def plan_of(
         ratio=ratio,
         check_layers=check_layers,
         selection=selection,  # type: ignore[arg-type]
-        seed=seed,
+        order=order,
     )
 
 

@@ -16,7 +16,7 @@ from ca_jax.evaluation.rag_context import Asked, ContextModel, attention_deviati
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.rag_schema import Blends
 from ca_jax.evaluation.statistics import kl_divergence
-from ca_jax.recompute.fusion import FusionPlan
+from ca_jax.recompute.plan import Plan
 
 _NAMES = {
     "recompute": "full recompute",
@@ -135,7 +135,7 @@ class PromptContexts:
         """KV deviation of the tokens at `stored_places`, f32 `[L, n]`; see `rag_context.kv_deviations`."""
         return to_host(kv_deviations(list(kv), self.full))[:, self.stored_places()]
 
-    def _plan(self, method: Method) -> FusionPlan:
+    def _plan(self, method: Method) -> Plan:
         blends = self._blends
         return plan_of(
             self._contexts.config,

@@ -6,12 +6,11 @@ Not here: what comes out (rag_rows), reading chunks and questions (rag_items), m
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
-from ca_jax.recompute.fusion import Selection
+from ca_jax import config
 
-SELECTIONS: tuple[str, ...] = get_args(Selection)
-"""Ways to choose the tokens that are computed anew, see `fusion.Selection`."""
+SELECTIONS: tuple[str, ...] = (*config.SELECTIONS, "random")
+"""Ways to choose the tokens that are computed anew: those of `config.Selection`, and any, to compare with."""
 BASELINES = ("prefix", "reuse", "mapreduce", "maprerank")
 """What blending is compared with, beside full recompute, with which all are. `prefix`: the KV of the first chunk alone
 is reused. `reuse`: that of all, and nothing is computed anew. `mapreduce`: each chunk is summarised, and the question
@@ -72,7 +71,7 @@ class Blends:
     other_ratios: tuple[float, ...] | None = None
     """Ratios of the selections behind the first one; None: the same as its."""
     check_layers: int = 1
-    """Layers of which all tokens are computed, see `FusionPlan`."""
+    """Layers of which all tokens are computed, see `plan_blend`."""
     positions: int = 8
     """Last positions of a prompt whose next tokens are compared."""
     seed: int = 0

@@ -31,8 +31,9 @@ from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving
 from ca_jax.overflow.discarding import DiscardContext, check_discarded
 from ca_jax.pretrained import LoadedModel, check_token_ids
-from ca_jax.recompute import blend
 from ca_jax.recompute.drift import Drift, add_drift
+from ca_jax.recompute.plan import repair_plan
+from ca_jax.recompute.recomputer import Recomputer
 
 _CAPACITY_STEP = 256  # Places of KV grow by so many; each step is compiled for.
 _LOSS_TOKENS = 64  # Logits of so many tokens are in memory at once.
@@ -263,12 +264,12 @@ class ContextStream:
             self._kv = [
                 add_drift(kv, to_device(drift), *span) for kv, drift in zip(self._kv, self._drift.values, strict=True)
             ]
-        plan = blend.repair_plan(overflow, self._config.num_layers, num_tokens)
+        plan = repair_plan(overflow, self._config.num_layers, num_tokens, _capacity(num_tokens))
         if plan is None:
             return 0.0
         x = self._embed(self._token_ids, _capacity(num_tokens))
-        blender = blend.Blender(self._config, self._layers, self._table, plan, x)
-        self._kv = [blender.layer(i, kv) for i, kv in enumerate(self._kv)]
+        recomputer = Recomputer(self._config, self._layers, self._table, plan, x)
+        self._kv = [recomputer.layer(i, kv) for i, kv in enumerate(self._kv)]
         return plan.num_recomputed
 
     def _cache(self) -> KVCache:

@@ -8,6 +8,7 @@ Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefil
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 
@@ -22,10 +23,12 @@ from ca_jax.device.transfer import to_host_memory
 from ca_jax.kv import costs
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.kv.turn_saver import TurnSaver
-from ca_jax.recompute.blending import Blending
+from ca_jax.recompute.plan import blend_plan
+from ca_jax.recompute.recomputer import warm_up
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.serving.scheduler import Scheduler, StepPlan
 from ca_jax.serving.truncator import Truncator
+from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
@@ -65,7 +68,6 @@ class Batch:
         self._timeline = runtime.timeline
         self._window = runner.window
         self._truncator = truncator
-        self._blending = Blending(runtime.config.blend, runner)
         self._decoder = Decoder(runner, sampler)
         self._savers: dict[Job, TurnSaver] = {}
         self._prefilling: Prefilling | None = None
@@ -74,8 +76,12 @@ class Batch:
     def warm_up_context(self, chunk_tokens: Sequence[int]) -> None:
         """Compiles what blending chunks of such lengths needs, where chunks are blended. Nothing may run."""
         if self._config.blend.reuses_chunks:
-            ratio = self._kv.histories.recompute_ratio(sum(chunk_tokens), 0, _QUESTION_TOKENS)
-            self._blending.warm_up(chunk_tokens, ratio)
+            num_tokens = sum(chunk_tokens)
+            ratio = self._kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
+            starts = itertools.accumulate(chunk_tokens, initial=0)
+            spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
+            plan = blend_plan(self._config.blend, self._runner.num_layers, num_tokens, 0, spans, ratio)
+            warm_up(self._runner, num_tokens, plan)
 
     def step(self) -> bool:
         """Plans a step and does it; whether there was anything to do."""
@@ -125,7 +131,7 @@ class Batch:
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
-            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._blending, self._runtime)
+            self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._prefilling.begin()
         except Exception as error:  # One broken job must not end the others; its caller gets the error.
             self._fail(job, error)

@@ -23,9 +23,8 @@ from ca_jax.kv.layer_loader import LayerLoad, LoadError
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.kv.turn_saver import TurnSaver
-from ca_jax.recompute.blending import Blending
-from ca_jax.recompute.fused_history import FusedHistory
-from ca_jax.recompute.repair import RepairedHistory
+from ca_jax.recompute.plan import blend_plan
+from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.truncator import Truncator
 from ca_jax.turns.conversations import padded
 from ca_jax.turns.jobs import Job, TurnSession
@@ -42,7 +41,6 @@ class Prefilling:
       runner: computes.
       kv: has its history, and takes what is new.
       truncator: says whether a history is to be repaired.
-      blending: says what of chunks is computed anew.
       runtime: the engine's.
     """
 
@@ -52,7 +50,6 @@ class Prefilling:
         runner: Runner,
         kv: SessionKV,
         truncator: Truncator,
-        blending: Blending,
         runtime: Runtime,
     ) -> None:
         if job.slot is None:
@@ -67,11 +64,11 @@ class Prefilling:
         self._metrics = runtime.metrics
         self._watch = runtime.watch
         self._truncator = truncator
-        self._blending = blending
+        self._blend_config = runtime.config.blend
         self._processes = runtime.processes
         self._history: History | None = None
         self._load: LayerLoad | SharedLoad | None = None
-        self._mended: RepairedHistory | FusedHistory | None = None  # What is read in place of what is loaded.
+        self._mended: RecomputedHistory | None = None  # What is read in place of what is loaded.
         self._was_alone = True
         self._computing_s = 0.0
         self._dispatched_s: float | None = None  # When a pass was that has not been waited for.
@@ -89,21 +86,30 @@ class Prefilling:
             job.skip(history.num_slid)
             if history.load is not None:
                 self._load = SharedLoad(history.load, self._runner) if self._processes.count > 1 else history.load
-                self._mended = self._truncator.repaired(job.session, self._load, job.prompt_ids[: self._num_own])
-                if history.chunks:
-                    source = self._mended or self._load
-                    self._mended = self._blending.fused(job.prompt_ids, history, self._num_own, source)
+                self._mended = self._recomputed(job.session, history, self._load)
             if self._mended is None:
                 self.saver = self._kv.begin_saving(job.session, history.num_stored)
             self._prefill = self._start(history.num_places)
 
-    @property
-    def _num_own(self) -> int:
-        """First tokens of the history whose KV is the session's own, and is loaded."""
-        history = self._history
-        if history is None or history.load is None:
-            return 0
-        return history.num_stored if history.chunks else history.num_places
+    def _recomputed(
+        self, session: TurnSession, history: History, load: LayerLoad | SharedLoad
+    ) -> RecomputedHistory | None:
+        """A history as its prefill should read it; None: as it is stored."""
+        num_own = history.num_stored if history.chunks else history.num_places
+        repair, blend = self._truncator.repair_of(session, num_own, history.num_places), None
+        if history.chunks:
+            blend = blend_plan(
+                self._blend_config,
+                self._runner.num_layers,
+                history.num_places,
+                num_own,
+                history.chunks,
+                history.recompute_ratio,
+            )
+        if repair is None and blend is None:
+            return None
+        token_ids = self.job.prompt_ids[: history.num_places]
+        return RecomputedHistory(load, token_ids, self._runner, repair=repair, blend=blend)
 
     @property
     def num_left(self) -> int:
@@ -219,7 +225,7 @@ class Prefilling:
             self.saver.begin_pass(tokens, start)
         self._layer_since_s = time.perf_counter()
         joined = None
-        if isinstance(history, RepairedHistory) and history.may_join and len(tokens) == prefill.num_left:
+        if isinstance(history, RecomputedHistory) and history.may_join and len(tokens) == prefill.num_left:
             joined = history if len(tokens) <= JOINED_TOKENS else None
         self._runner.run_pass(prefill, num_tokens, history, self._take_layer, joined)
         if self.saver is not None:
@@ -291,7 +297,7 @@ class Prefilling:
         if left.num_to_repair > num_stored:
             session.resume(left.with_kv_of(num_stored))
 
-    def _save_mended(self, mended: RepairedHistory | FusedHistory) -> None:
+    def _save_mended(self, mended: RecomputedHistory) -> None:
         """Has the history stored as it was read, in place of what was, and what the first pass computed behind it."""
         session, prefill = self.job.session, self._prefill
         if session is None:
@@ -299,7 +305,6 @@ class Prefilling:
         self._mended = None
         if session.is_kept:
             self._kv.write_buffer.make_room(prefill.history_length + prefill.num_done)
-            num_fused = mended.num_fused if isinstance(mended, FusedHistory) else 0
             parts = [  # All of it before what is stored gives way to it.
                 (token_ids, start, [self._runner.at_rest(kv) for kv in layers])
                 for token_ids, start, layers in (
@@ -307,7 +312,7 @@ class Prefilling:
                     (prefill.tokens[: prefill.num_done], prefill.history_length, prefill.kv),
                 )
             ]
-            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, num_fused)
+            self.saver = self._kv.begin_saving_anew(session, mended.num_plain, mended.num_fused)
             for token_ids, start, layers in parts:
                 self.saver.begin_pass(token_ids, start)
                 for layer, kv in enumerate(layers):
@@ -315,7 +320,7 @@ class Prefilling:
                 self.saver.end_pass()
         self.job.repaired_tokens = round(mended.num_recomputed)
         self._metrics.repaired_tokens += self.job.repaired_tokens
-        self._metrics.blended_turns += isinstance(mended, FusedHistory)
+        self._metrics.blended_turns += mended.is_blended
 
     def _wait(self) -> None:
         """Waits for the last pass, and has the next job's load go on meanwhile."""

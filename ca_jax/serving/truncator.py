@@ -15,15 +15,13 @@ import numpy.typing as npt
 
 from ca_jax.device.runner import Runner
 from ca_jax.errors import ContextWindowError, InvalidRequestError
-from ca_jax.kv.layer_loader import LayerLoad
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving, oldest_first
 from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discarded
-from ca_jax.recompute.blend import repair_plan
 from ca_jax.recompute.drift import Drift
-from ca_jax.recompute.repair import RepairedHistory, warm_up_repair
+from ca_jax.recompute.plan import Plan, repair_plan
+from ca_jax.recompute.recomputer import Repair, warm_up
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
 from ca_jax.turns.jobs import Job, TurnSession
@@ -85,32 +83,28 @@ class Truncator:
         overflow = self._overflow
         return overflow is not None and overflow.method == "ca" and (overflow.recomputes or self._drift is not None)
 
-    def repaired(
-        self, session: TurnSession, load: LayerLoad | SharedLoad, token_ids: list[int]
-    ) -> RepairedHistory | None:
-        """A history of a session as its prefill should read it, if that is not as it is stored.
+    def repair_of(self, session: TurnSession, num_tokens: int, num_places: int) -> Repair | None:
+        """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored.
 
         Args:
           session: whose.
-          load: on its way.
-          token_ids: whose KV that is.
+          num_tokens: first tokens of it whose KV is loaded.
+          num_places: of the load, which they are the first of.
         """
         if self._overflow is None or not self.repairs:
             return None
-        found = session.conversation.with_kv_of(len(token_ids))
-        plan = repair_plan(self._overflow, load.num_layers, found.num_to_repair)
-        to_drift = found.to_drift if self._drift is not None else []
+        found = session.conversation.with_kv_of(num_tokens)
+        plan = self._plan(found.num_to_repair, num_places)
+        to_drift = tuple(found.to_drift) if self._drift is not None else ()
         if plan is None and not to_drift:
             return None
-        return RepairedHistory(
-            load,
-            token_ids,
-            plan,
-            self._drift,
-            to_drift,
-            drifts_from=self._overflow.keep_first_tokens,
-            runner=self._runner,
-        )
+        return Repair(plan=plan, drift=self._drift, to_drift=to_drift, num_plain=self._overflow.keep_first_tokens)
+
+    def _plan(self, num_tokens: int, num_places: int) -> Plan | None:
+        if self._overflow is None:
+            return None
+        capacity = self._runner.padded_history(num_places)
+        return repair_plan(self._overflow, self._runner.num_layers, num_tokens, capacity)
 
     def warmup(self) -> None:
         """Compiles what truncation needs, by running it. All slots must be free."""
@@ -125,8 +119,8 @@ class Truncator:
             self._runner.recompute_first(0, [0] * num_left, overflow.anchor_tokens)
         if self.repairs:
             for size in self._runner.history_buckets:  # What is left may be of any of these: of a discard by hand, too.
-                plan = repair_plan(overflow, self._runner.num_layers, min(size, self._window))
-                warm_up_repair(self._runner, plan, self._drift)
+                num_tokens = min(size, self._window)
+                warm_up(self._runner, num_tokens, self._plan(num_tokens, num_tokens), self._drift)
 
     # Between turns.
 

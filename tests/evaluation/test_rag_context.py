@@ -17,7 +17,6 @@ from ca_jax.evaluation.rag_context import (
 )
 from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.statistics import log_softmax
-from ca_jax.recompute.fusion import TokenKind
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))
@@ -62,11 +61,21 @@ def test_chunks_are_joined_where_they_are_used(contexts):
 
 
 def test_the_first_chunk_is_exact_unless_something_is_before_it():
-    plan = plan_of(kit.tiny_model().config, prompt(), ratio=0.5)
-    assert (plan.start, plan.chunk_starts, set(plan.kinds)) == (30, (30, 71, 72), {TokenKind.STORED})
-    plan = plan_of(kit.tiny_model().config, prompt((5,)), ratio=0.5)
-    assert (plan.start, plan.chunk_starts) == (0, (1, 31, 72, 73))
-    assert plan.kinds.tolist() == [TokenKind.NEW] + [TokenKind.STORED] * 102
+    config = kit.tiny_model().config
+    plan = plan_of(config, prompt(), ratio=3 / 72, selection="first")
+    assert (plan.start, plan.num_tokens, plan.num_new) == (30, 72, 0)
+    assert (30 + plan.first_rows).tolist() == [30, 71, 72]
+    plan = plan_of(config, prompt((5,)), ratio=4 / 102, selection="first")
+    assert (plan.start, plan.num_tokens, plan.num_new) == (0, 103, 1)
+    assert plan.first_rows.tolist() == [0, 1, 31, 72, 73]
+
+
+def test_random_tokens_are_others_for_another_seed_and_the_same_for_the_same():
+    config = kit.tiny_model().config
+    one, again, other = (plan_of(config, prompt(), ratio=0.3, selection="random", seed=seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.first_rows, again.first_rows)
+    assert len(one.first_rows) == len(other.first_rows) == 21
+    assert len(np.intersect1d(one.first_rows, other.first_rows)) < 15
 
 
 @pytest.mark.parametrize("head", [(), (5,)])

@@ -1,0 +1,360 @@
+"""What of a sequence of stored KV is computed anew: which tokens, in which layers. Host data, no jax.
+
+    layer            0    1    2    3    4  ...        tokens that are computed anew (x); for all others
+    token  0         x    x    x    x    x             the stored KV stands, or moves as theirs has moved
+           1         x    .    .    .    .
+           2         x    x    x    .    .
+           3         x    .    .    .    .
+
+A truncated history is repaired (`plan_repair`): its tokens have seen others that left. A context of text chunks becomes
+whole (`plan_blend`): what a chunk lacks is what it would have seen of the tokens before it.
+
+    place    0 1 2   3 4 5 6   7   8 9 10 ...
+    kind     exact   stored    new  stored
+    chunk            A              B
+
+Tokens are chosen by how far their KV is from what computing gives (`deviating`, the paper's HKVD), fewer from layer to
+layer; or evenly apart (`spread`), and then say how the KV of all others moves: by a linear map, fitted to them in each
+layer and head. What moves KV when others left, or came before it, is mostly common to the tokens of a text.
+
+Not here: one layer (layers), doing it (recomputer), which KV there is (kv.histories).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ca_jax.config import SELECTIONS, BlendConfig, Selection
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.turns.chunks import ChunkSpan
+
+_COUNT_STEP = 8  # A repair computes a multiple of so many tokens: each number is compiled for.
+_ROW_STEP = 64  # Rows of a blend are padded to a multiple of it: each number is compiled for.
+_SMALL_ROW_STEP = 16  # The same up to `_SMALL_ROWS`.
+_SMALL_ROWS = 256
+_MAX_STEPS = 6  # Times that a blend's tokens become fewer, about.
+_SLOPE = 0.6  # By how much more than the mean the first filtered layer computes, and the last one less.
+_SPREAD_FIRST = 2  # Tokens of every chunk's start that are computed, where others are evenly apart.
+_UNFIT_TOKENS = 16  # First tokens of a history, which move as no others do: nothing is fitted to them.
+_UNFIT_CHUNK_TOKENS = 4  # The same of a chunk.
+
+
+class TokenKind(enum.IntEnum):
+    """What is known of a token's KV."""
+
+    STORED = 0
+    """That of its chunk computed alone: it may be computed anew."""
+    NEW = 1
+    """None is there, the place may hold anything: it is computed in every layer."""
+    EXACT = 2
+    """It is right as it stands: it is never computed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Which tokens of a sequence are computed anew in which layer. `n` tokens are described, from `start` on."""
+
+    start: int = 0
+    """Place of the first token that is described; those before it are right as they stand."""
+    num_tokens: int
+    """n."""
+    num_new: int = 0
+    """Of these, those without KV."""
+    counts: tuple[int, ...]
+    """Tokens computed in each layer, new ones among them; never more than in the layer before."""
+    rows: tuple[int, ...]
+    """The same, padded: what is compiled for."""
+    first_rows: np.ndarray
+    """Which tokens are computed in the first layer, counted from `start`: i32 `[counts[0]]`, ascending."""
+    always: np.ndarray
+    """Those that are computed in every layer: bool `[n]`."""
+    moves: np.ndarray | None = None
+    """Those that move as the computed ones have moved, unless they are computed: bool `[n]`; None: none."""
+    fitted: np.ndarray | None = None
+    """Those that say how, if they are computed: bool `[n]`."""
+    moves_from: int = 0
+    """The first layer in which any moves."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.counts)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens are chosen by how far they deviate."""
+        return self.counts[-1] < self.counts[0]
+
+    @property
+    def num_recomputed(self) -> float:
+        """Tokens with stored KV that are computed anew; of some layers alone, times their share of the layers."""
+        return sum(self.counts) / self.num_layers - self.num_new
+
+
+def plan_repair(
+    *,
+    num_layers: int,
+    num_tokens: int,
+    ratio: float,
+    num_first: int = 0,
+    check_layers: int = 1,
+    spreads: bool = False,
+    carries_from: int = 0,
+    capacity: int | None = None,
+) -> Plan:
+    """How a truncated history is repaired.
+
+    All tokens in the first layers, which says how far each deviates at the next one; then as many in each as bring the
+    mean over all layers to the ratio. Where they are spread, the same ones in all layers.
+
+    Args:
+      num_layers: L.
+      num_tokens: that may be chosen, from place 0 on.
+      ratio: tokens computed anew, as a share of all, in the mean over the layers; in [0, 1].
+      num_first: first tokens that are chosen in any case; all of them where there are fewer.
+      check_layers: of which all tokens are computed. The KV of the first never deviates: it is of the token alone.
+      spreads: whether tokens are evenly apart, and the others move along.
+      carries_from: the first token that moves along.
+      capacity: places of the padded history, at least `num_tokens`: histories of the same share compiled functions.
+
+    Raises:
+      ValueError: a number out of range.
+    """
+    if num_layers <= 0 or num_tokens <= 0 or num_first < 0:
+        raise ValueError(
+            f"there must be layers, tokens, and 0 or more first ones; got {num_layers}, {num_tokens} and {num_first}"
+        )
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio must be a share of the tokens in [0, 1], got {ratio}")
+    if not 0 <= check_layers <= num_layers:
+        raise ValueError(f"check_layers must be 0 to {num_layers} layers, got {check_layers}")
+    capacity = num_tokens if capacity is None else capacity
+    place = np.arange(num_tokens)
+    if spreads:
+        count = _spread_count(num_tokens, ratio, num_first)
+        num_rows = max(_spread_count(capacity, ratio, num_first), count)  # As many for all plans over so many places.
+        start = max(carries_from, num_first)  # How first tokens moved says nothing of others.
+        return Plan(
+            num_tokens=num_tokens,
+            counts=(count,) * num_layers,
+            rows=(num_rows,) * num_layers,
+            first_rows=_spread_places(num_tokens, count, num_first),
+            always=place < num_first,
+            moves=place >= start,
+            fitted=place >= max(start, _UNFIT_TOKENS),
+        )
+    counts = _repair_counts(num_layers, num_tokens, ratio, num_first, check_layers)
+    return Plan(
+        num_tokens=num_tokens,
+        counts=counts,
+        rows=tuple(capacity if count == num_tokens else count for count in counts),
+        first_rows=np.arange(counts[0], dtype=np.int32),
+        always=place < num_first,
+    )
+
+
+def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capacity: int) -> Plan | None:
+    """How the first tokens of a truncated context are repaired, as a config says; None where they are not.
+
+    Args:
+      overflow: the config.
+      num_layers: L.
+      num_tokens: to repair.
+      capacity: places of the padded history.
+    """
+    if not num_tokens or not overflow.recomputes:
+        return None
+    plan = plan_repair(
+        num_layers=num_layers,
+        num_tokens=num_tokens,
+        ratio=overflow.repair_ratio,
+        num_first=overflow.anchor_tokens,
+        spreads=overflow.repair == "spread" and overflow.repair_ratio > 0,
+        carries_from=overflow.keep_first_tokens,
+        capacity=capacity,
+    )
+    return plan if any(plan.counts) else None  # Of few tokens a small share is none.
+
+
+def _spread_count(num_tokens: int, ratio: float, num_first: int) -> int:
+    count = int(ratio * num_tokens) // _COUNT_STEP * _COUNT_STEP
+    return num_tokens if ratio >= 1 else max(count, min(num_first, num_tokens))
+
+
+def _spread_places(num_tokens: int, count: int, num_first: int) -> np.ndarray:
+    """i32 `[count]`: first tokens, and others evenly apart."""
+    num_first = min(num_first, count)
+    rest = num_first + np.arange(count - num_first) * (num_tokens - num_first) // max(count - num_first, 1)
+    return np.concatenate([np.arange(num_first), rest]).astype(np.int32)
+
+
+def _repair_counts(
+    num_layers: int, num_tokens: int, ratio: float, num_first: int, check_layers: int
+) -> tuple[int, ...]:
+    """Tokens of each layer: no more than the ratio says, unless there are more first ones; multiples of 8."""
+    if ratio >= 1:
+        return (num_tokens,) * num_layers
+    budget, num_rest = (ratio * num_layers - check_layers) * num_tokens, num_layers - check_layers
+    num_first = min(-(-num_first // _COUNT_STEP) * _COUNT_STEP, num_tokens)
+    count = 0
+    if budget > 0 and num_rest:
+        count = max(int(budget / num_rest) // _COUNT_STEP * _COUNT_STEP, num_first)
+    return (num_tokens,) * check_layers + (count,) * num_rest if count else (num_first,) * num_layers
+
+
+def plan_blend(
+    *,
+    num_layers: int,
+    start: int,
+    kinds: Iterable[int],
+    chunk_starts: Sequence[int],
+    ratio: float,
+    check_layers: int = 1,
+    selection: Selection = "hkvd",
+    order: np.ndarray | None = None,
+) -> Plan:
+    """How a context of chunks becomes whole.
+
+    `hkvd`: all tokens in the first layers, which says how far each deviates at the next one; then fewer from layer to
+    layer, as many as bring the mean of those layers to the ratio. Others: the same tokens in all layers.
+
+    Args:
+      num_layers: L.
+      start: place of the first token that is described; those before it are exact.
+      kinds: `TokenKind` of the n tokens from there on.
+      chunk_starts: places where stored chunks begin, ascending.
+      ratio: share of the stored tokens that is computed anew, in [0, 1]: the mean of the layers behind the check
+        layers.
+      check_layers: first layers of which all tokens are computed; `hkvd` alone has any.
+      selection: which tokens.
+      order: in which order stored tokens are taken where the selection is `first`, a permutation of them; None: the
+        first ones of every chunk.
+
+    Raises:
+      ValueError: a number out of range, or chunks that do not begin one behind the other among the tokens.
+    """
+    kinds = np.array(list(kinds), np.int32)
+    if num_layers <= 0 or start < 0:
+        raise ValueError(f"there must be layers, and a start of at least 0; got {num_layers} and {start}")
+    if not np.isin(kinds, list(TokenKind)).all():
+        raise ValueError(f"kinds must be values of TokenKind, got {sorted({int(kind) for kind in kinds})}")
+    bounds = [start - 1, *chunk_starts, start + len(kinds)]
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"chunk_starts must be ascending places from {start} to below {bounds[-1]}, got {tuple(chunk_starts)}"
+        )
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio must be a share of the tokens in [0, 1], got {ratio}")
+    if not 1 <= check_layers <= num_layers:
+        raise ValueError(f"check_layers must be 1 to {num_layers} layers, got {check_layers}")
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {selection!r}")
+    is_stored, is_new = kinds == TokenKind.STORED, kinds == TokenKind.NEW
+    num_stored, num_new = int(is_stored.sum()), int(is_new.sum())
+    has_choice = ratio < 1 and ratio * num_stored >= 1 and check_layers < num_layers
+    if ratio >= 1:
+        counts = (num_new + num_stored,) * num_layers
+    elif selection == "hkvd" and has_choice:
+        counts = _filtered_counts(num_stored, num_new, ratio, check_layers, num_layers)
+    else:
+        counts = (num_new + int(ratio * num_stored),) * num_layers
+    offsets = _offsets(start, len(kinds), chunk_starts)
+    carries = selection == "spread" and 0 < counts[0] - num_new < num_stored
+    stored = np.flatnonzero(is_stored)
+    chosen = _taken(stored, offsets[stored], counts[0] - num_new, selection, order)
+    return Plan(
+        start=start,
+        num_tokens=len(kinds),
+        num_new=num_new,
+        counts=counts,
+        rows=tuple(map(padded_rows, counts)),
+        first_rows=np.sort(np.concatenate([chosen, np.flatnonzero(is_new)])).astype(np.int32),
+        always=is_new,
+        moves=is_stored if carries else None,
+        fitted=is_stored & (offsets >= _UNFIT_CHUNK_TOKENS) if carries else None,
+        moves_from=1,  # The KV of layer 0 is of the token alone.
+    )
+
+
+def blend_plan(
+    config: BlendConfig, num_layers: int, num_places: int, num_own: int, spans: Sequence[ChunkSpan], ratio: float
+) -> Plan:
+    """How a prompt's context is blended, of which chunks are loaded.
+
+    Args:
+      config: how.
+      num_layers: L.
+      num_places: of the context.
+      num_own: its first tokens whose KV is the session's own.
+      spans: chunks that are loaded, in order.
+      ratio: share of their tokens that is computed anew.
+    """
+    kinds = np.full(num_places, TokenKind.NEW, np.int8)
+    kinds[:num_own] = TokenKind.EXACT
+    for span in spans:
+        kinds[span.start : span.stop] = TokenKind.STORED if span.start else TokenKind.EXACT
+    is_exact = kinds == TokenKind.EXACT
+    start = len(kinds) if is_exact.all() else int(np.argmin(is_exact))
+    return plan_blend(
+        num_layers=num_layers,
+        start=start,
+        kinds=kinds[start:],
+        chunk_starts=tuple(span.start for span in spans if span.start),
+        ratio=ratio,
+        check_layers=config.check_layers,
+        selection=config.selection,
+    )
+
+
+def padded_rows(count: int) -> int:
+    """Rows that a blend computes for so many tokens."""
+    step = _ROW_STEP if count > _SMALL_ROWS else _SMALL_ROW_STEP
+    return -(-count // step) * step
+
+
+def _filtered_counts(stored: int, new: int, ratio: float, check_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Tokens of each layer, fewer from layer to layer: behind the check layers no more in the mean than the ratio."""
+    num_rest = num_layers - check_layers
+    budget = int(ratio * stored * num_rest) + num_rest * new
+    mean = budget / num_rest
+    step = _ROW_STEP if mean >= _SMALL_ROWS else _SMALL_ROW_STEP
+    while num_rest > _MAX_STEPS and 2 * _SLOPE * mean > _MAX_STEPS * step:
+        step *= 2
+    levels = np.array([new, *range((new // step + 1) * step, new + stored, step), new + stored])
+    targets = new + (mean - new) * (1 + _SLOPE * np.linspace(1, -1, num_rest))
+    steps = np.abs(levels[:, None] - targets).argmin(0)  # Of each layer the level, descending.
+    while levels[steps].sum() > budget:
+        steps[np.flatnonzero(steps == steps.max())[-1]] -= 1
+    while True:  # What rounding has left over goes to the first layers that compute least.
+        raised = steps.copy()
+        raised[np.flatnonzero(steps == steps.min())[0]] += 1
+        if raised.max() >= len(levels) or levels[raised].sum() > budget:
+            break
+        steps = raised
+    return (new + stored,) * check_layers + tuple(int(count) for count in levels[steps])
+
+
+def _offsets(start: int, num_tokens: int, chunk_starts: Sequence[int]) -> np.ndarray:
+    """How many tokens of its chunk are before each token, i64 `[n]`; of what is in no chunk it means nothing."""
+    places = start + np.arange(num_tokens)
+    starts = np.array([start, *chunk_starts])
+    return places - starts[np.searchsorted(starts, places, side="right") - 1]
+
+
+def _taken(
+    stored: np.ndarray, offsets: np.ndarray, count: int, selection: Selection, order: np.ndarray | None
+) -> np.ndarray:
+    """Which stored tokens are computed in the first layer; `offsets` of each in its chunk."""
+    in_order = stored[np.argsort(offsets, kind="stable") if order is None else order]
+    if selection != "spread":
+        return in_order[:count]
+    num_first = min(count, int((offsets < _SPREAD_FIRST).sum()))
+    rest, num_rest = np.sort(in_order[num_first:]), count - num_first
+    between = rest[(2 * np.arange(num_rest) + 1) * len(rest) // (2 * max(num_rest, 1))]
+    return np.concatenate([in_order[:num_first], between])
