@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import dataclasses
 import math
 import os
 import threading
@@ -19,44 +18,29 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Literal
 
 import jax
 import numpy as np
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.compute_watch import ComputeWatch
-from ca_jax.device.memory import check_buffers
-from ca_jax.device.processes import Processes, check_alike, current, from_first
-from ca_jax.device.runner import Runner
-from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Sampler
-from ca_jax.device.slots import RunnerSizes
+from ca_jax.device.processes import Processes, current, from_first
 from ca_jax.errors import (
     InvalidRequestError,
     SessionBusyError,
     SessionClosedError,
     TenantError,
 )
-from ca_jax.kv.layout import kept_window, kv_layout
 from ca_jax.kv.rates import Rates
-from ca_jax.kv.session_kv import SessionKV
-from ca_jax.models.sharding import model_sharding
-from ca_jax.pretrained import Layout, LoadedModel, Progress, load_model
-from ca_jax.recompute.drift import Drift
-from ca_jax.serving.batch import Batch
+from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.serving.core import EngineCore, layout_of
 from ca_jax.serving.prompts import (
     prompt_ids,
 )
-from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.stored_sessions import StoredSessions
-from ca_jax.serving.truncator import Truncator
-from ca_jax.serving.turn_builder import TurnBuilder
 from ca_jax.session import Session
 from ca_jax.storage.records import StoreStats
 from ca_jax.storage.store import AttentionStore
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup
 from ca_jax.turns.conversations import Conversation, Message
@@ -64,8 +48,6 @@ from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Completion, SamplingParams, Truncation, TurnRequest
 from ca_jax.turns.text_work import Texts, TextWork
 
-DEFAULT_WINDOW_TOKENS = 4096
-"""Largest context window taken unless a larger one is asked for."""
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
 _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.
 _KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
@@ -100,61 +82,16 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self._processes = processes or current()
-        if self.config.special_tokens_in_content and model.tokenizer is not None:
-            model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
-        self.model = model = model.laid_out(_layout(self.config))
-        num_parts = self.config.data_parallel_size
-        self.metrics = EngineMetrics(model_load_s=model.load_s)
-        self._check_alike()
-        limit = model.config.max_positions
-        self.window = self.config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
-        if self.window > limit:
-            raise ValueError(f"context_window must be at most the model's {limit} tokens, got {self.window}")
-        if self.config.blend.check_layers > model.config.num_layers:
-            raise ValueError(
-                f"blend check_layers must be at most the model's {model.config.num_layers} layers, "
-                f"got {self.config.blend.check_layers}"
-            )
-        drift = None
-        if self.config.overflow is not None:
-            self.config.overflow.check_window(self.window)
-            if self.config.overflow.drift is not None:
-                drift = Drift.load(self.config.overflow.drift)
-                drift.check_model(model.config, model.fingerprint)
-        self._lock = threading.RLock()
         self._wakeup = Wakeup()
+        core = EngineCore(model, self.config, self._processes, timeline, self._wakeup.tell, store_wrapper)
+        self._core = core
+        self.model, self.window, self.metrics = core.model, core.window, core.metrics
+        self._scheduler, self._runner, self._sampler = core.scheduler, core.runner, core.sampler
+        self._kv, self._truncator, self._turns, self._batch = core.kv, core.truncator, core.turns, core.batch
+        self._lock = threading.RLock()
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._abandoned: collections.deque[Job] = collections.deque()
-        self._scheduler = Scheduler(self.config.max_batch_size, num_parts)
-        self._sampler = Sampler(self.config.max_batch_size, model.config.vocab_size, model.sharding)
-        self._runner = Runner(
-            model.config,
-            model.params,
-            _runner_sizes(self.config, self.window),
-            timeline=timeline,
-            sharding=model.sharding,
-        )
-        overflow = self.config.overflow
-        if overflow is not None and kept_window(model.config, self.config, self.window) is not None:
-            # Tokens that leave are behind every layer's window: there is nothing to repair.
-            overflow = dataclasses.replace(overflow, repair="none")
-        layout = kv_layout(model, self.config)
-        check_buffers(self.config, layout, self._runner)
-        runtime = Runtime(
-            config=self.config,
-            metrics=self.metrics,
-            timeline=timeline,
-            watch=ComputeWatch(timeline),
-            processes=self._processes,
-            wake=self._wakeup.tell,
-        )
-        self._kv = SessionKV(
-            layout, self._runner, runtime, fingerprint=self._kv_fingerprint(), store_wrapper=store_wrapper
-        )
-        self._truncator = Truncator(overflow, drift, self._kv, self._runner, self.metrics)
-        self._turns = TurnBuilder(model, self.config, self.window, self._kv, self._truncator, self._processes)
-        self._batch = Batch(self._scheduler, self._runner, self._sampler, self._kv, self._truncator, runtime)
         atexit.register(_close_at_exit, weakref.ref(self))
         threading.Thread(
             target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True
@@ -167,7 +104,7 @@ class Engine:
         """Loads a model and makes an engine for it; see `load_model` for what `model` may be and what is raised."""
         config = config or EngineConfig()
         enable_compile_cache(config.compile_cache_dir)
-        return cls(load_model(model, dtype=config.dtype, progress=progress, layout=_layout(config)), config)
+        return cls(load_model(model, dtype=config.dtype, progress=progress, layout=layout_of(config)), config)
 
     # Conversations.
 
@@ -506,16 +443,8 @@ class Engine:
             self._check_open()
             if not self._scheduler.idle:
                 raise SessionBusyError("an engine must be idle to warm up, got jobs running or waiting")
-            self._batch.settle()
             started_s = time.perf_counter()
-            history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
-            new = self.config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
-            self._runner.warmup(history, new, progress)
-            self._truncator.warmup()
-            self._sampler.warmup((1, *(size for size in self._runner.batch_buckets if size > 1)))
-            self._measure(history, new)
-            for chunk_tokens in contexts:
-                self._batch.warm_up_context(chunk_tokens)
+            self._core.warm_up(max_history_tokens, max_new_tokens, contexts, progress)
             return time.perf_counter() - started_s
 
     @property
@@ -572,8 +501,7 @@ class Engine:
                 return
             for job in (*self._scheduler.waiting, *self._scheduler.running):
                 self.cancel(job)
-            self._kv.close()
-            self._batch.close()
+            self._core.close()
             self._closed = True
             self._wakeup.tell()
 
@@ -628,55 +556,9 @@ class Engine:
         self._scheduler.submit(job)
         return job
 
-    def _check_alike(self) -> None:
-        """Checks that all processes serve the same, and that none needs what is another's."""
-        if self._processes.count == 1:
-            return
-        store = dataclasses.replace(self.config.store, ssd_dir=None, ssd_url=None)
-        config = dataclasses.replace(self.config, compile_cache_dir=None, store=store)
-        described = {"model config": repr(self.model.config), "engine config": repr(config)}
-        check_alike(self._processes, {"weights": self.model.fingerprint, **described})
-        overflow = self.config.overflow
-        if overflow is not None and overflow.token_discarder.needs_kv:
-            raise ValueError(
-                f"discarder {overflow.token_discarder.name} must have all of a session's KV in one process, "
-                f"got {self._processes.count}"
-            )
-
-    def _kv_fingerprint(self) -> str:
-        """Tells apart KV of other weights, and of other rotary frequencies where those are the window's."""
-        config, fingerprint = self.model.config, self.model.fingerprint
-        return fingerprint if self.window <= config.steady_positions else f"{fingerprint} window {self.window}"
-
-    def _measure(self, num_history: int, num_new: int) -> None:
-        """Measures rates of what was warmed up."""
-        self._kv.meter.forget()
-        for sample in self._runner.measure_prefill(num_history, num_new):
-            self._kv.meter.add_prefill(*sample)
-        self._kv.measure()
-
     def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the engine is closed")
-
-
-def _runner_sizes(config: EngineConfig, window: int) -> RunnerSizes:
-    return RunnerSizes(
-        window=window,
-        num_slots=config.max_batch_size,
-        chunk_tokens=config.prefill_chunk_tokens,
-        shorter_passes=config.max_tpot_ms is not None,
-        with_attention=config.overflow is not None and config.overflow.token_discarder.needs_attention,
-        packs_kv=config.kv_rest_dtype == "int8",
-    )
-
-
-def _layout(config: EngineConfig) -> Layout:
-    return partial(
-        model_sharding,
-        data_parallel_size=config.data_parallel_size,
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

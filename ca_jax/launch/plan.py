@@ -21,7 +21,6 @@ from absl import app, flags
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets, slot_tokens
 from ca_jax.device.memory import wanted_bytes
-from ca_jax.engine import DEFAULT_WINDOW_TOKENS
 from ca_jax.kv.layout import kept_window, rest_layout
 from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note
@@ -32,6 +31,7 @@ from ca_jax.models.presets import PRESETS
 from ca_jax.models.sharding import ModelSharding, model_sharding
 from ca_jax.models.weights import parameter_slots, resolve_dtype
 from ca_jax.overflow.config import OverflowConfig
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import stored_block_bytes

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from ca_jax.config import EngineConfig
-from ca_jax.engine import DEFAULT_WINDOW_TOKENS, Engine
+from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.replay.served import Sample, Served
@@ -18,6 +18,7 @@ from ca_jax.replay.simulated import Agreement, agreement, check_simulable, simul
 from ca_jax.replay.summary import Comparison, Summary, compare, summarize
 from ca_jax.replay.trace_scripts import ReplayError, TraceConfig
 from ca_jax.replay.workload import Workload, WorkloadConfig, make_workload
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
 from ca_jax.telemetry.metrics import CompileCounter

@@ -1,0 +1,163 @@
+"""An engine's parts, put together: what runs, what computes, what is stored, and what they agree on.
+
+Not here: sessions by name, locks, the public API (engine).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ca_jax.config import EngineConfig
+from ca_jax.device.compute_watch import ComputeWatch
+from ca_jax.device.memory import check_buffers
+from ca_jax.device.processes import Processes, check_alike
+from ca_jax.device.runner import Runner
+from ca_jax.device.runtime import Runtime
+from ca_jax.device.sampler import Sampler
+from ca_jax.device.slots import RunnerSizes
+from ca_jax.kv.layout import kept_window, kv_layout
+from ca_jax.kv.session_kv import SessionKV
+from ca_jax.models.sharding import model_sharding
+from ca_jax.pretrained import Layout, LoadedModel, Progress
+from ca_jax.recompute.drift import Drift
+from ca_jax.serving.batch import Batch
+from ca_jax.serving.scheduler import Scheduler
+from ca_jax.serving.truncator import Truncator
+from ca_jax.serving.turn_builder import TurnBuilder
+from ca_jax.storage.store import AttentionStore
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import Timeline
+
+DEFAULT_WINDOW_TOKENS = 4096
+"""Largest context window taken unless a larger one is asked for."""
+
+
+class EngineCore:
+    """The parts of one engine. Belongs to the engine's thread.
+
+    Args:
+      model: what to serve.
+      config: how.
+      processes: those that serve as one.
+      timeline: gets spans of what happens when.
+      wake: called from any thread when there is something to do.
+      store_wrapper: given the store, returns what is used in its place.
+
+    Raises:
+      ValueError: see `Engine`; so is ProcessesError.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        processes: Processes,
+        timeline: Timeline,
+        wake: Callable[[], None],
+        store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    ) -> None:
+        if config.special_tokens_in_content and model.tokenizer is not None:
+            model = dataclasses.replace(model, tokenizer=model.tokenizer.reading_content())
+        self.model = model = model.laid_out(layout_of(config))
+        self.metrics = EngineMetrics(model_load_s=model.load_s)
+        _check_alike(model, config, processes)
+        self.window = window = config.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
+        if window > model.config.max_positions:
+            raise ValueError(
+                f"context_window must be at most the model's {model.config.max_positions} tokens, got {window}"
+            )
+        if config.blend.check_layers > model.config.num_layers:
+            raise ValueError(
+                f"blend check_layers must be at most the model's {model.config.num_layers} layers, "
+                f"got {config.blend.check_layers}"
+            )
+        overflow, drift = config.overflow, None
+        if overflow is not None:
+            overflow.check_window(window)
+            if overflow.drift is not None:
+                drift = Drift.load(overflow.drift)
+                drift.check_model(model.config, model.fingerprint)
+            if kept_window(model.config, config, window) is not None:
+                # Tokens that leave are behind every layer's window: there is nothing to repair.
+                overflow = dataclasses.replace(overflow, repair="none")
+        self._config = config
+        self.scheduler = Scheduler(config.max_batch_size, config.data_parallel_size)
+        self.sampler = Sampler(config.max_batch_size, model.config.vocab_size, model.sharding)
+        sizes = RunnerSizes(
+            window=window,
+            num_slots=config.max_batch_size,
+            chunk_tokens=config.prefill_chunk_tokens,
+            shorter_passes=config.max_tpot_ms is not None,
+            with_attention=overflow is not None and overflow.token_discarder.needs_attention,
+            packs_kv=config.kv_rest_dtype == "int8",
+        )
+        self.runner = Runner(model.config, model.params, sizes, timeline=timeline, sharding=model.sharding)
+        layout = kv_layout(model, config)
+        check_buffers(config, layout, self.runner)
+        runtime = Runtime(
+            config=config,
+            metrics=self.metrics,
+            timeline=timeline,
+            watch=ComputeWatch(timeline),
+            processes=processes,
+            wake=wake,
+        )
+        # KV of other weights, and of other rotary frequencies where those are the window's, is other KV.
+        is_steady = window <= model.config.steady_positions
+        weights = model.fingerprint if is_steady else f"{model.fingerprint} window {window}"
+        self.kv = SessionKV(layout, self.runner, runtime, fingerprint=weights, store_wrapper=store_wrapper)
+        self.truncator = Truncator(overflow, drift, self.kv, self.runner, self.metrics)
+        self.turns = TurnBuilder(model, config, window, self.kv, self.truncator, processes)
+        self.batch = Batch(self.scheduler, self.runner, self.sampler, self.kv, self.truncator, runtime)
+
+    def warm_up(
+        self,
+        max_history_tokens: int | None,
+        max_new_tokens: int | None,
+        contexts: Sequence[Sequence[int]],
+        progress: Progress | None,
+    ) -> None:
+        """Compiles what turns need, by running it, and measures rates; see `Engine.warmup`. Nothing may run."""
+        self.batch.settle()
+        history = self.window if max_history_tokens is None else min(max_history_tokens, self.window)
+        new = self._config.prefill_chunk_tokens if max_new_tokens is None else max_new_tokens
+        self.runner.warmup(history, new, progress)
+        self.truncator.warmup()
+        self.sampler.warmup((1, *(size for size in self.runner.batch_buckets if size > 1)))
+        self.kv.meter.forget()
+        for sample in self.runner.measure_prefill(history, new):
+            self.kv.meter.add_prefill(*sample)
+        self.kv.measure()
+        for chunk_tokens in contexts:
+            self.batch.warm_up_context(chunk_tokens)
+
+    def close(self) -> None:
+        """Finishes saves and lets go of memory. No job may run."""
+        self.kv.close()
+        self.batch.close()
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """Where a config has a model's parameters lie."""
+    return partial(
+        model_sharding,
+        data_parallel_size=config.data_parallel_size,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+
+
+def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:
+    """Checks that all processes serve the same, and that none needs what is another's."""
+    if processes.count == 1:
+        return
+    store = dataclasses.replace(config.store, ssd_dir=None, ssd_url=None)
+    same = dataclasses.replace(config, compile_cache_dir=None, store=store)
+    described = {"model config": repr(model.config), "engine config": repr(same)}
+    check_alike(processes, {"weights": model.fingerprint, **described})
+    if config.overflow is not None and config.overflow.token_discarder.needs_kv:
+        raise ValueError(
+            f"discarder {config.overflow.token_discarder.name} must have all of a session's KV in one process, "
+            f"got {processes.count}"
+        )
