@@ -195,7 +195,7 @@ def crossings(tree: ast.Module) -> Iterator[str]:
 
 def test_no_other_module_asks_for_a_transfer():
     found = {name: list(crossings(tree)) for name, tree in sources() if not name.startswith(OUTSIDE)}
-    assert {name for name, calls in found.items() if calls} == {"transfer.py"}, found
+    assert {name for name, calls in found.items() if calls} == {"device/transfer.py"}, found
 
 
 @pytest.mark.parametrize(
