@@ -245,7 +245,7 @@ def test_counts_of_each_layer(values, counts):
         ({"num_tokens": 0}, "there must be layers, tokens, and 0 or more first ones; got 2, 0 and 0"),
         ({"num_first": -1}, "got 2, 10 and -1"),
         ({"ratio": 1.1}, r"ratio must be a share of the tokens in \[0, 1\], got 1.1"),
-        ({"ratio": float("nan")}, "found nan"),
+        ({"ratio": float("nan")}, "got nan"),
         ({"check_layers": 3}, "check_layers must be 0 to 2 layers, got 3"),
     ],
 )

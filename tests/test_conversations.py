@@ -166,7 +166,7 @@ def test_a_field_that_is_missing_is_named(missing):
 
 
 def test_another_version_is_named():
-    with pytest.raises(ValueError, match="there must be a conversation of format 5, got 1"):
+    with pytest.raises(ValueError, match="a conversation must be of format 5, got 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 
@@ -219,7 +219,7 @@ def test_what_is_added_is_as_large_as_what_is_new():
 def test_what_is_added_to_another_state_is_refused():
     before = of_turns(10, 20)
     after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
-    with pytest.raises(ValueError, match="there must be what comes behind"):
+    with pytest.raises(ValueError, match="an addition must come behind"):
         Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
     with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])
