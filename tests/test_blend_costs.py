@@ -86,7 +86,7 @@ def test_an_ssd_of_which_nothing_is_known_has_no_times():
         lambda: blend_costs.layer_load_s(make_rates(), 1000, "ssd"),
         lambda: blend_costs.choose_ratio(make_rates(), 1000, 10, 0.15, tier="ssd"),
     ):
-        with pytest.raises(ValueError, match="fetch_s must be rates with a fetch in them, got none"):
+        with pytest.raises(ValueError, match="fetch_s must be asked of rates with a fetch in them, got none"):
             find()
 
 
@@ -256,8 +256,8 @@ def test_a_faster_disk_never_moves_chunks_off_it_and_neither_does_a_slower_devic
     ("find", "wrong"),
     [
         (lambda rates: blend_costs.recompute_layer_s(rates, 10, 1.5), r"ratio must be a share in \[0, 1\], got 1\.5"),
-        (lambda rates: blend_costs.recompute_layer_s(rates, 10, math.nan), r"ratio must be .* found nan"),
-        (lambda rates: blend_costs.choose_ratio(rates, 10, 10, -0.1), r"min_ratio must be .* found -0\.1"),
+        (lambda rates: blend_costs.recompute_layer_s(rates, 10, math.nan), r"ratio must .* got nan"),
+        (lambda rates: blend_costs.choose_ratio(rates, 10, 10, -0.1), r"min_ratio must .* got -0\.1"),
         (
             lambda rates: blend_costs.choose_ratio(rates, 0, 10, 0.15),
             "context_tokens must be a positive number, got 0",

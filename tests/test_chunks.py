@@ -39,7 +39,9 @@ def test_a_text_without_a_chunk_in_it_is_refused(text):
 
 
 def test_an_empty_separator_is_refused():
-    with pytest.raises(InvalidRequestError, match="separator of chunks of at least one character, got an empty one"):
+    with pytest.raises(
+        InvalidRequestError, match="separator of chunks must be at least one character, got an empty one"
+    ):
         split_text("text", "")
 
 

@@ -221,7 +221,7 @@ def test_what_is_added_is_as_large_as_what_is_new():
 def test_what_is_added_to_another_state_is_refused():
     before = of_turns(10, 20)
     after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
-    with pytest.raises(ValueError, match="there must be what comes behind"):
+    with pytest.raises(ValueError, match="an addition must come behind"):
         Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
     with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])

@@ -115,7 +115,9 @@ def test_none_leave_all_leave_and_all_kept(discarder):
 
 def test_heavy_hitters_want_attention():
     assert [discarder.name for discarder in DISCARDERS.values() if discarder.needs_attention] == ["heavy_hitters"]
-    with pytest.raises(ValueError, match="heavy_hitters must be the attention that each token received, got none"):
+    with pytest.raises(
+        ValueError, match="heavy_hitters must be given the attention that each token received, got none"
+    ):
         HeavyHitters().choose(make_context(5, 2))
 
 
@@ -126,7 +128,7 @@ def test_a_discarder_by_name():
         "heavy_hitters": HeavyHitters,
     }
     assert all(discarder.name == name for name, discarder in DISCARDERS.items())
-    with pytest.raises(ValueError, match="there must be one of oldest, sinks, heavy_hitters; got 'newest'"):
+    with pytest.raises(ValueError, match="must be one of oldest, sinks, heavy_hitters; got 'newest'"):
         make_discarder("newest")
 
 
@@ -171,7 +173,7 @@ def test_a_context_that_contradicts_itself_is_refused(kwargs, message):
         (lambda: SinksAndRecent(num_sinks=-1), "num_sinks must be a number of tokens >= 0, got -1"),
         (lambda: HeavyHitters(num_sinks=-2), "num_sinks must be a number of tokens >= 0, got -2"),
         (lambda: HeavyHitters(recent_ratio=1.5), r"recent_ratio must be a share of the tokens in \[0, 1\], got 1.5"),
-        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio must be a share .* found nan"),
+        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio must be a share .* got nan"),
     ],
 )
 def test_settings_outside_their_range_are_refused(make, message):
@@ -199,21 +201,21 @@ def test_what_is_returned_is_a_copy():
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ([0, 5], "there must be positions of a context of 5 tokens, got 5$"),
-        ([-1, 2], "there must be positions of a context of 5 tokens, got -1$"),
-        (np.array([2**64 - 1], np.uint64), "found 18446744073709551615$"),
-        (list(range(3, 12)), "found 5, 6, 7, 8, 9 and 2 more$"),
-        ([3, 1, 3], "there must be each position once, got repeats of 3$"),
-        ([0, 1, 2, 3, 4], "there must be fewer than all, got all 5$"),
-        ([True] * 5, "there must be fewer than all, got all 5$"),
+        ([0, 5], "must be positions of a context of 5 tokens, got 5$"),
+        ([-1, 2], "must be positions of a context of 5 tokens, got -1$"),
+        (np.array([2**64 - 1], np.uint64), "got 18446744073709551615$"),
+        (list(range(3, 12)), "got 5, 6, 7, 8, 9 and 2 more$"),
+        ([3, 1, 3], "each position once, got repeats of 3$"),
+        ([0, 1, 2, 3, 4], "must be fewer than all, got all 5$"),
+        ([True] * 5, "must be fewer than all, got all 5$"),
         ([True] * 4, "bool mask of 5 tokens, got a mask of 4$"),
         (np.zeros(0, bool), "bool mask of 5 tokens, got a mask of 0$"),
-        ([0.0, 1.0], r"found an array of shape \(2,\) and dtype float64$"),
-        (np.zeros((2, 5), bool), r"found an array of shape \(2, 5\) and dtype bool$"),
-        (3, r"found an array of shape \(\) and dtype int64$"),
-        ({1, 2}, r"found an array of shape \(\) and dtype object$"),
-        ([2**70], r"found an array of shape \(1,\) and dtype object$"),
-        ([[1], [2, 3]], "found what makes no array: "),
+        ([0.0, 1.0], r"got an array of shape \(2,\) and dtype float64$"),
+        (np.zeros((2, 5), bool), r"got an array of shape \(2, 5\) and dtype bool$"),
+        (3, r"got an array of shape \(\) and dtype int64$"),
+        ({1, 2}, r"got an array of shape \(\) and dtype object$"),
+        ([2**70], r"got an array of shape \(1,\) and dtype object$"),
+        ([[1], [2, 3]], "got what makes no array:"),
     ],
 )
 def test_what_cannot_be_discarded_is_refused(named, message):

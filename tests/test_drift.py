@@ -128,7 +128,7 @@ def test_other_files_are_refused_by_name(tmp_path, write):
     ("values", "message"),
     [
         (normal(2, 2, 3), r"drift must be numbers \[L, 2, K, H\], got float32\[2, 2, 3\]"),
-        (normal(3, 3, 2, 4), r"found float32\[3, 3, 2, 4\]"),
+        (normal(3, 3, 2, 4), r"got float32\[3, 3, 2, 4\]"),
         (np.full(SHAPE, np.inf, np.float32), "drift must be numbers"),
     ],
 )

@@ -81,8 +81,8 @@ BAD_REQUESTS = {
         ContextWindowError,
         "a prompt must be under the context window of 512 tokens, got 512",
     ),
-    "empty message": (lambda engine: engine.session().send(""), EmptyMessageError, "there must be a message with text"),
-    "blank message": (lambda engine: engine.session().send(" \n"), EmptyMessageError, "found a blank one"),
+    "empty message": (lambda engine: engine.session().send(""), EmptyMessageError, "a message must have text"),
+    "blank message": (lambda engine: engine.session().send(" \n"), EmptyMessageError, "got a blank one"),
     "no token ids": (lambda engine: engine.session().send_ids([]), EmptyMessageError, "at least one token"),
     "empty prompt": (lambda engine: engine.generate([""]), EmptyMessageError, "at least one token, got an empty one"),
     "no max_tokens": (
@@ -98,18 +98,22 @@ BAD_REQUESTS = {
     "id above the vocabulary": (
         lambda engine: engine.session().send_ids([65, 256]),
         InvalidRequestError,
-        r"there must be token ids in \[0, 256\), got 256",
+        r"token ids must be in \[0, 256\), got 256",
     ),
-    "negative id": (lambda engine: engine.generate([[-1]]), InvalidRequestError, "found -1"),
+    "negative id": (
+        lambda engine: engine.generate([[-1]]),
+        InvalidRequestError,
+        "token ids must be in .0, 256., got -1",
+    ),
     "bias of a token above the vocabulary": (
         lambda engine: engine.session().send("Hi.", sampling=SamplingParams(logit_bias={256: 1.0})),
         InvalidRequestError,
-        r"logit_bias must be token ids in \[0, 256\), got 256",
+        r"logit_bias token ids must be in \[0, 256\), got 256",
     ),
     "negative token in a bias": (
         lambda engine: engine.generate(["Hi."], SamplingParams(logit_bias={-1: 1.0})),
         InvalidRequestError,
-        r"logit_bias must be token ids in \[0, 256\), got -1",
+        r"logit_bias token ids must be in \[0, 256\), got -1",
     ),
     "params for other prompts": (
         lambda engine: engine.generate(["a", "b"], [SamplingParams()]),
@@ -126,7 +130,7 @@ BAD_REQUESTS = {
     "rewinding too far": (
         lambda engine: engine.session().rewind(1),
         InvalidRequestError,
-        r"there must be to keep 0\.\.0 tokens, got 1",
+        r"tokens to keep must be 0\.\.0 tokens, got 1",
     ),
     "system message twice": (
         lambda engine: engine.session(session_id=engine.sessions[0].session_id, system="Be rude."),
@@ -252,8 +256,8 @@ def test_a_model_gives_logits_of_token_ids_and_refuses_others():
     assert model.logits(ids)[-1].argmax() == kit.full_pass(ids)[0][-1].argmax()
     for wrong, message in (
         ([], "at least one token"),
-        ([256], "found 256"),
-        ([65] * 513, "there must be at most 512 tokens"),
+        ([256], "got 256"),
+        ([65] * 513, "must be at most 512 tokens"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
             model.logits(wrong)

@@ -216,7 +216,7 @@ def test_pin_drop_and_list(store):
         session = engine.session(session_id="one")
         answer = session.send_ids(PROMPTS[1], max_tokens=12)
         next(answer)
-        with pytest.raises(SessionBusyError, match="there must be it idle"):
+        with pytest.raises(SessionBusyError, match="it must be idle"):
             engine.stored.drop("one")
         kit.drain(answer)
         engine.stored.drop("one")

@@ -330,7 +330,7 @@ def test_staging_that_nothing_will_free_is_refused():
         held = open_layers(loader, store, "a")
         held.layer(1)
         next_one = open_layers(loader, store, "a")
-        with pytest.raises(StagingInUseError, match="got all of it held by other loads"):
+        with pytest.raises(StagingInUseError, match="and other loads hold all of it"):
             next_one.layer(0)
         held.release()
         next_one.layer(0)

@@ -243,7 +243,7 @@ def quota(engine, monkeypatch, gates):
 
 
 def unwritable(*_):
-    raise CatalogFullError("there must be room on the disk, got none")
+    raise CatalogFullError("the disk must have room, got none")
 
 
 FAILURES = {"no_space": no_space, "deadline": deadline, "catalog": catalog, "quota": quota}

@@ -115,17 +115,17 @@ def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, k
     [
         ({"method": "cb"}, "overflow method must be one of ca, tt, of; got 'cb'"),
         ({"truncation_ratio": 0.0}, r"truncation_ratio must be a share of the window in \(0, 1\], got 0.0"),
-        ({"truncation_ratio": 1.01}, "found 1.01"),
-        ({"truncation_ratio": float("nan")}, "found nan"),
+        ({"truncation_ratio": 1.01}, "got 1.01"),
+        ({"truncation_ratio": float("nan")}, "got nan"),
         ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
         ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),
         ({"anchor_tokens": 1.5}, "anchor_tokens must be a number of tokens >= 0, got 1.5"),
         ({"repair_ratio": -0.1}, r"repair_ratio must be a share of the tokens in \[0, 1\], got -0.1"),
-        ({"repair_ratio": 1.5}, "found 1.5"),
+        ({"repair_ratio": 1.5}, "got 1.5"),
         ({"repair": "all"}, "repair must be one of none, deviating, spread; got 'all'"),
         ({"discarder": "youngest"}, "token discarder must be one of oldest, sinks, heavy_hitters; got 'youngest'"),
-        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns must be the oldest to leave first, got .* 'sinks'"),
-        ({"whole_turns": True, "discarder": HeavyHitters()}, "found the discarder 'heavy_hitters'"),
+        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns must have the oldest leave first, got .* 'sinks'"),
+        ({"whole_turns": True, "discarder": HeavyHitters()}, "got the discarder 'heavy_hitters'"),
     ],
 )
 def test_what_is_out_of_range_is_refused(values, message):

@@ -35,7 +35,7 @@ from tests import overflow_kit as ok
         ({"discarder": "newest", "whole_turns": True}, "token discarder must be one of oldest, .*; got 'newest'"),
         (
             {"discarder": "sinks", "whole_turns": True},
-            "there must be the oldest to leave first, got the discarder 'sinks'",
+            "whole_turns must have the oldest leave first, got the discarder 'sinks'",
         ),
     ],
 )
@@ -89,15 +89,15 @@ def test_a_text_longer_than_the_window(begun):
     [
         ([68], "positions of a context of 68 tokens, got 68"),
         ([-1, 3], "positions of a context of 68 tokens, got -1"),
-        ([3, 4, 3], "there must be each position once, got repeats of 3"),
-        (range(68), "there must be fewer than all, got all 68"),
-        (np.ones(68, bool), "there must be fewer than all, got all 68"),
+        ([3, 4, 3], "each position once, got repeats of 3"),
+        (range(68), "must be fewer than all, got all 68"),
+        (np.ones(68, bool), "must be fewer than all, got all 68"),
         (np.zeros(67, bool), "bool mask of 68 tokens, got a mask of 67"),
         (np.zeros(69, bool), "bool mask of 68 tokens, got a mask of 69"),
-        ([1.5], "found an array of shape .1,. and dtype float64"),
-        ([[1, 2]], "found an array of shape"),
-        ("all", "found an array of shape"),
-        ([[1], [2, 3]], "found what makes no array"),
+        ([1.5], "got an array of shape .1,. and dtype float64"),
+        ([[1, 2]], "got an array of shape"),
+        ("all", "got an array of shape"),
+        ([[1], [2, 3]], "got what makes no array"),
     ],
     ids=lambda value: value if isinstance(value, str) else "tokens",
 )
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_drift(tmp_path, content):
 def test_arrays_that_are_no_drift(tmp_path):
     path = str(tmp_path / "drift.npz")
     np.savez(path, values=np.zeros(3))
-    with pytest.raises(ValueError, match="there must be a file of drift"):
+    with pytest.raises(ValueError, match="the file must be of drift"):
         ok.engine_of(ok.config(drift=path))
 
 
@@ -178,7 +178,7 @@ def test_a_drift_that_is_cut_short(tmp_path):
     path = tmp_path / "drift.npz"
     drift_of(kit.tiny_model().fingerprint).save(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="there must be a file of drift"):
+    with pytest.raises(ValueError, match="the file must be of drift"):
         ok.engine_of(ok.config(drift=str(path)))
 
 
@@ -209,9 +209,9 @@ class Unruly:
 UNRULY = [
     (RuntimeError("no idea"), RuntimeError, "no idea"),
     ([10**6], InvalidRequestError, "positions of a context of"),
-    ([5, 5], InvalidRequestError, "there must be each position once"),
+    ([5, 5], InvalidRequestError, "each position once"),
     ([1.5], InvalidRequestError, "dtype float64"),
-    ([], InvalidRequestError, r"discarder unruly must be to name at least \d+ tokens, got 0"),
+    ([], InvalidRequestError, r"discarder unruly must name at least \d+ tokens, got 0"),
 ]
 
 
@@ -266,5 +266,5 @@ def test_a_discarder_that_names_fewer_than_it_may():
         pair = ok.Pair(engine)
         pair.turn(kit.prompt(100), 50)
         assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 22
-        with pytest.raises(InvalidRequestError, match="there must be to name at least 9 tokens, got 1"):
+        with pytest.raises(InvalidRequestError, match="there must name at least 9 tokens, got 1"):
             pair.session.send_ids(kit.prompt(8))

@@ -22,7 +22,7 @@ def test_buffers_that_fit_each_and_not_together_are_refused(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: 1 << 30)
     with kit.small_engine(write_buffer_gib=0.5):
         pass
-    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory, got .*1\.00 for write_buffer_gib"):
+    with pytest.raises(ValueError, match=r"device's 1\.00 GiB of memory together, got .*1\.00 for write_buffer_gib"):
         kit.small_engine(write_buffer_gib=1.0)
 
 

@@ -223,7 +223,7 @@ def test_those_that_serve_otherwise_are_told_before_anything_is_compiled():
     def run(processes: ThreadProcesses) -> None:
         engine_of(processes, save_group_tokens=8 + 8 * processes.index)
 
-    with pytest.raises(ProcessesError, match="there must be the same engine config on all processes, got"):
+    with pytest.raises(ProcessesError, match="engine config must be the same on all processes, got"):
         run_together(2, run)
 
 
@@ -245,16 +245,16 @@ def test_a_directory_of_another_number_of_processes_is_refused(tmp_path):
     (tmp_path / "shard-0-of-2").mkdir()
     shard = shard_config(dataclasses.replace(store, ssd_url="memory://blocks/"), 1, 2)
     assert (shard.ssd_dir, shard.ssd_url) == (str(tmp_path / "shard-1-of-2"), "memory://blocks/shard-1-of-2")
-    with pytest.raises(ValueError, match="there must be the store of 4 processes, got that of 2 processes"):
+    with pytest.raises(ValueError, match="must be the store of 4 processes, got that of 2 processes"):
         shard_config(store, 0, 4)
-    with pytest.raises(ValueError, match="there must be the store of 1 process, got that of 2 processes"):
+    with pytest.raises(ValueError, match="must be the store of 1 process, got that of 2 processes"):
         kit.small_engine(store=store)
 
 
 def test_the_store_of_one_process_is_refused_by_two(tmp_path):
     store = ssd_store(tmp_path)
     kit.small_engine(store=store).close()
-    with pytest.raises(ValueError, match="there must be the store of 2 processes, got that of 1 process"):
+    with pytest.raises(ValueError, match="must be the store of 2 processes, got that of 1 process"):
         shard_config(store, 0, 2)
 
 

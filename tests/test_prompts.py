@@ -179,7 +179,7 @@ def test_blanks_before_a_message_stay_where_a_template_strips_what_is_said():
     ],
 )
 def test_a_template_that_does_not_write_a_message_as_it_is_has_no_place_for_a_context(source, times):
-    with pytest.raises(InvalidRequestError, match=f"no place for a context before a message.*got it {times} times"):
+    with pytest.raises(InvalidRequestError, match=f"no place for a context before a message.*wrote it {times} times"):
         turn_parts(model_of(ChatTemplate(source)), [], [], MESSAGE)
 
 
@@ -209,8 +209,8 @@ def test_a_chunk_of_text_is_tokenised_alone_and_ends_in_a_line_break():
         (["a", " \n"], EmptyMessageError, "chunk 2 of 2: a chunk must have text in it, got a blank one"),
         (["", "a"], EmptyMessageError, "chunk 1 of 2: a chunk must have text in it, got a blank one"),
         ([[1], []], EmptyMessageError, "chunk 2 of 2: a chunk must have at least one token, got an empty one"),
-        (["a", [1, 256]], InvalidRequestError, r"chunk 2 of 2: there must be token ids in \[0, 256\), got 256"),
-        ([[-1]], InvalidRequestError, r"chunk 1 of 1: there must be token ids in \[0, 256\), got -1"),
+        (["a", [1, 256]], InvalidRequestError, r"chunk 2 of 2: token ids must be in \[0, 256\), got 256"),
+        ([[-1]], InvalidRequestError, r"chunk 1 of 1: token ids must be in \[0, 256\), got -1"),
         ("text", InvalidRequestError, "a context must be a list of chunks, got one text of 4 characters"),
         ([1, 2], InvalidRequestError, "chunk 1 of 2: a chunk must be text or token ids, got 1"),
         ([None], InvalidRequestError, "chunk 1 of 1: a chunk must be text or token ids, got None"),

@@ -91,11 +91,11 @@ def test_only_the_oldest_piece_can_be_given_back(which):
         wrong = ReadBuffer(SIZE).take(UNIT)
     if wrong is pieces[0]:
         buffer.give_back(wrong)
-    with pytest.raises(ValueError, match=r"there must be the oldest piece given back first, got \["):
+    with pytest.raises(ValueError, match=r"the oldest piece must be given back first, got \["):
         buffer.give_back(wrong)
     for piece in pieces[wrong is pieces[0] :]:
         buffer.give_back(piece)
-    with pytest.raises(ValueError, match="there must be the oldest piece"):
+    with pytest.raises(ValueError, match="the oldest piece"):
         buffer.give_back(pieces[-1])
 
 

@@ -86,12 +86,6 @@ def test_what_stays_decodes_as_the_sliced_cache_does(runner, tokens):
     np.testing.assert_allclose(next_logits(runner, SLOT, len(KEPT)), np.asarray(logits)[0], atol=ATOL, rtol=0)
 
 
-def test_keys_that_are_not_turned_are_used_at_their_old_positions(runner, tokens):
-    kv = kit.full_pass(tokens)[1]
-    runner.slots.cut(SLOT, KEPT, rotates=False)
-    np.testing.assert_allclose(held(runner, SLOT, len(KEPT)), rotated(kv[:, :, KEPT], KEPT), atol=ATOL, rtol=0)
-
-
 @pytest.mark.parametrize("drifts_from", [0, 4])
 def test_what_stays_drifts_behind_the_first_tokens(runner, tokens, drifts_from):
     config, kv = kit.tiny_model().config, kit.full_pass(tokens)[1]

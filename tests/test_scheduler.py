@@ -197,10 +197,10 @@ def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_ne
     scheduler.remove(first)
     assert scheduler.schedule().prefill is second
     assert second.slot == 0
-    with pytest.raises(ValueError, match=f"there must be job {first.job_id} .* got that job {second.job_id} is"):
+    with pytest.raises(ValueError, match=f"job {first.job_id} .* got that job {second.job_id} is"):
         scheduler.prefilled(first)
     scheduler.prefilled(second)
-    with pytest.raises(ValueError, match=f"there must be job {second.job_id} .* got that none is"):
+    with pytest.raises(ValueError, match=f"job {second.job_id} .* got that none is"):
         scheduler.prefilled(second)
 
 

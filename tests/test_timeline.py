@@ -97,7 +97,7 @@ def test_an_unknown_track_is_refused(record):
 
 @pytest.mark.parametrize("end_s", [0.5, float("nan")])
 def test_an_end_before_the_start_is_refused(end_s):
-    with pytest.raises(ValueError, match=f"span 'x' must be start_s <= end_s, got 1.0 and {end_s}"):
+    with pytest.raises(ValueError, match=f"span 'x' must have start_s <= end_s, got 1.0 and {end_s}"):
         Timeline().add("load", "x", 1.0, end_s)
 
 

@@ -105,7 +105,7 @@ class ContextStream:
         if not 0 < step_tokens <= window <= model.config.max_positions:
             raise ValueError(
                 f"there must be 0 < step_tokens <= window <= {model.config.max_positions}, the model's context window; "
-                f"found step_tokens={step_tokens} and window={window}"
+                f"got step_tokens={step_tokens} and window={window}"
             )
         self.truncations: list[Truncation] = []
         """What has overflowed so far, oldest first."""

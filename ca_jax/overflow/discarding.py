@@ -58,7 +58,7 @@ class DiscardContext:
         if self.kv is not None and (self.kv.lengths.shape != (1,) or self.kv.capacity < self.num_tokens):
             raise ValueError(
                 f"kv must be one sequence with room for {self.num_tokens} tokens, "
-                f"found lengths of shape {self.kv.lengths.shape} and room for {self.kv.capacity}"
+                f"got lengths of shape {self.kv.lengths.shape} and room for {self.kv.capacity}"
             )
 
     @property

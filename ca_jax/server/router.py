@@ -117,7 +117,7 @@ class Router:
         if others and session.token_ids:
             raise InvalidRequestError(
                 f"messages must be what is new to session {session_id!r}, of the user alone, or all of it and that; "
-                f"found messages of {', '.join(others)} that are not the session's"
+                f"got messages of {', '.join(others)} that are not the session's"
             )
         return Found(session, list(messages), reached, is_new=False)
 

@@ -84,16 +84,18 @@ class StoreConfig:
         object.__setattr__(self, "tenant_quotas", _sorted_quotas(self.tenant_quotas))
         if self.ssd_dir is None:
             if self.ssd_url is not None:
-                raise ValueError(f"ssd_url must be an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
+                raise ValueError(f"ssd_url must have an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
             return
         if not self.ssd_dir:
             raise ValueError("ssd_dir must be a directory, got an empty name")
         if not self.ssd_gib:
-            raise ValueError(f"an SSD tier in {self.ssd_dir} must be ssd_gib above 0, got 0; leave ssd_dir out instead")
+            raise ValueError(
+                f"an SSD tier in {self.ssd_dir} must have ssd_gib above 0, got 0; leave ssd_dir out instead"
+            )
         if not self.dram_gib:
-            raise ValueError("an SSD tier must be dram_gib above 0, since its blocks pass through DRAM; got 0")
+            raise ValueError("an SSD tier must have dram_gib above 0, since its blocks pass through DRAM; got 0")
         if self.ssd_url is not None and self.ssd_driver != "zarr3":
-            raise ValueError(f"ssd_url must be ssd_driver zarr3, got {self.ssd_driver}")
+            raise ValueError(f"ssd_url must have ssd_driver zarr3, got {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:

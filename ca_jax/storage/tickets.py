@@ -129,7 +129,7 @@ class SaveTicket:
         if not 0 <= token_offset <= self.num_tokens - num_tokens:
             raise ValueError(
                 f"there must be tokens within [0, {self.num_tokens}) of the save, "
-                f"found [{token_offset}, {token_offset + num_tokens})"
+                f"got [{token_offset}, {token_offset + num_tokens})"
             )
         with self._idle:
             if self._state is not TicketState.OPEN:

@@ -75,11 +75,11 @@ def test_going_on_leaves_the_stream_as_it_was(text):
 
 
 def test_what_cannot_be_compared_is_refused(text):
-    with pytest.raises(ValueError, match="there must be tt and a method to hold against it, got ca, keep 4"):
+    with pytest.raises(ValueError, match="must have tt and a method to hold against it, got ca, keep 4"):
         ask(text, "ca")
     with pytest.raises(ValueError, match="got tt, keep 4"):
         ask(text, "tt")
     with pytest.raises(ValueError, match="every must be a multiple of step_tokens, 16; got 40"):
         ask(text, "tt", "ca", every=40)
-    with pytest.raises(EvaluationError, match="max_tokens above the window of 64"):
+    with pytest.raises(EvaluationError, match="max_tokens must be above the window of 64"):
         run_agreement(kit.tiny_model(), ask(text, "tt", "ca", max_tokens=64), lambda *_: None)

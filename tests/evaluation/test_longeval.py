@@ -127,8 +127,8 @@ def test_the_last_topic_is_asked_for_and_named_before_the_overflow_alone(tmp_pat
         ({"prompt": 3, "topics": []}, r"a\.jsonl:2: there must be a row of LongEval"),
         ({"prompt": "x", "topics": [], "expected_number": 1}, r"a\.jsonl:2: there must be a row of LongEval"),
         ({"prompt": "no lines", "expected_number": 1}, r"a\.jsonl:2: there must be lines 'line NAME"),
-        ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: there must be as many `topics` as .* found 1 and 0"),
-        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: there must be as many `topics` as .* found int and 0"),
+        ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: there must be as many `topics` as .* got 1 and 0"),
+        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: there must be as many `topics` as .* got int and 0"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):

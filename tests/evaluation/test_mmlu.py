@@ -68,11 +68,11 @@ def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(d
     [
         (
             "a,1,2,3,4,A\nb,1,2,3,B\n",
-            r"bad_dev\.csv:2: there must be a question, four .* found 5 columns, the last 'B'",
+            r"bad_dev\.csv:2: there must be a question, four .* got 5 columns, the last 'B'",
         ),
-        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: there must be .* found 6 columns, the last 'E'"),
+        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: there must be .* got 6 columns, the last 'E'"),
         ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: there must be .* the last '4'"),
-        ("alone\n", r"bad_dev\.csv:1: there must be .* found 1 columns"),
+        ("alone\n", r"bad_dev\.csv:1: there must be .* got 1 columns"),
         ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1: there must be CSV, got unexpected end of data"),
         ("question,a,b,c,d,answer\n", r"there must be questions, got none in .*bad_dev\.csv"),
     ],
@@ -141,7 +141,7 @@ def test_items_are_drawn_by_the_seed(directory):
 
 def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):
     assert ask(directory, max_tokens=None).preamble_tokens == 2 * 384 + 64
-    with pytest.raises(EvaluationError, match="max_tokens above the window of 384 to overflow it, got 300"):
+    with pytest.raises(EvaluationError, match="max_tokens must be above the window of 384 to overflow it, got 300"):
         run_mmlu(kit.tiny_model(), ask(directory, max_tokens=300), ignore)
     (tmp_path / "own.txt").write_text("short")
     with pytest.raises(EvaluationError, match=r"at least 385 tokens .* got 5 in .*own\.txt"):

@@ -33,21 +33,21 @@ def test_both_kinds_of_file_are_read_and_folders_in_the_order_of_numbers(tmp_pat
     ("content", "message"),
     [
         ([], "there must be a list of items with ctxs, question and answers, or an object .*; got an empty list"),
-        ("text", "found str"),
+        ("text", "got str"),
         ([1], "a.json:0: there must be an item with ctxs, .*; got int"),
         ([ITEMS[0], {"ctxs": [], "question": "?"}], "a.json:1: there must be an item .*; got none of answers"),
-        ([{**ITEMS[0], "ctxs": ["text"]}], "found other ctxs"),
+        ([{**ITEMS[0], "ctxs": ["text"]}], "got other ctxs"),
         ([{**ITEMS[0], "ctxs": []}], "a.json:0: there must be at least one text, got none"),
         (
             [{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}],
-            "there must be text 1 to have something in it, got None",
+            "text 1 must have something in it, got None",
         ),
         ([{**ITEMS[0], "question": " "}], "a.json:0: there must be a question, got ' '"),
         ([{**ITEMS[0], "answers": "one"}], "there must be answers, a list of strings; got 'one'"),
         ({"a": 1}, "there must be an object with texts by number from 0 on and query, or a list of items; got a"),
         ({**EXAMPLE, "chunk_num": "three"}, "there must be chunk_num, a number of texts; got 'three'"),
         ({**EXAMPLE, "chunk_num": "4"}, "there must be 4 texts from 0 on, got no 2, 3"),
-        ({**EXAMPLE, "1": ""}, "there must be text 1 to have something in it, got ''"),
+        ({**EXAMPLE, "1": ""}, "text 1 must have something in it, got ''"),
     ],
 )
 def test_what_is_no_file_of_items_is_refused(tmp_path, content, message):
@@ -99,5 +99,5 @@ def test_prompts_beyond_the_window_are_refused_by_how_much(tmp_path):
 def test_chunkings_that_are_none_are_refused():
     with pytest.raises(ValueError, match="num_chunks must be at least 1, got 0"):
         Chunking(num_chunks=0)
-    with pytest.raises(ValueError, match=r"instruction must be \{question\} in it, got 'Say'"):
+    with pytest.raises(ValueError, match=r"instruction must have \{question\} in it, got 'Say'"):
         Chunking(instruction="Say")

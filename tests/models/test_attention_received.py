@@ -136,7 +136,7 @@ def test_a_batch_is_refused():
     q = jnp.zeros((2, 3, 4, HEAD_DIM))
     new = LayerKV(q, q)
     rotation = rope.rotation_at(ROPE, HEAD_DIM, jnp.zeros((2, 3)))
-    with pytest.raises(ValueError, match="there must be one sequence, got a batch of 2"):
+    with pytest.raises(ValueError, match="one sequence, got a batch of 2"):
         attention_received(q, new, None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 

@@ -165,7 +165,7 @@ def test_other_rope_factors_are_refused(write):
     ("metadata", "message"),
     [
         ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, "rope scaling 'longrope' is not served"),
-        ({"rope.dimension_count": 8}, "rope.dimension_count 8 is not served, wanted the head dim 16"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count 8 is not served; it must be the head dim 16"),
         ({"attention.value_length": 32}, "value_length 32"),
     ],
 )
@@ -215,14 +215,14 @@ def test_another_kind_of_file_is_refused(tmp_path):
 def test_a_missing_tensor_is_named(write):
     tensors = tiny_gguf.gguf_tensors(CONFIG, PARAMS)
     del tensors["blk.1.ffn_up.weight"]
-    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing; wanted shape \(128, 64\)"):
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight is missing; its shape must be \(128, 64\)"):
         load_checkpoint(str(write(tensors=tensors)))
 
 
 def test_a_misshaped_tensor_is_named_with_both_shapes(write):
     tensors = tiny_gguf.gguf_tensors(CONFIG, PARAMS)
     tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][:-16]
-    with pytest.raises(CheckpointError, match=r"attn_q\.weight: there must be shape \(64, 64\), got \(48, 64\)"):
+    with pytest.raises(CheckpointError, match=r"attn_q\.weight: the shape must be \(64, 64\), got \(48, 64\)"):
         load_checkpoint(str(write(tensors=tensors)))
 
 

@@ -180,10 +180,10 @@ def test_a_truncated_file_is_refused(directory, kept):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; wanted shape \(64,\)"),
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; its shape must be \(64,\)"),
         (
             lambda t: t.update({"lm_head.weight": np.zeros((256, 63), np.float32)}),
-            r"lm_head\.weight: there must be shape \(256, 64\), got \(256, 63\)",
+            r"lm_head\.weight: the shape must be \(256, 64\), got \(256, 63\)",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}),
@@ -206,7 +206,7 @@ def test_float8_tensors_are_refused_by_name(directory):
 
 def test_pickled_weights_alone_are_refused(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"there must be weights as safetensors, not found: model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"weights must be there as safetensors; missing: model\.safetensors"):
         load_checkpoint(str(directory))
 
 

@@ -104,20 +104,20 @@ def test_a_manifest_for_other_shapes_is_refused(converted):
     manifest = json.loads((converted / orbax.MANIFEST).read_text())
     manifest["config"]["mlp_dim"] = 256
     (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"mlp/w_gate: there must be shape \(64, 256\), got \(64, 128\)"):
+    with pytest.raises(CheckpointError, match=r"mlp/w_gate: the shape must be \(64, 256\), got \(64, 128\)"):
         load_checkpoint(str(converted))
 
 
 def test_a_manifest_of_another_format_is_refused(converted):
     manifest = json.loads((converted / orbax.MANIFEST).read_text())
     (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CheckpointError, match="there must be format 1, got 2"):
+    with pytest.raises(CheckpointError, match="the format must be 1, got 2"):
         load_checkpoint(str(converted))
 
 
 def test_a_tensor_that_is_gone_is_named(converted):
     (converted / "params" / "params.layer_1.attn.wk").rename(converted / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"tensor layer_1/attn/wk is missing; wanted shape \(64, 2, 16\)"):
+    with pytest.raises(CheckpointError, match=r"tensor layer_1/attn/wk is missing; its shape must be \(64, 2, 16\)"):
         load_checkpoint(str(converted))
 
 
@@ -126,7 +126,7 @@ def test_a_manifest_of_another_architecture_is_refused(converted):
     for changed, error, message in (
         ({"architecture": "mpt"}, UnsupportedArchitectureError, "converted: architecture 'mpt' is not served: its pos"),
         ({"num_experts": 4, "num_experts_per_token": 2}, CheckpointError, "tensor layer_0/mlp/router is missing"),
-        ({"qkv_bias": True}, CheckpointError, r"tensor layer_0/attn/bq is missing; wanted shape \(4, 16\)"),
+        ({"qkv_bias": True}, CheckpointError, r"tensor layer_0/attn/bq is missing; its shape must be \(4, 16\)"),
         ({"tie_embeddings": True}, CheckpointError, "1 tensors belong to no parameter .*: head/kernel"),
     ):
         (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "config": {**manifest["config"], **changed}}))

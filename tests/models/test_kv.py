@@ -93,5 +93,5 @@ def test_append_keeps_the_dtype_of_the_cache():
 @pytest.mark.parametrize("num_tokens", [-1, 4])
 @pytest.mark.parametrize("operation", [kv.take, kv.drop_oldest])
 def test_more_than_there_is_room_for_is_refused(operation, num_tokens):
-    with pytest.raises(ValueError, match=rf"there must be to (keep|drop) 0\.\.3 tokens, got {num_tokens}"):
+    with pytest.raises(ValueError, match=rf"tokens to (keep|drop) must be 0\.\.3 tokens, got {num_tokens}"):
         operation(cache_of([[1.0]], 3), num_tokens)

@@ -31,18 +31,18 @@ def store_in(directory: Path, driver: str = "zarr3", **changes: object) -> Store
         ({"ssd_gib": -0.5}, "ssd_gib must be a number of GiB >= 0, got -0.5"),
         ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib must be a number of GiB >= 0, got -1"),
         ({"tenant_quota_gib": -1.0}, "tenant_quota_gib must be a number of GiB >= 0, got -1"),
-        ({"ssd_dir": "d", "ssd_gib": 0.0}, "there must be ssd_gib above 0, got 0"),
+        ({"ssd_dir": "d", "ssd_gib": 0.0}, "must have ssd_gib above 0, got 0"),
         (
             {"ssd_dir": "d", "dram_gib": 0.0},
-            "there must be dram_gib above 0, since its blocks pass through DRAM; got 0",
+            "must have dram_gib above 0, since its blocks pass through DRAM; got 0",
         ),
         ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
-        ({"ssd_url": "memory://x"}, "ssd_url must be an ssd_dir for its catalog, got none"),
-        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_url must be ssd_driver zarr3, got raw"),
+        ({"ssd_url": "memory://x"}, "ssd_url must have an ssd_dir for its catalog, got none"),
+        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_url must have ssd_driver zarr3, got raw"),
         ({"ssd_driver": "tape"}, "ssd_driver must be one of zarr3, raw; got 'tape'"),
         ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0"),
-        ({"ttl_s": -1.0}, "found -1"),
-        ({"ttl_s": float("inf")}, "found inf"),
+        ({"ttl_s": -1.0}, "ttl_s must be a number of seconds >= 0, or None, got -1"),
+        ({"ttl_s": float("inf")}, "got inf"),
         ({"dram_free_fraction": 1.0}, r"dram_free_fraction must be a share in \[0, 1\), got 1"),
         ({"eviction_policy": "random"}, "eviction_policy must be one of .*; got 'random'"),
     ],
@@ -147,7 +147,7 @@ def test_names_of_others_and_times_that_cannot_be(tmp_path):
         ):
             with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
                 call("one", tenant="b")
-            with pytest.raises(UnknownSessionError, match="the session must be stored, got 'two'"):
+            with pytest.raises(UnknownSessionError, match="the session must be stored, and 'two'"):
                 call("two", tenant="b")
         with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
             engine.session(session_id="one", tenant="b")
@@ -157,7 +157,7 @@ def test_names_of_others_and_times_that_cannot_be(tmp_path):
             with pytest.raises(ValueError, match=f"got {ttl_s}"):
                 stored.set_ttl("one", ttl_s, tenant="a")
         session = engine.session(session_id="one", tenant="a")
-        with pytest.raises(InvalidRequestError, match=r"there must be to keep 0\.\.\d+ tokens, got 1000"):
+        with pytest.raises(InvalidRequestError, match=r"tokens to keep must be 0\.\.\d+ tokens, got 1000"):
             session.rewind(1000)
         assert kit.say(session, [65]) == kit.greedy_answer(session.token_ids[:-12], 12)
         assert session.usage is not None

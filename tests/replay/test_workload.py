@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_used_are_counted_if_they_may_be_skipped(tmp_path):
     made = workload(skipping, num_sessions=2)
     assert made.skipped_rows == 2
     assert re.search(r"line 2: `timestamp` must be at least the 1000 ms", made.first_skipped)
-    with pytest.raises(TraceError, match=r"mooncake.jsonl, line 2: `timestamp` wanted"):
+    with pytest.raises(TraceError, match=r"mooncake.jsonl, line 2: `timestamp` must be"):
         workload(trace, num_sessions=2)
 
 

@@ -65,11 +65,11 @@ def test_a_key_says_whose_a_request_is(tenants):
     ("text", "match"),
     [
         ("keys = 3", "there must be a table for each tenant"),
-        ("[a", "there must be TOML"),
+        ("[a", "must be TOML"),
         ("", "at least one tenant with a key"),
         ("[a]\n", "at least one tenant with a key"),
-        ('["a/b"]\nkeys = ["12345678"]', "a tenant's name wanted"),
-        ('[a]\nkey = ["12345678"]', "tenant a must be best_priority, keys, .*, salt; got key"),
+        ('["a/b"]\nkeys = ["12345678"]', "a tenant's name must be"),
+        ('[a]\nkey = ["12345678"]', "tenant a: fields must be of best_priority, keys, .*, salt; got key"),
         ('[a]\nkeys = "12345678"', "keys must be a list of texts"),
         ('[a]\nkeys = ["short"]', "at least 8 characters each, got one of 5"),
         ('[a]\nkeys_sha256 = ["12345678"]', "64 hex digits each, got others in number 1"),
@@ -79,7 +79,7 @@ def test_a_key_says_whose_a_request_is(tenants):
         ('[a]\nkeys = ["12345678"]\nbest_priority = true', "best_priority must be a whole number from -1000, got True"),
         ('[a]\nkeys = ["12345678"]\nmax_pinned = -1', "max_pinned must be a whole number from 0, got -1"),
         ('[a]\nkeys = ["12345678"]\nmetrics = 1', "metrics must be true or false, got 1"),
-        ('[a]\nkeys = ["12345678"]\n[b]\nkeys = ["12345678"]', "each key once"),
+        ('[a]\nkeys = ["12345678"]\n[b]\nkeys = ["12345678"]', "each key must be there once"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(text, match, tmp_path):

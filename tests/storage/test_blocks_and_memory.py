@@ -91,10 +91,10 @@ def test_taking_is_all_or_nothing():
     with pytest.raises(ValueError, match="block 5 is taken twice"):
         free.take([5, 0, 5])
     for outside in (-1, 6, 2**40):
-        with pytest.raises(ValueError, match=rf"block id in \[0, 6\), got {outside}"):
+        with pytest.raises(ValueError, match=rf"block id must be in \[0, 6\), got {outside}"):
             free.take([0, outside])
     for others in ([0.0], [[0]], np.zeros((1, 1), np.int64), [True], [0, 2**64]):
-        with pytest.raises(ValueError, match="there must be block ids as integers"):
+        with pytest.raises(ValueError, match="block ids must be integers"):
             free.take(others)
     with pytest.raises(ValueError, match=r"in \[0, 0\), got 0"):
         BlockAllocator(0).take([0])

@@ -263,14 +263,14 @@ def test_small_changes_last(tmp_path):
     [
         ({"num_tokens": 0}, "num_tokens > 0"),
         ({"cuts": Cuts(places=TokenPlaces.dense(4), num_rows=4)}, "places of its 5 tokens, got 4"),
-        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (2, 4))), num_rows=5)}, "there must be 6 to 8 rows written, got 5"),
-        ({"cuts": Cuts(places=TokenPlaces.dense(5), num_rows=9)}, "there must be 5 to 8 rows written, got 9"),
+        ({"cuts": Cuts(places=TokenPlaces(((0, 1), (2, 4))), num_rows=5)}, "must be 6 to 8 rows written, got 5"),
+        ({"cuts": Cuts(places=TokenPlaces.dense(5), num_rows=9)}, "must be 5 to 8 rows written, got 9"),
         ({"cuts": Cuts(places=TokenPlaces(((0, 1), (5, 4))), num_rows=9)}, "at least 3 blocks of 4, got 2"),
         ({"block_ids": np.array([0])}, "at least 2 blocks of 4, got 1"),
         ({"block_ids": np.array([0, 0])}, r"different ids >= 0, got \[0, 0\]"),
         ({"block_ids": np.array([0, -1])}, "different ids >= 0"),
         ({"block_ids": np.array([0, 1], np.int32)}, r"int64\[num_blocks\], got int32\[2\]"),
-        ({"ttl_s": -1.0}, "ttl_s wanted"),
+        ({"ttl_s": -1.0}, "ttl_s must be"),
         ({"num_tokens": 6}, r"token_ids must be \[6\], got \[5\]"),
         ({"block_ids": np.array([0, 1, 2])}, r"seals must be uint64\[3, 3\], got uint64\[2, 3\]"),
     ],
@@ -753,7 +753,7 @@ def test_on_a_full_disk_a_change_fails_and_changes_nothing(catalog, fill_disk):
     before = stored(catalog)
     fill_disk(catalog)
     for _ in range(3):
-        with pytest.raises(CatalogFullError, match="there must be room on the disk"):
+        with pytest.raises(CatalogFullError, match="the disk must have room"):
             catalog.publish(*session(2, range(40_000), first_block=100))
     assert stored(catalog) == before
     assert catalog.integrity_check() == ()

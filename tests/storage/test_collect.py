@@ -182,7 +182,7 @@ def test_leftovers_and_files_of_no_namespace_go_and_others_stay(tmp_path):
 
 def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypatch):
     def full(catalog):
-        raise CatalogFullError("there must be room on the disk")
+        raise CatalogFullError("the disk must have room")
 
     with Catalog(tmp_path, NAMESPACE) as catalog, catalog.batch():
         catalog._db.execute("CREATE TABLE filling AS SELECT zeroblob(2000000) AS bytes")
@@ -190,7 +190,7 @@ def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(housekeeping.Catalog, "compact", full)
         garbage = collect(tmp_path)
-    assert (garbage.compacted_bytes, garbage.not_compacted) == (None, "there must be room on the disk")
+    assert (garbage.compacted_bytes, garbage.not_compacted) == (None, "the disk must have room")
     assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}
     garbage = collect(tmp_path)
     assert garbage.not_compacted is None

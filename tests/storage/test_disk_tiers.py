@@ -113,7 +113,7 @@ def test_the_blocks_of_a_larger_run_can_be_deleted(disk):
     assert tier.stored_block_ids() == [1, 6]
     tier.delete_blocks([6, 7, 1_000_000]).result()  # Those that are not there, too.
     assert tier.stored_block_ids() == [1]
-    with pytest.raises(ValueError, match=r"there must be a block id in \[0, 4\), got 6"):
+    with pytest.raises(ValueError, match=r"a block id must be in \[0, 4\), got 6"):
         read(tier, [6])
 
 
@@ -335,7 +335,9 @@ def test_a_cap_that_the_floor_leaves_no_room_for_is_refused_at_start(local_disk,
 
 
 def test_a_floor_wants_a_disk():
-    with pytest.raises(ValueError, match="wants a local disk, got 4096 bytes for a remote URL"):
+    with pytest.raises(
+        ValueError, match="a floor of free space must be asked of a local disk, got 4096 bytes for a remote URL"
+    ):
         SsdTier(make_layout(), "memory://", 4096, DiskOptions(free_floor_bytes=4096))
 
 
@@ -419,7 +421,7 @@ def test_metadata_that_is_none_is_refused(tmp_path):
 
 def test_a_location_that_is_a_file_is_refused(local_disk):
     local_disk.path.write_text("not a directory")
-    with pytest.raises(NotADirectoryError, match=f"there must be a directory, got a file: {local_disk.path}"):
+    with pytest.raises(NotADirectoryError, match=f"must be a directory, got a file: {local_disk.path}"):
         local_disk.open()
 
 
@@ -454,7 +456,7 @@ def test_a_cap_under_one_block_is_refused(tmp_path, capacity_bytes, found):
 
 
 def test_a_location_must_be_named():
-    with pytest.raises(ValueError, match="there must be a directory or a TensorStore URL"):
+    with pytest.raises(ValueError, match="must be a directory or a TensorStore URL"):
         SsdTier(make_layout(), "", 4096)
     with pytest.raises(ValueError, match="nosuchscheme"):
         SsdTier(make_layout(), "nosuchscheme://x", 4096)
@@ -472,19 +474,19 @@ def test_a_file_url_is_a_directory(tmp_path):
 def test_what_does_not_fit_is_refused(disk):
     tier = disk.open()
     blocks = make_blocks(tier.layout, 2)
-    with pytest.raises(ValueError, match=r"block id in \[0, 8\), got 8"):
+    with pytest.raises(ValueError, match=r"block id must be in \[0, 8\), got 8"):
         tier.write_blocks([0, 8], blocks)
-    with pytest.raises(ValueError, match=r"block id in \[0, 8\), got -1"):
+    with pytest.raises(ValueError, match=r"block id must be in \[0, 8\), got -1"):
         tier.read_blocks([-1], blocks[:1])
     with pytest.raises(ValueError, match="not negative, got -1"):
         tier.delete_blocks([-1])
-    with pytest.raises(ValueError, match=r"each block id once, got \[3, 3\]"):
+    with pytest.raises(ValueError, match=r"each block id must be given once, got \[3, 3\]"):
         tier.write_blocks([3, 3], blocks)
     with pytest.raises(ValueError, match="one array for each of 3 block ids, got 2"):
         tier.read_blocks([0, 1, 2], blocks)
     with pytest.raises(ValueError, match=r"float32\[3, 2, 4, 2, 5\], got float32\[3, 2, 3, 2, 5\]"):
         tier.read_blocks([0], [blocks[0][:, :, :3]])
-    with pytest.raises(ValueError, match=r"there must be float32.*, got float16"):
+    with pytest.raises(ValueError, match=r"must be float32.*, got float16"):
         tier.write_blocks([0], np.zeros(blocks[:1].shape, np.float16))
     with pytest.raises(ValueError, match="C-contiguous"):
         tier.write_blocks([0], [blocks[0][..., ::-1]])

@@ -105,7 +105,7 @@ def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):
         with pytest.raises(AmbiguousSessionError, match="got 2 for 'a'"):
             inspector.find("a")
         for name, tenant in (("nobody's", None), ("", None), ("x", "alice")):
-            with pytest.raises(UnknownSessionError, match="there must be the id"):
+            with pytest.raises(UnknownSessionError, match="must be the id"):
                 inspector.find(name, tenant)
 
 

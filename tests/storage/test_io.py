@@ -195,7 +195,7 @@ def test_waiting_gives_up_after_its_time(queue, device):
     handle = queue.submit(device.operations("a"))
     assert not handle.wait(0.0)
     assert not handle.wait_settled(0.0)
-    with pytest.raises(TimeoutError, match=r"within 0.0 s, got it still open"):
+    with pytest.raises(TimeoutError, match=r"within 0.0 s, and is still open"):
         handle.result(0.0)
     device.end("a")
     assert handle.wait(0.0)

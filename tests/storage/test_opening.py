@@ -405,7 +405,7 @@ def test_blocks_at_a_url_that_names_a_directory_are_there_again(directory, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"driver": "n5"}, "there must be one of zarr3, raw; got 'n5'"),
+        ({"driver": "n5"}, "must be one of zarr3, raw; got 'n5'"),
         ({"driver": "raw", "blocks_url": "memory://"}, "URL must be SSD driver zarr3, got raw for 'memory://'"),
     ],
 )

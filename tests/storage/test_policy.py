@@ -304,7 +304,7 @@ def test_the_window_is_as_long_as_there_is_room_for_sessions(available, mean, jo
 
 @pytest.mark.parametrize(("available", "mean"), [(-1, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
 def test_a_window_of_no_size_is_refused(available, mean):
-    with pytest.raises(ValueError, match="there must be a number of bytes >= 0"):
+    with pytest.raises(ValueError, match="must be a number of bytes >= 0"):
         look_ahead_window(available, mean)
 
 
@@ -476,7 +476,7 @@ class _Names:
 
 @pytest.mark.parametrize("keys", [("x2",), ("y1", "y1"), ("y1", "x1")])
 def test_a_policy_that_names_too_few_or_who_must_stay_or_one_twice_is_refused(keys):
-    with pytest.raises(RuntimeError, match="_Names must be to free 3 blocks by evicting"):
+    with pytest.raises(RuntimeError, match="_Names must free 3 blocks by evicting"):
         room(lacking=3, held="x1", policy=_Names(*keys))
 
 

@@ -248,7 +248,7 @@ def test_a_policy_that_names_a_pinned_key_is_refused():
     store = make_store(policy=EvictsWhatItMayNot())
     save(store, "a", ids(8), make_kv(store.layout, 8))
     save(store, "b", ids(8), make_kv(store.layout, 8))
-    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot must be to free 1 blocks"):
+    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot must free 1 blocks"):
         store.prepare_save("c", 0, ids(1))
     assert keys(store) == {"a", "b"}
     assert save(store, "c", ids(1), make_kv(store.layout, 1))
@@ -278,7 +278,7 @@ def test_several_saves_of_a_session_are_completed_in_order(store):
     third = store.prepare_save("a", 9, ids(14)[9:])
     third.write_all(kv[:, :, 9:])
     second.write_all(kv[:, :, 6:9])
-    with pytest.raises(ValueError, match="in order: there must be the one from token 0, got the one from 6"):
+    with pytest.raises(ValueError, match="in order: next must be the one from token 0, got the one from 6"):
         store.complete_save(second)
     first.write_all(kv[:, :, :6])
     assert store.complete_save(first)
@@ -326,12 +326,12 @@ def test_the_first_save_aborted_leaves_nothing(store):
 def test_a_save_must_start_where_the_stored_prefix_ends(store):
     save(store, "a", ids(5), make_kv(store.layout, 5))
     for wrong in (0, 4, 6):
-        with pytest.raises(ValueError, match=f"there must be to start at token 5, got start_token={wrong}"):
+        with pytest.raises(ValueError, match=f"must start at token 5, got start_token={wrong}"):
             store.prepare_save("a", wrong, ids(2))
-    with pytest.raises(ValueError, match="there must be to start at token 0, got start_token=3"):
+    with pytest.raises(ValueError, match="must start at token 0, got start_token=3"):
         store.prepare_save("b", 3, ids(2))
     store.prepare_save("a", 5, ids(2))
-    with pytest.raises(ValueError, match="there must be to start at token 7, got start_token=5"):
+    with pytest.raises(ValueError, match="must start at token 7, got start_token=5"):
         store.prepare_save("a", 5, ids(2))
     assert keys(store) == {"a"}
 

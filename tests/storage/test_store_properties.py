@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=KEYS, wrong=st.sampled_from([-1, 1, 5]))
     def prepare_save_with_a_gap(self, key, wrong):
         start = self.reference[key].stop if key in self.reference else 0
-        with pytest.raises(ValueError, match="there must be to start at token"):
+        with pytest.raises(ValueError, match="must start at token"):
             self.store.prepare_save(key, start + wrong, [1])
 
     def open_saves(self):

@@ -121,7 +121,7 @@ def test_a_mask_that_is_none_is_refused(store, wrong):
     with pytest.raises(ValueError, match=r"discarded must be bool\[T\], got"):
         store.discard("a", wrong)
     assert info(store, "a").num_tokens == 4
-    with pytest.raises(ValueError, match="discarded wanted"):
+    with pytest.raises(ValueError, match="discarded must be"):
         store.discard("nobody", wrong)
 
 

@@ -66,7 +66,7 @@ def test_a_token_is_a_byte_and_special_tokens_are_one_each():
 
 def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path):
     config = tiny.tiny_config(vocab_size=100)
-    with pytest.raises(ValueError, match="wants a vocab_size of at least 256, got 100"):
+    with pytest.raises(ValueError, match="vocab_size must be at least 256, got 100"):
         tiny.write_tiny_hf(tmp_path, config, tiny.tiny_params(config))
     assert not list(tmp_path.iterdir())
 

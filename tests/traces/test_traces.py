@@ -69,8 +69,8 @@ def test_seen_blocks_are_leading_ones(written):
 
 
 BAD_MOONCAKE = {
-    "no JSON": ('{"timestamp": 1', "there must be a JSON object"),
-    "no object": ("[1, 2]", "there must be a JSON object"),
+    "no JSON": ('{"timestamp": 1', "must be a JSON object"),
+    "no object": ("[1, 2]", "must be a JSON object"),
     "a field is missing": ({"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` must be a number"),
     "a negative length": (asked(1, -5, 1), "`input_length` must be an integer of at least 1, got -5"),
     "no whole length": (asked(1, 5.5, 1), "`input_length` must be an integer"),

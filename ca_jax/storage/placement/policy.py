@@ -355,7 +355,7 @@ class FreeingPolicy:
         if len({*keys}) != len(keys) or not all(sizes) or sum(sizes) < num_blocks:
             raise RuntimeError(
                 f"{type(self._policy).__name__} must free {num_blocks} blocks by evicting {keys}; "
-                f"found that these may free {sizes}"
+                f"got that these may free {sizes}"
             )
         return tables
 

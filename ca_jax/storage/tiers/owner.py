@@ -81,10 +81,10 @@ def claim_blocks(
         return owner
     if not takes_over:
         if found.state == "value":
-            raise _refusal(blocks, directory, f"found {'a mark of no known format' if owner is None else owner}")
+            raise _refusal(blocks, directory, f"got {'a mark of no known format' if owner is None else owner}")
         num_unknown = 0 if knows_any() else len(list_blocks())
         if num_unknown:
-            raise _refusal(blocks, directory, f"found {num_unknown} blocks that this directory knows nothing of")
+            raise _refusal(blocks, directory, f"got {num_unknown} blocks that this directory knows nothing of")
     own = Owner(
         owner=own_id, directory=str(directory.absolute()), host=socket.gethostname(), since=time.strftime("%F %T %z")
     )
@@ -92,7 +92,7 @@ def claim_blocks(
     blocks.write(OWNER_NAME, text, if_equal=found.stamp.generation).result()
     marked = _parsed(blocks.read(OWNER_NAME).result().value)
     if marked != own:  # Another one came in between.
-        raise _refusal(blocks, directory, f"found {marked}")
+        raise _refusal(blocks, directory, f"got {marked}")
     return owner
 
 
