@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format \
-  docs notebooks wheel workflows count clean distclean
+  docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,6 +109,11 @@ workflows: $(TOOLS)/.setup ## Lint .github/workflows
 	$(TOOLS_BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if command -v actionlint > /dev/null; then actionlint; fi
 
+mutants: setup ## Seeded random mutants of six modules, and how many their tests notice; ARGS="--count=20 scheduler" is part of it
+	test -d .venv-mutants || $(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/python -m pip install -q 'cosmic-ray>=8.7'
+	.venv-mutants/bin/python -m tools.mutants --python=$(CURDIR)/$(BIN)/python $(ARGS)
+
 count: ## Print files and lines of the package and of the tests
 	@for part in ca_jax tests; do \
 	  printf '%-8s %4d files %6d lines of Python\n' $$part \
@@ -120,7 +125,7 @@ clean: ## Remove caches and build leftovers
 	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environment
-	rm -rf $(VENV) $(TOOLS)
+	rm -rf $(VENV) $(TOOLS) .venv-mutants
 
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { echo "ca_jax wants Python >= 3.11, found no $(PYTHON); name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }

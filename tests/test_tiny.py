@@ -11,32 +11,15 @@ from ca_jax.testing import tiny
 CONFIG = tiny.tiny_config(vocab_size=260, num_kv_heads=1, head_dim=10)
 
 
-def test_params_have_the_shapes_of_the_config_and_depend_on_the_seed_alone():
-    tree = tiny.tiny_params(CONFIG, seed=3)["params"]
-    assert set(tree) == {"embed", "layer_0", "layer_1", "layer_2", "final_norm", "head"}
-    attn, mlp = tree["layer_2"]["attn"], tree["layer_2"]["mlp"]
-    assert {name: array.shape for name, array in (attn | mlp).items()} == {
-        "wq": (64, 4, 10),
-        "wk": (64, 1, 10),
-        "wv": (64, 1, 10),
-        "wo": (4, 10, 64),
-        "w_gate": (64, 128),
-        "w_up": (64, 128),
-        "w_down": (128, 64),
-    }
-    assert tree["embed"]["embedding"].shape == (260, 64)
-    assert tree["head"]["kernel"].shape == (64, 260)
-    np.testing.assert_array_equal(attn["wq"], tiny.tiny_params(CONFIG, seed=3)["params"]["layer_2"]["attn"]["wq"])
-    assert not np.array_equal(attn["wq"], tiny.tiny_params(CONFIG, seed=4)["params"]["layer_2"]["attn"]["wq"])
-    half = tiny.tiny_params(CONFIG, seed=3, dtype=np.float16)["params"]["layer_2"]["attn"]["wq"]
-    np.testing.assert_array_equal(half, attn["wq"].astype(np.float16))
+def test_params_depend_on_the_seed_alone_and_tied_embeddings_have_no_head():
+    def query_weights(seed, dtype=np.float32):
+        return tiny.tiny_params(CONFIG, seed, dtype)["params"]["layer_2"]["attn"]["wq"]
 
-
-def test_tied_embeddings_have_no_head():
+    np.testing.assert_array_equal(query_weights(3), query_weights(3))
+    assert not np.array_equal(query_weights(3), query_weights(4))
+    np.testing.assert_array_equal(query_weights(3, np.float16), query_weights(3).astype(np.float16))
     config = tiny.tiny_config(tie_embeddings=True)
-    params = tiny.tiny_params(config)
-    assert "head" not in params["params"]
-    assert "lm_head.weight" not in tiny.hf_tensors(config, params)
+    assert "lm_head.weight" not in tiny.hf_tensors(config, tiny.tiny_params(config))
 
 
 def test_hf_weights_compute_the_same_projections(tmp_path):

@@ -111,7 +111,7 @@ def _of_side_channel(report: Report) -> Iterable[str]:
 
 
 def _of_load(report: Report) -> Iterable[str]:
-    yield f"{report['model']}, streamed; their own reports are beside `results/server/summary.json`."
+    yield f"{report['model']}, streamed; what the tools say themselves."
     yield ""
     columns = ("tool, mode", "requests, errors", "tokens/s", "TTFT p50, p99", "between tokens p50, p99")
     rows = [

