@@ -46,7 +46,8 @@ def main() -> None:
 
 def page(results: Path) -> str:
     """The page of a directory of results."""
-    reports = {name: read_json(results / f"{name}.json") for name in dict.fromkeys((*_REPORTS, *_FITS))}
+    paths = {name: results / f"{name}.json" for name in dict.fromkeys((*_REPORTS, *_FITS))}
+    reports = {name: read_json(path) for name, path in paths.items() if name in _REPORTS or path.exists()}
     return make_page(read_notes(results / "paper" / "notes.md"), reports)
 
 
@@ -57,7 +58,8 @@ def make_page(notes: Mapping[str, str], reports: Mapping[str, Report]) -> str:
     for row in figures["rows"]:
         of_figure.setdefault(row["figure"], []).append(row)
     parts = [(name, f"Figure {name}: {_TITLES[name]}", _figure(name, rows)) for name, rows in of_figure.items()]
-    parts.append(("fits", "The two fits", _fits(reports)))
+    if _FITS.keys() <= reports.keys():
+        parts.append(("fits", "The two fits", _fits(reports)))
     parts.append(("replay", "The engine itself: stored against recomputed", _replay(replay)))
     parts.append(("simulator", "The simulator against the engine", _check(check)))
     return assemble(notes, ["", _made(figures)], parts)
