@@ -10,8 +10,7 @@ from ca_jax.simulate.traces.requests import (
     TraceError,
     agent_requests,
     load_agent_calls,
-    load_arrivals,
-    load_mooncake,
+    load_requests,
     share_of_seen_blocks,
 )
 
@@ -35,10 +34,10 @@ def called(timestamp, text, answer="yes", session="a"):
 
 
 def test_a_mooncake_row_is_a_request(written):
-    first, second = load_mooncake(written(asked(1500, 1000, 4, 8), asked("2500", 512, 9)))
+    first, second = load_requests("mooncake", written(asked(1500, 1000, 4, 8), asked("2500", 512, 9)))
     assert (first.arrival_s, first.input_tokens, first.output_tokens, first.hash_ids) == (1.5, 1000, 7, (4, 8))
     assert second.arrival_s == 2.5
-    assert list(load_mooncake(written())) == []
+    assert list(load_requests("mooncake", written())) == []
 
 
 # Blocks 0 and 1 are everybody's: a system prompt. The last id of each prompt is of a block that is not full.
@@ -56,14 +55,14 @@ SESSIONS = [
 
 
 def test_sessions_are_found_by_prefix(written):
-    found = load_mooncake(written(*(row for _, row, _, _ in SESSIONS)))
+    found = load_requests("mooncake", written(*(row for _, row, _, _ in SESSIONS)))
     for request, (what, _, session, shared_blocks) in zip(found, SESSIONS, strict=True):
         assert (request.session_id, request.shared_tokens) == (f"s{session}", HASH_BLOCK_TOKENS * shared_blocks), what
 
 
 def test_seen_blocks_are_leading_ones(written):
     rows = (asked(0, 1500, 0, 1, 2), asked(0, 1500, 0, 3, 2), asked(0, 1000, 3, 1), asked(0, 600, 0, 3))
-    found = share_of_seen_blocks(load_mooncake(written(*rows)))
+    found = share_of_seen_blocks(load_requests("mooncake", written(*rows)))
     assert found == (0 + 1 + 2 + 2) / 10  # The third begins with two blocks that were seen, though never at its front.
     assert share_of_seen_blocks([]) == 0.0
 
@@ -93,21 +92,21 @@ ARRIVALS = {
 
 @pytest.mark.parametrize(("header", "first", "second"), ARRIVALS.values(), ids=ARRIVALS)
 def test_arrivals_are_seconds_since_the_first(written, header, first, second):
-    found = list(load_arrivals(written(header, f"{first},374,44", f"{second},396,109")))
+    found = list(load_requests("arrivals", written(header, f"{first},374,44", f"{second},396,109")))
     assert [(each.arrival_s, each.input_tokens, each.output_tokens) for each in found] == [(0, 374, 44), (4, 396, 109)]
     assert found[0].session_id != found[1].session_id
 
 
 def test_columns_may_stand_in_any_order_among_others_and_a_missing_one_is_named(written):
-    (found,) = load_arrivals(written("Model,Response tokens,Timestamp,Request tokens", "ChatGPT,18,5,472"))
+    (found,) = load_requests("arrivals", written("Model,Response tokens,Timestamp,Request tokens", "ChatGPT,18,5,472"))
     assert (found.input_tokens, found.output_tokens) == (472, 18)
     with pytest.raises(TraceError, match=r"line 1: `output` must be a column of .*generatedtokens"):
-        list(load_arrivals(written("TIMESTAMP,ContextTokens", "1,2")))
+        list(load_requests("arrivals", written("TIMESTAMP,ContextTokens", "1,2")))
 
 
-MOONCAKE = load_mooncake, [asked(1, 5, 1), asked(2, 5, 2)]
-AGENTS = load_agent_calls, [called(1, "x"), called(2, "y")]
-CSV = load_arrivals, ["time,input_tokens,output_tokens", "1,2,3", "2,2,3"]
+MOONCAKE = "mooncake", [asked(1, 5, 1), asked(2, 5, 2)]
+AGENTS = "agents", [called(1, "x"), called(2, "y")]
+CSV = "arrivals", ["time,input_tokens,output_tokens", "1,2,3", "2,2,3"]
 BAD_ROWS = [
     (MOONCAKE, '{"timestamp": 1', "a row must be a JSON object"),
     (MOONCAKE, "[1, 2]", "a row must be a JSON object, got [1, 2]"),
@@ -135,21 +134,21 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize(("trace", "row", "message"), BAD_ROWS)
 def test_a_bad_row_is_an_error_or_counted_and_skipped(written, trace, row, message):
-    load, (*before, last) = trace
+    trace_format, (*before, last) = trace
     path = written(*before, row, last)
     with pytest.raises(TraceError) as error:
-        list(load(path))
+        load_requests(trace_format, path)
     assert str(error.value).startswith(f"{path}, line {len(before) + 1}: {message}")
     bad_rows = BadRows(skip=True)
-    found = list(load(path, bad_rows))
+    found = load_requests(trace_format, path, len, bad_rows)
     assert (bad_rows.num_skipped, bad_rows.first) == (1, str(error.value))
     assert len(found) == 2
 
 
-@pytest.mark.parametrize("load", [load_mooncake, load_arrivals, load_agent_calls])
-def test_a_trace_that_is_not_there_is_named(tmp_path, load):
+@pytest.mark.parametrize("trace_format", ["mooncake", "arrivals", "agents"])
+def test_a_trace_that_is_not_there_is_named(tmp_path, trace_format):
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        list(load(tmp_path / "nowhere"))
-    if load is load_agent_calls:
+        load_requests(trace_format, tmp_path / "nowhere")
+    if trace_format == "agents":
         with pytest.raises(FileNotFoundError, match=r"\*\.jsonl"):
-            list(load(tmp_path))
+            load_requests(trace_format, tmp_path)

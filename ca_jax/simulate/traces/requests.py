@@ -97,17 +97,33 @@ class BadRows:
         self.first = self.first or str(error)
 
 
-def load_mooncake(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[Request]:
-    """Yields the requests of a Mooncake trace, in order of arrival. Sessions are found by the prompts' prefixes.
+def load_requests(
+    trace_format: str, path: TracePath, count_tokens: Callable[[str], int] = len, bad_rows: BadRows | None = None
+) -> list[Request]:
+    """Reads a trace of requests, in order of arrival.
+
+    Sessions of `mooncake` are found by the prompts' prefixes, and each of `arrivals` is one of its own. The first line
+    of `arrivals` names the columns, of which three are read: the time, in seconds or as a date with a time
+    (`2023-11-16 18:15:46.68`), and the tokens of prompt and answer, under the names that published traces use.
 
     Args:
-      path: of the file.
+      trace_format: of `TRACE_FORMATS`, but for `sharegpt`.
+      path: of the file; of `agents` also a directory.
+      count_tokens: counts the tokens of a text, for `agents`.
       bad_rows: what happens to rows that cannot be used; by default the first is an error.
 
     Raises:
       FileNotFoundError: there is no such file.
-      TraceError: a row is malformed, or came before the one above it.
+      TraceError: a column is missing; a row is malformed, or came before the one above it.
     """
+    if trace_format == "agents":
+        return agent_requests(load_agent_calls(path, bad_rows), count_tokens)
+    if trace_format == "mooncake":
+        return list(map(_Sessions().joined, _parsed(_json_rows, path, bad_rows, _mooncake_requests())))
+    return list(_parsed(_csv_rows, path, bad_rows, _arrivals()))
+
+
+def _mooncake_requests() -> Callable[[_Row], Request]:
     last_s = 0.0
 
     def parse(row: _Row) -> Request:
@@ -115,37 +131,17 @@ def load_mooncake(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[
         arrival_s = row.number("timestamp") / 1000
         if arrival_s < last_s:
             raise row.error("timestamp", f"at least the {last_s * 1000:g} ms of the row before")
-        input_tokens, output_tokens = row.count("input_length"), row.count("output_length")
-        hash_ids = row.counts("hash_ids")
-        num_blocks = -(-input_tokens // HASH_BLOCK_TOKENS)
+        lengths = {"input_tokens": row.count("input_length"), "output_tokens": row.count("output_length")}
+        hash_ids, num_blocks = row.counts("hash_ids"), -(-lengths["input_tokens"] // HASH_BLOCK_TOKENS)
         if len(hash_ids) != num_blocks:
             raise row.error("hash_ids", f"one for each of {num_blocks} blocks of {HASH_BLOCK_TOKENS} tokens")
         last_s = arrival_s
-        return Request(
-            arrival_s=arrival_s,
-            session_id="",
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            hash_ids=hash_ids,
-        )
+        return Request(arrival_s=arrival_s, session_id="", hash_ids=hash_ids, **lengths)
 
-    yield from map(_Sessions().joined, _parsed(_json_rows, path, bad_rows, parse))
+    return parse
 
 
-def load_arrivals(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[Request]:
-    """Yields the requests of a CSV file, in order of arrival, each a session of its own.
-
-    The first line names the columns. Three are read: the time, in seconds or as a date with a time
-    (`2023-11-16 18:15:46.68`), and the tokens of prompt and answer, under the names that published traces use.
-
-    Args:
-      path: of the file.
-      bad_rows: what happens to rows that cannot be used; by default the first is an error.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      TraceError: a column is missing; a row is malformed, or came before the one above it.
-    """
+def _arrivals() -> Callable[[_Row], Request]:
     last_s, first_s = -math.inf, math.nan
 
     def parse(row: _Row) -> Request:
@@ -153,16 +149,11 @@ def load_arrivals(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[
         arrival_s = row.seconds("arrival")
         if arrival_s < last_s:
             raise row.error("arrival", "a time that is not before that of the row above")
-        input_tokens, output_tokens = row.count("input"), row.count("output")
+        lengths = {"input_tokens": row.count("input"), "output_tokens": row.count("output")}
         last_s, first_s = arrival_s, arrival_s if math.isnan(first_s) else first_s
-        return Request(
-            arrival_s=arrival_s - first_s,
-            session_id=f"s{row.line}",
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-        )
+        return Request(arrival_s=arrival_s - first_s, session_id=f"s{row.line}", **lengths)
 
-    yield from _parsed(_csv_rows, path, bad_rows, parse)
+    return parse
 
 
 def load_agent_calls(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[AgentCall]:
@@ -218,27 +209,6 @@ def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int
             )
         )
     return requests
-
-
-def load_requests(
-    trace_format: str, path: TracePath, count_tokens: Callable[[str], int], bad_rows: BadRows | None = None
-) -> list[Request]:
-    """Reads a trace of requests, in order of arrival.
-
-    Args:
-      trace_format: of `TRACE_FORMATS`, but for `sharegpt`.
-      path: of the file; of agents also a directory.
-      count_tokens: counts the tokens of a text.
-      bad_rows: what happens to rows that cannot be used; by default the first is an error.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      TraceError: a row is malformed.
-    """
-    if trace_format == "agents":
-        return agent_requests(load_agent_calls(path, bad_rows), count_tokens)
-    load = {"mooncake": load_mooncake, "arrivals": load_arrivals}[trace_format]
-    return list(load(path, bad_rows))
 
 
 def share_of_seen_blocks(requests: Iterable[Request]) -> float:
