@@ -212,10 +212,21 @@ def _elements(path: Path, data: mmap.mmap, starts: Sequence[int]) -> Iterator[tu
                 continue
             yield start, item
             end = start + length
-            if rest != b"," and (stop < len(data) or rest not in (b"", b"]")):
+            if rest != b"," and (stop < len(data) or not _may_end_with(rest, path, end)):
                 found = repr(rest[:_SHOWN_CHARS].decode(errors="replace")) if rest else "another piece"
                 raise ValueError(f"{path}, at byte {end:,}: there must be ',' or ']', got {found}")
             break
+
+
+def _may_end_with(rest: bytes, path: Path, at: int) -> bool:
+    """Whether a file may end so behind an element: with the array's end, or cut off, perhaps within another element."""
+    if rest in (b"", b"]") or rest[:1] != b",":
+        return rest in (b"", b"]")
+    try:
+        _decode(rest[1:].strip(), path, at)
+    except EOFError:
+        return True
+    return False
 
 
 def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int, bytes]:
