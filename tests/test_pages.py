@@ -55,8 +55,12 @@ def figures(hits):
 
 
 SUMMARY = {
-    **{"turns": 9, "returning_turns": 7, "hit_rate": 0.5, "loaded_tokens": 100, "prefill_tokens": 2000},
-    **{"totals": {"prefill_s": 3.25, "elapsed_s": 8.5}, "ttft_s": {"mean": 1.0, "p50": 0.5, "p90": 2.0, "p99": 4.0}},
+    **{"turns": 9, "returning_turns": 7, "hit_rate": 0.5, "loaded_tokens": 100, "history_tokens": 400},
+    **{
+        "prefill_tokens": 2000,
+        "totals": {"prefill_s": 3.25, "elapsed_s": 8.5},
+        "ttft_s": {"mean": 1.0, "p50": 0.5, "p90": 2.0, "p99": 4.0},
+    },
 }
 AGREEMENT = {
     **{"engine_hit_rate": 0.731, "simulated_hit_rate": 0.716, "hit_rate_points": -1.5, "engine_prefill_tokens": 1000},
@@ -90,6 +94,7 @@ def test_every_figure_has_its_table_its_plot_and_its_words(notes):
     assert "GPU time" not in page[fits:]
     assert page.index("Of replay.") < page.index("## The simulator against the engine")
     assert "| lru | 73.1 % | 71.6 % | -1.50 | 1,000 | 990 | -1.00 % |" in page
+    assert "| tokens of histories loaded | 100, 25.0 % |" in page
     assert "| TTFT p99 | 4 s |" in page
     assert page.count("## What was tried\n\nOf What was tried.") == 1
     assert page.count("## 13") == page.count("## replay") == 0

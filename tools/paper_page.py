@@ -103,8 +103,11 @@ def _replay(replay: Report) -> list[str]:
     runs: dict[str, Any] = {run["name"]: run["summary"] for run in replay["runs"]}
     rows: dict[str, Sequence[str]] = {
         "turns, with a history": [f"{run['turns']}, {run['returning_turns']}" for run in runs.values()],
-        "hit rate": [shown(run["hit_rate"], "%") for run in runs.values()],
-        "tokens of histories loaded": [f"{run['loaded_tokens']:,}" for run in runs.values()],
+        "turns that found anything of their history": [shown(run["hit_rate"], "%") for run in runs.values()],
+        "tokens of histories loaded": [
+            f"{run['loaded_tokens']:,}, {shown(run['loaded_tokens'] / run['history_tokens'], '%')}"
+            for run in runs.values()
+        ],
         "tokens prefilled": [f"{run['prefill_tokens']:,}" for run in runs.values()],
         "prefill": [shown(run["totals"]["prefill_s"], "s") for run in runs.values()],
         "total time": [shown(run["totals"]["elapsed_s"], "s") for run in runs.values()],
