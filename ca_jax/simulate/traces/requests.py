@@ -131,12 +131,14 @@ def _mooncake_requests() -> Callable[[_Row], Request]:
         arrival_s = row.number("timestamp") / 1000
         if arrival_s < last_s:
             raise row.error("timestamp", f"at least the {last_s * 1000:g} ms of the row before")
-        lengths = {"input_tokens": row.count("input_length"), "output_tokens": row.count("output_length")}
-        hash_ids, num_blocks = row.counts("hash_ids"), -(-lengths["input_tokens"] // HASH_BLOCK_TOKENS)
+        num_in, num_out, hash_ids = row.count("input_length"), row.count("output_length"), row.counts("hash_ids")
+        num_blocks = -(-num_in // HASH_BLOCK_TOKENS)
         if len(hash_ids) != num_blocks:
             raise row.error("hash_ids", f"one for each of {num_blocks} blocks of {HASH_BLOCK_TOKENS} tokens")
         last_s = arrival_s
-        return Request(arrival_s=arrival_s, session_id="", hash_ids=hash_ids, **lengths)
+        return Request(
+            arrival_s=arrival_s, session_id="", input_tokens=num_in, output_tokens=num_out, hash_ids=hash_ids
+        )
 
     return parse
 
@@ -149,9 +151,11 @@ def _arrivals() -> Callable[[_Row], Request]:
         arrival_s = row.seconds("arrival")
         if arrival_s < last_s:
             raise row.error("arrival", "a time that is not before that of the row above")
-        lengths = {"input_tokens": row.count("input"), "output_tokens": row.count("output")}
+        num_in, num_out = row.count("input"), row.count("output")
         last_s, first_s = arrival_s, arrival_s if math.isnan(first_s) else first_s
-        return Request(arrival_s=arrival_s - first_s, session_id=f"s{row.line}", **lengths)
+        return Request(
+            arrival_s=arrival_s - first_s, session_id=f"s{row.line}", input_tokens=num_in, output_tokens=num_out
+        )
 
     return parse
 
