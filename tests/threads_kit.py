@@ -37,29 +37,20 @@ class ThreadProcesses:
         answers = list(self._answers)
         self._wait(what)
         if any(asked != what for asked, _ in answers):
-            raise ProcessesError(f"there must be all to be at {what!r}, got {[asked for asked, _ in answers]}")
+            raise ProcessesError(f"all must be at {what!r}, got {[asked for asked, _ in answers]}")
         return [answer for _, answer in answers]
 
     def _wait(self, what: str) -> None:
         try:
             self._barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError as error:
-            raise ProcessesError(f"there must be all to agree on {what!r}, got one that did not") from error
+            raise ProcessesError(f"all must agree on {what!r}, got one that did not") from error
 
 
 def run_together(count: int, run: Callable[[ThreadProcesses], T], timeout_s: float = 300.0) -> list[T]:
-    """Has each of `count` threads do the same, as one of so many processes.
+    """Has each of `count` threads do the same, as one of so many processes, and returns what each returned.
 
-    Args:
-      count: how many.
-      run: what each does.
-      timeout_s: how long one waits for the others.
-
-    Returns:
-      What each returned.
-
-    Raises:
-      Exception: the first that one raised; the others stop waiting for it.
+    Raises the first error that one raised; the others, which wait at most `timeout_s`, stop waiting for it.
     """
     barrier = threading.Barrier(count)
     answers: list[Any] = [None] * count

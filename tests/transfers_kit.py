@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import random
+import sched
 import threading
 from collections.abc import Callable
 
@@ -17,9 +16,7 @@ class ManualTimer:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._actions: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._lock = threading.Lock()
+        self._actions = sched.scheduler(self.now_s, self._pass)
 
     def now_s(self) -> float:
         """Seconds advanced so far; in an action, when it was due."""
@@ -27,14 +24,14 @@ class ManualTimer:
 
     def call_at(self, due_s: float, action: Callable[[], None]) -> None:
         """Has an action run by the `advance` that reaches a time. Any thread may call it."""
-        with self._lock:
-            heapq.heappush(self._actions, (due_s, next(self._order), action))
+        self._actions.enterabs(due_s, 0, action)
 
     def advance(self, seconds: float = math.inf) -> None:
         """Lets time pass, and runs what is due by then in order of time. Without an argument, until nothing is left."""
         end_s = self._now_s + seconds
-        while (action := self._next(end_s)) is not None:
-            action()
+        while not self._actions.empty() and self._actions.queue[0].time <= end_s:
+            self._now_s = max(self._now_s, self._actions.queue[0].time)
+            self._actions.run(blocking=False)
         if end_s < math.inf:
             self._now_s = end_s
 
@@ -42,33 +39,18 @@ class ManualTimer:
         """Runs what is left."""
         self.advance()
 
-    def _next(self, end_s: float) -> Callable[[], None] | None:
-        with self._lock:
-            if not self._actions or self._actions[0][0] > end_s:
-                return None
-            due_s, _, action = heapq.heappop(self._actions)
-            self._now_s = max(self._now_s, due_s)
-            return action
+    def _pass(self, seconds: float) -> None:
+        """`advance` alone moves time."""
 
 
 class DelayedTransfers:
-    """Ends each transfer after a random delay of its own, so that they overtake one another.
+    """Ends each transfer after a random delay of its own, uniform up to a longest one: they overtake each other.
 
     The delay depends on the seed, the transfer and how many like it there were, and on nothing else: a run can be
     repeated however its threads take their turns.
-
-    Args:
-      max_delay_s: the longest; delays are uniform from 0 on.
-      seed: of the delays.
-      timer: whose time; a thread's own by default.
-
-    Raises:
-      ValueError: a negative delay.
     """
 
     def __init__(self, max_delay_s: float, *, seed: int, timer: Timer | None = None) -> None:
-        if not 0 <= max_delay_s < math.inf:
-            raise ValueError(f"max_delay_s must be at least 0, got {max_delay_s}")
         self._max_delay_s = max_delay_s
         self._seed = seed
         self._timer = timer or TimerThread()
@@ -76,7 +58,6 @@ class DelayedTransfers:
         self._num_like: dict[Transfer, int] = {}
 
     def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
-        """See `Transfers`."""
         future, end = begin_copy(copy)
         with self._lock:
             nth = self._num_like[transfer] = self._num_like.get(transfer, -1) + 1
@@ -84,15 +65,12 @@ class DelayedTransfers:
         self._timer.call_at(self._timer.now_s() + delay_s, end)
         return future
 
-    def close(self) -> None:
-        """Waits until what was submitted has ended."""
-        self._timer.close()
-
     def __enter__(self) -> DelayedTransfers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Waits until what was submitted has ended."""
+        self._timer.close()
 
 
 class GatedTransfers:
@@ -106,12 +84,11 @@ class GatedTransfers:
 
     @property
     def held(self) -> tuple[Transfer, ...]:
-        """Who stands before the gate, in order of arrival."""
+        """Transfers before the gate, in order of arrival."""
         with self._changed:
             return tuple(transfer for transfer, _, _ in self._held)
 
     def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
-        """See `Transfers`."""
         future, end = begin_copy(copy)
         with self._changed:
             passes = self._is_open
@@ -124,35 +101,21 @@ class GatedTransfers:
         return future
 
     def wait_held(self, num_transfers: int = 1, timeout_s: float = 60.0) -> tuple[Transfer, ...]:
-        """Waits until so many stand before the gate.
-
-        Returns:
-          Who stands there then.
-
-        Raises:
-          TimeoutError: they did not come.
-        """
+        """Waits until so many are before the gate, and returns those; raises TimeoutError if they do not come."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._held) >= num_transfers, timeout_s):
-                raise TimeoutError(f"there must be {num_transfers} transfers before the gate, got {len(self._held)}")
+                raise TimeoutError(f"transfers before the gate must be {num_transfers}, got {len(self._held)}")
             return tuple(transfer for transfer, _, _ in self._held)
 
     def let_through(self, transfer: Transfer | None = None, *, error: BaseException | None = None) -> Transfer:
-        """Ends one transfer: when this returns its bytes are in place and its future is done.
+        """Ends one transfer, by default the first: when this returns its bytes are in place and its future is done.
 
-        Args:
-          transfer: which; by default who came first.
-          error: what it breaks with instead; no byte moves then.
-
-        Raises:
-          ValueError: it does not stand before the gate.
+        With an error it breaks with that instead, and no byte moves.
         """
         with self._changed:
             at = next((i for i, held in enumerate(self._held) if transfer in (None, held[0])), None)
             if at is None:
-                raise ValueError(
-                    f"there must be {transfer or 'a transfer'} before the gate, got {len(self._held)} others"
-                )
+                raise ValueError(f"{transfer or 'a transfer'} must be before the gate, got {len(self._held)} others")
             found, end, fail = self._held.pop(at)
         with self._copying:
             if error is not None:
@@ -162,7 +125,7 @@ class GatedTransfers:
         return found
 
     def open(self) -> None:
-        """Lets through who is here, in order of arrival, and whoever comes."""
+        """Lets through those that are held, in order of arrival, and all that come."""
         with self._changed:
             self._is_open = True
             held, self._held = self._held, []
@@ -171,6 +134,6 @@ class GatedTransfers:
                 end()
 
     def shut(self) -> None:
-        """Holds whoever comes from here on."""
+        """Holds all that come from here on."""
         with self._changed:
             self._is_open = False
