@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup setup-parity demo chat serve bench $(BENCHES) figures blend test test-slow lint format \
-  docs notebooks wheel workflows count clean distclean
+  docs notebooks wheel workflows mutants count clean distclean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,7 +58,8 @@ $(BENCHES): bench-%: setup
 	$(BIN)/python -m ca_jax.launch.bench --suite=$* --json_out=results/bench_$*.json $(BENCH_FLAGS) $(ARGS)
 
 # What `make figures` serves with the engine: conversations against recomputing them, and under each policy against the
-# simulator. TRACES=DIR, with Mooncake's and the agents' traces, redoes the table of return-aware eviction too.
+# simulator; and figures 13 to 17 with neither of the two fitted numbers.
+MODELS := $(addprefix --figure=,13 14 15 16 17)
 REPLAY := --num_sessions=100 --max_turns=10 --max_answer_tokens=32 --arrival_rate=0.5 --dram_gib=1 --ssd_dir=build/ssd \
   --ssd_gib=2 --recompute
 CHECKED := --num_sessions=200 --max_turns=8 --max_answer_tokens=4 --context_window=256 --norecompute_if_faster \
@@ -67,9 +68,10 @@ CHECKED := --num_sessions=200 --max_turns=8 --max_answer_tokens=4 --context_wind
 figures: setup ## Redo results/paper.md, every table and plot; an hour and a half
 	@mkdir -p results/paper build/ssd
 	$(BIN)/python -m ca_jax.launch.simulate --figure=all --json_out=results/paper/figures.json --plot_dir=results/paper
+	$(BIN)/python -m ca_jax.launch.simulate $(MODELS) --chars_per_token=3.86 --json_out=results/paper/measured_characters.json
+	$(BIN)/python -m ca_jax.launch.simulate $(MODELS) --flops_share=0.6 --json_out=results/paper/own_prefill_time.json
 	$(BIN)/python -m ca_jax.launch.replay $(REPLAY) --json_out=results/replay.json --plot_out=results/replay.png
 	$(BIN)/python -m tools.replay_vs_simulator --json_out=results/replay_vs_simulator.json -- $(CHECKED)
-	$(if $(TRACES),$(BIN)/python tools/return_aware.py --traces=$(TRACES) --json_out=results/return_aware.json)
 	$(BIN)/python -m tools.paper_page
 
 blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has CacheBlend's inputs, TASKS=... are parts of it
@@ -93,9 +95,9 @@ format: setup ## Mend what lint and format check can mend
 docs: $(TOOLS)/.setup ## Build the documentation site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(TOOLS_BIN)/mkdocs build --strict --site-dir build/site $(ARGS)
 
-notebooks: setup ## Run docs/notebooks/*.ipynb, and the examples, on the default model; ARGS=--write keeps what cells give
+notebooks: setup ## Run docs/notebooks/*.ipynb, and the examples, on the default model; ARGS=--inplace keeps what cells give
 	$(PIP_INSTALL) -q -e '.[notebooks]'
-	$(BIN)/python -m tools.run_notebooks $(ARGS)
+	$(BIN)/jupyter-execute --timeout=300 $(ARGS) docs/notebooks/*.ipynb
 	for each in chat shared_documents pure_model custom_discarder; do $(BIN)/python examples/$$each.py || exit 1; done
 
 wheel: $(TOOLS)/.setup ## Build dist/*.whl, and try it in a fresh environment without the checkout
@@ -106,6 +108,11 @@ wheel: $(TOOLS)/.setup ## Build dist/*.whl, and try it in a fresh environment wi
 workflows: $(TOOLS)/.setup ## Lint .github/workflows
 	$(TOOLS_BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if command -v actionlint > /dev/null; then actionlint; fi
+
+mutants: setup ## Seeded random mutants of six modules, and how many their tests notice; ARGS="--count=20 scheduler" is part of it
+	test -d .venv-mutants || $(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/python -m pip install -q 'cosmic-ray>=8.7'
+	.venv-mutants/bin/python -m tools.mutants --python=$(CURDIR)/$(BIN)/python $(ARGS)
 
 count: ## Print files and lines of the package and of the tests
 	@for part in ca_jax tests; do \
@@ -118,7 +125,7 @@ clean: ## Remove caches and build leftovers
 	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environment
-	rm -rf $(VENV) $(TOOLS)
+	rm -rf $(VENV) $(TOOLS) .venv-mutants
 
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { echo "ca_jax wants Python >= 3.11, found no $(PYTHON); name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from typing import cast
 
 from benchmarks.engines import make_engine
+from benchmarks.paced import ControlledStore, Future, PacedLink, Result, Timer, TimerThread, Transfer
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.store import AttentionStore
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import Future, PacedLink, Result, Transfer
-from ca_jax.testing.timers import Timer, TimerThread
 
 CALIBRATIONS = 3
 """Samples of compute alone that a link's pace is set by."""

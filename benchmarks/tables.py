@@ -70,11 +70,15 @@ def markdown_lines(rows: Sequence[Line]) -> Iterator[str]:
     if common:
         yield f"All rows: {_plain_cells(common)}."
         yield ""
-    yield _line(_heading(name) for name in columns)
-    yield _line("---:" for _ in columns)
-    for row in rows:
-        yield _line(cell(name, row[name]) for name in columns)
+    yield from markdown_table(map(_heading, columns), ([cell(name, row[name]) for name in columns] for row in rows))
     yield ""
+
+
+def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[str]], num_left: int = 0) -> list[str]:
+    """The lines of a table in Markdown; its first `num_left` columns are to the left, all others to the right."""
+    head = list(headings)
+    rule = ["---" if index < num_left else "---:" for index in range(len(head))]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def cell(name: str, value: Any) -> str:
@@ -147,10 +151,6 @@ def _is_time(name: str) -> bool:
 
 def _heading(name: str) -> str:
     return f"{name[:-2].replace('_', ' ')} ms" if _is_time(name) else name.replace("_", " ")
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _with_spread(row: Line, name: str) -> str:

@@ -62,7 +62,7 @@ class Engine:
       model: what to serve. One that is on one device, and is to be served by several, is copied to them.
       config: how.
       timeline: gets spans of what happens when; by default nothing is recorded.
-      store_wrapper: given the store, returns what is used in its place; for `ca_jax.testing`.
+      store_wrapper: given the store, returns what is used in its place, for tests and benchmarks.
       processes: those that serve as one; by default those of `jax.distributed`, where that is initialised.
 
     Raises:

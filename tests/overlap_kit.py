@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.paced import ControlledStore, Transfer, Transfers
 from ca_jax.engine import Engine
 from ca_jax.kv.read_buffer import ReadBuffer, Region
 from ca_jax.session import Answer, Session
 from ca_jax.storage.store import AttentionStore
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import DelayedTransfers, GatedTransfers, Transfer, Transfers
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
+from tests.transfers_kit import DelayedTransfers, GatedTransfers
 
 PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 NUM_LAYERS = kit.tiny.tiny_config().num_layers

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.paced import ControlledStore
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import GatedTransfers
 from tests.storage.store_helpers import as_bits, load, make_kv
+from tests.transfers_kit import GatedTransfers
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 NUM_TOKENS, PADDED = 6, 8

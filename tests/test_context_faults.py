@@ -8,14 +8,14 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
+from benchmarks.paced import ControlledStore, Transfer
 from ca_jax.engine import Engine
 from ca_jax.storage.store import AttentionStore
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import DelayedTransfers, Transfer
-from ca_jax.testing.threads import ThreadProcesses, run_together
 from tests import engine_kit as kit
 from tests import overlap_kit, test_sliding_kv
 from tests.test_context import QUESTION, RECOMPUTE, REUSE, SOME, WHOLE, A, B, C, alone, answer_over, joined
+from tests.threads_kit import ThreadProcesses, run_together
+from tests.transfers_kit import DelayedTransfers
 
 
 class Breaking:

@@ -12,7 +12,7 @@ import ca_jax
 # Rooms (subpackages and modules right under ca_jax; "" is the package itself) by floor, the lowest first. A room
 # imports lower floors alone; imports for type checkers and in functions count like all others.
 FLOORS = (
-    {"errors", "telemetry", "traces"},
+    {"errors", "telemetry"},
     {"models", "storage"},
     {"overflow", "turns", "testing"},
     {"config", "session"},
@@ -23,8 +23,8 @@ FLOORS = (
     {"serving"},
     {"engine"},
     {""},
-    {"evaluation", "simulate", "server"},
-    {"replay"},
+    {"simulate", "server"},
+    {"evaluation"},
     {"launch"},
     {"__main__"},
 )
@@ -58,14 +58,13 @@ WITHOUT_JAX = {
         "errors",
         "telemetry.timeline",
         "telemetry.wakeup",
-        "traces",
         "storage",
         "overflow",
         "turns",
         "config",
         "session",
-        "simulate",
     ),
+    *("simulate.clock", "simulate.config", "simulate.fitted", "simulate.paper", "simulate.server", "simulate.traces"),
     *("kv.costs", "kv.blend_costs", "kv.rates", "kv.rate_meter", "kv.read_buffer", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}

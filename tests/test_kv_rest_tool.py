@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from benchmarks.disk import can_drop
 from tests import engine_kit as kit
 from tools import kv_rest
 
@@ -34,22 +31,3 @@ def test_half_the_bytes_of_bfloat16_at_wide_heads():
     ratios = {(row["head_dim"], row["dtype"]): row["ratio"] for row in rows}
     assert ratios[128, "bfloat16"] == pytest.approx(0.508, abs=1e-3)
     assert ratios[16, "bfloat16"] == (16 + 2) / 32
-
-
-def test_ttft_is_told_by_where_a_history_was(tmp_path, monkeypatch):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if not can_drop(disk):
-        pytest.skip("wants temporary files on a disk, not in memory")
-    config = kit.tiny.tiny_config(head_dim=128, max_positions=512)  # Files of more than a few pages.
-    kit.tiny.write_tiny_hf(tmp_path / "model", config, kit.tiny.tiny_params(config))
-    model = kit.ca_jax.load_model(str(tmp_path / "model"), dtype="float32")
-    monkeypatch.chdir(disk)
-    (row,) = kv_rest.load_times(model, history_tokens=[130], num_new=8, repeats=1, ssd_driver="zarr3")
-    assert row["stored_bytes"]["int8"] / row["stored_bytes"]["model"] == (128 + 2) / (4 * 128)
-    for source in kv_rest.SOURCES:
-        times = row["sources"][source]
-        assert min(times[kind]["ttft_s"] for kind in ("model", "int8")) > 0
-        assert times["ratio"]["ttft_s"] == times["int8"]["ttft_s"] / times["model"]["ttft_s"]
-    json.dumps(row, allow_nan=False)
-    assert not list(disk.iterdir()), "what was stored is left behind"

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.paced import ControlledStore, Future, PacedLink, Transfer, Transfers
 from ca_jax.device import transfer
 from ca_jax.kv import costs, layer_loader
 from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
@@ -21,10 +22,8 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import Future, GatedTransfers, PacedLink, Transfer, Transfers
-from ca_jax.testing.timers import ManualTimer
 from tests.storage.store_helpers import as_bits, make_kv
+from tests.transfers_kit import GatedTransfers, ManualTimer
 
 LAYOUT = KVLayout(num_layers=5, num_kv_heads=2, head_dim=16, dtype="float32", block_tokens=4)
 LAYERS = LAYOUT.num_layers

@@ -24,12 +24,12 @@ from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.session import Answer, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Residency
-from ca_jax.testing.paced import DelayedTransfers
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.reliability import workload
 from tests.storage.store_helpers import open_gated
 from tests.tolerances import LOGITS_ATOL
+from tests.transfers_kit import DelayedTransfers
 
 NUM_SESSIONS = 64
 ANSWER_TOKENS = 6

@@ -20,12 +20,12 @@ from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, _Stage
 from ca_jax.kv.read_buffer import ReadBuffer
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
-from ca_jax.testing.paced import GatedTransfers
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS
 from tests.storage.store_helpers import make_kv
 from tests.test_invariants import LAYER_BYTES, LAYOUT, LateSum, open_layers, open_load, store_with
+from tests.transfers_kit import GatedTransfers
 
 LAYERS = list(range(NUM_LAYERS))
 

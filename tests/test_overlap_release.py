@@ -23,12 +23,12 @@ from ca_jax.serving.prefilling import Prefilling
 from ca_jax.session import Answer, Session
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import SaveTicket
-from ca_jax.testing.paced import GatedTransfers
 from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.overlap_kit import NUM_LAYERS
 from tests.test_engine_ssd import ssd_store
+from tests.transfers_kit import GatedTransfers
 
 NUM_NEW = 150  # Passes of 64, 64 and 23 tokens, with the last one of the history.
 NUM_PASSES = 3

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
+from benchmarks.paced import ControlledStore, Transfer
 from ca_jax.device import transfer
 from ca_jax.engine import Engine
 from ca_jax.errors import ProcessesError, TenantError
@@ -24,11 +25,9 @@ from ca_jax.storage.config import shard_config
 from ca_jax.storage.records import MissReason, StoreStats
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import Transfer
-from ca_jax.testing.threads import ThreadProcesses, run_together
 from tests import engine_kit as kit
 from tests.test_engine_ssd import ssd_store
+from tests.threads_kit import ThreadProcesses, run_together
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 Between = Callable[[Engine, int, str], None]

@@ -16,9 +16,9 @@ from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
-from ca_jax.testing.threads import ThreadProcesses, run_together
 from tests import engine_kit as kit
 from tests.test_engine_ssd import ssd_store
+from tests.threads_kit import ThreadProcesses, run_together
 
 SLIDING = 48
 PROMPTS = [kit.prompt(70), kit.prompt(5), kit.prompt(90), kit.prompt(33)]

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.paced import ControlledStore, Future, Transfer
 from ca_jax.storage.store import AttentionStore
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import Future, Transfer
 from tests import engine_kit as kit
 
 MODEL = kit.tiny_model().config

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from benchmarks.paced import ControlledStore
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
 from ca_jax.kv.async_saver import AsyncSaver
@@ -18,9 +19,8 @@ from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import GatedTransfers
 from tests.storage.store_helpers import as_bits, load, make_kv
+from tests.transfers_kit import GatedTransfers
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
 TOKEN_BYTES = LAYOUT.token_bytes

@@ -10,18 +10,14 @@ they stand. What was not measured is named.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
 from ca_jax.launch import evaluate_tables
 from ca_jax.launch.machine import summarize_machine
-from tools.paper_page import RESULTS, sections, table
-
-Report = Mapping[str, Any]
+from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
 RATIO = 0.15
 """Share of tokens that the paper computes anew, and the summary is of."""
@@ -68,12 +64,17 @@ _NOTES = {
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of what was measured, and of the page")
-    results = parser.parse_args().results
-    notes = sections((results / "blend" / "notes.md").read_text(encoding="utf-8"))
-    plots = {str(path.relative_to(results)) for path in (results / "blend").glob("*.png")}
-    (results / "blend.md").write_text("\n".join(lines(notes, read(results), plots)), encoding="utf-8")
+    write_page(__doc__, "blend.md", page)
+
+
+def page(results: Path) -> str:
+    """The page of a directory of results.
+
+    Raises:
+      ValueError: a report is not what its name says, or lacks what the page shows.
+    """
+    notes = read_notes(results / "blend" / "notes.md")
+    return make_page(notes, read(results), {str(path.relative_to(results)) for path in results.glob("blend/*.png")})
 
 
 def read(results: Path) -> dict[str, Report]:
@@ -82,17 +83,15 @@ def read(results: Path) -> dict[str, Report]:
     Raises:
       ValueError: one is not what its name says.
     """
-    reports: dict[str, Report] = {}
-    for name in REPORTS:
-        path = results / f"{name}.json"
-        if path.exists():
-            reports[name] = json.loads(path.read_text(encoding="utf-8"))
-            _check(name, reports[name])
+    paths = {name: results / f"{name}.json" for name in REPORTS}
+    reports = {name: read_json(path) for name, path in paths.items() if path.exists()}
+    for name, report in reports.items():
+        _check(name, report)
     return reports
 
 
-def lines(notes: Mapping[str, str], reports: Mapping[str, Report], plots: Iterable[str]) -> Iterable[str]:
-    """The page, line by line.
+def make_page(notes: Mapping[str, str], reports: Mapping[str, Report], plots: Iterable[str]) -> str:
+    """The page.
 
     Args:
       notes: sections of words, by title.
@@ -102,34 +101,28 @@ def lines(notes: Mapping[str, str], reports: Mapping[str, Report], plots: Iterab
     Raises:
       ValueError: a report lacks what a table or the summary needs.
     """
-    drawn, own = set(plots), {""}
-    yield notes[""]
-    yield ""
-    yield "## In short"
-    yield ""
-    yield from table(("what", "paper", "ours"), summary(reports))
-    for name, title in REPORTS.items():
-        own.add(note := _NOTES.get(name, name.rpartition("_")[2]))
-        yield from ("", f"## {title}", "")
-        if name in PAPER:
-            yield from (f"The paper: {PAPER[name]}", "")
-        if name not in reports:
-            yield "Not measured here."
-        else:
-            yield from _of_report(name, reports[name])
-            plot = _PLOTS.get(name, f"{name}.png")
-            if plot in drawn:
-                yield from ("", f"![{title}]({plot})")
-        if note in notes:
-            yield from ("", notes[note])
-    for title, body in notes.items():
-        if title not in own:
-            yield from ("", f"## {title}", "", body)
-    yield from ("", "## Commands", "", "`make blend` runs all of these; where each ran:", "")
+    drawn = set(plots)
+    parts = [
+        (_NOTES.get(name, name.rpartition("_")[2]), title, _section(name, title, reports.get(name), drawn))
+        for name, title in REPORTS.items()
+    ]
+    head = ("", "## In short", "", *table(("what", "paper", "ours"), summary(reports)))
+    commands = ["", "## Commands", "", "`make blend` runs all of these; where each ran:", ""]
     for report in reports.values():
         versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items() if version)
-        yield f"- `{report['command']}`: {report['machine']['date'][:10]}, {_place(report)}; {versions}"
-    yield ""
+        commands.append(f"- `{report['command']}`: {report['machine']['date'][:10]}, {_place(report)}; {versions}")
+    return assemble(notes, head, parts, "\n".join([*commands, ""]))
+
+
+def _section(name: str, title: str, report: Report | None, drawn: set[str]) -> Iterator[str]:
+    if name in PAPER:
+        yield from (f"The paper: {PAPER[name]}", "")
+    if report is None:
+        yield "Not measured here."
+        return
+    yield from _of_report(name, report)
+    if (plot := _PLOTS.get(name, f"{name}.png")) in drawn:
+        yield from ("", f"![{title}]({plot})")
 
 
 def summary(reports: Mapping[str, Report]) -> Iterable[tuple[str, str, str]]:
@@ -144,16 +137,10 @@ def summary(reports: Mapping[str, Report]) -> Iterable[tuple[str, str, str]]:
         tiers = list(dict.fromkeys(row["tier"] for row in rows if row["recompute_ratio"] is not None))
         for tier in tiers:
             row = _row(rows, "bench_blend", mode="blend", recompute_ratio=RATIO, tier=tier)
-            yield (
-                f"TTFT from {tier}, {RATIO:.0%} computed anew: times lower than full recompute",
-                "2.2 to 3.3",
-                (f"{row['speedup']:.2f}"),
-            )
-            yield (
-                "the same: times lower than prefix caching",
-                "3.4 to 6.1 (5 to 18 %)",
-                (f"{prefix['ttft_s'] / row['ttft_s']:.2f}"),
-            )
+            what = f"TTFT from {tier}, {RATIO:.0%} computed anew: times lower than full recompute"
+            over_prefix = f"{prefix['ttft_s'] / row['ttft_s']:.2f}"
+            yield what, "2.2 to 3.3", f"{row['speedup']:.2f}"
+            yield "the same: times lower than prefix caching", "3.4 to 6.1 (5 to 18 %)", over_prefix
             yield "the same: TTFT over its own compute with nothing to load", "-", f"{row['over_ideal']:.2f}"
     if "bench_blend_throughput" in reports:
         for row in reports["bench_blend_throughput"]["rows"]:
@@ -181,12 +168,10 @@ def _of_report(name: str, report: Report) -> Iterable[str]:
     yield f"{report['model']} in {report['dtype']}, {_place(report)}."
     yield ""
     try:
-        if "suite" in report:
-            yield tables.to_markdown(dict(report)).rstrip()
-        else:
-            yield evaluate_tables.to_markdown(dict(report)).rstrip()
+        to_markdown = tables.to_markdown if "suite" in report else evaluate_tables.to_markdown
+        yield to_markdown(dict(report)).rstrip()
     except KeyError as error:
-        raise ValueError(f"{name}.json must be rows with {error.args[0]}, got none of it") from error
+        raise ValueError(f"{name}.json must have rows with {error.args[0]}, got none") from error
 
 
 def _check(name: str, report: Report) -> None:
@@ -194,7 +179,7 @@ def _check(name: str, report: Report) -> None:
         key for key in ("model", "dtype", "machine", "versions", "command", "config", "rows") if key not in report
     ]
     if missing or not report["rows"]:
-        raise ValueError(f"{name}.json must be a report with rows, got no {', '.join(missing) or 'rows'}")
+        raise ValueError(f"{name}.json must have rows and what made them, got no {', '.join(missing) or 'rows'}")
     if name.startswith("bench_"):
         found, wanted = report.get("suite"), name.removeprefix("bench_")
     elif name == "blend/gate":
@@ -209,7 +194,7 @@ def _check(name: str, report: Report) -> None:
 def _row(rows: Sequence[Report], name: str, **wanted: Any) -> Report:
     found = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
     if not found:
-        raise ValueError(f"{name}.json must be a row of {wanted}, got none")
+        raise ValueError(f"{name}.json must have a row of {wanted}, got none")
     return found[0]
 
 

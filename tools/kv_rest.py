@@ -1,31 +1,31 @@
-"""What int8 KV at rest costs in quality, and what it saves in bytes and in time to the first token.
+"""What int8 KV at rest costs in quality, and what it saves in bytes.
 
     .venv/bin/python -m tools.kv_rest --text=TEXTS/wikitext2_test_unk_tokens.txt --json_out=results/kv_rest.json
 
 - quality: perplexity of a text whose history is rounded behind every step, beside the same at full precision; and how
   many greedy tokens two engines share whose second turn goes on behind a loaded history.
-- bytes: of a token at rest, and of what an engine stores of one conversation.
-- load: TTFT over one history by where it is, int8 and the model's dtype in turns in one run; medians.
+- bytes: of a token at rest.
 
 To be run from the repository's root, with nothing else running.
+
+Not here: what it saves in time to the first token (`ca_jax.launch.bench --suite=tiers --kv_rest_dtype=int8`).
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shlex
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
 
-from benchmarks.engines import OneSessionEngine, check_source, one_session_config, send_turn
+from benchmarks.engines import send_turn
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
 from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.evaluation.statistics import block_estimate
@@ -35,31 +35,7 @@ from ca_jax.kv.layout import rest_layout
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
-from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
 from ca_jax.turns.requests import SamplingParams
-
-SECTIONS = ("quality", "bytes", "load")
-SOURCES = ("dram", "ssd_warm", "ssd")
-"""Where a history is: in DRAM; on SSD and in the page cache; on SSD alone."""
-
-FLAGS = flags.FLAGS
-
-
-def _define_flags() -> None:
-    flags.DEFINE_string("json_out", None, "Where the figures go.", required=True)
-    flags.DEFINE_list("sections", list(SECTIONS), f"What is measured, of {', '.join(SECTIONS)}.")
-    flags.DEFINE_string("model", "smollm2-135m-instruct", "Preset, .gguf file or Hugging Face directory.")
-    flags.DEFINE_string("text", None, "What perplexity is measured on: a .txt or .jsonl file.")
-    flags.DEFINE_integer("window", 2048, "Tokens of each context.")
-    flags.DEFINE_integer("contexts", 8, "Contexts that perplexity is measured over.")
-    flags.DEFINE_integer("step_tokens", 128, "Tokens that are fed at once; what is before them is rounded.")
-    flags.DEFINE_integer("answers", 16, "Greedy answers that are compared.")
-    flags.DEFINE_integer("answer_tokens", 32, "Tokens of each.")
-    flags.DEFINE_list("history_tokens", ["512", "2000"], "Tokens of history that TTFT is measured over.")
-    flags.DEFINE_integer("new_tokens", 64, "New tokens behind them.")
-    flags.DEFINE_integer("repeats", 11, "Samples of each.")
-    flags.DEFINE_enum("ssd_driver", StoreConfig.ssd_driver, SSD_DRIVERS, "How KV is kept on SSD.")
-
 
 # Quality.
 
@@ -103,7 +79,7 @@ def agreement(
                 for _ in session.send_ids(token_ids[start + history : start + history + 8], sampling=params):
                     pass
                 if session.usage is None or session.usage.num_cached_tokens != history:
-                    raise RuntimeError(f"there must be {history} tokens loaded, got {session.usage}")
+                    raise RuntimeError(f"loaded tokens must be {history}, got {session.usage}")
                 found[kind].append(session.token_ids[-answer_tokens:])
                 session.close()
     shared = [_num_shared(a, b) for a, b in zip(*found.values(), strict=True)]
@@ -145,145 +121,41 @@ def token_bytes(model: LoadedModel) -> list[dict[str, Any]]:
     return rows
 
 
-# Load.
-
-
-def load_times(
-    model: LoadedModel, *, history_tokens: Sequence[int], num_new: int, repeats: int, ssd_driver: str
-) -> list[dict[str, Any]]:
-    """TTFT by where a history is, of engines of either kind, a sample of each in turn."""
-    max_tokens = max(history_tokens) + num_new
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="kv_rest-", dir=".") as name:
-        served: dict[str, OneSessionEngine] = {}
-        for kind in KV_REST_DTYPES:
-            config = _config(kind, context_window=max_tokens + 8, store=StoreConfig(ssd_driver=ssd_driver))
-            config = one_session_config(config, model, Path(name) / kind, max_tokens=max_tokens)
-            served[kind] = OneSessionEngine(Engine(model, config), suite="load", max_tokens=max_tokens, seed=0)
-        try:
-            for each in served.values():
-                each.begin()
-            for num_history in history_tokens:
-                rows.append(_load_row(served, num_history, num_new, repeats))
-        finally:
-            for each in served.values():
-                each.close()
-    return rows
-
-
-def _load_row(served: dict[str, OneSessionEngine], num_history: int, num_new: int, repeats: int) -> dict[str, Any]:
-    names = {kind: each.store_session(num_history).session_id for kind, each in served.items()}
-    samples: dict[str, dict[str, list[dict[str, float]]]] = {
-        kind: {source: [] for source in SOURCES} for kind in served
-    }
-    for index in range(1 + repeats):
-        for source in SOURCES:
-            for kind in tuple(served) if index % 2 else tuple(reversed(served)):
-                sample = _sample(served[kind], names[kind], source, num_history, num_new)
-                if index:  # The first compiles.
-                    samples[kind][source].append(sample)
-    stored_bytes = {
-        kind: each.layout.num_blocks(num_history) * each.layout.block_bytes for kind, each in served.items()
-    }
-    for kind, each in served.items():
-        each.engine.session(session_id=names[kind]).close()
-    medians = {
-        source: {
-            kind: {
-                name: statistics.median(sample[name] for sample in of_kind[source])
-                for name in ("ttft_s", "fetch_s", "load_s", "load_stall_s")
-            }
-            for kind, of_kind in samples.items()
-        }
-        for source in SOURCES
-    }
-    for source, kinds in medians.items():
-        kinds["ratio"] = {
-            name: kinds["int8"][name] / kinds["model"][name] if kinds["model"][name] else None
-            for name in ("ttft_s", "fetch_s", "load_s")
-        }
-        kinds["spread"] = {
-            kind: [bound(sample["ttft_s"] for sample in samples[kind][source]) for bound in (min, max)]
-            for kind in served
-        }
-    return {"history_tokens": num_history, "new_tokens": num_new, "stored_bytes": stored_bytes, "sources": medians}
-
-
-def _sample(served: OneSessionEngine, name: str, source: str, num_history: int, num_new: int) -> dict[str, float]:
-    """One turn of a session that is brought to where its history is to come from, and taken back."""
-    if source != "dram":
-        served.push_out()
-    session = served.engine.session(session_id=name)
-    if source == "ssd_warm":
-        served.warm_up_files()
-    elif source == "ssd":
-        served.cool_down_files()
-    _, ttft_s = send_turn(served.engine, session, served.random_ids(num_new))
-    usage = check_source(source, session, num_new, {"dram" if source == "dram" else "ssd": num_history})
-    session.rewind(num_history)
-    served.engine.wait_for_saves()
-    return {
-        "ttft_s": ttft_s,
-        "fetch_s": usage.queued_s,
-        "load_s": usage.load_s,
-        "load_stall_s": usage.load_stall_s,
-    }
-
-
-def _config(kind: str, **fields: Any) -> EngineConfig:
-    return EngineConfig(kv_rest_dtype=kind, max_batch_size=1, recompute_if_faster=False, **fields)
-
-
 def _engine(model: LoadedModel, kind: str, **fields: Any) -> Engine:
-    return Engine(model, _config(kind, **fields))
+    config = EngineConfig(kv_rest_dtype=kind, max_batch_size=1, recompute_if_faster=False, **fields)
+    return Engine(model, config)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """See the module."""
-    if len(argv) > 1:
-        sys.exit(f"error: there must be flags alone, got {' '.join(argv[1:])}")
-    unknown = set(FLAGS.sections) - set(SECTIONS)
-    if unknown:
-        sys.exit(f"error: --sections must be some of {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json_out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="preset, .gguf file or Hugging Face directory")
+    parser.add_argument("--text", type=Path, required=True, help="a .txt or .jsonl file to measure on")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of each context")
+    parser.add_argument("--contexts", type=int, default=8, help="that perplexity is measured over")
+    parser.add_argument("--step_tokens", type=int, default=128, help="fed at once; what is before them is rounded")
+    parser.add_argument("--answers", type=int, default=16, help="greedy answers that are compared")
+    parser.add_argument("--answer_tokens", type=int, default=32, help="of each")
+    args = parser.parse_args()
     enable_compile_cache(EngineConfig().compile_cache_dir)
     machine = describe_machine()
-    model = load_model(FLAGS.model)
-    report: dict[str, Any] = {
+    model = load_model(args.model)
+    token_ids = read_ids(model, args.text, args.contexts * args.window)
+    quality = perplexity(model, token_ids, window=args.window, step_tokens=args.step_tokens)
+    agreed = agreement(model, token_ids, window=args.window, num_answers=args.answers, answer_tokens=args.answer_tokens)
+    report = {
         "suite": "kv_rest",
         "model": model.name,
         "dtype": model.dtype,
         "machine": machine,
         "versions": describe_versions(),
         "command": shlex.join(["python", "-m", "tools.kv_rest", *sys.argv[1:]]),
+        "bytes": token_bytes(model),
+        "quality": {"text": args.text.name, **quality, "agreement": agreed},
     }
-    if "bytes" in FLAGS.sections:
-        report["bytes"] = token_bytes(model)
-    if "load" in FLAGS.sections:
-        report["load"] = load_times(
-            model,
-            history_tokens=[int(num_tokens) for num_tokens in FLAGS.history_tokens],
-            num_new=FLAGS.new_tokens,
-            repeats=FLAGS.repeats,
-            ssd_driver=FLAGS.ssd_driver,
-        )
-    if "quality" in FLAGS.sections:
-        if FLAGS.text is None:
-            sys.exit("error: quality must be --text, got none")
-        token_ids = read_ids(model, Path(FLAGS.text), FLAGS.contexts * FLAGS.window)
-        report["quality"] = {
-            "text": Path(FLAGS.text).name,
-            **perplexity(model, token_ids, window=FLAGS.window, step_tokens=FLAGS.step_tokens),
-            "agreement": agreement(
-                model,
-                token_ids,
-                window=FLAGS.window,
-                num_answers=FLAGS.answers,
-                answer_tokens=FLAGS.answer_tokens,
-            ),
-        }
-    Path(FLAGS.json_out).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    args.json_out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    _define_flags()
-    app.run(main)
+    main()

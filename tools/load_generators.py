@@ -1,4 +1,4 @@
-"""Serves a model and has public load generators, unmodified, put load on it; keeps their own reports.
+"""Serves a model and has public load generators, unmodified, put load on it.
 
     python -m venv /tmp/guidellm && /tmp/guidellm/bin/pip install torch==2.13.0+cpu guidellm==0.8.1
     python -m venv /tmp/aiperf && /tmp/aiperf/bin/pip install aiperf==0.13.0
@@ -9,8 +9,7 @@ at a time, and conversations of several turns, four at a time, each turn sent wi
 counted by the server's `usage`. Under ten minutes; let nothing else run meanwhile. Exits with 1 where a request failed,
 or no turn of a conversation found its history.
 
-What comes of it, in --out: `TOOL_MODE.txt` (what the tool prints), `.csv` (its own), `aiperf_*_server.csv` (what it
-read of `/metrics`), and `summary.json`. Paths of this machine are taken out of them, nothing else is changed.
+What comes of it is `summary.json`, of what the tools say themselves.
 
 Not here: what the server adds to the engine (`server_overhead`), what these tools ask of it (`tests.server`).
 """
@@ -40,14 +39,6 @@ from ca_jax.models.checkpoint import load_checkpoint
 _PROMPT_TOKENS, _ANSWER_TOKENS = 128, 32
 _START_S, _TOOL_S = 300.0, 60.0  # Most that the server takes to be ready, and a tool beside its load.
 _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
-_REPORTS = {
-    "guidellm": {"printed.txt": ".txt", "report.csv": ".csv"},
-    "aiperf": {
-        "profile_export_console.txt": ".txt",
-        "profile_export_aiperf.csv": ".csv",
-        "server_metrics_export.csv": "_server.csv",
-    },
-}
 _TERMINAL = {"COLUMNS": "160", "NO_COLOR": "1", "TERM": "dumb"}
 
 
@@ -89,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     tools = {name: path for name in ("guidellm", "aiperf") if (path := getattr(args, name))}
     if not tools:
-        parser.error("there must be --guidellm, --aiperf or both")
+        parser.error("one of --guidellm and --aiperf must be given, got neither")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the server is ended too.
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -103,7 +94,6 @@ def main() -> None:
                 for tool, path in tools.items():
                     run = Run(tool, path, mode, args.model, url, args.seconds, folder / f"{tool}_{mode.name}")
                     row = run.measure()
-                    run.keep(args.out, [folder, *(Path(each).absolute().parent.parent for each in tools.values())])
                     print(json.dumps(row), flush=True)
                     rows.append(row)
     found = {"machine": describe_machine(), "versions": describe_versions(), "model": args.model, "runs": rows}
@@ -133,8 +123,7 @@ class Run:
         before, started_s = _counters(self.url), time.monotonic()
         limit_s = self.seconds + _TOOL_S
         arguments = self._guidellm() if self.tool == "guidellm" else self._aiperf()
-        printed = _output([self.path, *arguments], environment, self.folder, limit_s)
-        (self.folder / "printed.txt").write_text(printed, encoding="utf-8")
+        _output([self.path, *arguments], environment, self.folder, limit_s)
         wall_s = time.monotonic() - started_s
         after = _counters(self.url)
         said = _said_by_guidellm(self.folder) if self.tool == "guidellm" else _said_by_aiperf(self.folder)
@@ -149,32 +138,17 @@ class Run:
             "server": {name: int(after[name] - before[name]) for name in _COUNTERS},
         }
 
-    def keep(self, out: Path, private: Sequence[Path]) -> None:
-        """Copies the tool's own reports, without these folders' names."""
-        for name, ending in _REPORTS[self.tool].items():
-            kept = _without((self.folder / name).read_text(encoding="utf-8"), private)
-            (out / f"{self.tool}_{self.mode.name}{ending}").write_text(kept, encoding="utf-8")
-
     def _guidellm(self) -> list[str]:
         mode = self.mode
         profile = "kind=synchronous" if mode.streams == 1 else f"kind=concurrent,streams={mode.streams}"
         data = f"kind=synthetic_text,prompt_tokens={_PROMPT_TOKENS},output_tokens={_ANSWER_TOKENS},turns={mode.turns}"
         return [
             *("run", "--disable-progress", "--backend", f"kind=openai_http,target={self.url},model={self.model}"),
-            *(
-                "--seed",
-                f"kind=static,value={mode.seed}",
-                "--profile",
-                profile,
-                "--data",
-                data,
-                "--tokenizer",
-                "kind=huggingface_auto,model=../tokenizer",
-            ),
+            *("--seed", f"kind=static,value={mode.seed}", "--profile", profile, "--data", data),
+            *("--tokenizer", "kind=huggingface_auto,model=../tokenizer"),
             *("--constraint", f"kind=max_requests,count={mode.requests}"),
             *("--constraint", f"kind=max_duration,seconds={self.seconds}"),
-            *("--output", "kind=json,path=report.json", "--output", "kind=csv,path=report.csv"),
-            *("--output", "kind=console"),
+            *("--output", "kind=json,path=report.json"),
         ]
 
     def _aiperf(self) -> list[str]:
@@ -196,18 +170,17 @@ def _said_by_guidellm(folder: Path) -> dict[str, Any]:
     metrics, good = report["metrics"], report["requests"]["successful"]
     turns = [(each["info"]["turn_index"], each["cached_tokens"] or 0) for each in good]
 
-    def of(name: str, share: str) -> float:
-        return float(metrics[name]["successful"]["percentiles"][share])
-
+    times = {
+        f"{name}_ms_{share}": float(metrics[metric]["successful"]["percentiles"][share])
+        for name, metric in (("ttft", "time_to_first_token_ms"), ("itl", "inter_token_latency_ms"))
+        for share in ("p50", "p99")
+    }
     return {
         "requests": metrics["request_totals"]["successful"],
         "errors": metrics["request_totals"]["errored"],
         "requests_per_s": float(metrics["requests_per_second"]["successful"]["mean"]),
         "output_tokens_per_s": float(metrics["output_tokens_per_second"]["successful"]["mean"]),
-        "ttft_ms_p50": of("time_to_first_token_ms", "p50"),
-        "ttft_ms_p99": of("time_to_first_token_ms", "p99"),
-        "itl_ms_p50": of("inter_token_latency_ms", "p50"),
-        "itl_ms_p99": of("inter_token_latency_ms", "p99"),
+        **times,
         "prompt_tokens": sum(each["prompt_tokens"] for each in good),
         **_of_turns(turns),
     }
@@ -225,10 +198,8 @@ def _said_by_aiperf(folder: Path) -> dict[str, Any]:
         "errors": len(lines) - len(good),
         "requests_per_s": report["request_throughput"]["avg"],
         "output_tokens_per_s": report["output_token_throughput"]["avg"],
-        "ttft_ms_p50": report["time_to_first_token"]["p50"],
-        "ttft_ms_p99": report["time_to_first_token"]["p99"],
-        "itl_ms_p50": report["inter_token_latency"]["p50"],
-        "itl_ms_p99": report["inter_token_latency"]["p99"],
+        **{f"ttft_ms_{share}": report["time_to_first_token"][share] for share in ("p50", "p99")},
+        **{f"itl_ms_{share}": report["inter_token_latency"][share] for share in ("p50", "p99")},
         "prompt_tokens": int(report["total_usage_prompt_tokens"]["avg"]),
         **_of_turns(turns),
     }
@@ -285,7 +256,7 @@ def _write_tokenizer(model: str, folder: Path) -> None:
     """Puts a model's tokenizer into `tokenizer`, and where aiperf looks for what it has fetched from the hub."""
     tokenizer = load_checkpoint(model).tokenizer
     if tokenizer is None:
-        raise ValueError(f"{model} must be a tokenizer, got none")
+        raise ValueError(f"{model} must have a tokenizer, got none")
     snapshot = folder / "tokenizer"
     snapshot.mkdir()
     cached = folder / "hub" / "hub" / f"models--{model.replace('/', '--')}"
@@ -314,12 +285,6 @@ def _output(command: Sequence[str], environment: dict[str, str], folder: Path, l
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: status {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout
-
-
-def _without(text: str, private: Sequence[Path]) -> str:
-    for folder in private:
-        text = text.replace(str(folder), "…")
-    return "\n".join(line.rstrip() for line in text.replace(socket.gethostname(), "host").splitlines()) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,25 +1,22 @@
-"""Writes results/paper.md: every figure's table and plot, the paper's numbers beside ours, with what there is to say.
+"""Writes results/paper.md: every figure's table and plot, the paper's numbers beside ours, and what there is to say.
 
     .venv/bin/python -m tools.paper_page
 
-What it reads was written by `make figures`: results/paper/figures.json, results/replay.json and
-results/replay_vs_simulator.json. The words are results/paper/notes.md: its sections `## 13` and so on come behind the
-figure's table, `## replay` and `## simulator` behind theirs, and all others before and after, as they stand.
+It reads what `make figures` wrote: results/paper/*.json, results/replay.json and results/replay_vs_simulator.json. The
+words are results/paper/notes.md: its sections `## 13`, `## fits`, `## replay`, `## simulator` and so on come behind
+their tables, and all others before and after, as they stand.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ca_jax.launch.machine import summarize_machine
 from ca_jax.launch.simulate import shown
+from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 _TITLES = {
     "13": "hit rates",
     "14": "time to first token",
@@ -32,138 +29,105 @@ _TITLES = {
     "24": "mediums",
     "25": "arrival rates",
 }
+_MODELS = ("13", "14", "15", "16", "17")
+_REPORTS = ("paper/figures", "replay", "replay_vs_simulator")
+_FITS = {
+    "paper/figures": "as fitted",
+    "paper/measured_characters": "3.86 characters a token",
+    "paper/own_prefill_time": "0.6 of peak",
+}
+"""Reports of figures 13 to 17, and which of the two fitted numbers each has otherwise."""
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of what was measured, and of the page")
-    args = parser.parse_args()
-    notes = sections((args.results / "paper" / "notes.md").read_text(encoding="utf-8"))
-    reports = {
-        name: json.loads((args.results / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("paper/figures", "replay", "replay_vs_simulator")
-    }
-    page = "\n".join(lines(notes, reports["paper/figures"], reports["replay"], reports["replay_vs_simulator"]))
-    (args.results / "paper.md").write_text(page, encoding="utf-8")
+    write_page(__doc__, "paper.md", page)
 
 
-def sections(text: str) -> dict[str, str]:
-    """The sections of a Markdown text by their titles of the second level, in order; what is before is under `""`."""
-    first, *others = re.split(r"^## ", text, flags=re.MULTILINE)
-    found = {"": first.strip()}
-    for other in others:
-        title, _, body = other.partition("\n")
-        found[title.strip()] = body.strip()
-    return found
+def page(results: Path) -> str:
+    """The page of a directory of results."""
+    paths = {name: results / f"{name}.json" for name in dict.fromkeys((*_REPORTS, *_FITS))}
+    reports = {name: read_json(path) for name, path in paths.items() if name in _REPORTS or path.exists()}
+    return make_page(read_notes(results / "paper" / "notes.md"), reports)
 
 
-def lines(
-    notes: Mapping[str, str], figures: Mapping[str, Any], replay: Mapping[str, Any], check: Mapping[str, Any]
-) -> Iterable[str]:
-    """The page, line by line."""
-    own = {*_TITLES, "replay", "simulator", ""}
-    yield notes[""]
-    yield ""
-    yield f"`{figures['command']}`: {figures['num_turns']:,} turns in {figures['elapsed_s']:.0f} s, " + (
-        f"{summarize_machine(figures['machine'])}."
-    )
-    rows: dict[str, list[Mapping[str, Any]]] = {}
+def make_page(notes: Mapping[str, str], reports: Mapping[str, Report]) -> str:
+    """The page of these words, and of reports by the names in `_REPORTS` and `_FITS`."""
+    figures, replay, check = (reports[name] for name in _REPORTS)
+    of_figure: dict[str, list[Report]] = {}
     for row in figures["rows"]:
-        rows.setdefault(row["figure"], []).append(row)
-    for figure, of_figure in rows.items():
-        yield ""
-        yield f"## Figure {figure}: {_TITLES[figure]}"
-        yield ""
-        yield from table(
-            ("case", "what", "ours", "paper", "ours / paper"),
-            (
-                (
-                    row["case"],
-                    row["metric"],
-                    shown(row["ours"], row["unit"]),
-                    shown(row["paper"], row["unit"]),
-                    "" if row["ratio"] is None else f"{row['ratio']:.2f}",
-                )
-                for row in of_figure
-            ),
-        )
-        yield ""
-        yield f"![Figure {figure}](paper/figure_{figure}.png)"
-        yield from _note(notes, figure)
-    yield ""
-    yield "## The engine itself: stored against recomputed"
-    yield ""
-    yield from _replay_table(replay)
-    yield ""
-    yield "![TTFT, hits and tiers of the replay](replay.png)"
-    yield from _note(notes, "replay")
-    yield ""
-    yield "## The simulator against the engine"
-    yield ""
-    yield from _check_table(check)
-    yield from _note(notes, "simulator")
-    for title, body in notes.items():
-        if title not in own:
-            yield ""
-            yield f"## {title}"
-            yield ""
-            yield body
-    yield ""
+        of_figure.setdefault(row["figure"], []).append(row)
+    parts = [(name, f"Figure {name}: {_TITLES[name]}", _figure(name, rows)) for name, rows in of_figure.items()]
+    if _FITS.keys() <= reports.keys():
+        parts.append(("fits", "The two fits", _fits(reports)))
+    parts.append(("replay", "The engine itself: stored against recomputed", _replay(replay)))
+    parts.append(("simulator", "The simulator against the engine", _check(check)))
+    return assemble(notes, ["", _made(figures)], parts)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    """A Markdown table; numbers are to the right."""
-    yield "| " + " | ".join(headings) + " |"
-    yield "|" + "|".join("---" if index < 1 else "---:" for index in range(len(headings))) + "|"
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+def _made(report: Report) -> str:
+    took = f": {report['num_turns']:,} turns in {report['elapsed_s']:.0f} s, " if "num_turns" in report else "; "
+    return f"`{report['command']}`{took}{summarize_machine(report['machine'])}."
 
 
-def _note(notes: Mapping[str, str], title: str) -> Iterable[str]:
-    if title in notes:
-        yield ""
-        yield notes[title]
+def _figure(figure: str, rows: Iterable[Report]) -> list[str]:
+    numbers = (
+        [
+            *(row["case"], row["metric"], shown(row["ours"], row["unit"]), shown(row["paper"], row["unit"])),
+            "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        ]
+        for row in rows
+    )
+    made = table(("case", "what", "ours", "paper", "ours / paper"), numbers)
+    return [*made, "", f"![Figure {figure}](paper/figure_{figure}.png)"]
 
 
-def _replay_table(replay: Mapping[str, Any]) -> Iterable[str]:
-    yield f"`{replay['command']}`; {summarize_machine(replay['machine'])}."
-    yield ""
-    runs = {run["name"]: run["summary"] for run in replay["runs"]}
-    rows: list[tuple[str, list[str]]] = [
-        ("turns, with a history", [f"{run['turns']}, {run['returning_turns']}" for run in runs.values()]),
-        ("hit rate", [shown(run["hit_rate"], "%") for run in runs.values()]),
-        ("tokens of histories loaded", [f"{run['loaded_tokens']:,}" for run in runs.values()]),
-        ("tokens prefilled", [f"{run['prefill_tokens']:,}" for run in runs.values()]),
-        ("prefill", [shown(run["totals"]["prefill_s"], "s") for run in runs.values()]),
-        ("total time", [shown(run["totals"]["elapsed_s"], "s") for run in runs.values()]),
-        *(
-            (f"TTFT {name}", [shown(run["ttft_s"][name], "s") for run in runs.values()])
-            for name in ("mean", "p50", "p90", "p99")
-        ),
-    ]
-    yield from table(("what", *runs), ((name, *values) for name, values in rows))
+def _fits(reports: Mapping[str, Report]) -> list[str]:
+    """A line for each model and setting, and one of the paper's; a column for each number."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    rows = {
+        setting: [row for row in reports[name]["rows"] if row["figure"] in _MODELS] for name, setting in _FITS.items()
+    }
+    for setting, field in [*((setting, "ours") for setting in rows), ("the paper", "paper")]:
+        for row in rows.get(setting, rows["as fitted"]):
+            lines.setdefault((row["case"], setting), {})[row["metric"]] = shown(row[field], row["unit"])
+    metrics = list(dict.fromkeys(row["metric"] for of_setting in rows.values() for row in of_setting))
+    models = list(dict.fromkeys(model for model, _ in lines))
+    keys = sorted(lines, key=lambda key: models.index(key[0]))
+    body = ([*key, *(lines[key].get(metric, "") for metric in metrics)] for key in keys)
+    commands = [f"`{reports[name]['command']}`" for name in _FITS if name != "paper/figures"]
+    return [f"{' and '.join(commands)}.", "", *table(("model", "setting", *metrics), body)]
 
 
-def _check_table(check: Mapping[str, Any]) -> Iterable[str]:
-    yield f"`{check['command']}`; {summarize_machine(check['machine'])}."
-    yield ""
+def _replay(replay: Report) -> list[str]:
+    runs: dict[str, Any] = {run["name"]: run["summary"] for run in replay["runs"]}
+    rows: dict[str, Sequence[str]] = {
+        "turns, with a history": [f"{run['turns']}, {run['returning_turns']}" for run in runs.values()],
+        "turns that found anything of their history": [shown(run["hit_rate"], "%") for run in runs.values()],
+        "tokens of histories loaded": [
+            f"{run['loaded_tokens']:,}, {shown(run['loaded_tokens'] / run['history_tokens'], '%')}"
+            for run in runs.values()
+        ],
+        "tokens prefilled": [f"{run['prefill_tokens']:,}" for run in runs.values()],
+        "prefill": [shown(run["totals"]["prefill_s"], "s") for run in runs.values()],
+        "total time": [shown(run["totals"]["elapsed_s"], "s") for run in runs.values()],
+    }
+    for name in ("mean", "p50", "p90", "p99"):
+        rows[f"TTFT {name}"] = [shown(run["ttft_s"][name], "s") for run in runs.values()]
+    made = table(("what", *runs), ((name, *values) for name, values in rows.items()))
+    return [_made(replay), "", *made, "", "![TTFT, hits and tiers of the replay](replay.png)"]
+
+
+def _check(check: Report) -> list[str]:
+    headings = "policy", "hits, engine", "simulator", "points", "tokens prefilled, engine", "simulator", "more"
     rows = []
     for policy, found in check["policies"].items():
         each = found["agreement"]
-        rows.append(
-            (
-                policy,
-                shown(each["engine_hit_rate"], "%"),
-                shown(each["simulated_hit_rate"], "%"),
-                f"{each['hit_rate_points']:+.2f}",
-                f"{each['engine_prefill_tokens']:,}",
-                f"{each['simulated_prefill_tokens']:,}",
-                f"{100 * (each['prefill_tokens_ratio'] - 1):+.2f} %",
-            )
-        )
-    headings = "policy", "hits, engine", "simulator", "points", "tokens prefilled, engine", "simulator", "more"
-    yield from table(headings, rows)
+        hits = [shown(each[f"{which}_hit_rate"], "%") for which in ("engine", "simulated")]
+        tokens = [f"{each[f'{which}_prefill_tokens']:,}" for which in ("engine", "simulated")]
+        more = f"{100 * (each['prefill_tokens_ratio'] - 1):+.2f} %"
+        rows.append([policy, *hits, f"{each['hit_rate_points']:+.2f}", *tokens, more])
+    return [_made(check), "", *table(headings, rows)]
 
 
 if __name__ == "__main__":

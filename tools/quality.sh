@@ -47,7 +47,7 @@ for task in $tasks; do
                 *) other=$anchor:anchor_tokens=72:drift=$out/drift_$window.npz, ;;
                 esac
                 evaluate "ppl_${name}_$window" --task=ppl --data="$file" --window="$window" --max_tokens=51200 \
-                    --step_tokens="$(step_of "$window")" --plot_out="$out/ppl_${name}_$window.png" \
+                    --step_tokens="$(step_of "$window")" \
                     --method="tt,$plain,${other}$few:repair_ratio=0.15:drift=$out/drift_$window.npz,nkvt"
             done
         done

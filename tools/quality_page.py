@@ -11,7 +11,6 @@ Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`ca_jax.ev
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from ca_jax.launch.evaluate_run import Report
 
 from ca_jax.launch.evaluate_tables import COLUMNS, gap, with_error
 from ca_jax.launch.machine import summarize_machine
 from ca_jax.launch.script import make_markdown
+from tools.pages import Report, read_json
 
 _OUT = flags.DEFINE_string("out", None, "Markdown file to write.", required=True)
 _NOTES = flags.DEFINE_string("notes", None, "Markdown file whose text comes before the tables.")
@@ -103,7 +102,7 @@ def read_report(path: Path) -> Report:
       ValueError: it cannot be read, or is something else.
     """
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"a report must be a JSON file of launch.evaluate, got {path}: {error}") from error
     missing = [name for name in REQUIRED if not isinstance(report, dict) or name not in report]

@@ -11,13 +11,12 @@ Not here: how long turns take (`bench`), what happens under load (`tests.server.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import http.client
 import json
 import multiprocessing
 import statistics
-import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests import server_kit as sk
 
 _NUM_STREAMS = 8
 _STREAM_TOKENS = 256
+_PATH, _HEADERS = "/v1/chat/completions", {"Content-Type": "application/json"}
 
 
 def main() -> None:
@@ -37,23 +37,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with and without HTTP")
     parser.add_argument("--json_out", type=Path)
     args = parser.parse_args()
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    client = multiprocessing.get_context("spawn").Process(target=_serve_client, args=(there,), daemon=True)
-    client.start()
     requests: dict[str, list[float]] = {"http": [], "engine": []}
     tokens: dict[str, list[float]] = {"http": [], "engine": []}
-    with sk.running(max_batch_size=_NUM_STREAMS) as server, kit.small_engine(max_batch_size=_NUM_STREAMS) as engine:
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as client,
+        sk.running(max_batch_size=_NUM_STREAMS) as server,
+        kit.small_engine(max_batch_size=_NUM_STREAMS) as engine,
+    ):
         for number in range(args.rounds + 1):  # The first one compiles.
             for way in ("engine", "http") if number % 2 else ("http", "engine"):
                 if way == "http":
-                    here.send((server.url, args.requests))
-                    one, many = here.recv()
+                    one, many = client.submit(_with, server.url, args.requests).result()
                 else:
                     one, many = _without(engine, args.requests)
                 if number:
                     requests[way] += one
                     tokens[way].append(many)
-    here.send(None)
     medians = {way: statistics.median(seconds) * 1e3 for way, seconds in requests.items()}
     per_token = {way: statistics.median(seconds) * 1e3 for way, seconds in tokens.items()}
     row = {
@@ -96,21 +95,15 @@ def _without(engine: Any, num_requests: int) -> tuple[list[float], float]:
     return seconds, per_token
 
 
-def _serve_client(pipe: Connection) -> None:
-    """The other process: does what it is asked until it is told to end."""
-    while (asked := pipe.recv()) is not None:
-        pipe.send(_with(*asked))
-
-
 def _with(url: str, num_requests: int) -> tuple[list[float], float]:
+    """The same over HTTP, in another process."""
     host = url.removeprefix("http://")
     connection = http.client.HTTPConnection(host)
     seconds = []
     for number in range(num_requests):
-        body = {"model": sk.MODEL, "messages": _messages(number), "max_tokens": 1, "temperature": 0}
-        content = json.dumps(body)
+        content = _body(number, 1)
         started_s = time.perf_counter()
-        connection.request("POST", "/v1/chat/completions", content, {"Content-Type": "application/json"})
+        connection.request("POST", _PATH, content, _HEADERS)
         answer = connection.getresponse().read()
         seconds.append(time.perf_counter() - started_s)
         _delete(connection, json.loads(answer)["session_id"])
@@ -118,16 +111,8 @@ def _with(url: str, num_requests: int) -> tuple[list[float], float]:
     names: list[str] = [""] * _NUM_STREAMS
 
     def stream(number: int) -> None:
-        body = {
-            "model": sk.MODEL,
-            "messages": _messages(number),
-            "max_tokens": _STREAM_TOKENS,
-            "temperature": 0,
-            "stream": True,
-            "ignore_eos": True,
-        }
         each = http.client.HTTPConnection(host)
-        each.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        each.request("POST", _PATH, _body(number, _STREAM_TOKENS, stream=True, ignore_eos=True), _HEADERS)
         response = each.getresponse()
         first = response.readline()
         names[number] = json.loads(first.removeprefix(b"data: "))["session_id"]
@@ -135,18 +120,20 @@ def _with(url: str, num_requests: int) -> tuple[list[float], float]:
             ended[number] += piece.count(b"data: ")
         each.close()
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(_NUM_STREAMS)]
-    started_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(_NUM_STREAMS) as threads:
+        started_s = time.perf_counter()
+        list(threads.map(stream, range(_NUM_STREAMS)))
     per_token = (time.perf_counter() - started_s) / (_NUM_STREAMS * _STREAM_TOKENS)
     if min(ended) < _STREAM_TOKENS // 2:
-        raise RuntimeError(f"there must be {_STREAM_TOKENS} pieces of each stream, about, got {ended}")
+        raise RuntimeError(f"pieces of each stream must be about {_STREAM_TOKENS}, got {ended}")
     for name in names:
         _delete(connection, name)
     return seconds, per_token
+
+
+def _body(number: int, max_tokens: int, **changes: bool) -> str:
+    asked = {"model": sk.MODEL, "messages": _messages(number), "max_tokens": max_tokens, "temperature": 0}
+    return json.dumps({**asked, **changes})
 
 
 def _delete(connection: http.client.HTTPConnection, session_id: str) -> None:

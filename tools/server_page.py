@@ -8,66 +8,41 @@ first lines before and all other sections after them. What was not measured is n
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from ca_jax.launch.machine import summarize_machine
-from tools.paper_page import RESULTS, sections, table
-
-Report = Mapping[str, Any]
+from tools.pages import Report, assemble, place, read_json, read_notes, table, write_page
 
 
 def main() -> None:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="directory of what was measured, and of the page")
-    results = parser.parse_args().results
-    notes = sections((results / "server" / "notes.md").read_text(encoding="utf-8"))
-    (results / "server.md").write_text("\n".join(lines(notes, read(results))), encoding="utf-8")
+    write_page(__doc__, "server.md", page)
 
 
-def read(results: Path) -> dict[str, Report]:
-    """The reports that are there, by the names in `SECTIONS`."""
+def page(results: Path) -> str:
+    """The page of a directory of results."""
     paths = {name: results / "server" / f"{name}.json" for name in SECTIONS}
-    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    reports = {name: read_json(path) for name, path in paths.items() if path.exists()}
+    return make_page(read_notes(results / "server" / "notes.md"), reports)
 
 
-def lines(notes: Mapping[str, str], reports: Mapping[str, Report]) -> Iterable[str]:
-    """The page, line by line.
-
-    Args:
-      notes: sections of words, by title.
-      reports: what was measured, by the names in `SECTIONS`.
+def make_page(notes: Mapping[str, str], reports: Mapping[str, Report]) -> str:
+    """The page of these words, and of reports by the names in `SECTIONS`.
 
     Raises:
       ValueError: a report lacks what its table shows.
     """
-    yield notes[""]
-    for name, (title, rows) in SECTIONS.items():
-        yield from ("", f"## {title}", "")
-        if name in reports:
-            yield _place(reports[name])
-            yield ""
-            try:
-                yield from rows(reports[name])
-            except KeyError as error:
-                raise ValueError(f"{name}.json must be {error.args[0]}, got none of it") from error
-        else:
-            yield "Not measured."
-        if name in notes:
-            yield from ("", notes[name])
-    for title, body in notes.items():
-        if title and title not in SECTIONS:
-            yield from ("", f"## {title}", "", body)
-    yield ""
+    parts = [(name, title, _lines(name, reports.get(name))) for name, (title, _) in SECTIONS.items()]
+    return assemble(notes, (), parts)
 
 
-def _place(report: Report) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items() if version)
-    return f"{summarize_machine(report['machine'])}, {report['machine']['date'][:10]}; {versions}."
+def _lines(name: str, report: Report | None) -> list[str]:
+    if report is None:
+        return ["Not measured."]
+    try:
+        return [f"{place(report)}.", "", *SECTIONS[name][1](report)]
+    except KeyError as error:
+        raise ValueError(f"{name}.json must have {error.args[0]}, got none") from error
 
 
 def _of_overhead(report: Report) -> Iterable[str]:
@@ -136,7 +111,7 @@ def _of_side_channel(report: Report) -> Iterable[str]:
 
 
 def _of_load(report: Report) -> Iterable[str]:
-    yield f"{report['model']}, streamed; their own reports are beside `results/server/summary.json`."
+    yield f"{report['model']}, streamed; what the tools say themselves."
     yield ""
     columns = ("tool, mode", "requests, errors", "tokens/s", "TTFT p50, p99", "between tokens p50, p99")
     rows = [

@@ -19,6 +19,7 @@ Not here: that no more is done for one arm than for the other (`tests/server/tes
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import hashlib
 import http.client
@@ -26,7 +27,6 @@ import json
 import multiprocessing
 import random
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +65,26 @@ def main() -> None:
     tenants = Tenants(
         [(hashlib.sha256(key.encode()).digest(), Tenant(name=name, salt=name)) for name, key in _KEYS.items()]
     )
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    client = multiprocessing.get_context("spawn").Process(target=_serve_client, args=(there,), daemon=True)
-    client.start()
-    with sk.running(tenants, start_s=600.0, make_engine=make_engine) as server:
+    with (
+        concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as client,
+        sk.running(tenants, start_s=600.0, make_engine=make_engine) as server,
+    ):
         tokenizer = server.engine.model.tokenizer
         if tokenizer is None:
-            raise ValueError(f"there must be a model with a tokenizer, got {args.model}")
+            raise ValueError(f"the model must have a tokenizer, got {args.model}")
         ttft_s: dict[str, list[float]] = {arm: [] for arm in ARMS}
         draw = random.Random(args.seed)
         for number in range(_FIRST_ROUNDS + args.rounds):
             prompts = {arm: made_up(tokenizer, num_tokens, draw) for arm in ARMS}
             asked = [("victim", prompts["other"]), ("prober", prompts["own"])]
             order = draw.sample(ARMS, len(ARMS))
-            here.send((server.url, asked + [("prober", prompts[arm]) for arm in order]))
-            answers = here.recv()[len(asked) :]
+            asked += [("prober", prompts[arm]) for arm in order]
+            answers = client.submit(_ttfts, server.url, asked).result()[2:]
             for arm, (seconds, num_cached) in zip(order, answers, strict=True):
                 if (num_cached > num_tokens // 2) != (arm == "own") or (arm != "own" and num_cached):
                     raise RuntimeError(f"a prompt of arm {arm!r} had {num_cached} cached tokens of {num_tokens}")
                 if number >= _FIRST_ROUNDS:
                     ttft_s[arm].append(seconds)
-    here.send(None)
     row = {
         "model": "tiny" if args.tiny else args.model,
         "prompt_tokens": num_tokens,
@@ -157,11 +156,9 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     return {"median": float(median), "p25": float(low), "p75": float(high), "iqr": float(high - low)}
 
 
-def _serve_client(pipe: Connection) -> None:
-    """The other process: asks what it is told to, one request after the other."""
-    while (asked := pipe.recv()) is not None:
-        url, requests = asked
-        pipe.send([_ttft(url.removeprefix("http://"), _KEYS[tenant], text) for tenant, text in requests])
+def _ttfts(url: str, requests: list[tuple[str, str]]) -> list[tuple[float, int]]:
+    """In the other process: asks one request after the other."""
+    return [_ttft(url.removeprefix("http://"), _KEYS[tenant], text) for tenant, text in requests]
 
 
 def _ttft(host: str, key: str, text: str) -> tuple[float, int]:
@@ -188,7 +185,7 @@ def _ttft(host: str, key: str, text: str) -> tuple[float, int]:
             num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
     connection.close()
     if first_s is None or num_cached is None:
-        raise RuntimeError(f"there must be a streamed answer, got status {response.status}")
+        raise RuntimeError(f"the answer must be streamed, got status {response.status}")
     return first_s, num_cached
 
 

@@ -38,9 +38,9 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.replay.scripts import Exchange, Script
+from ca_jax.simulate.replay.workload import Exchange, Script
+from ca_jax.simulate.traces.sharegpt import Turn
 from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.traces.sharegpt import Turn
 
 PAPER_HIT_RATE_DROPS = (17.6, 41.5, 18.1, 18.4)
 """Points of hit rate that `of` is below `ca` in the paper's Figure 22a: LLaMA-13B, -65B, -70B, Falcon-40B."""

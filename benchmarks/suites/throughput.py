@@ -26,8 +26,8 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel
-from ca_jax.replay.scripts import LEAST_ANSWER_TOKENS, Exchange, Script
-from ca_jax.traces.sharegpt import Turn
+from ca_jax.simulate.replay.workload import LEAST_ANSWER_TOKENS, Exchange, Script
+from ca_jax.simulate.traces.sharegpt import Turn
 
 MODES = ("store", "recompute")
 """How conversations are served: KV of earlier turns is loaded, or all of a conversation is prefilled at every turn."""

@@ -16,7 +16,7 @@ from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.rag_schema import Chunking
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.pretrained import LoadedModel
-from ca_jax.traces.sharegpt import load_sharegpt
+from ca_jax.simulate.traces.sharegpt import load_sharegpt
 
 NUM_ITEMS = 16
 """Prompts that are made unless another number is asked for."""

@@ -6,7 +6,7 @@ Act one serves each turn over stored KV, and again without. Act two, in a new pr
 that act one left on SSD, and again without. User messages are those of the recording, answers are the model's own,
 greedy, so both must say the same. What is timed compiles nothing. Nothing else should run meanwhile.
 
-Not here: the acts and what they measure (`demo_acts`), reading ShareGPT (`ca_jax.traces`), drawing (`plots`).
+Not here: the acts and what they measure (`demo_acts`), reading ShareGPT (`ca_jax.simulate.traces`), drawing (`plots`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ca_jax.launch.script import command_line, make_table, note, write_json
 from ca_jax.launch.script import run as run_script
 from ca_jax.launch.terminal import describe_tiers
 from ca_jax.pretrained import Progress
+from ca_jax.simulate.traces import sharegpt
 from ca_jax.storage.config import StoreConfig
-from ca_jax.traces import sharegpt
 
 Report = dict[str, Any]
 """suite, command, config, engine_config, machine, versions, startup, conversation_tokens, rows (of act one), resume (of

@@ -31,11 +31,10 @@ from ca_jax.evaluation.rag_rows import RagRow, TimedRow
 from ca_jax.evaluation.rag_schema import RagConfig
 from ca_jax.evaluation.schema import Evaluation
 from ca_jax.kv.layout import kv_layout
+from ca_jax.launch.checkout import find_benchmarks
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import SamplingParams
 from ca_jax.storage.config import GIB, StoreConfig
-from ca_jax.testing.controlled_store import ControlledStore
-from ca_jax.testing.paced import PacedLink
 from ca_jax.turns.requests import Usage
 
 DRAM, SSD = "dram", "ssd"
@@ -208,6 +207,9 @@ def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config:
             store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=num_turns * 2 * store.dram_gib)
         wrapper = None
         if way.storage not in (DRAM, SSD):
+            find_benchmarks()
+            from benchmarks.paced import ControlledStore, PacedLink
+
             link = stack.enter_context(PacedLink(float(way.storage) * _GB, copies_early=True))
             wrapper = partial(ControlledStore, loads=link)
         engine = stack.enter_context(

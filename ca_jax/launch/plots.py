@@ -17,9 +17,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ca_jax.replay.running import RECOMPUTE, STORE, Run
-from ca_jax.simulate.comparison import PolicyResult
 from ca_jax.simulate.paper import PaperRow
+from ca_jax.simulate.replay.running import RECOMPUTE, STORE, Run
+from ca_jax.simulate.results import PolicyResult
 
 # Okabe and Ito's palette, told apart with any colour vision; markers and hatches say the same without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -194,7 +194,7 @@ def plot_policies(path: Path, results: Sequence[PolicyResult]) -> None:
     }
     figure = new_figure(9, 3.2)
     for axes, (title, field) in zip(np.ravel(figure.subplots(1, len(panels))), panels.items(), strict=True):
-        axes.bar(range(1, len(results)), [100 * getattr(each, field) for each in results[1:]], color=BLUE, width=0.6)
+        axes.bar(range(1, len(results)), [100 * each.row()[field] for each in results[1:]], color=BLUE, width=0.6)
         axes.set_xticks(range(1, len(results)), [result.policy for result in results[1:]], rotation=20, ha="right")
         axes.set_title(title, loc="left", fontsize=9)
         axes.set_ylim(0, 100)

@@ -8,7 +8,7 @@ Answers are as long as they were, but for a cap, so that all ways do the same wo
 workload again with the store off; `--simulate` has it served in simulated time, with the rates that were measured.
 With `--ssd_dir` the store uses a directory of its own there, which is removed at the end.
 
-Not here: replaying (`ca_jax.replay`), what is simulated at paper scale (`simulate`), what is shown and written
+Not here: replaying (`ca_jax.simulate.replay`), what is simulated at paper scale (`simulate`), what is shown and written
 (`replay_report`).
 """
 
@@ -32,9 +32,8 @@ from ca_jax.launch.replay_report import make_report, print_report, replay_progre
 from ca_jax.launch.script import command_line, make_console, note
 from ca_jax.launch.script import run as run_script
 from ca_jax.pretrained import LoadedModel, Progress, load_model
-from ca_jax.replay.running import ReplayConfig, Result, replay
-from ca_jax.replay.trace_scripts import TraceConfig
-from ca_jax.replay.workload import WorkloadConfig
+from ca_jax.simulate.replay.running import ReplayConfig, Result, replay
+from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 
 FLAGS = flags.FLAGS
 

@@ -1,6 +1,6 @@
 """What a replay shows and leaves: how it goes on, tables to read, and one JSON object.
 
-Not here: replaying (`ca_jax.replay`), figures (`launch.plots`), describing the machine (`launch.machine`).
+Not here: replaying (`ca_jax.simulate.replay`), figures (`launch.plots`), describing the machine (`launch.machine`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import rich.console
 from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import make_table, note
 from ca_jax.pretrained import Progress
-from ca_jax.replay.running import OnSample, ReplayConfig, Result, Run
-from ca_jax.replay.served import Sample, ServedTurn
-from ca_jax.replay.summary import Spread, Summary
-from ca_jax.replay.workload import Workload
+from ca_jax.simulate.replay.results import Sample, ServedTurn, Spread, Summary
+from ca_jax.simulate.replay.running import OnSample, ReplayConfig, Result, Run
+from ca_jax.simulate.replay.workload import Workload
 from ca_jax.storage.config import GIB
 
 _DIGITS = 6  # Of seconds in the JSON.
@@ -125,7 +124,7 @@ def _spread(spread: Spread) -> str:
 
 
 def _totals(form: str, *names: str, unit: float = 1) -> Callable[[Summary], str]:
-    return lambda one: ", ".join(format(getattr(one.totals, name) / unit, form) for name in names)
+    return lambda one: ", ".join(format(one.totals[name] / unit, form) for name in names)
 
 
 _ROWS: dict[str, Callable[[Summary], str]] = {
@@ -143,7 +142,7 @@ _ROWS: dict[str, Callable[[Summary], str]] = {
     "waited for loads, for saves, s": _totals(".2f", "load_stall_s", "write_stall_s"),
     "loaded, saved, GiB": _totals(".2f", "loaded_bytes", "saved_bytes", unit=GIB),
     "fetched from, flushed to SSD, GiB": _totals(".2f", "fetched_bytes", "flushed_bytes", unit=GIB),
-    "truncations": lambda one: f"{one.totals.truncations:,}",
+    "truncations": lambda one: f"{one.totals['truncations']:,}",
     "turns a minute": lambda one: f"{one.turns_per_minute:.1f}",
     "total time, s": _totals(".1f", "elapsed_s"),
 }

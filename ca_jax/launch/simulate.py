@@ -29,8 +29,8 @@ from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import command_line, make_console, make_table, note, run, write_json
 from ca_jax.launch.simulate_flags import define_flags, paper_config, server_config, store_sizes, trace_source
 from ca_jax.launch.simulate_trace import read_trace, sharegpt_lengths
-from ca_jax.simulate.comparison import PolicyResult, compare_policies, working_set_bytes
 from ca_jax.simulate.paper import FIGURES, PaperRow, PaperRuns, figure_rows
+from ca_jax.simulate.server import PolicyResult, compare_policies, working_set_bytes
 from ca_jax.simulate.workload import num_turns, stored_tokens
 
 FLAGS = flags.FLAGS
@@ -106,7 +106,7 @@ def simulate_trace(console: rich.console.Console, plot_dir: Path | None) -> dict
         "seen_blocks_share": trace.seen_blocks_share,
         "skipped_rows": trace.skipped_rows,
         "store": dataclasses.asdict(store),
-        "rows": [dataclasses.asdict(result) for result in results],
+        "rows": [result.row() for result in results],
         "elapsed_s": elapsed_s,
     }
 
@@ -127,18 +127,18 @@ def print_policies(results: Sequence[PolicyResult], console: rich.console.Consol
     """Prints what became of a trace under each policy."""
     headings = ">hits\n%", ">in DRAM\n%", ">tokens\n%", ">prefill\ns", ">saved\n%", ">GPU\ns"
     percentiles = ">TTFT\nmean", ">\np50", ">\np90", ">\np99"
-    rows = [
-        (
-            result.policy,
-            *(f"{100 * share:.1f}" for share in (result.hit_rate, result.dram_share, result.cached_share)),
-            _number(result.prefill_s),
-            f"{100 * result.prefill_saved:.1f}",
-            *map(_number, (result.gpu_s, result.ttft_mean_s, *result.ttft_percentiles_s.values())),
-        )
-        for result in results
-    ]
+    rows = []
+    for result in results:
+        found = result.counts
+        shares = (f"{100 * share:.1f}" for share in (found.hit_rate, found.dram_share, found.cached_share))
+        times = map(_number, (found.gpu_s, found.ttft_mean_s, *found.ttft_percentiles_s.values()))
+        rows.append((result.policy, *shares, _number(found.prefill_s), f"{100 * result.prefill_saved:.1f}", *times))
     console.print(make_table(("policy", *headings, *percentiles), rows))
-    note(console, "hits: of turns with a history; tokens: of those of histories; saved: of recomputing's prefill", None)
+    note(
+        console,
+        "hits: turns of whose history anything was found; tokens: of histories; saved: of recomputing's prefill",
+        None,
+    )
 
 
 def shown(value: float | None, unit: str) -> str:

@@ -13,11 +13,10 @@ from absl import flags
 from ca_jax.launch.flags import ConfigFlags
 from ca_jax.launch.simulate_trace import TraceSource
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.comparison import POLICIES
-from ca_jax.simulate.config import ServerConfig, StoreSizes
+from ca_jax.simulate.config import DEVICES, MODELS, CostModel, RooflineCost, ServerConfig, SimModel, StoreSizes
 from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
-from ca_jax.simulate.machine import DEVICES, MODELS, CostModel, RooflineCost, SimModel
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
+from ca_jax.simulate.server import POLICIES
 
 flags.disclaim_key_flags()  # They are flags of `simulate`: its --help shows them.
 

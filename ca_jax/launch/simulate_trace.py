@@ -1,6 +1,6 @@
 """A trace as sessions for the simulator: lengths and times alone.
 
-Not here: readers of files (`ca_jax.traces`), flags (`simulate_flags`).
+Not here: readers of files (`ca_jax.simulate.traces`), flags (`simulate_flags`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ca_jax.simulate.workload import SimSession, conversation_lengths, poisson_sessions, trace_sessions
-from ca_jax.traces.agents import agent_files, agent_requests, load_agent_calls
-from ca_jax.traces.arrivals import load_arrivals
-from ca_jax.traces.formats import TRACE_FORMATS
-from ca_jax.traces.mooncake import load_mooncake
-from ca_jax.traces.requests import Request, share_of_seen_blocks
-from ca_jax.traces.rows import BadRows
-from ca_jax.traces.sharegpt import load_sharegpt
-
-Lengths = list[tuple[tuple[int, int], ...]]
-"""For each conversation its turns' tokens: user, answer."""
+from ca_jax.simulate.traces.requests import TRACE_FORMATS, BadRows, load_requests, share_of_seen_blocks
+from ca_jax.simulate.traces.sharegpt import load_sharegpt
+from ca_jax.simulate.workload import Lengths, SimSession, conversation_lengths, poisson_sessions, trace_sessions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +109,7 @@ def read_trace(
         )
         return ReadTrace(sessions=list(sessions), seen_blocks_share=None, skipped_rows=0, first_skipped=None)
     bad_rows = BadRows(source.skip_bad_rows)
-    requests = _requests(source, source.path, bad_rows)
+    requests = load_requests(source.trace_format, source.path, source.num_tokens, bad_rows)
     hashed = [request for request in requests if request.hash_ids]
     return ReadTrace(
         sessions=trace_sessions(requests)[:num_sessions],
@@ -125,11 +117,3 @@ def read_trace(
         skipped_rows=bad_rows.num_skipped,
         first_skipped=bad_rows.first,
     )
-
-
-def _requests(source: TraceSource, path: Path, bad_rows: BadRows) -> list[Request]:
-    if source.trace_format == "mooncake":
-        return list(load_mooncake(path, bad_rows))
-    if source.trace_format == "arrivals":
-        return list(load_arrivals(path, bad_rows))
-    return agent_requests(load_agent_calls(agent_files(path), bad_rows), source.num_tokens)

@@ -1,15 +1,31 @@
-"""Simulated time: what happens when, and links that take their time."""
+"""Simulated time, and what takes it: links that move bytes, an SSD tier without a disk.
+
+Not here: what moves and when (storage), threads, files, checksums.
+"""
 
 from __future__ import annotations
 
+import collections
+import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ca_jax.storage.catalog.records import Contents
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.placement.blocks import BlockAllocator, TenantQuota
+from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.ssd import SsdIndex
+from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
+from ca_jax.storage.tokens import Lineage
 
 
 class Clock:
-    """What is to happen, in order of time; of what is due at once, what was asked for first."""
+    """Runs actions in order of their time; of those due at once, in the order in which they were asked for."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -19,21 +35,21 @@ class Clock:
 
     @property
     def next_s(self) -> float:
-        """When the next thing is due; infinite if nothing is."""
+        """When the next action is due; infinite if there is none."""
         return self._due[0][0] if self._due else math.inf
 
     def at(self, time_s: float, action: Callable[[], object]) -> None:
-        """Has something happen.
+        """Has an action run at a time.
 
         Raises:
-          ValueError: the time is past, or none.
+          ValueError: the time is past, or not finite.
         """
         if not self.now_s <= time_s < math.inf:
-            raise ValueError(f"there must be a time of at least {self.now_s} s, got {time_s}")
+            raise ValueError(f"time_s must be at least {self.now_s} s, got {time_s}")
         heapq.heappush(self._due, (time_s, next(self._order), action))
 
     def run_until(self, time_s: float) -> None:
-        """Lets time pass, and happen what is due by then."""
+        """Lets time pass, and runs what is due by then."""
         while self._due and self._due[0][0] <= time_s:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
@@ -57,13 +73,90 @@ class Link:
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self.free_s = 0.0
-        """When what was handed in will have been moved."""
-        self.moved_bytes = 0.0
-        """All that was handed in."""
+        """When all transfers so far have ended."""
 
-    def move(self, num_bytes: float, then: Callable[[], object]) -> float:
-        """Moves bytes when those before them have been, and does something then. When that will be."""
+    def move(self, num_bytes: float, then: Callable[[], object] = lambda: None) -> float:
+        """Moves bytes behind those before them, and runs `then` at the end; returns when that will be."""
         self.free_s = max(self.free_s, self._clock.now_s) + num_bytes / self._bytes_per_s
-        self.moved_bytes += num_bytes
         self._clock.at(self.free_s, then)
         return self.free_s
+
+
+class SimulatedSsd:
+    """An SSD's blocks, catalog and worker as `SsdIndex` asks for them; see `SsdBlocks`, `SsdContents`, `SsdMover`.
+
+    Nothing here outlives the simulation, and the catalog takes no time.
+
+    Args:
+      layout: of a block as the store has it.
+      block_bytes: what a block stands for.
+      num_blocks: its capacity.
+      read: moves what is fetched.
+      write: moves what is flushed.
+    """
+
+    num_changes, is_late = 0, False
+
+    def __init__(self, layout: KVLayout, block_bytes: float, num_blocks: int, read: Link, write: Link) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.stored_block_bytes = layout.block_bytes
+        self.allocator = BlockAllocator(num_blocks)
+        self._block_bytes = block_bytes
+        self._links = {FetchTask: read, FlushTask: write}
+        self._token_ids: dict[str, np.ndarray] = {}  # The catalog.
+        self._ended: collections.deque[TaskEnd] = collections.deque()
+        self._on_progress: Callable[[], None] = lambda: None
+        self._no_seals = np.zeros((0, layout.num_layers), np.uint64)
+
+    def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdIndex:
+        """Opens the index of this SSD, for `AttentionStore(open_ssd=...)`."""
+        self._on_progress = on_progress
+        return SsdIndex(self, self, self, quota=TenantQuota(None), **parts)
+
+    def contents(self, key: str) -> Contents | None:
+        """See `SsdContents`."""
+        token_ids = self._token_ids.get(key)
+        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals)
+
+    def submit(self, task: FetchTask | FlushTask) -> None:
+        """See `SsdMover`."""
+        num_blocks = len(task.into) if isinstance(task, FetchTask) else task.num_written_blocks
+        self._links[type(task)].move(num_blocks * self._block_bytes, functools.partial(self._end, task))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """See `SsdMover`."""
+        for key in keys:
+            self._token_ids.pop(key, None)
+
+    def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """See `SsdMover`."""
+        self._token_ids[key] = self._token_ids[key][kept]
+
+    def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
+        """See `SsdMover`."""
+
+    def set_note(self, key: str, note: bytes) -> None:
+        """See `SsdMover`."""
+
+    def use(self, times_s: Mapping[str, float]) -> None:
+        """See `SsdMover`."""
+
+    def take_ended(self) -> TaskEnd | Changed | Lost | None:
+        """See `SsdMover`."""
+        return self._ended.popleft() if self._ended else None
+
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """See `SsdMover` and `SsdContents`."""
+        return True
+
+    def _end(self, task: FetchTask | FlushTask) -> None:
+        if task.cancelled:
+            end = TaskEnd(task=task, error=BlockIoError(IoFailure.CANCELLED, "the task was cancelled"))
+        elif isinstance(task, FetchTask):
+            end = TaskEnd(task=task, contents=self.contents(task.key))
+        else:
+            self._token_ids[task.record.key] = task.token_ids
+            end = TaskEnd(task=task)
+        self._ended.append(end)
+        self._on_progress()

@@ -1,6 +1,6 @@
-"""What computing takes on a machine that was measured: rates fitted to rows of `ca_jax.launch.bench`.
+"""What computing takes on a machine that was measured: rates fitted to rows of `ca_jax.launch.bench`, or to a replay.
 
-Not here: rates themselves (`ca_jax.kv.rates`), what follows from data sheets (machine).
+Not here: rates themselves (`ca_jax.kv.rates`), what follows from data sheets (config).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ca_jax.kv.rates import PrefillRate, PrefillSample, fit_times
 
 FITTED_SUITES = ("prefill", "reuse", "ttft", "decode")
-"""Suites of the bench whose rows say what computing takes."""
+"""Suites of the benchmarks whose rows say what computing takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class DecodeSample:
     """One measured decode step."""
 
     num_jobs: int
-    """That got a token each."""
+    """Jobs that got a token each."""
     context_tokens: int
-    """Of all of them."""
+    """Tokens of all their contexts."""
     seconds: float
     """What it took."""
 
@@ -37,15 +37,15 @@ class FittedCost:
     prefill: PrefillRate
     """Of prefills, their histories on the device."""
     decode_step_s: float
-    """Of each decode step."""
+    """Seconds of each decode step."""
     decode_job_s: float
-    """Of each job in it."""
+    """Seconds of each job in it."""
     decode_token_s: float
-    """Of each token of their contexts."""
+    """Seconds of each token of their contexts."""
 
     @classmethod
     def fit(cls, prefills: Iterable[PrefillSample], decodes: Iterable[DecodeSample]) -> FittedCost:
-        """The rates of least relative error.
+        """Fits the rates of least relative error.
 
         Raises:
           ValueError: there is no sample of one kind.
@@ -58,39 +58,38 @@ class FittedCost:
 
     @classmethod
     def from_bench(cls, paths: Sequence[str | os.PathLike[str]]) -> FittedCost:
-        """From what `ca_jax.launch.bench --json_out` wrote, of any of `FITTED_SUITES`.
+        """Fits what `ca_jax.launch.bench --json_out` wrote, of any of `FITTED_SUITES`.
 
         Args:
-          paths: of the files, all of one model and machine.
+          paths: of the files, all of one model and dtype.
 
         Raises:
           FileNotFoundError: one is not there.
-          ValueError: one is no such file, or of another model or dtype; or nothing in them tells of prefills, or of
-            decode steps.
+          ValueError: one is no such file, or of another model or dtype; or none has prefills, or decode steps.
         """
         prefills: list[PrefillSample] = []
         decodes: list[DecodeSample] = []
-        subjects: dict[tuple[str, str], Path] = {}
+        subjects: dict[tuple[str, str], None] = {}
         for path in map(Path, paths):
             report = _read(path)
-            subjects.setdefault((str(report.get("model")), str(report.get("dtype"))), path)
+            subjects[str(report.get("model")), str(report.get("dtype"))] = None
             for row in report["rows"]:
                 try:
-                    prefills += _prefills(report["suite"], row)
-                    decodes += _decodes(report["suite"], row)
+                    if report["suite"] == "decode":
+                        decodes.append(_decode(row))
+                    else:
+                        prefills += _prefills(report["suite"], row)
                 except (KeyError, TypeError, ZeroDivisionError) as error:
-                    raise ValueError(
-                        f"{path}: there must be rows as bench writes them, got {error!r} missing"
-                    ) from error
+                    raise ValueError(f"{path}: rows must be as bench writes them, got {error!r}") from error
         if len(subjects) > 1:
             raise ValueError(f"cost must be benches of one model, got {', '.join(map(' '.join, subjects))}")
         for name, samples, suites in (("prefills", prefills, FITTED_SUITES[:3]), ("decode steps", decodes, ["decode"])):
             if not samples:
-                raise ValueError(f"cost must be a bench of {name} (suite {' or '.join(suites)}), got none")
+                raise ValueError(f"cost must have a bench of {name} (suite {' or '.join(suites)}), got none")
         return cls.fit(prefills, decodes)
 
     def taking(self, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]) -> FittedCost:
-        """The same, all rates longer or shorter by what makes samples take as long in all as they were measured to.
+        """Scales the rates so that samples take as long in all as they were measured to.
 
         The least relative error is that of the middle: where some took far longer than others like them, as on a
         machine that is shared, the sum comes out short.
@@ -119,21 +118,19 @@ class FittedCost:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
+    wanted = f"{path}: the file must be the JSON of a bench of {', '.join(FITTED_SUITES)}"
     try:
         report = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: the file must be the JSON of a bench, got {error}") from error
+        raise ValueError(f"{wanted}; got {error}") from error
     if not isinstance(report, dict) or report.get("suite") not in FITTED_SUITES or "rows" not in report:
-        found = report.get("suite") if isinstance(report, dict) else type(report).__name__
-        raise ValueError(f"{path}: the file must be the JSON of a bench of {', '.join(FITTED_SUITES)}; got {found}")
+        raise ValueError(f"{wanted}; got {report.get('suite') if isinstance(report, dict) else type(report).__name__}")
     return report
 
 
 def _prefills(suite: str, row: Mapping[str, Any]) -> list[PrefillSample]:
     if suite == "prefill":
         return [PrefillSample(history_tokens=0, new_tokens=row["tokens"], seconds=row["prefill_s"])]
-    if suite == "decode":
-        return []
     history, new = row["history_tokens"], row["new_tokens"]
     if suite == "ttft":
         return [PrefillSample(history_tokens=history, new_tokens=new, seconds=row["compute_s"])]
@@ -144,9 +141,7 @@ def _prefills(suite: str, row: Mapping[str, Any]) -> list[PrefillSample]:
     ]
 
 
-def _decodes(suite: str, row: Mapping[str, Any]) -> list[DecodeSample]:
-    if suite != "decode":
-        return []
+def _decode(row: Mapping[str, Any]) -> DecodeSample:
     num_jobs = row["batch_size"]
-    context_tokens = num_jobs * row["context_tokens"]
-    return [DecodeSample(num_jobs=num_jobs, context_tokens=context_tokens, seconds=num_jobs / row["tokens_per_s"])]
+    seconds = num_jobs / row["tokens_per_s"]
+    return DecodeSample(num_jobs=num_jobs, context_tokens=num_jobs * row["context_tokens"], seconds=seconds)

@@ -2,52 +2,57 @@
 
 Hit rates are of all turns behind the warm-up, first ones included, but for figure 23. The paper does not say which; its
 98 % of figure 23 cannot be of all turns, and its 86 to 90 % elsewhere are what is left of all turns where every history
-is found: about one in ten of them begins a session.
+is X
 
-Not here: the server (simulator), tables and plots (launch).
+Not here: the server (server), tables and plots (launch).
 Source: CachedAttention (Gao et al., USENIX ATC 2024), sections 4.1 to 4.3, figures 13 to 17 and 21 to 25.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
-from ca_jax.simulate.machine import DEVICES, MODELS, Device, RooflineCost
+from ca_jax.simulate.config import BELADY, DEVICES, MODELS, Device, RooflineCost, ServerConfig, StoreSizes
 from ca_jax.simulate.results import SimCounts
-from ca_jax.simulate.simulator import Server
-from ca_jax.simulate.workload import poisson_sessions
+from ca_jax.simulate.server import Server
+from ca_jax.simulate.workload import Lengths, num_turns, poisson_sessions
 
 GB = 1e9
 TB = 1e12
 
 NUM_DEVICES = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}
 """How many A100 of 80 GB each model runs on, which also says which models there are."""
-
 STORE = StoreSizes(dram_bytes=128 * GB, ssd_bytes=10 * TB)
 """Of all set-ups, where nothing else is said."""
 
-FIGURES = ("13", "14", "15", "16", "17", "21", "22", "23", "24", "25")
+# Figures 13 to 17: of each model, in the order of NUM_DEVICES.
+_MODEL_ROWS: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "13": ("hit rate", "%", (0.86, 0.71, 0.89, 0.90)),
+    "14": ("TTFT less than recomputing", "%", (0.85, 0.61, 0.87, 0.86)),
+    "15": ("prefill throughput", "x", (6.8, 2.6, 7.8, 7.2)),
+    "16": ("GPU time", "x", (4.0, 1.9, 3.3, 3.4)),
+    "17": ("cost less than recomputing", "%", (0.70, 0.43, 0.66, 0.68)),
+}
+FIGURES = (*_MODEL_ROWS, "21", "22", "23", "24", "25")
 """Figures that can be made."""
-
-_HIT_RATES = {"llama-13b": 0.86, "llama-65b": 0.71, "llama-70b": 0.89, "falcon-40b": 0.90}
-_TTFT_CUTS = {"llama-13b": 0.85, "llama-65b": 0.61, "llama-70b": 0.87, "falcon-40b": 0.86}
-_PREFILL_SPEEDUPS = {"llama-13b": 6.8, "llama-65b": 2.6, "llama-70b": 7.8, "falcon-40b": 7.2}
-_GPU_SPEEDUPS = {"llama-13b": 4.0, "llama-65b": 1.9, "llama-70b": 3.3, "falcon-40b": 3.4}
-_COST_CUTS = {"llama-13b": 0.70, "llama-65b": 0.43, "llama-70b": 0.66, "falcon-40b": 0.68}
 _POLICY_HIT_RATES: dict[int, dict[str, float]] = {  # Figure 21, LLaMA-13B: by SSD in TB.
     1: {},
     2: {"scheduler_aware": 0.399, "lru": 0.129, "fifo": 0.095},
     10: {"scheduler_aware": 0.86, "lru": 0.58, "fifo": 0.48},
 }
-_COMPARED = ("scheduler_aware", "lru", "fifo", BELADY)
 _POLICY_POINTS = {2: {"lru": 0.27, "fifo": 0.31}, 10: {"lru": 0.28, "fifo": 0.38}}  # That the paper's policy is above.
-_OVERFLOW_POINTS = {"llama-13b": 0.176, "llama-65b": 0.415, "llama-70b": 0.181, "falcon-40b": 0.184}
-_CAPACITY_HIT_RATES = {0.1: 0.51, 0.25: 0.98}
-_DRAM_HIT_RATES = {"llama-13b": 0.034, "llama-65b": 0.017, "llama-70b": 0.077, "falcon-40b": 0.191}
-_ARRIVAL_HIT_RATES = {0.5: 0.82, 2.0: 0.77}
+_OVERFLOW_POINTS = (0.176, 0.415, 0.181, 0.184)  # Figure 22, of each model.
+_CAPACITY_HIT_RATES = {0.05: None, 0.1: 0.51, 0.15: None, 0.2: None, 0.25: 0.98, 0.5: None, 1.0: None}
+_DRAM_HIT_RATES = (0.034, 0.017, 0.077, 0.191)  # Figure 24, of each model.
+_ARRIVALS: dict[float, tuple[float | None, ...]] = {  # Figure 25: hit rate, TTFT, prefilled tokens/s, GPU hours.
+    0.5: (0.82, 0.122, 858e3, 6.25),
+    1.0: (None,) * 4,
+    1.5: (None,) * 4,
+    2.0: (0.77, 0.154, 681e3, 7.01),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,13 +79,13 @@ class PaperConfig:
     """What all figures share.
 
     Raises:
-      ValueError: a number that cannot be.
+      ValueError: a number outside its range.
     """
 
     num_sessions: int = 9000
     """Conversations."""
     chars_per_token: float = 2.27
-    """Characters of a recorded text that make a token, for whoever reads the conversations: with 2.27 as many of them
+    """Characters of a recorded text that make a token, for the reader of the conversations: with 2.27 as many of them
     outgrow 2,048 and 4,096 tokens (47 and 29 %) as in the paper (47 and 30 %, section 2.4)."""
     warmup_share: float = 10 / 52
     """Share of the turns that come first and are not counted."""
@@ -101,7 +106,7 @@ class PaperConfig:
     ssd_bytes_per_s: float = 5 * GB
     """Of an SSD, each way."""
     max_batch_size: int = 24
-    """Slots."""
+    """Decode slots."""
     prices: Prices = dataclasses.field(default_factory=Prices)
     """For figure 17."""
     seed: int = 0
@@ -141,14 +146,14 @@ class PaperRow:
 class Run:
     """What is simulated once: a set-up of the paper, changed in one thing or another."""
 
+    config: PaperConfig
+    """What it shares with others."""
     model: str = "llama-13b"
     """A key of `NUM_DEVICES`."""
     store: StoreSizes | None = STORE
     """None to recompute."""
     method: str = "ca"
     """What becomes of KV that is stored when a context overflows: `ca` or `of`."""
-    arrival_rate: float | None = None
-    """Where it is another than the configuration's."""
 
 
 class PaperRuns:
@@ -156,14 +161,14 @@ class PaperRuns:
 
     Args:
       config: what they share.
-      lengths: for each conversation its turns' tokens, (user, answer).
-      progress: told of a run, its turns begun, and all of its turns.
+      lengths: of the conversations.
+      progress: told a run, its turns begun, and all of its turns.
     """
 
     def __init__(
         self,
         config: PaperConfig,
-        lengths: Sequence[Sequence[tuple[int, int]]],
+        lengths: Lengths,
         progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
         self.config = config
@@ -173,58 +178,53 @@ class PaperRuns:
         self.num_turns = 0
         """Turns simulated so far."""
 
-    def __call__(self, run: Run) -> SimCounts:
-        """What a run counted."""
+    def __call__(self, config: PaperConfig | None = None, **changes: str | StoreSizes | None) -> SimCounts:
+        """Returns what a run counted: `Run(**changes)`, with another config if one is given."""
+        run = Run(config=config or self.config, **changes)  # type: ignore[arg-type]
         if run not in self._counts:
             self._counts[run] = self._simulate(run)
         return self._counts[run]
 
     def _simulate(self, run: Run) -> SimCounts:
-        config, model = self.config, MODELS[run.model]
-        num_devices = NUM_DEVICES[run.model]
+        config, model, num_devices = run.config, MODELS[run.model], NUM_DEVICES[run.model]
+        speed = config.ssd_bytes_per_s
         sessions = list(
             poisson_sessions(
                 self._lengths,
                 num_sessions=config.num_sessions,
-                arrival_rate=config.arrival_rate if run.arrival_rate is None else run.arrival_rate,
+                arrival_rate=config.arrival_rate,
                 think_s=config.think_s,
                 waits_for_answers=config.waits_for_answers,
                 seed=config.seed,
             )
         )
-        num_turns = sum(len(session.turns) for session in sessions)
-        cost = RooflineCost(
-            model=model,
-            device=config.device,
-            num_devices=num_devices,
-            flops_share=config.flops_share,
-            bytes_share=config.bytes_share,
-            step_s=config.step_s,
-        )
+        total = num_turns(sessions)
         free_bytes = num_devices * config.device.hbm_bytes * 0.9 - model.weight_bytes
         server = Server(
             ServerConfig(
                 model=model,
-                cost=cost,
+                cost=RooflineCost(
+                    model=model,
+                    device=config.device,
+                    num_devices=num_devices,
+                    flops_share=config.flops_share,
+                    bytes_share=config.bytes_share,
+                    step_s=config.step_s,
+                ),
                 link_bytes_per_s=config.device.link_bytes_per_s,
                 hbm_tokens=free_bytes / model.token_bytes,
                 max_batch_size=config.max_batch_size,
-                store=self._sizes(run.store),
+                store=run.store
+                and dataclasses.replace(run.store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed),
                 overflow=OverflowConfig(method=run.method, keep_first_tokens=0),
-                warmup_turns=int(config.warmup_share * num_turns),
+                warmup_turns=int(config.warmup_share * total),
             )
         )
-        self.num_turns += num_turns
+        self.num_turns += total
         name = f"run {len(self._counts) + 1}: {run.model} {'recompute' if run.store is None else run.method}"
-        counts = server.serve(sessions, lambda done: self._progress(name, done, num_turns))
-        self._progress(name, num_turns, num_turns)
+        counts = server.serve(sessions, lambda done: self._progress(name, done, total))
+        self._progress(name, total, total)
         return counts
-
-    def _sizes(self, store: StoreSizes | None) -> StoreSizes | None:
-        if store is None:
-            return None
-        speed = self.config.ssd_bytes_per_s
-        return dataclasses.replace(store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed)
 
 
 def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
@@ -233,12 +233,8 @@ def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
     Raises:
       ValueError: there is no such figure here.
     """
-    makers: dict[str, Callable[[PaperRuns], Iterable[PaperRow]]] = {
-        "13": _hit_rates,
-        "14": _ttft,
-        "15": _prefill,
-        "16": _gpu_time,
-        "17": _costs,
+    makers: dict[str, Callable[[PaperRuns], Iterable[_Row]]] = {
+        **{each: functools.partial(_of_models, figure=each) for each in _MODEL_ROWS},
         "21": _policies,
         "22": _overflow,
         "23": _capacity,
@@ -247,119 +243,87 @@ def figure_rows(figure: str, runs: PaperRuns) -> list[PaperRow]:
     }
     if figure not in makers:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
-    return list(makers[figure](runs))
+    return [
+        PaperRow(figure=figure, case=case, metric=metric, unit=unit, ours=ours, paper=paper)
+        for case, metric, unit, ours, paper in makers[figure](runs)
+    ]
 
 
-def _both(runs: PaperRuns, model: str) -> tuple[SimCounts, SimCounts]:
-    return runs(Run(model=model)), runs(Run(model=model, store=None))
+_Row = tuple[str, str, str, float, float | None]  # Case, metric, unit, ours, the paper's.
 
 
-def _hit_rates(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model, paper in _HIT_RATES.items():
-        counts = runs(Run(model=model))
-        yield PaperRow(figure="13", case=model, metric="hit rate", unit="%", ours=counts.hit_rate_of_all, paper=paper)
-
-
-def _ttft(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model, paper in _TTFT_CUTS.items():
-        ours, recomputed = _both(runs, model)
-        cut = 1 - ours.mean_ttft_s / recomputed.mean_ttft_s
-        yield PaperRow(figure="14", case=model, metric="TTFT less than recomputing", unit="%", ours=cut, paper=paper)
-
-
-def _prefill(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model, paper in _PREFILL_SPEEDUPS.items():
-        ours, recomputed = _both(runs, model)
-        speedup = ours.prefill_tokens_per_s / recomputed.prefill_tokens_per_s
-        yield PaperRow(figure="15", case=model, metric="prefill throughput", unit="x", ours=speedup, paper=paper)
-
-
-def _gpu_time(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model, paper in _GPU_SPEEDUPS.items():
-        ours, recomputed = _both(runs, model)
-        yield PaperRow(
-            figure="16", case=model, metric="GPU time", unit="x", ours=recomputed.gpu_s / ours.gpu_s, paper=paper
-        )
-
-
-def _costs(runs: PaperRuns) -> Iterable[PaperRow]:
+def _of_models(runs: PaperRuns, figure: str) -> Iterable[_Row]:
+    """A figure of 13 to 17."""
+    metric, unit, papers = _MODEL_ROWS[figure]
     prices = runs.config.prices
-    for model, paper in _COST_CUTS.items():
-        (ours, recomputed), num_devices = _both(runs, model), NUM_DEVICES[model]
-        paid = prices.of(ours.gpu_s / 3600, num_devices, STORE)
-        cut = 1 - paid / prices.of(recomputed.gpu_s / 3600, num_devices, None)
-        yield PaperRow(figure="17", case=model, metric="cost less than recomputing", unit="%", ours=cut, paper=paper)
+    for (model, num_devices), paper in zip(NUM_DEVICES.items(), papers, strict=True):
+        stored = runs(model=model)
+        if figure == "13":
+            yield model, metric, unit, stored.hit_rate_of_all, paper
+            yield model, "history tokens found", "%", stored.cached_share, None
+            continue
+        recomputed = runs(model=model, store=None)
+        cost, baseline = prices.of(stored.gpu_s, num_devices, STORE), prices.of(recomputed.gpu_s, num_devices, None)
+        ours = {
+            "14": 1 - stored.mean_prefill_s / recomputed.mean_prefill_s,
+            "15": stored.prefill_tokens_per_s / recomputed.prefill_tokens_per_s,
+            "16": recomputed.gpu_s / stored.gpu_s,
+            "17": 1 - cost / baseline,
+        }
+        yield model, metric, unit, ours[figure], paper
 
 
-def _policies(runs: PaperRuns) -> Iterable[PaperRow]:
+def _policies(runs: PaperRuns) -> Iterable[_Row]:
     for ssd_tb, papers in _POLICY_HIT_RATES.items():
         rates = {}
-        for policy in _COMPARED:
+        for policy in ("scheduler_aware", "lru", "fifo", BELADY):
             looks_ahead = policy in ("scheduler_aware", BELADY)
             sizes = dataclasses.replace(STORE, ssd_bytes=ssd_tb * TB, eviction_policy=policy, looks_ahead=looks_ahead)
-            counts = runs(Run(store=sizes))
-            case = f"128G/{ssd_tb}T {policy}"
-            rate = rates[policy] = counts.hit_rate_of_all
-            yield PaperRow(figure="21", case=case, metric="hit rate", unit="%", ours=rate, paper=papers.get(policy))
+            counts = runs(store=sizes)
+            case, rates[policy] = f"128G/{ssd_tb}T {policy}", counts.hit_rate_of_all
+            yield case, "hit rate", "%", rates[policy], papers.get(policy)
             known = 0.996 if ssd_tb == 10 and policy == "scheduler_aware" else None
-            in_dram = counts.dram_share
-            yield PaperRow(figure="21", case=case, metric="hits in DRAM", unit="%", ours=in_dram, paper=known)
-            yield PaperRow(figure="21", case=case, metric="GPU time", unit="h", ours=counts.gpu_s / 3600)
+            yield case, "hits in DRAM", "%", counts.dram_share, known
+            yield case, "GPU time", "h", counts.gpu_s / 3600, None
         for policy, paper in _POLICY_POINTS.get(ssd_tb, {}).items():
-            above = rates["scheduler_aware"] - rates[policy]
             case = f"128G/{ssd_tb}T scheduler_aware over {policy}"
-            yield PaperRow(figure="21", case=case, metric="hit rate", unit="points", ours=above, paper=paper)
+            yield case, "hit rate", "points", rates["scheduler_aware"] - rates[policy], paper
 
 
-def _overflow(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model, paper in _OVERFLOW_POINTS.items():
-        kept, lost = runs(Run(model=model)), runs(Run(model=model, method="of"))
-        less = kept.hit_rate_of_all - lost.hit_rate_of_all
-        yield PaperRow(figure="22", case=model, metric="hit rate that OF loses", unit="points", ours=less, paper=paper)
-        longer = lost.gpu_s / kept.gpu_s
-        yield PaperRow(figure="22", case=model, metric="GPU time of OF over CA", unit="x", ours=longer)
+def _overflow(runs: PaperRuns) -> Iterable[_Row]:
+    for model, paper in zip(NUM_DEVICES, _OVERFLOW_POINTS, strict=True):
+        kept, lost = runs(model=model), runs(model=model, method="of")
+        yield model, "hit rate that OF loses", "points", kept.hit_rate_of_all - lost.hit_rate_of_all, paper
+        yield model, "GPU time of OF over CA", "x", lost.gpu_s / kept.gpu_s, None
 
 
-def _capacity(runs: PaperRuns) -> Iterable[PaperRow]:
+def _capacity(runs: PaperRuns) -> Iterable[_Row]:
     """Capacity as a share of what all sessions of an hour could take, each with a full window."""
     model, ttl_s = MODELS["llama-13b"], 3600.0
     most_bytes = runs.config.arrival_rate * ttl_s * model.window * model.token_bytes
-    for share in (0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0):
+    for share, paper in _CAPACITY_HIT_RATES.items():
         ssd_bytes = max(share * most_bytes - 128 * GB, 0.0)
-        sizes = StoreSizes(dram_bytes=min(128 * GB, share * most_bytes), ssd_bytes=ssd_bytes, ttl_s=ttl_s)
-        counts = runs(Run(store=sizes))
+        counts = runs(store=StoreSizes(dram_bytes=min(128 * GB, share * most_bytes), ssd_bytes=ssd_bytes, ttl_s=ttl_s))
         case = f"{share:g} of CCpUT"
-        paper = _CAPACITY_HIT_RATES.get(share)
-        yield PaperRow(figure="23", case=case, metric="hit rate", unit="%", ours=counts.hit_rate, paper=paper)
-        speed = counts.output_tokens / (counts.end_s - counts.begin_s)
-        yield PaperRow(figure="23", case=case, metric="decoded", unit="tokens/s", ours=speed)
+        yield case, "hit rate", "%", counts.hit_rate, paper
+        yield case, "decoded", "tokens/s", counts.output_tokens / counts.elapsed_s, None
 
 
-def _mediums(runs: PaperRuns) -> Iterable[PaperRow]:
-    for model in NUM_DEVICES:
-        cases = {
-            "10G of HBM": (StoreSizes(dram_bytes=10 * GB), 0.0),
-            "with 128G of DRAM": (StoreSizes(dram_bytes=138 * GB), _DRAM_HIT_RATES[model]),
-            "with 10T of SSD": (STORE, _HIT_RATES[model]),
-        }
-        for name, (sizes, paper) in cases.items():
-            counts = runs(Run(model=model, store=sizes))
-            case = f"{model} {name}"
-            yield PaperRow(
-                figure="24", case=case, metric="hit rate", unit="%", ours=counts.hit_rate_of_all, paper=paper
-            )
+def _mediums(runs: PaperRuns) -> Iterable[_Row]:
+    for model, dram, ssd in zip(NUM_DEVICES, _DRAM_HIT_RATES, _MODEL_ROWS["13"][2], strict=True):
+        for name, sizes, paper in (
+            ("10G of HBM", StoreSizes(dram_bytes=10 * GB), 0.0),
+            ("with 128G of DRAM", StoreSizes(dram_bytes=138 * GB), dram),
+            ("with 10T of SSD", STORE, ssd),
+        ):
+            yield f"{model} {name}", "hit rate", "%", runs(model=model, store=sizes).hit_rate_of_all, paper
 
 
-def _arrivals(runs: PaperRuns) -> Iterable[PaperRow]:
-    for rate in (0.5, 1.0, 1.5, 2.0):
-        counts, case = runs(Run(arrival_rate=rate)), f"{rate:g} sessions/s"
-        paper = _ARRIVAL_HIT_RATES.get(rate)
-        yield PaperRow(figure="25", case=case, metric="hit rate", unit="%", ours=counts.hit_rate_of_all, paper=paper)
-        known = {0.5: 0.122, 2.0: 0.154}.get(rate)
-        yield PaperRow(figure="25", case=case, metric="TTFT", unit="s", ours=counts.mean_ttft_s, paper=known)
-        known = {0.5: 858e3, 2.0: 681e3}.get(rate)
-        yield PaperRow(
-            figure="25", case=case, metric="prefilled", unit="tokens/s", ours=counts.prefill_tokens_per_s, paper=known
-        )
-        known = {0.5: 6.25, 2.0: 7.01}.get(rate)
-        yield PaperRow(figure="25", case=case, metric="GPU time", unit="h", ours=counts.gpu_s / 3600, paper=known)
+def _arrivals(runs: PaperRuns) -> Iterable[_Row]:
+    for rate, (hits, ttft_s, tokens_per_s, hours) in _ARRIVALS.items():
+        counts = runs(dataclasses.replace(runs.config, arrival_rate=rate))
+        case = f"{rate:g} sessions/s"
+        yield case, "hit rate", "%", counts.hit_rate_of_all, hits
+        yield case, "TTFT", "s", counts.mean_prefill_s, ttft_s
+        yield case, "prefilled", "tokens/s", counts.prefill_tokens_per_s, tokens_per_s
+        yield case, "GPU time", "h", counts.gpu_s / 3600, hours

@@ -1,6 +1,6 @@
-"""What is asked of a simulated server: sessions, their turns, and when they come.
+"""What is asked of a simulated server: sessions, their turns, when they come, and the turn that a session is at.
 
-Not here: readers of traces (`ca_jax.traces`), serving.
+Not here: readers of traces (traces), serving (server).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ca_jax.traces.requests import Request
-from ca_jax.traces.sharegpt import Conversation
+from ca_jax.simulate.traces.requests import Request
+from ca_jax.simulate.traces.sharegpt import Conversation
+from ca_jax.storage.tickets import SaveTicket
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,35 +45,29 @@ class SimSession:
     """In order."""
 
 
+Lengths = Sequence[Sequence[tuple[int, int]]]
+"""For each conversation its turns' tokens: user, answer."""
+
+
 def conversation_lengths(
     conversations: Iterable[Conversation], count_tokens: Callable[[str], int], *, max_turns: int | None = None
-) -> list[tuple[tuple[int, int], ...]]:
-    """How long the turns of recorded conversations are; those without an answer are left out.
+) -> Lengths:
+    """Returns how long the turns of recorded conversations are, without turns and conversations that lack an answer.
 
     Args:
       conversations: as read.
-      count_tokens: of a text; less than one counts as one.
+      count_tokens: counts the tokens of a text; less than one counts as one.
       max_turns: most turns of a conversation; later ones are left out.
-
-    Returns:
-      For each conversation with a turn, its turns' tokens: user, answer.
     """
-    lengths = []
-    for conversation in conversations:
-        said = itertools.dropwhile(lambda turn: turn.role != "user", conversation.turns)
-        spoken = [(turn.role, max(1, count_tokens(turn.text))) for turn in said if turn.role != "system"]
-        turns = tuple(
-            (asked, told)
-            for (role, asked), (next_role, told) in itertools.pairwise(spoken)
-            if role == "user" and next_role == "assistant"
-        )
-        if turns:
-            lengths.append(turns[:max_turns])
-    return lengths
+    counted = (
+        tuple((max(1, count_tokens(said)), max(1, count_tokens(told))) for said, told in each.exchanges[:max_turns])
+        for each in conversations
+    )
+    return [turns for turns in counted if turns]
 
 
 def poisson_sessions(
-    lengths: Sequence[Sequence[tuple[int, int]]],
+    lengths: Lengths,
     *,
     num_sessions: int,
     arrival_rate: float,
@@ -80,10 +75,10 @@ def poisson_sessions(
     waits_for_answers: bool = True,
     seed: int = 0,
 ) -> Iterator[SimSession]:
-    """Sessions that come at random, each a recorded conversation: all of these in random order, then all again.
+    """Draws sessions that come at random, each a recorded conversation: all in random order, then all again.
 
     Args:
-      lengths: for each conversation its turns' tokens, (user, answer).
+      lengths: of the conversations.
       num_sessions: how many.
       arrival_rate: sessions a second, Poisson.
       think_s: mean time between an answer and the next turn, exponential; 0 for none.
@@ -92,45 +87,32 @@ def poisson_sessions(
       seed: of what is drawn.
 
     Raises:
-      ValueError: no conversation, or a rate or time that cannot be.
+      ValueError: no conversation, or a rate or time outside its range.
     """
     if not lengths:
         raise ValueError("there must be at least one conversation, got none")
     if not arrival_rate > 0 or not think_s >= 0:
         raise ValueError(f"arrival_rate must be above 0 and think_s at least 0, got {arrival_rate} and {think_s}")
     rng = np.random.default_rng(seed)
-    return _poisson_sessions(lengths, num_sessions, arrival_rate, think_s, waits_for_answers, rng)
 
+    def session(index: int, turns: Sequence[tuple[int, int]], arrival_s: float) -> SimSession:
+        pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
+        pauses[:1] = 0.0
+        sim_turns = [
+            SimTurn(user_tokens=user, answer_tokens=answer, think_s=pause_s)
+            if waits_for_answers
+            else SimTurn(user_tokens=user, answer_tokens=answer, arrival_s=come_s)
+            for (user, answer), pause_s, come_s in zip(
+                turns, pauses.tolist(), (arrival_s + np.cumsum(pauses)).tolist(), strict=True
+            )
+        ]
+        return SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=tuple(sim_turns))
 
-def _poisson_sessions(
-    lengths: Sequence[Sequence[tuple[int, int]]],
-    num_sessions: int,
-    arrival_rate: float,
-    think_s: float,
-    waits_for_answers: bool,
-    rng: np.random.Generator,
-) -> Iterator[SimSession]:
     order = itertools.chain.from_iterable(rng.permutation(len(lengths)) for _ in itertools.count())
     now_s = 0.0
     for index, which in enumerate(itertools.islice(order, num_sessions)):
         now_s += rng.exponential(1 / arrival_rate)
-        turns = lengths[which]
-        pauses = rng.exponential(think_s, len(turns)) if think_s else np.zeros(len(turns))
-        pauses[:1] = 0.0
-        comes_s = now_s + np.cumsum(pauses)
-        yield SimSession(
-            session_id=f"s{index}",
-            arrival_s=now_s,
-            turns=tuple(
-                SimTurn(
-                    user_tokens=user,
-                    answer_tokens=answer,
-                    think_s=pause if waits_for_answers else 0.0,
-                    arrival_s=None if waits_for_answers else come_s,
-                )
-                for (user, answer), pause, come_s in zip(turns, pauses.tolist(), comes_s.tolist(), strict=True)
-            ),
-        )
+        yield session(index, lengths[which], now_s)
 
 
 def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
@@ -149,9 +131,7 @@ def trace_sessions(requests: Iterable[Request]) -> list[SimSession]:
     last_s = 0.0
     for request in requests:
         if request.arrival_s < last_s:
-            raise ValueError(
-                f"there must be requests in order of arrival, got one of {request.arrival_s} after {last_s} s"
-            )
+            raise ValueError(f"requests must be in order of arrival, got one of {request.arrival_s} after {last_s} s")
         last_s = request.arrival_s
         kept = min(request.shared_tokens, request.input_tokens - 1)  # One token at least gives the first of the answer.
         turn = SimTurn(
@@ -180,3 +160,77 @@ def stored_tokens(session: SimSession) -> int:
 def num_turns(sessions: Iterable[SimSession]) -> int:
     """Of all sessions."""
     return sum(len(session.turns) for session in sessions)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Client:
+    """A session that is being served."""
+
+    session: SimSession
+    """What it asks."""
+    num_done: int = 0
+    """Turns that have ended."""
+    is_served: bool = False
+    """Whether one runs, or is being saved."""
+    num_dropped: int = 0
+    """Tokens that overflows dropped, as the store counts them."""
+    num_offered: int = 0
+    """Tokens of the context that the store has, or is being given."""
+    gives_up: bool = False
+    """Whether the store had no room for the KV of this turn."""
+    tickets: list[SaveTicket] = dataclasses.field(default_factory=list)
+    """Saves under way, in order."""
+    answer_left: int = 0
+    """Tokens of the answer that are to be generated."""
+    answers: bool = False
+    """Whether some of it is: then the last token has no KV, since nothing was computed behind it."""
+    is_counted: bool = False
+    """Whether the turn is none of the warm-up."""
+    next_arrival_s: float | None = None
+    """When the next turn comes, where that is known; None where it has come, or there is none."""
+    _held_ids: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    _num_grown: int = 0  # Tokens behind these: the last that were made.
+    _num_made: int = 0  # Tokens ever: the next one's id.
+
+    @property
+    def key(self) -> str:
+        """Its name in the store."""
+        return self.session.session_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the context."""
+        return len(self._held_ids) + self._num_grown
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the context that have KV."""
+        return self.num_tokens - self.answers
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Of the context, int32 `[num_tokens]`."""
+        if self._num_grown:
+            new_ids = np.arange(self._num_made - self._num_grown, self._num_made, dtype=np.int32)
+            self._held_ids, self._num_grown = np.concatenate([self._held_ids, new_ids]), 0
+        return self._held_ids
+
+    @property
+    def turn(self) -> SimTurn | None:
+        """The one that is to be served, or is."""
+        turns = self.session.turns
+        return turns[self.num_done] if self.num_done < len(turns) else None
+
+    def grow(self, num_tokens: int) -> None:
+        """Puts new tokens behind the context."""
+        self._num_grown += num_tokens
+        self._num_made += num_tokens
+
+    def keep(self, kept: np.ndarray) -> None:
+        """Keeps some tokens of the context, bool `[num_tokens]`."""
+        self._held_ids = self.token_ids[kept]
+
+    def keep_first(self, num_tokens: int) -> None:
+        """Keeps the first tokens of the context."""
+        self._held_ids = self.token_ids[:num_tokens]
+        self.num_offered = min(self.num_offered, num_tokens)

@@ -17,11 +17,11 @@ from benchmarks.suites.overflow import engine_config, make_scripts, overflowing_
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.replay.scripts import Exchange
 from ca_jax.serving import batch
+from ca_jax.simulate.replay.workload import Exchange
+from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.store import AttentionStore
-from ca_jax.traces.sharegpt import Conversation, Turn
 from tests.benchmarks.conftest import steps
 
 WINDOW = 128

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import links
 from benchmarks.harness import NOISE, BenchError
 from benchmarks.links import CALIBRATIONS, AdjustableLink
+from benchmarks.paced import Transfer
 from benchmarks.suites import preload as preloads
 from benchmarks.suites import save as saves
 from benchmarks.suites.preload import COMPUTE, DepthRow, PreloadCell, PreloadConfig, PreloadRow
@@ -20,10 +21,9 @@ from ca_jax.kv import costs
 from ca_jax.kv.layout import kv_layout
 from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
 from ca_jax.storage.config import StoreConfig
-from ca_jax.testing.paced import Transfer
-from ca_jax.testing.timers import ManualTimer
 from tests import engine_kit as kit
 from tests.benchmarks.conftest import steps
+from tests.transfers_kit import ManualTimer
 
 ENGINE = EngineConfig(
     prefill_chunk_tokens=64, save_group_tokens=8, compile_cache_dir=None, store=StoreConfig(block_tokens=16)

@@ -13,8 +13,8 @@ from benchmarks.suites.throughput import MODES, ThroughputConfig, engine_config,
 from benchmarks.suites.throughput import measure as measured_of
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.replay.scripts import Exchange
-from ca_jax.traces.sharegpt import Conversation, Turn
+from ca_jax.simulate.replay.workload import Exchange
+from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from ca_jax.turns.requests import SamplingParams, Usage
 from tests.benchmarks.conftest import steps
 

@@ -13,11 +13,10 @@ from absl import flags
 
 from ca_jax.launch import replay as script
 from ca_jax.launch.replay_report import replay_progress
-from ca_jax.replay.served import Sample
-from ca_jax.replay.trace_scripts import TraceConfig
-from ca_jax.replay.workload import WorkloadConfig
+from ca_jax.simulate.replay.results import Sample
+from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 from tests import engine_kit as kit
-from tests.replay.traces_kit import lines_file, sharegpt_file, talk, workload
+from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
 
 
 def parse(*arguments):

@@ -92,7 +92,7 @@ def test_figures_are_written_as_table_json_and_plots(sharegpt, tmp_path):
     done = run(*arguments, f"--json_out={out}", f"--plot_dir={tmp_path / 'plots'}")
     assert "llama-65b" in done.stdout
     report = json.loads(out.read_text())
-    assert [row["figure"] for row in report["rows"]] == ["13"] * 4 + ["17"] * 4
+    assert [row["figure"] for row in report["rows"]] == ["13"] * 8 + ["17"] * 4
     assert report["config"]["num_sessions"] == 8
     assert {"machine", "versions", "command", "num_turns", "elapsed_s"} <= report.keys()
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["figure_13.png", "figure_17.png"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from benchmarks.loop_workload import Stored, Tier, describe, hits_of_one_tier, next_use_in
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
-from ca_jax.testing.loop_workload import Stored, Tier, describe, hits_of_one_tier, next_use_in
 
 __all__ = ["Stored", "Tier", "TwoTierResult", "describe", "hits_of_one_tier", "next_use_in", "run_two_tiers"]
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ca_jax.simulate.belady import BeladyPolicy
 from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks, TenantQuota
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import (
@@ -29,7 +30,6 @@ from ca_jax.storage.placement.policy import (
     look_ahead_window,
     make_policy,
 )
-from ca_jax.testing.belady import BeladyPolicy
 
 from .policy_simulator import Stored, describe, hits_of_one_tier, next_use_in, run_two_tiers
 

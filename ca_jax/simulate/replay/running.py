@@ -1,0 +1,315 @@
+"""A replay from beginning to end: with the store, recomputed and simulated, as asked for.
+
+Simulated, the same workload is served in simulated time with rates measured in the replay. The same code decides; what
+is compared is what that comes to: hits, and tokens that are prefilled.
+
+Not here: one run (serving), what it comes to (results), the simulated server (`ca_jax.simulate.server`), flags and
+tables (`ca_jax.launch.replay`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from ca_jax.config import EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.kv.layout import kv_layout
+from ca_jax.kv.rates import PrefillSample
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.pretrained import LoadedModel, Progress
+from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
+from ca_jax.simulate.config import ServerConfig, SimModel, StoreSizes
+from ca_jax.simulate.fitted import FittedCost
+from ca_jax.simulate.replay.results import Comparison, Sample, Served, Summary, compare, summarize
+from ca_jax.simulate.replay.serving import serve
+from ca_jax.simulate.replay.workload import ReplayError, TraceConfig, Workload, WorkloadConfig, make_workload
+from ca_jax.simulate.results import SimCounts
+from ca_jax.simulate.server import Server
+from ca_jax.simulate.workload import SimSession, SimTurn
+from ca_jax.storage.config import GIB
+from ca_jax.storage.layout import KVLayout
+from ca_jax.telemetry.metrics import CompileCounter
+
+STORE, RECOMPUTE = "store", "recompute"
+"""Names of runs."""
+_METHODS = ("ca", "of")
+_LINK_BYTES_PER_S = 5e9  # Where the engine has measured none.
+_SSD_READ_BYTES_PER_S, _SSD_WRITE_BYTES_PER_S = 1.4e9, 0.7e9  # Of zarr3 in results/bench_store.json.
+
+OnSample = Callable[[str, Workload, Sample], None]
+"""Told now and then of a run by its name, what is served, and what goes on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """What is replayed, and how."""
+
+    trace: TraceConfig
+    """Which trace."""
+    workload: WorkloadConfig
+    """How much of it, and how fast."""
+    engine: EngineConfig
+    """What serves it."""
+    recompute: bool = False
+    """Whether the same is served again with the store off."""
+    simulate: bool = False
+    """Whether the same is simulated with the rates that were measured."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One way to serve a workload."""
+
+    name: str
+    """`STORE` or `RECOMPUTE`."""
+    served: Served
+    """What was served."""
+    summary: Summary
+    """What it comes to."""
+    recompiles: int
+    """Functions compiled while serving; 0 unless the warm-up missed one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """A replay beside its simulation. Rates are of returning turns of whose history something was loaded."""
+
+    engine_hit_rate: float
+    """The engine's."""
+    simulated_hit_rate: float
+    """The simulation's."""
+    hit_rate_points: float
+    """The simulation's over the engine's, percentage points."""
+    engine_prefill_tokens: int
+    """Tokens prefilled."""
+    simulated_prefill_tokens: int
+    """Likewise."""
+    prefill_tokens_ratio: float
+    """The simulation's over the engine's."""
+    engine_prompt_tokens: int
+    """Tokens of histories and messages."""
+    simulated_prompt_tokens: int
+    """Likewise."""
+    engine_elapsed_s: float
+    """From the beginning to the last token."""
+    simulated_elapsed_s: float
+    """Likewise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """A replay."""
+
+    workload: Workload
+    """What was served."""
+    window: int
+    """Of the engine."""
+    workload_bytes: int
+    """What the KV of all conversations takes at their ends, within the window, in whole blocks."""
+    store_bytes: int
+    """What the store holds: of SSD where it has one, which keeps what DRAM has too; else of DRAM."""
+    runs: tuple[Run, ...]
+    """With the store, and recomputed if that was asked for."""
+    comparison: Comparison | None
+    """Of these two."""
+    agreement: Agreement | None
+    """With the simulation, if that was asked for."""
+
+
+def replay(
+    model: LoadedModel, config: ReplayConfig, progress: Progress, on_sample: OnSample = lambda *what: None
+) -> Result:
+    """Replays a trace. Blocks.
+
+    Args:
+      model: answers.
+      config: what, and how.
+      progress: told of warm-ups.
+      on_sample: told of what goes on.
+
+    Raises:
+      FileNotFoundError: there is no such trace.
+      ReplayError: the trace has too few conversations, the store is too small for one of them, or it cannot be
+        simulated.
+      ValueError: the trace is malformed, or a size does not fit the machine.
+    """
+    window = config.engine.context_window or min(model.config.steady_positions, DEFAULT_WINDOW_TOKENS)
+    workload = make_workload(model, config.trace, config.workload, window=window, overflow=config.engine.overflow)
+    warmup_turns, longest = config.workload.warmup_turns, workload.largest_session_tokens
+    if warmup_turns >= workload.num_turns:
+        raise ReplayError(f"warmup_turns must be fewer than the {workload.num_turns} turns, got {warmup_turns}")
+    if config.simulate:
+        check_simulable(config.engine, workload)
+    layout = kv_layout(model, config.engine)
+    _check_store(config.engine, layout, longest)
+    runs, agreed = [], None
+    for name in (STORE, RECOMPUTE) if config.recompute else (STORE,):
+
+        def sampled(sample: Sample, name: str = name) -> None:
+            on_sample(name, workload, sample)
+
+        with Engine(model, config.engine if name == STORE else without_store(config.engine)) as engine:
+            most_new = min(longest, config.engine.prefill_chunk_tokens)
+            engine.warmup(max_history_tokens=longest, max_new_tokens=most_new, progress=progress)
+            engine.wait_until_ready()  # First touch would share the memory bus with the run.
+            with CompileCounter() as compiles:
+                served = serve(engine, workload, warmup_turns=warmup_turns, on_sample=sampled)
+            runs.append(Run(name=name, served=served, summary=summarize(served), recompiles=compiles.count))
+            if name == STORE and config.simulate:
+                counts = simulate(engine, workload, served, warmup_turns=warmup_turns)
+                agreed = agreement(runs[0].summary, counts)
+    store = config.engine.store
+    blocks = sum(layout.num_blocks(min(session.num_tokens, window)) for session in workload.sessions)
+    return Result(
+        workload=workload,
+        window=window,
+        workload_bytes=blocks * layout.block_bytes,
+        store_bytes=store.dram_bytes if store.ssd_dir is None else store.ssd_bytes,
+        runs=tuple(runs),
+        comparison=compare(runs[0].served, runs[1].served) if config.recompute else None,
+        agreement=agreed,
+    )
+
+
+def without_store(config: EngineConfig) -> EngineConfig:
+    """Returns the same engine's config, which stores nothing."""
+    store = dataclasses.replace(config.store, dram_gib=0.0, ssd_dir=None, ssd_url=None)
+    return dataclasses.replace(config, store=store)
+
+
+def _check_store(config: EngineConfig, layout: KVLayout, num_tokens: int) -> None:
+    """Refuses a store under one conversation: nothing of the longest one would ever be stored."""
+    store, wanted = config.store, layout.num_blocks(num_tokens) * layout.block_bytes
+    sizes = {"dram_gib": store.dram_gib} | ({} if store.ssd_dir is None else {"ssd_gib": store.ssd_gib})
+    for name, found in sizes.items():
+        if found * GIB < wanted:
+            raise ReplayError(
+                f"{name} must be at least {wanted / GIB:.3f} GiB, the KV of a conversation of {num_tokens:,} tokens; "
+                f"got {found:g}"
+            )
+
+
+# Simulated.
+
+
+def check_simulable(config: EngineConfig, workload: Workload) -> None:
+    """Refuses what the simulator does not do as the engine does.
+
+    Raises:
+      ReplayError: a turn but a first one comes at a time of its own, a full context is cut otherwise, or sessions share
+        what they begin with.
+    """
+    if config.share_prefixes:
+        raise ReplayError("share_prefixes must be off with simulate, which knows no tokens to be alike by; got it on")
+    overflow = config.overflow
+    if overflow is not None:
+        discarder = overflow.token_discarder.name
+        if overflow.method not in _METHODS or overflow.whole_turns or discarder != "oldest":
+            raise ReplayError(
+                f"overflow_method must be one of {', '.join(_METHODS)} and drop the oldest tokens with simulate, got "
+                f"{overflow.method} that drops {'whole turns' if overflow.whole_turns else discarder}"
+            )
+    turns = [(turn, session.turns[0]) for session in workload.sessions for turn in session.turns]
+    if any(turn.not_before_s > first.not_before_s for turn, first in turns):
+        raise ReplayError("arrival_rate must be above 0 with simulate, which has turns follow answers; got the trace's")
+
+
+def simulate(engine: Engine, workload: Workload, served: Served, *, warmup_turns: int = 0) -> SimCounts:
+    """Serves a workload in simulated time, by a server that is like an engine, as fast as that was in a run.
+
+    Raises:
+      ValueError: there was no turn, or no decode step by itself.
+    """
+    config, model, rates = engine.config, engine.model.config, engine.rates
+    layout = kv_layout(engine.model, config)
+    link_bytes_per_s = math.inf if rates is None else rates.load.bytes_per_s
+    sim_model = SimModel(
+        name=engine.model.name,
+        num_params=0.0,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=layout.head_dim,
+        window=engine.window,
+        dtype_bytes=layout.numpy_dtype.itemsize,
+    )
+    server = Server(
+        ServerConfig(
+            model=sim_model,
+            cost=measured_cost(served),
+            link_bytes_per_s=link_bytes_per_s if math.isfinite(link_bytes_per_s) else _LINK_BYTES_PER_S,
+            max_batch_size=config.max_batch_size,
+            prefills_block=False,
+            store=_store_sizes(engine),
+            overflow=config.overflow or OverflowConfig(),
+            warmup_turns=warmup_turns,
+        )
+    )
+    return server.serve(sim_sessions(workload))
+
+
+def measured_cost(served: Served) -> FittedCost:
+    """Fits what computing took in a run, each kind of it and in all.
+
+    Raises:
+      ValueError: there was no turn, or no decode step by itself.
+    """
+    prefills = [
+        PrefillSample(
+            history_tokens=turn.cached_tokens,
+            new_tokens=turn.prefill_tokens,
+            seconds=max(turn.prefill_s - turn.load_stall_s, 1e-6),
+        )
+        for turn in served.turns
+    ]
+    return FittedCost.fit(prefills, served.decode_samples).taking(prefills, served.decode_samples)
+
+
+def sim_sessions(workload: Workload) -> list[SimSession]:
+    """Returns a workload as the simulator takes it, in order of arrival."""
+    sessions = []
+    for index, session in enumerate(workload.sessions):
+        turns = tuple(
+            SimTurn(
+                user_tokens=len(turn.exchange.message), answer_tokens=turn.exchange.answer_tokens, think_s=turn.think_s
+            )
+            for turn in session.turns
+        )
+        arrival_s = session.turns[0].not_before_s
+        sessions.append(SimSession(session_id=f"s{index}", arrival_s=arrival_s, turns=turns))
+    return sorted(sessions, key=lambda session: session.arrival_s)
+
+
+def agreement(summary: Summary, counts: SimCounts) -> Agreement:
+    """Puts a run beside its simulation."""
+    simulated_prefill = counts.prompt_tokens - counts.cached_tokens
+    return Agreement(
+        engine_hit_rate=summary.hit_rate,
+        simulated_hit_rate=counts.hit_rate,
+        hit_rate_points=100 * (counts.hit_rate - summary.hit_rate),
+        engine_prefill_tokens=summary.prefill_tokens,
+        simulated_prefill_tokens=simulated_prefill,
+        prefill_tokens_ratio=simulated_prefill / summary.prefill_tokens,
+        engine_prompt_tokens=summary.prompt_tokens,
+        simulated_prompt_tokens=counts.prompt_tokens,
+        engine_elapsed_s=summary.totals["elapsed_s"],
+        simulated_elapsed_s=counts.elapsed_s,
+    )
+
+
+def _store_sizes(engine: Engine) -> StoreSizes | None:
+    """Tiers of as many blocks as the engine's, whose checksums come to less than one."""
+    config, stats = engine.config.store, engine.store_stats()
+    if not stats.capacity_bytes:
+        return None
+    return StoreSizes(
+        dram_bytes=stats.capacity_bytes,
+        ssd_bytes=0.0 if stats.ssd is None else stats.ssd.capacity_bytes,
+        ssd_read_bytes_per_s=_SSD_READ_BYTES_PER_S,
+        ssd_write_bytes_per_s=_SSD_WRITE_BYTES_PER_S,
+        eviction_policy=config.eviction_policy,
+        ttl_s=config.ttl_s,
+        block_tokens=config.block_tokens,
+    )

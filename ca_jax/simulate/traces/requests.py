@@ -1,0 +1,390 @@
+"""Requests of recorded traces: Mooncake's, those of agents, and CSV files of arrivals.
+
+A bad row is reported with its file, line and field, or counted and skipped.
+
+    mooncake    {"timestamp": ms, "input_length": int, "output_length": int, "hash_ids": [int, ...]}
+    agents      {"timestamp": µs, "input": text, "output": text, "session_id": text}
+    arrivals    CSV with columns for time, prompt tokens and answer tokens
+
+Not here: what the prompts say, serving them.
+Source: Mooncake (Qin et al., FAST 2025), and the traces published with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+TracePath = str | os.PathLike[str]
+
+TRACE_FORMATS = ("sharegpt", "mooncake", "agents", "arrivals")
+"""Conversations; requests with hashes of their prompts; calls of agents with their whole prompts; requests of which
+only the lengths are known."""
+HASH_BLOCK_TOKENS = 512
+"""Prompt tokens that one of `hash_ids` stands for."""
+_SHOWN_CHARS = 60
+_COLUMNS = {
+    "arrival": ("timestamp", "arrival_s", "arrival_time", "time"),
+    "input": ("input_tokens", "contexttokens", "input_length", "prompt_tokens", "request tokens"),
+    "output": ("output_tokens", "generatedtokens", "output_length", "completion_tokens", "response tokens"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One request to a server."""
+
+    arrival_s: float
+    """Seconds since the trace began, >= 0."""
+    session_id: str
+    """Requests of one session build upon each other."""
+    input_tokens: int
+    """Tokens of the whole prompt, history included; > 0."""
+    output_tokens: int
+    """Tokens of the answer; > 0."""
+    shared_tokens: int = 0
+    """Leading prompt tokens that are known to be those of the session's previous request and its answer."""
+    hash_ids: tuple[int, ...] = ()
+    """One for every `HASH_BLOCK_TOKENS` of the prompt, the last block perhaps not full: equal ids mean equal blocks
+    behind equal prompts. Empty where the trace has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AgentCall:
+    """One call of a model by an agent."""
+
+    session_id: str
+    """The agent's task."""
+    arrival_s: float
+    """Seconds since the epoch."""
+    prompt: str
+    """The whole prompt; empty where the trace has none, as for calls about pictures."""
+    answer: str
+    """What the model said."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read as it is. The message says where, what it must be and what was got."""
+
+
+class BadRows:
+    """What happens to rows that cannot be used.
+
+    Args:
+      skip: count and skip them; otherwise the first one is an error.
+    """
+
+    def __init__(self, skip: bool = False) -> None:
+        self.num_skipped = 0
+        """Rows that were skipped."""
+        self.first: str | None = None
+        """What was wrong with the first of them."""
+        self._skip = skip
+
+    def take(self, error: TraceError) -> None:
+        """Counts a bad row, or raises what is wrong with it."""
+        if not self._skip:
+            raise error
+        self.num_skipped += 1
+        self.first = self.first or str(error)
+
+
+def load_requests(
+    trace_format: str, path: TracePath, count_tokens: Callable[[str], int] = len, bad_rows: BadRows | None = None
+) -> list[Request]:
+    """Reads a trace of requests, in order of arrival.
+
+    Sessions of `mooncake` are found by the prompts' prefixes, and each of `arrivals` is one of its own. The first line
+    of `arrivals` names the columns, of which three are read: the time, in seconds or as a date with a time
+    (`2023-11-16 18:15:46.68`), and the tokens of prompt and answer, under the names that published traces use.
+
+    Args:
+      trace_format: of `TRACE_FORMATS`, but for `sharegpt`.
+      path: of the file; of `agents` also a directory.
+      count_tokens: counts the tokens of a text, for `agents`.
+      bad_rows: what happens to rows that cannot be used; by default the first is an error.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      TraceError: a column is missing; a row is malformed, or came before the one above it.
+    """
+    if trace_format == "agents":
+        return agent_requests(load_agent_calls(path, bad_rows), count_tokens)
+    if trace_format == "mooncake":
+        return list(map(_Sessions().joined, _parsed(_json_rows, path, bad_rows, _mooncake_requests())))
+    return list(_parsed(_csv_rows, path, bad_rows, _arrivals()))
+
+
+def _mooncake_requests() -> Callable[[_Row], Request]:
+    last_s = 0.0
+
+    def parse(row: _Row) -> Request:
+        nonlocal last_s
+        arrival_s = row.number("timestamp") / 1000
+        if arrival_s < last_s:
+            raise row.error("timestamp", f"at least the {last_s * 1000:g} ms of the row before")
+        num_in, num_out, hash_ids = row.count("input_length"), row.count("output_length"), row.counts("hash_ids")
+        num_blocks = -(-num_in // HASH_BLOCK_TOKENS)
+        if len(hash_ids) != num_blocks:
+            raise row.error("hash_ids", f"one for each of {num_blocks} blocks of {HASH_BLOCK_TOKENS} tokens")
+        last_s = arrival_s
+        return Request(
+            arrival_s=arrival_s, session_id="", input_tokens=num_in, output_tokens=num_out, hash_ids=hash_ids
+        )
+
+    return parse
+
+
+def _arrivals() -> Callable[[_Row], Request]:
+    last_s, first_s = -math.inf, math.nan
+
+    def parse(row: _Row) -> Request:
+        nonlocal last_s, first_s
+        arrival_s = row.seconds("arrival")
+        if arrival_s < last_s:
+            raise row.error("arrival", "a time that is not before that of the row above")
+        num_in, num_out = row.count("input"), row.count("output")
+        last_s, first_s = arrival_s, arrival_s if math.isnan(first_s) else first_s
+        return Request(
+            arrival_s=arrival_s - first_s, session_id=f"s{row.line}", input_tokens=num_in, output_tokens=num_out
+        )
+
+    return parse
+
+
+def load_agent_calls(path: TracePath, bad_rows: BadRows | None = None) -> Iterator[AgentCall]:
+    """Yields agents' calls, one file after the other; those of a file by time, which need not be their order in it.
+
+    Args:
+      path: of a file, or of a directory, whose files `*.jsonl` are read by name.
+      bad_rows: what happens to rows that cannot be used; by default the first is an error.
+
+    Raises:
+      FileNotFoundError: there is no such file, or a directory without files.
+      TraceError: a row is malformed.
+    """
+    paths = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
+    if not paths:
+        raise FileNotFoundError(f"{path}: there must be at least one file *.jsonl, got none")
+    for each in paths:
+        yield from sorted(_parsed(_json_rows, each, bad_rows, _agent_call), key=lambda call: call.arrival_s)
+
+
+def _agent_call(row: _Row) -> AgentCall:
+    arrival_s = row.number("timestamp") / 1e6
+    if arrival_s < 0:
+        raise row.error("timestamp", "microseconds of at least 0")
+    session_id = row.text("session_id")
+    if not session_id:
+        raise row.error("session_id", "a name")
+    return AgentCall(session_id=session_id, arrival_s=arrival_s, prompt=row.text("input"), answer=row.text("output"))
+
+
+def agent_requests(calls: Iterable[AgentCall], count_tokens: Callable[[str], int]) -> list[Request]:
+    """Turns calls into requests, in order of arrival; skips those without a prompt or an answer.
+
+    Args:
+      calls: of any number of sessions.
+      count_tokens: counts the tokens of a text.
+    """
+    spoken = sorted((call for call in calls if call.prompt and call.answer), key=lambda call: call.arrival_s)
+    last_text: dict[str, str] = {}
+    requests = []
+    for call in spoken:
+        before = last_text.get(call.session_id, "")
+        shared = os.path.commonprefix([before, call.prompt])  # noqa: RUF071 (by characters is what is wanted)
+        last_text[call.session_id] = call.prompt + call.answer
+        num_tokens = max(1, count_tokens(call.prompt))
+        requests.append(
+            Request(
+                arrival_s=call.arrival_s - spoken[0].arrival_s,
+                session_id=call.session_id,
+                input_tokens=num_tokens,
+                output_tokens=max(1, count_tokens(call.answer)),
+                shared_tokens=min(count_tokens(shared) if shared else 0, num_tokens),
+            )
+        )
+    return requests
+
+
+def share_of_seen_blocks(requests: Iterable[Request]) -> float:
+    """Returns the share of all blocks that lead their prompt and were seen before: the hit rate of unbounded capacity.
+
+    Args:
+      requests: with `hash_ids`, in order of arrival.
+
+    Returns:
+      In [0, 1]; 0 where there are no blocks.
+    """
+    seen: set[int] = set()
+    num_hits = num_blocks = 0
+    for request in requests:
+        num_hits += next((i for i, each in enumerate(request.hash_ids) if each not in seen), len(request.hash_ids))
+        num_blocks += len(request.hash_ids)
+        seen.update(request.hash_ids)
+    return num_hits / num_blocks if num_blocks else 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Session:
+    name: str
+    num_shared: int  # Leading blocks that others had before it began: a system prompt, say.
+    full_ids: tuple[int, ...]  # Of the full blocks of its last prompt.
+
+
+class _Sessions:
+    """Finds the session that a request continues.
+
+    A prompt continues an earlier one if it begins with all of its full blocks, at least one of which no other session
+    had before. One that leaves an earlier prompt within its blocks begins a session of its own.
+    """
+
+    def __init__(self) -> None:
+        self._session_with: dict[int, _Session] = {}  # By hash id: the session whose prompt had it first.
+        self._num_sessions = 0
+
+    def joined(self, request: Request) -> Request:
+        """Adds the session's name and what is shared with its last request. Call once each, in order of arrival."""
+        ids = request.hash_ids
+        num_seen = next((i for i, each in enumerate(ids) if each not in self._session_with), len(ids))
+        session = self._session_with[ids[num_seen - 1]] if num_seen else None
+        if (
+            session is None
+            or len(session.full_ids) <= session.num_shared
+            or ids[:num_seen][: len(session.full_ids)] != session.full_ids
+        ):
+            session = _Session(f"s{self._num_sessions}", num_seen, ())
+            self._num_sessions += 1
+        num_shared = HASH_BLOCK_TOKENS * len(session.full_ids)
+        session.full_ids = ids[: request.input_tokens // HASH_BLOCK_TOKENS]
+        self._session_with.update(dict.fromkeys(session.full_ids[num_seen:], session))
+        return dataclasses.replace(request, session_id=session.name, shared_tokens=num_shared)
+
+
+# Rows of files.
+
+
+class _Row:
+    """One row of a file, its fields by name; getters raise TraceError where a field is not what it must be."""
+
+    def __init__(self, path: TracePath, line: int, fields: Mapping[str, Any]) -> None:
+        self.line = line
+        self._where = f"{path}, line {line}"
+        self._fields = fields
+
+    def error(self, field: str, wanted: str) -> TraceError:
+        """What to raise for a field that is not as it must be."""
+        found = "nothing" if field not in self._fields else _shorten(self._fields[field])
+        return TraceError(f"{self._where}: `{field}` must be {wanted}, got {found}")
+
+    def number(self, field: str) -> float:
+        """A finite number, or text that spells one."""
+        value = self._fields.get(field)
+        try:
+            number = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise self.error(field, "a number")
+        return number
+
+    def seconds(self, field: str) -> float:
+        """A number, or a date with a time, UTC unless it says otherwise."""
+        try:
+            return self.number(field)
+        except TraceError as error:
+            try:
+                date = datetime.datetime.fromisoformat(self.text(field).strip())
+            except ValueError:
+                raise self.error(field, "seconds, or a date with a time") from error
+        return (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp()
+
+    def count(self, field: str) -> int:
+        """An integer of at least 1."""
+        number = self.number(field)
+        if number < 1 or number != int(number):
+            raise self.error(field, "an integer of at least 1")
+        return int(number)
+
+    def text(self, field: str) -> str:
+        """Text."""
+        value = self._fields.get(field)
+        if not isinstance(value, str):
+            raise self.error(field, "text")
+        return value
+
+    def counts(self, field: str) -> tuple[int, ...]:
+        """A list of integers of at least 0."""
+        value = self._fields.get(field)
+        if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+            raise self.error(field, "a list of integers of at least 0")
+        return tuple(value)
+
+
+def _parsed(
+    read: Callable[[TracePath], Iterator[_Row | TraceError]],
+    path: TracePath,
+    bad_rows: BadRows | None,
+    parse: Callable[[_Row], T],
+) -> Iterator[T]:
+    """Yields what rows stand for; reports those that cannot be read or parsed."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no trace at {path}")
+    bad_rows = bad_rows or BadRows()
+    for row in read(path):
+        try:
+            if isinstance(row, TraceError):
+                raise row
+            parsed = parse(row)
+        except TraceError as error:
+            bad_rows.take(error)
+        else:
+            yield parsed
+
+
+def _json_rows(path: TracePath) -> Iterator[_Row | TraceError]:
+    """Yields the objects of a file that has one on each line, without blank lines."""
+    with open(path, encoding="utf-8") as file:
+        for line, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                fields = json.loads(text)
+            except ValueError as error:
+                yield TraceError(f"{path}, line {line}: a row must be a JSON object, got {_shorten(text)}: {error}")
+                continue
+            is_object = isinstance(fields, dict)
+            wrong = f"{path}, line {line}: a row must be a JSON object, got {_shorten(fields)}"
+            yield _Row(path, line, fields) if is_object else TraceError(wrong)
+
+
+def _csv_rows(path: TracePath) -> Iterator[_Row | TraceError]:
+    """Yields the rows of a CSV file whose first line names its columns; of these, those of `_COLUMNS`."""
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        header = [name.strip().lower() for name in next(reader, [])]
+        places = {}
+        for field, names in _COLUMNS.items():
+            found = [header.index(name) for name in names if name in header]
+            if not found:
+                raise TraceError(f"{path}, line 1: `{field}` must be a column of {', '.join(names)}; got {header}")
+            places[field] = found[0]
+        for cells in filter(None, reader):
+            if len(cells) == len(header):
+                yield _Row(path, reader.line_num, {field: cells[place] for field, place in places.items()})
+            else:
+                wrong = f"a row must have {len(header)} fields, got {_shorten(cells)}"
+                yield TraceError(f"{path}, line {reader.line_num}: {wrong}")
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

@@ -1,0 +1,252 @@
+"""Links of a set pace and the store over them: when transfers end and in what order, and that no byte moves before."""
+
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from benchmarks.paced import ControlledStore, PacedLink, TimerThread, Transfer
+from ca_jax.kv import costs
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tickets import TicketState
+from tests.transfers_kit import GatedTransfers, ManualTimer
+
+PATIENCE_S = 60
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+TOKEN_BYTES = LAYOUT.token_bytes // LAYOUT.num_layers
+NUM_TOKENS = 11
+
+
+def load_of(layer: int, num_bytes: int = 100) -> Transfer:
+    return Transfer("load", "a", layer, 1, num_bytes)
+
+
+@pytest.fixture
+def timer():
+    return ManualTimer()
+
+
+@pytest.fixture
+def recorder(timer):
+    """Copies that note their name and when they ran."""
+    ran = []
+    return ran, lambda name: lambda: ran.append((name, timer.now_s()))
+
+
+def test_the_timer_thread_runs_actions_in_order_of_time_and_all_of_them_before_it_closes():
+    timer = TimerThread()
+    ran, hold, soon = [], threading.Event(), threading.Event()
+    timer.call_at(timer.now_s() + 0.1, lambda: None)
+    timer.call_at(timer.now_s(), soon.set)
+    assert soon.wait(PATIENCE_S), "an action that is due sooner wakes the thread up"
+    timer.call_at(timer.now_s(), lambda: hold.wait(PATIENCE_S))  # While these come in the wrong order.
+    due_s = timer.now_s()
+    for i in (2, 0, 1, 3):
+        timer.call_at(due_s + i * 1e-3, lambda i=i: ran.append((i, timer.now_s() - due_s, threading.get_ident())))
+    hold.set()
+    timer.close()
+    assert [i for i, _, _ in ran] == [0, 1, 2, 3]
+    assert all(since_s >= i * 1e-3 for i, since_s, _ in ran), "an action ran before its time"
+    assert {thread for _, _, thread in ran} != {threading.get_ident()}
+    with pytest.raises(ValueError, match="the timer must be open"):
+        timer.call_at(0.0, lambda: None)
+
+
+def test_transfers_take_their_turns_on_the_link_and_bytes_arrive_at_the_end(timer, recorder):
+    link, (ran, note) = PacedLink(100.0, timer=timer), recorder
+    futures = [link.submit(load_of(i, num_bytes), note(i)) for i, num_bytes in enumerate((100, 200, 50))]
+    timer.advance(0.99)
+    assert not ran
+    assert not any(future.done() for future in futures)
+    timer.advance(0.01)
+    assert ran == [(0, 1.0)]
+    assert [future.done() for future in futures] == [True, False, False]
+    timer.advance(9.0)
+    assert ran[1:] == [(1, 3.0), (2, 3.5)]
+    link.submit(load_of(3), note(3))  # The link has been idle: nothing is made up for.
+    timer.advance()
+    assert ran[3:] == [(3, 11.0)]
+    assert link.busy_s == 4.5
+
+
+def test_layers_take_their_seconds_each_besides_their_bytes(timer):
+    link = PacedLink(100.0, layer_s=0.5, timer=timer)
+    assert link.seconds(load_of(0, 100)) == 1.5
+    assert link.seconds(Transfer("save", "a", None, 6, 100)) == 4.0
+    assert PacedLink(layer_s=0.5, timer=timer).seconds(load_of(0, 10**12)) == 0.5
+    with pytest.raises(ValueError, match="bytes_per_s must be a positive number, got 0"):
+        PacedLink(0)
+    with pytest.raises(ValueError, match="layer_s must be at least 0, got -1"):
+        PacedLink(layer_s=-1)
+
+
+@pytest.mark.parametrize("copies_early", [False, True])
+def test_a_future_brings_what_its_copy_returned_or_raised(timer, copies_early):
+    link = PacedLink(100.0, timer=timer, copies_early=copies_early)
+    good, bad = link.submit(load_of(0), lambda: 7), link.submit(load_of(1), lambda: 1 // 0)
+    after = link.submit(load_of(2), lambda: 8)
+    assert not good.cancel(), "a copy under way cannot be called back"
+    timer.advance(1.5)
+    assert (good.result(0), bad.done()) == (7, False)
+    timer.advance()
+    with pytest.raises(ZeroDivisionError):
+        bad.result(0)
+    assert after.result(0) == 8
+
+
+def test_an_early_copy_runs_when_its_transfer_begins_and_takes_nothing_off_its_time(timer, recorder):
+    link, (ran, note) = PacedLink(100.0, timer=timer, copies_early=True), recorder
+    first, second = (link.submit(load_of(layer), note(layer)) for layer in range(2))
+    timer.advance(0.0)
+    assert (ran, first.done()) == ([(0, 0.0)], False)
+    timer.advance(1.0)
+    assert (ran, first.done(), second.done()) == ([(0, 0.0), (1, 1.0)], True, False)
+    timer.advance(1.0)
+    assert (len(ran), second.done()) == (2, True)
+
+
+@hypothesis.given(
+    load_ms=st.integers(0, 3000),
+    compute_ms=st.integers(0, 3000),
+    num_layers=st.integers(1, 12),
+    depth=st.integers(0, 14),
+    head_start_ms=st.integers(0, 20_000),
+)
+def test_a_job_over_the_link_takes_what_the_pipeline_is_predicted_to(
+    load_ms, compute_ms, num_layers, depth, head_start_ms
+):
+    """Layers are submitted as their regions get free, as `costs.pipeline_s` says, and computed as they arrive."""
+    timer = ManualTimer()
+    link = PacedLink(layer_s=load_ms * 1e-3, timer=timer)
+    loads = {}
+    num_loaded = num_computed = 0
+    device_busy = last_job_ended = False
+
+    def go_on() -> None:
+        nonlocal device_busy
+        regions = depth + 2 * last_job_ended
+        while len(loads) < min(num_layers, num_computed + regions):
+            layer = len(loads)
+            loads[layer] = link.submit(load_of(layer), lambda: None)
+            loads[layer].add_done_callback(loaded)
+        if last_job_ended and not device_busy and num_computed < num_loaded:
+            device_busy = True
+            timer.call_at(timer.now_s() + compute_ms * 1e-3, computed)
+
+    def loaded(_: object) -> None:
+        nonlocal num_loaded
+        num_loaded += 1
+        go_on()
+
+    def computed() -> None:
+        nonlocal num_computed, device_busy
+        num_computed, device_busy = num_computed + 1, False
+        go_on()
+
+    def end_last_job() -> None:
+        nonlocal last_job_ended
+        last_job_ended = True
+        go_on()
+
+    timer.call_at(head_start_ms * 1e-3, end_last_job)
+    go_on()
+    timer.advance()
+    assert num_computed == num_layers
+    expected_s = costs.pipeline_s(load_ms * 1e-3, compute_ms * 1e-3, num_layers, depth, head_start_ms * 1e-3)
+    assert timer.now_s() - head_start_ms * 1e-3 == pytest.approx(expected_s, abs=1e-9)
+
+
+# A store over them.
+
+
+@pytest.fixture
+def store():
+    store = AttentionStore(LAYOUT, StoreConfig(dram_gib=16 * LAYOUT.block_bytes / GIB, block_tokens=4))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def kv() -> np.ndarray:
+    shape = (LAYOUT.num_layers, 2, NUM_TOKENS, LAYOUT.num_kv_heads, LAYOUT.head_dim)
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+@pytest.fixture
+def filled(store, kv):
+    ticket = store.prepare_save("a", 0, range(NUM_TOKENS))
+    ticket.write_all(kv)
+    store.complete_save(ticket)
+    return store
+
+
+def staging(num_tokens: int = NUM_TOKENS + 2) -> np.ndarray:
+    return np.full((2, num_tokens, LAYOUT.num_kv_heads, LAYOUT.head_dim), np.nan, np.float32)
+
+
+def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(filled, kv, timer):
+    link = PacedLink(bytes_per_s=NUM_TOKENS * TOKEN_BYTES, timer=timer)  # A layer takes a second.
+    controlled = ControlledStore(filled, loads=link)
+    load = controlled.prepare_load("a", range(NUM_TOKENS))
+    regions = [staging() for _ in range(3)]
+    futures = [load.read(layer, region) for layer, region in enumerate(regions)]
+    for layer in range(3):
+        timer.advance(0.99)
+        assert not futures[layer].done()
+        assert np.isnan(regions[layer]).all()
+        timer.advance(0.01)
+        assert futures[layer].done()
+        np.testing.assert_array_equal(regions[layer][:, :NUM_TOKENS], kv[layer])
+        assert np.isnan(regions[layer][:, NUM_TOKENS:]).all()
+    controlled.complete_load(load)
+    assert filled.stats().num_hits == 1
+
+
+@pytest.mark.parametrize("end", ["complete_load", "abort_load"])
+def test_a_load_is_not_ended_while_a_read_is_under_way(filled, kv, end):
+    gate = GatedTransfers()
+    controlled = ControlledStore(filled, loads=gate)
+    load = controlled.prepare_load("a", range(NUM_TOKENS))
+    dst = staging()
+    load.read(0, dst)
+    ending = threading.Thread(target=lambda: getattr(controlled, end)(load))
+    ending.start()
+    assert load.state is TicketState.OPEN
+    gate.let_through()
+    ending.join(PATIENCE_S)
+    assert load.state is not TicketState.OPEN
+    np.testing.assert_array_equal(dst[:, :NUM_TOKENS], kv[0])
+    gate.open()
+    with pytest.raises(ValueError, match="open"):
+        load.read(1, dst).result()
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_save_reads_its_source_at_the_end_of_its_transfer(store, kv, is_given_up):
+    gate = GatedTransfers()
+    controlled = ControlledStore(store, saves=gate)
+    save = controlled.prepare_save("a", 0, range(NUM_TOKENS))
+    source, written = np.zeros_like(kv), []
+    thread = threading.Thread(target=lambda: written.append(save.write_all(source)))
+    thread.start()
+    assert gate.wait_held() == (Transfer("save", "a", None, 3, kv.nbytes),)
+    assert save.num_missing == 3 * NUM_TOKENS
+    source[...] = kv  # A buffer that is reused before its save has ended stores what comes after.
+    if is_given_up:
+        controlled.abort_save(save)
+    gate.let_through()
+    thread.join(PATIENCE_S)
+    assert written == [not is_given_up]
+    if is_given_up:
+        assert (save.state, store.stats().used_bytes) == (TicketState.ABORTED, 0)
+        return
+    assert controlled.complete_save(save)
+    load = store.prepare_load("a", range(NUM_TOKENS))
+    dst = staging()
+    load.read(2, dst).result()
+    store.complete_load(load)
+    np.testing.assert_array_equal(dst[:, :NUM_TOKENS], kv[2])

@@ -1,0 +1,311 @@
+"""Workloads through the real engine: the same answers however they are served, counts that add up, times that hold;
+and a replay beside its simulation."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ca_jax.config import EngineConfig
+from ca_jax.kv.rates import PrefillRate
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.simulate.fitted import DecodeSample
+from ca_jax.simulate.replay.results import Spread, compare, summarize
+from ca_jax.simulate.replay.running import (
+    ReplayConfig,
+    agreement,
+    check_simulable,
+    measured_cost,
+    replay,
+    sim_sessions,
+    simulate,
+    without_store,
+)
+from ca_jax.simulate.replay.serving import serve
+from ca_jax.simulate.replay.workload import (
+    Exchange,
+    ReplayError,
+    ReplaySession,
+    ReplayTurn,
+    TraceConfig,
+    Workload,
+    WorkloadConfig,
+)
+from tests import engine_kit as kit
+from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
+
+
+def turn(num_tokens, answer_tokens, *, seed, not_before_s=0.0, think_s=0.0):
+    message = tuple(kit.prompt(num_tokens, seed))
+    return ReplayTurn(exchange=Exchange(message, answer_tokens), not_before_s=not_before_s, think_s=think_s)
+
+
+def made(*sessions, window=kit.WINDOW):
+    named = tuple(ReplaySession(session_id=f"s{i}", turns=tuple(turns)) for i, turns in enumerate(sessions))
+    nothing_left_out = {"cut_turns": 0, "cut_tokens": 0, "left_out_turns": 0, "skipped_rows": 0, "first_skipped": None}
+    return Workload(sessions=named, window=window, **nothing_left_out)
+
+
+def crowd(num_sessions=20, num_turns=3):
+    """Conversations of different lengths, all at once, none of which fills the window."""
+    rng = np.random.default_rng(3)
+    return made(
+        *(
+            [turn(int(rng.integers(20, 90)), int(rng.integers(2, 9)), seed=10 * i + j) for j in range(num_turns)]
+            for i in range(num_sessions)
+        )
+    )
+
+
+CROWD = crowd()
+LITTLE_ROOM = dataclasses.replace(kit.store_of(100), dram_free_fraction=0.0)
+
+
+@pytest.fixture(scope="module")
+def recomputed():
+    with kit.small_engine(store=kit.STORE_OFF) as engine:
+        return serve(engine, CROWD)
+
+
+@pytest.fixture(scope="module", params=["dram", "small dram", "ssd"])
+def stored(request, tmp_path_factory):
+    store = kit.SMALL.store if request.param == "dram" else LITTLE_ROOM
+    if request.param == "ssd":
+        directory = str(tmp_path_factory.mktemp("ssd"))
+        store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0)
+    with kit.small_engine(store=store) as engine:
+        return request.param, serve(engine, CROWD)
+
+
+def history(session, index):
+    return sum(each.exchange.num_tokens for each in CROWD.sessions[session].turns[:index])
+
+
+def test_store_and_recompute_do_the_same_work(stored, recomputed):
+    _, served = stored
+    assert served.answers == recomputed.answers
+    for run in (served, recomputed):
+        assert len(run.turns) == CROWD.num_turns
+        for each in run.turns:
+            exchange = CROWD.sessions[each.session].turns[each.turn].exchange
+            lengths = (history(each.session, each.turn), len(exchange.message), exchange.answer_tokens)
+            assert (each.history_tokens, each.message_tokens, each.answer_tokens) == lengths
+            assert len(run.answers[each.session, each.turn]) == exchange.answer_tokens
+    found = compare(served, recomputed)
+    assert (found.same_answers, found.comparable_answers) == (CROWD.num_turns, CROWD.num_turns)
+
+
+def test_what_is_counted_adds_up(stored, recomputed):
+    kind, served = stored
+    summary = summarize(served)
+    assert (summary.turns, summary.returning_turns) == (60, 40)
+    assert summary.dram_hits + summary.ssd_hits + summary.misses == summary.returning_turns
+    assert summary.loaded_tokens + summary.recomputed_tokens == summary.history_tokens
+    assert summary.prefill_tokens == summary.prompt_tokens - summary.loaded_tokens
+    assert summary.output_tokens == sum(each.exchange.answer_tokens for s in CROWD.sessions for each in s.turns)
+    assert summary.totals["failed_loads"] == summary.totals["failed_saves"] == 0
+    if kind == "small dram":
+        assert 0 < summary.misses < summary.returning_turns
+    elif kind == "dram":
+        assert (summary.misses, summary.hit_rate) == (0, 1.0)
+        assert summary.recomputed_tokens == summary.returning_turns  # The last token of every answer.
+    assert (summary.ssd_hits > 0) == (kind == "ssd")
+    assert (summary.totals["fetched_bytes"] > 0) == (kind == "ssd")
+    assert summary.totals["loaded_bytes"] == summary.loaded_tokens * kit.TOKEN_BYTES
+    nothing = summarize(recomputed)
+    assert (nothing.hit_rate, nothing.loaded_tokens, nothing.misses) == (0.0, 0, 40)
+    assert nothing.totals["saved_bytes"] == nothing.totals["loaded_bytes"] == 0
+
+
+def test_times_of_a_turn_are_in_order(stored):
+    _, served = stored
+    begins = [each.started_s for each in served.turns]
+    assert begins == sorted(begins)
+    for each in served.turns:
+        assert each.due_s <= each.started_s
+        assert 0 < each.prefill_s <= each.ttft_s <= each.latency_s
+        assert each.latency_s == pytest.approx(each.ttft_s + each.decode_s)
+    assert served.samples[-1].ended == CROWD.num_turns
+    totals = served.totals
+    for name in ("prefill_s", "load_stall_s"):
+        assert sum(getattr(each, name) for each in served.turns) == pytest.approx(totals[name])
+    # Passes that decode steps wait for count once.
+    assert totals["prefill_s"] + totals["decode_s"] <= totals["elapsed_s"]
+    assert [sample.time_s for sample in served.samples] == sorted(sample.time_s for sample in served.samples)
+
+
+class StoppedClock:
+    """Time passes only while the loop sleeps."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.slept_s = []
+
+    def __call__(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.slept_s.append(seconds)
+        self.now_s += seconds
+
+
+def test_turns_come_when_they_are_due_and_not_before():
+    asked = made(
+        [turn(20, 3, seed=1, not_before_s=7.0), turn(20, 3, seed=2, not_before_s=7.0, think_s=30.0)],
+        [turn(20, 3, seed=3, not_before_s=0.0), turn(20, 3, seed=4, not_before_s=50.0, think_s=10.0)],
+        [turn(20, 3, seed=5, not_before_s=7.0)],
+    )
+    clock = StoppedClock()
+    with kit.small_engine(store=kit.STORE_OFF) as engine:
+        served = serve(engine, asked, clock=clock, sleep=clock.sleep)
+    wanted = [(1, 0, 0.0), (0, 0, 7.0), (2, 0, 7.0), (0, 1, 37.0), (1, 1, 50.0)]
+    assert [(each.session, each.turn, each.due_s) for each in served.turns] == wanted
+    assert clock.slept_s == [7.0, 30.0, 13.0]
+    assert served.totals["elapsed_s"] == 50.0
+
+
+def test_the_warm_up_is_served_and_not_counted():
+    with kit.small_engine() as engine:
+        served = serve(engine, CROWD, warmup_turns=25)
+        metrics = engine.metrics
+    assert [each.is_counted for each in served.turns] == [False] * 25 + [True] * 35
+    summary = summarize(served)
+    assert summary.turns == 35
+    counted = served.turns[25:]
+    assert summary.prompt_tokens == sum(each.history_tokens + each.message_tokens for each in counted)
+    assert summary.totals["prefill_s"] == pytest.approx(sum(each.prefill_s for each in counted))
+    assert summary.totals["prefill_s"] < metrics.prefill_s
+    with pytest.raises(ValueError, match="warmup_turns must be fewer than the 25 turns"):
+        summarize(dataclasses.replace(served, turns=served.turns[:25]))
+
+
+def test_a_context_that_overflows_goes_on():
+    with kit.small_engine() as engine:
+        served = serve(engine, made([turn(180, 40, seed=each) for each in range(5)]))
+        with pytest.raises(ValueError, match="window must be the workload's 256 tokens, got"):
+            serve(engine, made([turn(9, 2, seed=0)], window=256))
+    assert [each.answer_tokens for each in served.turns] == [40] * 5
+    assert max(each.history_tokens + each.message_tokens for each in served.turns) < kit.WINDOW
+    assert served.turns[-1].dropped_tokens > 0
+    assert served.totals["truncations"] > 0
+    assert summarize(served).hit_rate == 1.0
+
+
+def test_a_spread_is_of_its_values():
+    found = Spread.of(range(101))
+    assert (found.mean, found.p50, found.p90, found.p99) == (50.0, 50.0, 90.0, 99.0)
+
+
+def test_without_a_store_there_is_none_of_its_tiers(tmp_path):
+    config = dataclasses.replace(kit.SMALL, store=dataclasses.replace(kit.SMALL.store, ssd_dir=str(tmp_path)))
+    store = without_store(config).store
+    assert (store.dram_gib, store.ssd_dir, store.block_tokens) == (0.0, None, kit.BLOCK_TOKENS)
+
+
+# Beside its simulation.
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "sharegpt.json"
+    return TraceConfig(trace=str(sharegpt_file(path, *(talk(3, seed) for seed in range(20)))))
+
+
+@pytest.fixture(scope="module")
+def talks(trace):
+    return workload(trace, num_sessions=20, max_answer_tokens=6)
+
+
+@pytest.mark.parametrize("policy", ["scheduler_aware", "lru", "fifo"])
+@pytest.mark.parametrize("num_blocks", [100, 2000])
+def test_a_simulation_does_what_the_engine_does(talks, policy, num_blocks):
+    store = dataclasses.replace(kit.store_of(num_blocks), eviction_policy=policy)
+    with kit.small_engine(store=store, share_prefixes=False) as engine:
+        served = serve(engine, talks)
+        counts = simulate(engine, talks, served)
+    summary = summarize(served)
+    found = agreement(summary, counts)
+    assert (counts.num_turns, counts.num_returning) == (summary.turns, summary.returning_turns)
+    assert found.simulated_prompt_tokens == found.engine_prompt_tokens
+    if num_blocks == 2000:
+        assert found.engine_hit_rate == found.simulated_hit_rate == 1.0
+        assert found.engine_prefill_tokens == found.simulated_prefill_tokens
+    else:
+        assert found.engine_hit_rate < 1.0 > found.simulated_hit_rate
+
+
+def test_costs_are_fitted_to_what_was_measured(recomputed):
+    rate = PrefillRate(token_s=0.002, fixed_s=0.1)
+    turns = tuple(
+        dataclasses.replace(
+            each, prefill_s=rate.seconds(each.cached_tokens, each.prefill_tokens) + 0.5, load_stall_s=0.5
+        )
+        for each in recomputed.turns
+    )
+    decodes = tuple(
+        DecodeSample(num_jobs=jobs, context_tokens=tokens, seconds=0.01 + 0.002 * jobs + 1e-5 * tokens)
+        for jobs in (1, 2, 5)
+        for tokens in (100, 700)
+    )
+    found = measured_cost(dataclasses.replace(recomputed, turns=turns, decode_samples=decodes))
+    assert found.prefill_s(0, 100) == pytest.approx(0.3, rel=1e-3)
+    assert found.decode_s(3, 400) == pytest.approx(0.02, rel=1e-3)
+
+
+def test_sessions_are_simulated_with_their_lengths_and_times(trace):
+    asked = workload(trace, num_sessions=5, arrival_rate=2.0, think_time_s=4.0)
+    for ours, simulated in zip(asked.sessions, sim_sessions(asked), strict=True):
+        assert simulated.arrival_s == ours.turns[0].not_before_s
+        assert [(each.user_tokens, each.answer_tokens, each.think_s) for each in simulated.turns] == [
+            (len(each.exchange.message), each.exchange.answer_tokens, each.think_s) for each in ours.turns
+        ]
+
+
+def test_what_cannot_be_simulated_is_refused(tmp_path, talks):
+    rows = [
+        {"timestamp": time_ms, "input_length": size, "output_length": 4, "hash_ids": list(range(size // 512))}
+        for time_ms, size in ((0, 512), (1000, 1024))
+    ]
+    path = str(lines_file(tmp_path / "mooncake.jsonl", *rows))
+    timed = workload(TraceConfig(trace_format="mooncake", trace=path, length_scale=0.1), num_sessions=1)
+    for asked, changes, message in (
+        (timed, {}, "arrival_rate must be above 0 with simulate"),
+        (talks, {"overflow": OverflowConfig(method="tt")}, "got tt that drops oldest"),
+        (talks, {"overflow": OverflowConfig(whole_turns=True)}, "got ca that drops whole turns"),
+        (talks, {"overflow": OverflowConfig(discarder="heavy_hitters")}, "got ca that drops heavy_hitters"),
+        (talks, {"share_prefixes": True}, "share_prefixes must be off with simulate"),
+    ):
+        with pytest.raises(ReplayError, match=message):
+            check_simulable(EngineConfig(**{"share_prefixes": False, **changes}), asked)
+    check_simulable(EngineConfig(overflow=None, share_prefixes=False), talks)
+
+
+def replay_config(trace, **changes):
+    engine = dataclasses.replace(kit.SMALL, share_prefixes=False, **changes.pop("engine", {}))
+    asked = WorkloadConfig(num_sessions=20, max_turns=2, max_answer_tokens=6, **changes.pop("workload", {}))
+    return ReplayConfig(trace=trace, workload=asked, engine=engine, **changes)
+
+
+def test_a_replay_is_served_recomputed_and_simulated(trace):
+    config = replay_config(trace, workload={"warmup_turns": 3}, recompute=True, simulate=True)
+    seen: list[str] = []
+    result = replay(kit.tiny_model(), config, lambda *what: None, lambda name, *what: seen.append(name))
+    assert [run.name for run in result.runs] == ["store", "recompute"] == sorted(set(seen), reverse=True)
+    stored, recomputed = (run.summary for run in result.runs)
+    assert stored.prompt_tokens == recomputed.prompt_tokens
+    assert (stored.hit_rate, recomputed.hit_rate) == (1.0, 0.0)
+    assert [run.recompiles for run in result.runs] == [0, 0]
+    assert result.comparison.same_answers == result.comparison.comparable_answers == 40
+    assert result.agreement.simulated_prompt_tokens == stored.prompt_tokens
+
+
+def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):
+    ssd = dataclasses.replace(kit.SMALL.store, ssd_dir=str(tmp_path), ssd_gib=1e-6)
+    for changes, message in (
+        ({"engine": {"store": kit.store_of(1)}}, r"dram_gib must be at least 0\.\d+ GiB, the KV of a conversation of"),
+        ({"engine": {"store": kit.STORE_OFF}}, "dram_gib must be at least .*; got 0"),
+        ({"engine": {"store": ssd}}, "ssd_gib must be at least"),
+        ({"workload": {"warmup_turns": 40}}, "warmup_turns must be fewer than the 40 turns, got 40"),
+    ):
+        with pytest.raises(ReplayError, match=message):
+            replay(kit.tiny_model(), replay_config(trace, **changes), lambda *what: None)
