@@ -5,12 +5,12 @@ Not here: measuring, the report (`main`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import rich.box
 import rich.console
-import rich.table
+
+from ca_jax.launch.script import make_markdown, make_table, note
 
 Line = Mapping[str, Any]
 
@@ -27,28 +27,21 @@ def print_report(report: Mapping[str, Any], console: rich.console.Console) -> No
     """Prints a report as tables, with its summary, the machine and the versions it was measured on."""
     for kind, rows in _kinds(report).items():
         print_table(rows, console, title=_title(report, kind))
-    summary = rich.table.Table("summary", "", box=rich.box.SIMPLE_HEAD)
-    for name, value in report["summary"].items():
-        summary.add_row(name, _plain(value))
-    console.print(summary)
+    console.print(make_table(("summary", ""), [(name, _plain(value)) for name, value in report["summary"].items()]))
     for title in ("startup", "machine", "versions"):
         if title in report:
-            console.print(f"[bold]{title}[/bold]  {_plain(report[title])}", highlight=False)
+            note(console, f"{title}  {_plain(report[title])}", None)
     if (report.get("startup", report)["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
-        console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
+        note(console, "Something else ran on this machine: do not compare these numbers.", "bold red")
 
 
 def print_table(rows: Sequence[Line], console: rich.console.Console, *, title: str) -> None:
     """Prints rows as one table; what is the same in all of several rows is named above it."""
     columns, common = _columns(rows)
-    table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD, title_justify="left")
-    for name in columns:
-        table.add_column(_heading(name), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_with_spread(row, name) for name in columns))
-    console.print(table)
+    cells = [[_with_spread(row, name) for name in columns] for row in rows]
+    console.print(make_table([f">{_heading(name)}" for name in columns], cells, title=title))
     if common:
-        console.print(f"  all: {_plain_cells(common)}", style="dim", highlight=False, markup=False)
+        note(console, f"  all: {_plain_cells(common)}")
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -70,10 +63,8 @@ def markdown_lines(rows: Sequence[Line]) -> Iterator[str]:
     if common:
         yield f"All rows: {_plain_cells(common)}."
         yield ""
-    yield _line(_heading(name) for name in columns)
-    yield _line("---:" for _ in columns)
-    for row in rows:
-        yield _line(cell(name, row[name]) for name in columns)
+    cells = [[cell(name, row[name]) for name in columns] for row in rows]
+    yield from make_markdown([f">{_heading(name)}" for name in columns], cells)
     yield ""
 
 
@@ -147,10 +138,6 @@ def _is_time(name: str) -> bool:
 
 def _heading(name: str) -> str:
     return f"{name[:-2].replace('_', ' ')} ms" if _is_time(name) else name.replace("_", " ")
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _with_spread(row: Line, name: str) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evaluate import tables as evaluate_tables
 from benchmarks.suites.blend import BlendRow
 from benchmarks.suites.blend_throughput import BlendThroughputRow
-from ca_jax.launch import evaluate_tables
 from tools import blend_page
 from tools.paper_page import sections
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from ca_jax.launch import evaluate_tables
+from benchmarks.evaluate import tables as evaluate_tables
 from ca_jax.launch.machine import summarize_machine
 from tools.paper_page import RESULTS, sections, table
 

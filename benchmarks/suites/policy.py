@@ -20,10 +20,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.disk import can_drop, drop_cached
+from benchmarks.disk import can_drop, drop_cached, scratch_directory
 from benchmarks.harness import BenchError, Run, Spread
 from benchmarks.host_turns import TurnRow, measure_turns
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogError
 from ca_jax.storage.catalog.records import Namespace, SessionRecord

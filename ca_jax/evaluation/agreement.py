@@ -10,11 +10,67 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.schema import AgreementConfig, AgreementRow, Evaluation
-from ca_jax.evaluation.statistics import block_estimate, kl_divergence, log_softmax, wilson_interval
-from ca_jax.evaluation.texts import check_overflows, read_ids
+from ca_jax.evaluation.comparison import Comparison, Evaluation, MethodRow, check_positive
+from ca_jax.evaluation.statistics import Interval, block_estimate, kl_divergence, log_softmax, wilson_interval
+from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgreementConfig:
+    """`agreement`: how often a method goes on with a text as `tt` does.
+
+    Raises:
+      ValueError: no `tt` to agree with, or a number out of range.
+    """
+
+    comparison: Comparison
+    """What is compared."""
+    data: str
+    """A text, as for `ppl`."""
+    max_tokens: int = 8_192
+    """Tokens of it, from its beginning."""
+    every: int = 256
+    """Tokens from one place where methods go on by themselves to the next, a multiple of step_tokens."""
+    answer_tokens: int = 16
+    """Tokens they go on for."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, ("max_tokens", "every", "answer_tokens"))
+        if self.every % self.comparison.step_tokens:
+            raise ValueError(
+                f"every must be a multiple of step_tokens, {self.comparison.step_tokens}; got {self.every}"
+            )
+        if self.comparison.baseline is None or len(self.comparison.methods) < 2:
+            raise ValueError(
+                f"agreement must have tt and a method to hold against it, got {', '.join(self.comparison.by_name)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgreementRow(MethodRow):
+    """How one method goes on with a text, against `tt`. Intervals are of 95 %."""
+
+    text: str
+    """Name of the file."""
+    num_places: int
+    """Places where it went on by itself."""
+    answer_tokens: int
+    """Tokens it went on for."""
+    same_first: float
+    """Share of places with the same first token."""
+    same_first_interval: Interval
+    """Of it, Wilson's."""
+    same_answer: float
+    """Share of places where all tokens are the same."""
+    same_answer_interval: Interval
+    """Of it, Wilson's."""
+    mean_same_prefix: float
+    """Tokens until the first one that differs, mean, as a share of the answer."""
+    mean_kl: float
+    """Of the next token's distribution: how much `tt`'s diverges from it, KL(tt || method), nats, mean over places."""
+    kl_stderr: float | None
+    """Of the mean; None of one place."""
 
 
 @dataclasses.dataclass
@@ -43,7 +99,7 @@ def run_agreement(model: LoadedModel, config: AgreementConfig, progress: Progres
     check_overflows(len(token_ids), window=comparison.window, path=path, max_tokens=config.max_tokens)
     baseline = comparison.baseline
     if baseline is None:
-        raise EvaluationError("there must be tt to hold the other methods against, got none")
+        raise EvaluationError("methods must have a tt to hold the others against, got none")
     found = {name: _Found() for name in streams}
     items = []
     progress("agreement", 0, len(token_ids))

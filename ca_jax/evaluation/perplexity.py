@@ -14,15 +14,81 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.schema import CurveBin, Evaluation, PerplexityConfig, PerplexityRow
+from ca_jax.evaluation.comparison import Comparison, Evaluation, MethodRow
 from ca_jax.evaluation.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream, Truncation
-from ca_jax.evaluation.texts import check_overflows, read_ids
+from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
 from ca_jax.pretrained import LoadedModel, Progress
 
 CURVE_BEFORE, CURVE_AFTER, CURVE_BIN = 256, 512, 32
 """Tokens around a truncation whose loss is told, and tokens in a bin."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityConfig:
+    """`ppl`: how well a model predicts one long text.
+
+    Raises:
+      ValueError: fewer than two tokens.
+    """
+
+    comparison: Comparison
+    """What is compared."""
+    data: str
+    """A .txt file, or a .jsonl file whose rows have `text`."""
+    max_tokens: int = 16_384
+    """Tokens of it, from its beginning."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens must be at least 2, one to predict behind the other; got {self.max_tokens}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurveBin:
+    """Loss of tokens at one distance from a truncation, over all of them."""
+
+    offset: int
+    """First position of the bin, in tokens behind the truncation; negative before it."""
+    loss: float
+    """Mean, nats."""
+    loss_stderr: float | None
+    """Of the mean, over truncations; None of one."""
+    gap: float | None
+    """Mean loss less that of `tt` at the same tokens; None without one."""
+    gap_stderr: float | None
+    """Of the gap, likewise."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerplexityRow(MethodRow):
+    """One method over one text. Errors are over blocks of step_tokens, see `block_estimate`."""
+
+    text: str
+    """Name of the file."""
+    perplexity: float
+    """Of all tokens but the first."""
+    perplexity_after_overflow: float | None
+    """Of the tokens fed after the first overflow; None where nothing overflowed."""
+    stderr: float | None
+    """Of `perplexity_after_overflow`, of `perplexity` where that is None; None of fewer than two blocks."""
+    gap_to_tt: float | None
+    """How far the perplexity is above that of `tt` on the same tokens, a share of it: `ratio_to_tt` - 1; of those after
+    the first overflow if any. None without `tt`."""
+    gap_stderr: float | None
+    """Of the gap, from paired differences; None likewise."""
+    ratio_to_tt: float | None
+    """The perplexity over that of `tt`."""
+    tokens: int
+    """Fed."""
+    mean_kept_tokens: float | None
+    """Tokens that stayed at an overflow, mean; None where there was none."""
+    recomputed_tokens: float
+    """Tokens computed anew at all overflows together; in some layers only, times their share of the layers."""
+    tokens_per_s: float
+    """Tokens over them."""
+    curve: Sequence[CurveBin]
+    """Loss around truncations; none without."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +120,7 @@ def run_perplexity(model: LoadedModel, config: PerplexityConfig, progress: Progr
     streams = comparison.streams(model)
     token_ids = read_ids(model, path, config.max_tokens)
     if len(token_ids) < 2:
-        raise EvaluationError(f"there must be a text of at least 2 tokens, got {len(token_ids)} in {path}")
+        raise EvaluationError(f"a text must have at least 2 tokens, got {len(token_ids)} in {path}")
     if config.max_tokens > comparison.window:  # Else it was asked for without an overflow.
         check_overflows(len(token_ids), window=comparison.window, path=path, max_tokens=config.max_tokens)
     measured = {name: _measure(name, stream, token_ids, progress) for name, stream in streams.items()}

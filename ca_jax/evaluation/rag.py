@@ -1,223 +1,314 @@
 """Answers to questions behind text chunks, by each way to use the chunks' stored KV, against full recompute.
 
-Not here: reading items (rag_items, rag_texts), the ways (rag_methods, rag_map), the paper's figures of deviation
-(rag_deviation), what serving takes (launch).
+Not here: reading items (items), the ways (rag_methods), the paper's figures of deviation (rag_deviation), times to the
+first token (`benchmarks.evaluate`).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from ca_jax.evaluation.rag_answers import Answer, Answerer, Behind
-from ca_jax.evaluation.rag_context import ContextModel
-from ca_jax.evaluation.rag_items import RagPrompt, check_window, prompts_of, read_items
-from ca_jax.evaluation.rag_map import Mapper
-from ca_jax.evaluation.rag_methods import RECOMPUTE, Compared, Method, PromptContexts, methods_of
-from ca_jax.evaluation.rag_metrics import f1_score, first_line, rouge_l
-from ca_jax.evaluation.rag_rows import RagRow
-from ca_jax.evaluation.rag_schema import Chunking, RagConfig
-from ca_jax.evaluation.rag_texts import conversation_prompts
-from ca_jax.evaluation.schema import Evaluation
-from ca_jax.evaluation.statistics import Interval, paired_interval
+from ca_jax.evaluation.comparison import Evaluation
+from ca_jax.evaluation.items import Chunking, RagPrompt, read_prompts
+from ca_jax.evaluation.rag_context import Answer, Answerer, Asked, Behind, ContextModel
+from ca_jax.evaluation.rag_methods import (
+    BASELINES,
+    RECOMPUTE,
+    REUSE,
+    Blends,
+    Compared,
+    Mapped,
+    Mapper,
+    Method,
+    PromptContexts,
+    methods_of,
+)
+from ca_jax.evaluation.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress
 
-
-@dataclasses.dataclass
-class _Found:
-    """What one method gave, an entry for each item."""
-
-    computed_tokens: list[float] = dataclasses.field(default_factory=list)
-    compared: list[Compared] = dataclasses.field(default_factory=list)
-    answers: list[str] = dataclasses.field(default_factory=list)
-    f1: list[float] = dataclasses.field(default_factory=list)
-    rouge_l: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def kl(self) -> np.ndarray:
-        """Of each item."""
-        return np.array([each.kl for each in self.compared])
+DEVIATION_FIGURES = (6, 7, 8)
+"""Figures of the paper that the pure model gives."""
+TIMED_FIGURES = (12, 15, 16, 17)
+"""Figures that an engine is timed for. 12: quality and TTFT of the methods; 15: TTFT against number and length of
+chunks; 16: quality and TTFT against the ratio; 17: TTFT against the speed of the storage of the chunks' KV."""
 
 
-def read_prompts(model: LoadedModel, chunking: Chunking, answer_tokens: int = 0) -> list[RagPrompt]:
-    """The prompts that a chunking asks for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagConfig:
+    """`rag`: answers to questions behind chunks, by each way to use the chunks' KV.
 
     Raises:
-      EvaluationError: no items where they should be, or prompts that are longer than the model's window.
+      ValueError: a number out of range, an unknown baseline or figure.
     """
-    if chunking.data is None:
-        prompts = conversation_prompts(model, chunking)
-    else:
-        prompts = prompts_of(model, read_items(Path(chunking.data))[: chunking.max_items], chunking)
-    check_window(model, prompts, answer_tokens)
-    return prompts
+
+    chunking: Chunking = dataclasses.field(default_factory=Chunking)
+    """What prompts are made of."""
+    blends: Blends = dataclasses.field(default_factory=Blends)
+    """What is blended."""
+    baselines: tuple[str, ...] = BASELINES
+    """What it is compared with, of `BASELINES`."""
+    answer_tokens: int = 16
+    """Most tokens of an answer, greedily; 0 asks for none."""
+    summary_tokens: int = 48
+    """Most tokens of a summary, for `mapreduce`."""
+    figure: int | None = None
+    """Of the paper, to be measured instead of the table of methods."""
+    timed_items: int = 3
+    """Figures of times to first token (TTFT): items, the first ones, that turns are timed of."""
+    repeats: int = 3
+    """Turns that count of each item and method; one more, the first, does not."""
+    chunk_counts: tuple[int, ...] = (3, 6, 9)
+    """Figure 15: numbers of chunks, each of `chunk_tokens`."""
+    chunk_lengths: tuple[int, ...] = (128, 256, 512)
+    """Figure 15: tokens of a chunk, `num_chunks` of them."""
+    storage_gb_s: tuple[float, ...] = (0.5, 0.1, 0.05)
+    """Figure 17: speeds of storages that loads are paced to, 1e9 bytes/s, beside DRAM and SSD as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("timed_items", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("chunk_counts", "chunk_lengths", "storage_gb_s"):
+            values = getattr(self, name)
+            if not values or not all(value > 0 for value in values):
+                raise ValueError(f"{name} must be numbers above 0, got {values}")
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise ValueError(f"baselines must be some of {', '.join(BASELINES)}; got {baseline!r}")
+        if self.answer_tokens < 0 or self.summary_tokens < 1:
+            raise ValueError(
+                f"answer_tokens must be at least 0 and summary_tokens at least 1, "
+                f"got {self.answer_tokens} and {self.summary_tokens}"
+            )
 
 
-def run_rag(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagRow:
+    """One way to use the chunks' KV, over all items. Intervals are of 95 %, by the bootstrap over items; paired where
+    two methods are compared. What a method does not give is None."""
+
+    name: str
+    """The method in words."""
+    method: str
+    """`recompute`, one of `rag_methods.BASELINES`, or `blend`."""
+    ratio: float | None
+    """Of `blend`: as it was asked for."""
+    selection: str | None
+    """Of `blend`."""
+    num_items: int
+    """Prompts."""
+    context_tokens: float
+    """Tokens of chunks, mean."""
+    computed_tokens: float
+    """Tokens that are computed before the answer begins, mean: of some layers alone, times their share of the layers.
+    Of `mapreduce` and `maprerank` also what they generate for it; the chunks' own KV is stored in any case."""
+    mean_kl: float | None
+    """KL(full recompute || method) of the next token's distribution, nats, mean over the last positions."""
+    kl_interval: Interval | None
+    """Of it."""
+    kl_share: float | None
+    """Of full reuse's; None without that."""
+    kl_above_hkvd: float | None
+    """How far it is above that of `hkvd` of the same ratio, nats; None of itself, or where that was not measured."""
+    kl_above_hkvd_interval: Interval | None
+    """Of it."""
+    same_top1: float | None
+    """Share of those positions with the same likeliest token as full recompute."""
+    same_top1_interval: Interval | None
+    """Of it."""
+    attention_deviation: float | None
+    """L2 norm of the difference of the forward attention matrix, all heads', of the question's tokens to the context's,
+    from that of full recompute: mean over layers. Source: CacheBlend, section 4.1."""
+    layer_deviations: Sequence[float]
+    """The same of each layer; none where `attention_deviation` is None."""
+    f1: float | None
+    """Of the answers, mean over the items that have right ones; None where there are none."""
+    f1_interval: Interval | None
+    """Of it."""
+    f1_above_recompute_interval: Interval | None
+    """Of its difference to full recompute's."""
+    rouge_l: float | None
+    """Likewise."""
+    rouge_l_interval: Interval | None
+    """Of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Result:
+    """Of one method on one item; None is what it does not give."""
+
+    computed_tokens: float
+    compared: Compared | None = None
+    answer: str | None = None
+    f1: float | None = None
+    rouge_l: float | None = None
+
+    @property
+    def kl(self) -> float | None:
+        return None if self.compared is None else self.compared.kl
+
+    @property
+    def same_top1(self) -> float | None:
+        return None if self.compared is None else self.compared.same_top1
+
+
+def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
     """Asks each question with each method.
 
     Args:
       model: that answers.
       config: what is asked.
       progress: told of items as they are done.
+      least_chunks: chunks that each prompt must have.
 
     Raises:
-      EvaluationError: no items, or prompts that are longer than the model's window.
+      EvaluationError: no items, prompts of fewer chunks, or without room in the model's window.
     """
-    prompts = read_prompts(model, config.chunking, config.answer_tokens)
+    prompts = read_prompts(model, config.chunking, answer_tokens=config.answer_tokens, least_chunks=least_chunks)
     asks = config.answer_tokens > 0
-    methods = [
-        method
-        for method in methods_of(config.blends, config.baselines)
-        if asks or method.kind not in ("mapreduce", "maprerank")  # Of these there is nothing but answers.
-    ]
-    found = {method: _Found() for method in methods}
+    methods = [method for method in methods_of(config.blends, config.baselines) if asks or not method.maps]
     contexts = ContextModel(model, prompts, config.answer_tokens)
-    asker = _Asker(contexts, config, methods) if asks else None
+    asker = _Asker(contexts, config) if asks else None
+    found: list[dict[Method, _Result]] = []
     items: list[dict[str, Any]] = []
     progress("rag", 0, len(prompts))
     for prompt in prompts:
         of = PromptContexts(contexts, prompt, config.blends)
-        for method, each in found.items():
-            if method.kind in ("mapreduce", "maprerank"):
-                if asker is not None:
-                    asker.ask_mapped(of, method, each)
-                continue
-            each.computed_tokens.append(of.computed_tokens(method))
-            kv = of.kv(method) if method.fuses else of.full
-            asked = of.ask(kv) if method.fuses else of.asked
-            each.compared.append(of.compared(asked))
-            if asker is None:
-                continue
+        results: dict[Method, _Result] = {}
+        for method in methods:
             if method.kind == "prefix":  # It computes what full recompute does: the first chunk's KV is the same.
-                asker.repeat(found[RECOMPUTE], each, prompt)
+                results[method] = dataclasses.replace(results[RECOMPUTE], computed_tokens=of.computed_tokens(method))
             else:
-                asker.ask(of, Behind(kv, of.num_tokens, asked, len(prompt.question_ids)), each)
-        items.append(_item(prompt, of.num_tokens, found))
-        progress("rag", len(items), len(prompts))
-    return Evaluation(rows=rag_rows(found, [item["context_tokens"] for item in items]), items=items)
+                results[method] = _result(of, method, asker)
+        found.append(results)
+        items.append(_item(of, results))
+        progress("rag", len(found), len(prompts))
+    return Evaluation(rows=_rows(methods, found, [item["context_tokens"] for item in items]), items=items)
+
+
+def _result(of: PromptContexts, method: Method, asker: _Asker | None) -> _Result:
+    if method.maps:
+        if asker is None:
+            raise ValueError(f"answer_tokens must be at least 1 for {method.name}, got 0")
+        mapped = asker.mapped(of, method)
+        return _Result(computed_tokens=mapped.computed_tokens, **asker.scored(of.prompt, mapped.answer))
+    kv = of.kv(method) if method.fuses else of.full
+    asked = of.ask(kv) if method.fuses else of.asked
+    scored = {} if asker is None else asker.scored(of.prompt, asker.answer(of, kv, asked))
+    return _Result(computed_tokens=of.computed_tokens(method), compared=of.compared(asked), **scored)
 
 
 class _Asker:
     """Takes answers and says how good they are."""
 
-    def __init__(self, contexts: ContextModel, config: RagConfig, methods: Sequence[Method]) -> None:
+    def __init__(self, contexts: ContextModel, config: RagConfig) -> None:
         self._tokenizer = tokenizer_of(contexts.model)
         self._stop_ids = contexts.model.stop_token_ids
         self._answerer = Answerer(contexts, num_rows=1, max_tokens=config.answer_tokens, capacity=contexts.capacity)
-        self._mapper: Mapper | None = None
-        if any(method.kind in ("mapreduce", "maprerank") for method in methods):
-            self._mapper = Mapper(
-                contexts,
-                summary_tokens=config.summary_tokens,
-                answer_tokens=config.answer_tokens,
-                num_chunks=config.chunking.num_chunks,
-                chunk_tokens=config.chunking.chunk_tokens,
-            )
+        self._make_mapper = functools.partial(
+            Mapper,
+            contexts,
+            config.chunking,
+            summary_tokens=config.summary_tokens,
+            answer_tokens=config.answer_tokens,
+        )
 
-    def ask(self, of: PromptContexts, behind: Behind, found: _Found) -> None:
+    @functools.cached_property
+    def _mapper(self) -> Mapper:
+        """Made when it is asked for: its slots take memory."""
+        return self._make_mapper()
+
+    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
+        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
         (answer,) = self._answerer.answer([behind], self._stop_ids)
-        self._score(answer, of.prompt, found)
+        return answer
 
-    def ask_mapped(self, of: PromptContexts, method: Method, found: _Found) -> None:
-        if self._mapper is None:
-            raise RuntimeError(f"{method.name} was to be asked, and is not among the methods")
-        mapped = self._mapper.reduce(of) if method.kind == "mapreduce" else self._mapper.rerank(of)
-        found.computed_tokens.append(mapped.computed_tokens)
-        self._score(mapped.answer, of.prompt, found)
+    def mapped(self, of: PromptContexts, method: Method) -> Mapped:
+        return self._mapper.reduce(of) if method.kind == "mapreduce" else self._mapper.rerank(of)
 
-    @staticmethod
-    def repeat(of: _Found, found: _Found, prompt: RagPrompt) -> None:
-        """Takes another method's answer to the last item."""
-        found.answers.append(of.answers[-1])
-        if prompt.answers:
-            found.f1.append(of.f1[-1])
-            found.rouge_l.append(of.rouge_l[-1])
-
-    def _score(self, answer: Answer, prompt: RagPrompt, found: _Found) -> None:
+    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
+        """Fields of a result: the answer's text and, where there are right ones, its scores."""
         text = first_line(self._tokenizer.decode(answer.token_ids))
-        found.answers.append(text)
-        if prompt.answers:
-            found.f1.append(f1_score(text, prompt.answers))
-            found.rouge_l.append(rouge_l(text, prompt.answers))
+        if not prompt.answers:
+            return {"answer": text}
+        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
 
 
-def rag_rows(found: dict[Method, _Found], context_tokens: Sequence[int]) -> list[RagRow]:
-    """A row for each method.
+def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:
+    """What an item gave, by method; values that a method does not give are left out."""
 
-    Args:
-      found: what each gave.
-      context_tokens: of each item.
-    """
-    by_method = {(method.kind, method.ratio, method.selection): each for method, each in found.items()}
-    reuse, base = by_method.get(("reuse", None, None)), found[RECOMPUTE]
+    def by_method(field: str) -> dict[str, Any]:
+        values = {method.name: getattr(result, field) for method, result in results.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    return {
+        "source": of.prompt.source,
+        "context_tokens": of.num_tokens,
+        "question_tokens": len(of.prompt.question_ids),
+        "right_answers": list(of.prompt.answers),
+        "answers": by_method("answer"),
+        **{field: by_method(field) for field in ("f1", "kl", "same_top1")},
+    }
+
+
+def _rows(
+    methods: Sequence[Method], found: Sequence[dict[Method, _Result]], context_tokens: Sequence[int]
+) -> list[RagRow]:
+    """A row for each method, of the results of each item."""
+
+    def values(method: Method, field: str) -> np.ndarray:
+        given = [getattr(results[method], field) for results in found if method in results]
+        return np.array([value for value in given if value is not None])
+
     rows = []
-    for method, each in found.items():
-        hkvd = by_method.get(("blend", method.ratio, "hkvd")) if method.selection not in (None, "hkvd") else None
-        compares = bool(each.compared)
-        layers = np.mean([one.deviations for one in each.compared], axis=0) if compares else np.zeros(0)
-        same = [one.same_top1 for one in each.compared]
+    for method in methods:
+        kl, f1 = values(method, "kl"), values(method, "f1")
+        reuse_kl = values(REUSE, "kl")
+        hkvd = Method(kind="blend", ratio=method.ratio, selection="hkvd")
+        above = np.zeros(0)
+        if method.selection not in (None, "hkvd") and len(values(hkvd, "kl")):
+            above = kl - values(hkvd, "kl")
+        layers = np.mean([each.deviations for each in values(method, "compared")], axis=0) if len(kl) else np.zeros(0)
+        share = kl.mean() / reuse_kl.mean() if len(kl) and reuse_kl.any() else None  # Of one chunk nothing is reused.
         rows.append(
             RagRow(
                 name=method.name,
                 method=method.kind,
                 ratio=method.ratio,
                 selection=method.selection,
-                num_items=len(each.computed_tokens),
+                num_items=len(found),
                 context_tokens=float(np.mean(context_tokens)),
-                computed_tokens=float(np.mean(each.computed_tokens)),
-                mean_kl=_mean(each.kl),
-                kl_interval=_interval(each.kl),
-                kl_share=None if reuse is None or not compares else _share(each.kl, reuse.kl),
-                kl_above_hkvd=None if hkvd is None else _mean(each.kl - hkvd.kl),
-                kl_above_hkvd_interval=None if hkvd is None else _interval(each.kl - hkvd.kl),
-                same_top1=_mean(same),
-                same_top1_interval=_interval(same),
+                computed_tokens=float(values(method, "computed_tokens").mean()),
+                mean_kl=_mean(kl),
+                kl_interval=_interval(kl),
+                kl_share=None if share is None else float(share),
+                kl_above_hkvd=_mean(above),
+                kl_above_hkvd_interval=_interval(above),
+                same_top1=_mean(values(method, "same_top1")),
+                same_top1_interval=_interval(values(method, "same_top1")),
                 attention_deviation=_mean(layers),
                 layer_deviations=layers.tolist(),
-                f1=_mean(each.f1),
-                f1_interval=_interval(each.f1),
-                f1_above_recompute_interval=None if each is base else _interval(np.subtract(each.f1, base.f1)),
-                rouge_l=_mean(each.rouge_l),
-                rouge_l_interval=_interval(each.rouge_l),
+                f1=_mean(f1),
+                f1_interval=_interval(f1),
+                f1_above_recompute_interval=None if method == RECOMPUTE else _interval(f1 - values(RECOMPUTE, "f1")),
+                rouge_l=_mean(values(method, "rouge_l")),
+                rouge_l_interval=_interval(values(method, "rouge_l")),
             )
         )
     return rows
 
 
-def _item(prompt: RagPrompt, num_tokens: int, found: dict[Method, _Found]) -> dict[str, Any]:
-    """What an item gave, by method; numbers that a method does not give are left out."""
-
-    def last(values: Callable[[_Found], Sequence[Any]]) -> dict[str, Any]:
-        return {method.name: values(each)[-1] for method, each in found.items() if len(values(each))}
-
-    has_truth = bool(prompt.answers)
-    return {
-        "source": prompt.source,
-        "context_tokens": num_tokens,
-        "question_tokens": len(prompt.question_ids),
-        "right_answers": list(prompt.answers),
-        "answers": last(lambda each: each.answers),
-        "f1": last(lambda each: each.f1) if has_truth else {},
-        "kl": last(lambda each: [float(one.kl) for one in each.compared[-1:]]),
-        "same_top1": last(lambda each: [one.same_top1 for one in each.compared[-1:]]),
-    }
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
 
 
-def _mean(values: Sequence[float] | np.ndarray) -> float | None:
-    return float(np.mean(values)) if len(values) else None
-
-
-def _interval(values: Sequence[float] | np.ndarray) -> Interval | None:
-    return paired_interval(list(values), range(len(values))) if len(values) else None
-
-
-def _share(values: np.ndarray, of: np.ndarray) -> float | None:
-    """One mean over another; None where that is 0, as of a prompt with nothing to reuse but its beginning."""
-    return float(values.mean() / of.mean()) if of.mean() > 0 else None
+def _interval(values: np.ndarray) -> Interval | None:
+    return mean_interval(values.tolist()) if len(values) else None

@@ -1,32 +1,87 @@
 """How stored KV deviates from full recompute, and what computing some of it anew leaves: figures 6, 7 and 8.
 
-Not here: answers and their quality (rag), the figures as plots (launch).
+Not here: answers and their quality (rag), the figures as plots (`benchmarks.evaluate`).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.3.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 
 from ca_jax.device.transfer import to_device
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.rag import read_prompts
+from ca_jax.evaluation.comparison import Evaluation
+from ca_jax.evaluation.items import read_prompts
+from ca_jax.evaluation.rag import RagConfig
 from ca_jax.evaluation.rag_context import ContextModel
 from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
-from ca_jax.evaluation.rag_metrics import rank_correlation
-from ca_jax.evaluation.rag_rows import AttentionRow, CorrelationRow, DistributionRow
-from ca_jax.evaluation.rag_schema import RagConfig
-from ca_jax.evaluation.schema import Evaluation, Row
-from ca_jax.evaluation.statistics import paired_interval
+from ca_jax.evaluation.statistics import Interval, mean_interval
 from ca_jax.pretrained import LoadedModel, Progress
 
 ORACLE = "oracle"
 """The selection of figure 6: by the true deviation, which nobody has who wants to save computing it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionRow:
+    """Figure 6: what is left of the attention deviation once a share of the tokens is computed anew."""
+
+    selection: str
+    """`oracle`: in each layer the tokens of the highest deviation of all have their true KV, as in the paper's figure;
+    otherwise one of `rag_methods.SELECTIONS`, with what it computes."""
+    ratio: float
+    """Share of the chunks' tokens; of `oracle` in each layer, otherwise in the mean over layers."""
+    num_items: int
+    """Prompts."""
+    attention_deviation: float
+    """See `rag.RagRow`."""
+    interval: Interval
+    """Of it."""
+    share: float
+    """Of full reuse's."""
+    layer_deviations: Sequence[float]
+    """See `rag.RagRow`."""
+    mean_kl: float
+    """See `rag.RagRow`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributionRow:
+    """Figure 7: how the KV deviation of a layer is distributed over the tokens of all items."""
+
+    layer: int
+    """From 0 on."""
+    num_items: int
+    """Prompts."""
+    num_tokens: int
+    """Of chunks that were computed alone."""
+    percentiles: Sequence[float]
+    """KV deviation of percentiles 0, 1, ... 100: L2 norm over keys and values, all heads', of the difference to full
+    recompute."""
+    top_10_share: float
+    """Of all deviation, how much the tenth of the tokens has that deviates most."""
+    top_15_share: float
+    """The same of 15 %."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelationRow:
+    """Figure 8: Spearman's rank correlation of the tokens' KV deviation between a layer and the next one."""
+
+    layer: int
+    """The first of the two. Layer 0 is no such one: its KV never deviates."""
+    num_items: int
+    """Prompts."""
+    correlation: float
+    """Mean over items."""
+    interval: Interval
+    """Of it."""
 
 
 def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
@@ -43,10 +98,7 @@ def run_deviation(model: LoadedModel, config: RagConfig, progress: Progress) -> 
     """
     if config.figure not in _MEASURED:
         raise ValueError(f"figure must be one of {', '.join(map(str, _MEASURED))}; got {config.figure}")
-    prompts = read_prompts(model, config.chunking)
-    alone = next((prompt for prompt in prompts if len(prompt.chunks) < 2), None)
-    if alone is not None:
-        raise EvaluationError(f"there must be prompts of at least 2 chunks, got {len(alone.chunks)} in {alone.source}")
+    prompts = read_prompts(model, config.chunking, least_chunks=2)
     contexts = ContextModel(model, prompts, 0)
 
     def prepared() -> Iterator[PromptContexts]:
@@ -92,7 +144,7 @@ def _attention_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> li
                 ratio=point.ratio,
                 num_items=len(each),
                 attention_deviation=float(layers.mean()),
-                interval=paired_interval([float(one.deviations.mean()) for one in each], range(len(each))),
+                interval=mean_interval([float(one.deviations.mean()) for one in each]),
                 share=float(layers.mean() / reused_layers.mean()),
                 layer_deviations=[float(each) for each in layers],
                 mean_kl=float(np.mean([one.kl for one in each])),
@@ -150,13 +202,13 @@ def _correlation_rows(config: RagConfig, contexts: Iterator[PromptContexts]) -> 
     found: list[list[float]] = []
     for of in contexts:
         deviation = of.kv_deviations(of.stored)
-        found.append([rank_correlation(deviation[i], deviation[i + 1]) for i in range(1, len(deviation) - 1)])
+        found.append([float(scipy.stats.spearmanr(*pair).statistic) for pair in itertools.pairwise(deviation[1:])])
     return [
         CorrelationRow(
             layer=layer,
             num_items=len(values),
             correlation=float(np.mean(values)),
-            interval=paired_interval(list(values), range(len(values))),
+            interval=mean_interval(values),
         )
         for layer, values in enumerate(zip(*found, strict=True), 1)
     ]
@@ -168,7 +220,7 @@ def _top_share(ascending: Sequence[float] | np.ndarray, share: float) -> float:
     return float(values[len(values) - round(share * len(values)) :].sum() / total) if total > 0 else 0.0
 
 
-_MEASURED: dict[int, Callable[[RagConfig, Iterator[PromptContexts]], Sequence[Row]]] = {
+_MEASURED: dict[int, Callable[[RagConfig, Iterator[PromptContexts]], Sequence[object]]] = {
     6: _attention_rows,
     7: _distribution_rows,
     8: _correlation_rows,

@@ -1,25 +1,98 @@
 """The quality gate: what share of the chunks' tokens must be computed anew to keep a model close to full recompute.
 
-Not here: what blending is compared with otherwise (rag), what a gate's exit says (launch).
+Not here: measuring (rag), a gate's exit code (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.rag import read_prompts
-from ca_jax.evaluation.rag_context import ContextModel
-from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
-from ca_jax.evaluation.rag_rows import GateRow
-from ca_jax.evaluation.rag_schema import GateConfig
-from ca_jax.evaluation.schema import Evaluation
-from ca_jax.evaluation.statistics import paired_interval
+from ca_jax.evaluation.comparison import Evaluation
+from ca_jax.evaluation.items import Chunking
+from ca_jax.evaluation.rag import RagConfig, run_rag
+from ca_jax.evaluation.rag_methods import REUSE, Blends
+from ca_jax.evaluation.statistics import Interval, mean_interval
+from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
 
-_LEAST_ITEMS = 2  # Of one alone nothing is known of how sure a mean is.
+MAX_TOP1_LOSS = 0.1
+"""The bound where none is given: one next token in ten may be another one than full recompute's. It is stated, not
+derived from what the model reaches."""
+
+_LEAST_ITEMS = 2  # One alone says nothing of how sure a mean is.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """`blend_gate`: the smallest ratio that keeps a model's next tokens close enough to full recompute.
+
+    Bounds that are given hold together. How large a divergence matters differs from model to model, since it grows with
+    how sure a model is of its tokens and with its vocabulary; the share of next tokens that change does not.
+
+    Raises:
+      ValueError: a bound that is not above 0, or several selections.
+    """
+
+    chunking: Chunking = dataclasses.field(default_factory=Chunking)
+    """What prompts are made of."""
+    blends: Blends = dataclasses.field(default_factory=Blends)
+    """What is tried; one selection."""
+    max_top1_loss: float | None = None
+    """Most of the next tokens that may be others than full recompute's likeliest, a share; None: 0.1 where no other
+    bound is given, else any."""
+    max_kl_share: float | None = None
+    """Most of full reuse's divergence that is taken, a share of it; None: any."""
+    max_kl: float | None = None
+    """Most divergence that is taken, nats; None: any."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_top1_loss", "max_kl_share", "max_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a bound above 0, got {value}")
+        if len(self.blends.selections) != 1:
+            raise ValueError(f"selections must be one, got {', '.join(self.blends.selections)}")
+
+    @property
+    def top1_bound(self) -> float | None:
+        """`max_top1_loss`, or the default where there is no other bound."""
+        if self.max_top1_loss is None and self.max_kl_share is None and self.max_kl is None:
+            return MAX_TOP1_LOSS
+        return self.max_top1_loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateRow:
+    """One ratio, held against the bounds."""
+
+    ratio: float
+    """As it was asked for; 0 is full reuse."""
+    selection: str
+    """Which tokens."""
+    num_items: int
+    """Prompts."""
+    computed_tokens: float
+    """See `rag.RagRow`."""
+    mean_kl: float
+    """See `rag.RagRow`."""
+    kl_interval: Interval
+    """See `rag.RagRow`."""
+    kl_share: float | None
+    """Of full reuse's; None where that has none."""
+    same_top1: float
+    """See `rag.RagRow`."""
+    top1_excess: float | None
+    """Upper end of the interval of the share of next tokens that differ, less its bound; None without that bound."""
+    share_excess: float | None
+    """Upper end of the interval of `kl - max_kl_share * kl of full reuse`, nats, paired; None without that bound."""
+    kl_excess: float | None
+    """Upper end of the interval less `max_kl`, nats; None without that bound."""
+    passes: bool
+    """Whether no excess is above 0."""
 
 
 def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Evaluation:
@@ -33,77 +106,62 @@ def run_gate(model: LoadedModel, config: GateConfig, progress: Progress) -> Eval
     Raises:
       EvaluationError: fewer than two items, prompts of fewer than two chunks, or longer than the model's window.
     """
-    prompts = read_prompts(model, config.chunking)
-    if len(prompts) < _LEAST_ITEMS:
-        raise EvaluationError(
-            f"there must be at least {_LEAST_ITEMS} items to say how sure a mean is, got {len(prompts)}"
-        )
-    alone = next((prompt for prompt in prompts if len(prompt.chunks) < 2), None)
-    if alone is not None:
-        raise EvaluationError(f"there must be prompts of at least 2 chunks, got {len(alone.chunks)} in {alone.source}")
+    asked = RagConfig(chunking=config.chunking, blends=config.blends, baselines=(REUSE.kind,), answer_tokens=0)
+    done = run_rag(model, asked, progress, least_chunks=2)
+    if len(done.items) < _LEAST_ITEMS:
+        raise EvaluationError(f"items must be at least {_LEAST_ITEMS} to say how sure a mean is, got {len(done.items)}")
     (selection,) = config.blends.selections
-    blended = [Method(kind="blend", ratio=ratio, selection=selection) for ratio in sorted(config.blends.ratios)]
-    found: dict[Method, list[Compared]] = {method: [] for method in (REUSE, *blended)}
-    computed: dict[Method, list[float]] = {method: [] for method in found}
-    contexts = ContextModel(model, prompts, 0)
-    items = []
-    progress("blend_gate", 0, len(prompts))
-    for prompt in prompts:
-        of = PromptContexts(contexts, prompt, config.blends)
-        for method, each in found.items():
-            each.append(of.compared(of.ask(of.kv(method))))
-            computed[method].append(of.computed_tokens(method))
-        items.append(
-            {
-                "source": prompt.source,
-                "context_tokens": of.num_tokens,
-                "kl": {method.name: each[-1].kl for method, each in found.items()},
-            }
-        )
-        progress("blend_gate", len(items), len(prompts))
-    reuse_kl = np.array([each.kl for each in found[REUSE]])
+
+    def of(name: str, values: str) -> list[float]:
+        return [item[values][name] for item in done.items]
+
     rows = [
-        gate_row(config, method.ratio or 0.0, selection, each, reuse_kl, computed[method])
-        for method, each in found.items()
+        gate_row(
+            config,
+            {"ratio": row.ratio or 0.0, "selection": selection, "computed_tokens": row.computed_tokens},
+            kl=of(row.name, "kl"),
+            same_top1=of(row.name, "same_top1"),
+            reuse_kl=of(REUSE.name, "kl"),
+        )
+        for row in sorted(done.rows, key=lambda row: row.ratio or 0.0)
+        if row.method in (REUSE.kind, "blend")
     ]
-    return Evaluation(rows=rows, items=items)
+    return Evaluation(rows=rows, items=done.items)
 
 
 def gate_row(
     config: GateConfig,
-    ratio: float,
-    selection: str,
-    found: Sequence[Compared],
-    reuse_kl: np.ndarray,
-    computed_tokens: Sequence[float],
+    of: dict[str, Any],
+    *,
+    kl: Sequence[float],
+    same_top1: Sequence[float],
+    reuse_kl: Sequence[float],
 ) -> GateRow:
     """One ratio held against the bounds.
 
     Args:
       config: has the bounds.
-      ratio: see `GateRow`.
-      selection: see `GateRow`.
-      found: of each item.
-      reuse_kl: of full reuse, each item's.
-      computed_tokens: of each item.
+      of: `ratio`, `selection` and `computed_tokens` of the row.
+      kl: of each item.
+      same_top1: of each item.
+      reuse_kl: of each item, with full reuse.
     """
-    kl, clusters = np.array([each.kl for each in found]), range(len(found))
-    interval = paired_interval(kl.tolist(), clusters)
-    share_excess = kl_excess = None
+    interval = mean_interval(kl)
+    excesses: dict[str, Any] = {"top1_excess": None, "share_excess": None, "kl_excess": None}
+    if config.top1_bound is not None:
+        excesses["top1_excess"] = mean_interval([1 - same for same in same_top1])[1] - config.top1_bound
     if config.max_kl_share is not None:
-        share_excess = paired_interval((kl - config.max_kl_share * reuse_kl).tolist(), clusters)[1]
+        share = config.max_kl_share
+        excesses["share_excess"] = mean_interval([k - share * r for k, r in zip(kl, reuse_kl, strict=True)])[1]
     if config.max_kl is not None:
-        kl_excess = interval[1] - config.max_kl
+        excesses["kl_excess"] = interval[1] - config.max_kl
     return GateRow(
-        ratio=ratio,
-        selection=selection,
-        num_items=len(found),
-        computed_tokens=float(np.mean(computed_tokens)),
-        mean_kl=float(kl.mean()),
+        **of,
+        num_items=len(kl),
+        mean_kl=float(np.mean(kl)),
         kl_interval=interval,
-        kl_share=float(kl.mean() / reuse_kl.mean()) if reuse_kl.any() else None,
-        same_top1=float(np.mean([each.same_top1 for each in found])),
-        share_excess=share_excess,
-        kl_excess=kl_excess,
-        passes=all(excess is None or excess <= 0 for excess in (share_excess, kl_excess)),
+        kl_share=float(np.mean(kl) / np.mean(reuse_kl)) if any(reuse_kl) else None,
+        same_top1=float(np.mean(same_top1)),
+        **excesses,
+        passes=all(excess is None or excess <= 0 for excess in excesses.values()),
     )

@@ -126,7 +126,7 @@ def test_suites_without_a_model_are_run(command, tmp_path, disk, suite, argument
             ["--suite=tiers", "--peer=transformers"],
             "peer must go with one of the suites reuse, prefill, decode, got",
         ),
-        (["--suite=reuse", "--history_tokens=9,x"], "history_tokens must be integers"),
+        (["--suite=reuse", "--history-tokens=9,x"], "history_tokens must be whole numbers"),
         (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
         (["--suite=reuse", "--trace_out=t.json"], "trace_out must go with one of the suites throughput, ttft, got"),
         (["--suite=throughput", "--plot_out=t.png"], "plot_out must go with one of the suites"),
@@ -151,12 +151,12 @@ def test_tiers_in_memory_are_refused(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", ["bench", "gpu_bench"])
+@pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench"])
 def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
     package = Path(ca_jax.__file__).parent
     shutil.copytree(package, tmp_path / "ca_jax", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = command(module=module, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: the benchmarks are not part of the package: clone its repository")
+    assert done.stderr.startswith("error: the benchmarks are not part of the installed package: clone its repository")
     assert len(done.stderr.splitlines()) == 1

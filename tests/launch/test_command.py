@@ -20,7 +20,7 @@ def run(*arguments):
 def test_every_subcommand_is_a_script(name):
     spec = importlib.util.find_spec(f"ca_jax.launch.{name}")
     started = Path(spec.origin).read_text().rpartition('if __name__ == "__main__":')[2]
-    assert re.search(r"run(_script)?\(main", started)
+    assert re.search(r"run(_script)?\(main|run_benchmark\(", started)
 
 
 def test_plan_prints_what_each_device_would_hold():

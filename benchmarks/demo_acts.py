@@ -27,9 +27,8 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine, enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
-from ca_jax.launch.progress import progress_bars, spinner
 from ca_jax.launch.script import note
-from ca_jax.launch.terminal import decode_rate, describe_usage, write_piece
+from ca_jax.launch.terminal import decode_rate, describe_usage, progress_bars, write_piece
 from ca_jax.pretrained import Progress, load_model
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
@@ -264,7 +263,7 @@ def go_on(
         _print_message(console, turn, message)
         sent_s = time.time()
         reused = _serve_turn(session, message, max_tokens=max_tokens, console=console)
-        with spinner(console, "recomputing the same turn"):
+        with console.status("recomputing the same turn"):
             recomputed = _recompute(engine, prompt, history_tokens, max_tokens)
         note(console, f"recomputed: {describe_usage(recomputed.usage)}")
         return ResumeRow(
@@ -299,7 +298,7 @@ def serve(
     served = []
     for turn, message in enumerate(messages, 1):
         _print_message(console, turn, message)
-        with spinner(console, "compiling for this turn"):
+        with console.status("compiling for this turn"):
             _rehearse(engine, session, message)
         served.append(_serve_turn(session, message, max_tokens=max_tokens, console=console))
     engine.wait_for_saves()

@@ -23,13 +23,12 @@ import numpy as np
 
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.rag import read_prompts, run_rag
-from ca_jax.evaluation.rag_items import RagPrompt
+from ca_jax.evaluation.comparison import Evaluation
+from ca_jax.evaluation.items import RagPrompt, read_prompts
+from ca_jax.evaluation.rag import RagConfig, RagRow, run_rag
 from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
-from ca_jax.evaluation.rag_rows import RagRow, TimedRow
-from ca_jax.evaluation.rag_schema import RagConfig
-from ca_jax.evaluation.schema import Evaluation
+from ca_jax.evaluation.statistics import Interval
+from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.session import SamplingParams
@@ -47,6 +46,47 @@ _TIMES = (
     *("context_tokens", "cached_tokens", "recomputed_tokens"),
     *("ttft_s", "ttft_quartiles", "ttft_recompute_s", "speedup"),
 )  # Fields of a row that only an engine gives.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedRow:
+    """Figures 12, 15, 16 and 17: the time to the first token (TTFT) behind chunks, served by an engine."""
+
+    name: str
+    """See `RagRow`."""
+    ratio: float | None
+    """Of the chunks' tokens that were computed anew, as it was asked for; None where they are not blended."""
+    storage: str
+    """Where the chunks' KV was: `dram`, `ssd` (its files are likely in the page cache), or a speed in GB/s that loads
+    from DRAM are paced to, as if they came layer by layer from a storage so fast."""
+    num_chunks: int
+    """Of each prompt at most."""
+    chunk_tokens: int
+    """Of each chunk at most."""
+    num_items: int
+    """Prompts that were timed."""
+    context_tokens: float | None
+    """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
+    cached_tokens: float | None
+    """Of them, whose KV came from the store."""
+    recomputed_tokens: float | None
+    """Of these, that were computed anew; of some layers alone, times their share of the layers."""
+    ttft_s: float | None
+    """Median over turns."""
+    ttft_quartiles: Interval | None
+    """Lower and upper one."""
+    ttft_recompute_s: float | None
+    """Median of full recompute, in turns that alternated with these."""
+    speedup: float | None
+    """Median over turns of the TTFT of full recompute over this one's."""
+    mean_kl: float | None
+    """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
+    same_top1: float | None
+    """See `RagRow`."""
+    f1: float | None
+    """See `RagRow`."""
+    rouge_l: float | None
+    """See `RagRow`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +148,7 @@ def _points(config: RagConfig) -> list[_Point]:
 def _ways(config: RagConfig, storages: Sequence[str]) -> list[_Way]:
     """Full recompute once, the others over each storage; prefix caching has its KV in DRAM, as the paper favours it."""
     methods = [
-        method
-        for method in methods_of(config.blends, config.baselines)
-        if method.kind not in ("mapreduce", "maprerank") and method != RECOMPUTE
+        method for method in methods_of(config.blends, config.baselines) if not method.maps and method != RECOMPUTE
     ]
     ways = [_Way(RECOMPUTE, DRAM)]
     for storage in storages:

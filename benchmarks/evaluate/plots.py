@@ -1,20 +1,22 @@
 """Figures of evaluations: loss around truncations, and CacheBlend's figures with our numbers.
 
-Not here: measuring (`ca_jax.evaluation`), tables (`evaluate_tables`).
+Not here: measuring (`ca_jax.evaluation`), tables (`tables`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
-from ca_jax.launch.evaluate_tables import Report, Row, title_of
+from benchmarks.evaluate.tables import Report, Row, title_of
 from ca_jax.launch.machine import summarize_machine
 from ca_jax.launch.plots import COLOURS, GREY, new_figure, style, write_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _ROOM = 0.15  # Above and below what lines need, as a share of it.
 

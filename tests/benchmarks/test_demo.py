@@ -1,4 +1,4 @@
-"""The demo: a conversation served with reuse and with recomputation, on a tiny model, and what is written of it."""
+"""The demo: a conversation served with reuse and with recomputation, on a tiny model, and its report."""
 
 import io
 import itertools
@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import rich.console
 
+from benchmarks import demo, demo_acts
 from ca_jax import Engine, EngineConfig, StoreConfig
-from ca_jax.launch import demo, demo_acts
-from ca_jax.launch.plots import plot_turns
 from ca_jax.storage.records import Residency
 from ca_jax.turns.requests import Usage
 
@@ -96,11 +95,6 @@ def test_nothing_is_compiled_while_a_turn_is_measured(ran):
     assert "of no use" not in output
 
 
-def test_the_store_of_the_demo_is_gone_at_its_end(ran, results_dir):
-    assert {path.name for path in results_dir.iterdir()} == {"demo.json", "demo.png"}
-    assert ran[0]["config"]["store"]["ssd_dir"] is None
-
-
 def act(tiny_model, directory):
     store = StoreConfig(dram_gib=1 / 64, ssd_dir=str(directory), ssd_gib=1 / 64, ssd_free_floor_gib=0.0)
     config = EngineConfig(
@@ -170,6 +164,7 @@ def test_json_and_figure_are_written(ran, results_dir):
     assert report["config"]["max_tokens"] == MAX_TOKENS
     assert {"machine", "versions", "startup"} <= set(report)
     assert (results_dir / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert {path.name for path in results_dir.iterdir()} == {"demo.json", "demo.png"}, "its store is gone"
 
 
 def served(answer_ids, ttft_s, cached, compiles=0, tier="dram"):
@@ -224,34 +219,20 @@ def test_a_conversation_that_is_too_short_is_refused(recording):
         demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
 
 
-@pytest.mark.parametrize(("field", "least"), [("turns", 2), ("max_tokens", 1)])
-def test_too_few_turns_or_tokens_are_refused(field, least):
-    with pytest.raises(ValueError, match=f"{field} must be at least {least}, got {least - 1}"):
-        demo.DemoConfig(**{field: least - 1})
-
-
-def test_a_store_that_keeps_nothing_is_refused():
-    with pytest.raises(ValueError, match="dram_gib must leave room for the conversation, got 0"):
-        demo.DemoConfig(store=StoreConfig(dram_gib=0))
-
-
 def draw(path, turns=2, **options):
     values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), 1)
-    plot_turns(path, [values] * turns, title="", caption="", **options)
+    demo.plot_turns(path, [values] * turns, title="", caption="", **options)
 
 
-def test_a_figure_wants_turns_and_a_restart_among_them(tmp_path):
+def test_a_restart_is_seen_in_the_figure_and_must_be_among_its_turns(tmp_path):
+    draw(tmp_path / "with.png", restarted_before=2)
+    draw(tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
     with pytest.raises(ValueError, match="got none"):
         draw(tmp_path / "x.png", turns=0)
     for turn in (0, 3):
         with pytest.raises(ValueError, match=f"must be one of the turns 1 to 2, got {turn}"):
             draw(tmp_path / "x.png", restarted_before=turn)
-
-
-def test_a_restart_is_seen_in_the_figure(tmp_path):
-    draw(tmp_path / "with.png", restarted_before=2)
-    draw(tmp_path / "without.png")
-    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_unless_told_otherwise_it_writes_where_git_looks_away():

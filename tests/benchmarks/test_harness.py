@@ -1,4 +1,4 @@
-"""Flags, rows, tables and figures follow from the suites' declarations; a suite is added in twenty lines."""
+"""Rows, tables and figures follow from the suites' declarations; a suite is added in twenty lines."""
 
 import dataclasses
 import io
@@ -9,10 +9,9 @@ import textwrap
 import matplotlib.image
 import pytest
 import rich.console
-from absl import flags as absl_flags
 
 import benchmarks
-from benchmarks import figures, flags, harness, tables
+from benchmarks import figures, harness, tables
 from benchmarks.figures import Panel
 from benchmarks.harness import SUITES, Row, Run
 from benchmarks.main import model_loader, run_suite
@@ -23,79 +22,13 @@ from benchmarks.suites.preload import PreloadConfig
 from benchmarks.suites.reuse import DecodeConfig, ReuseConfig
 from benchmarks.suites.save import SaveConfig
 from benchmarks.suites.throughput import ThroughputConfig
-from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import EngineConfig
 from ca_jax.models.presets import PRESETS
 from ca_jax.models.random_weights import random_fingerprint
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.testing import tiny
 
-# Flags.
-
-
-def config_of(suite, *arguments):
-    values = absl_flags.FlagValues()
-    flags.define(flag_values=values)
-    values(["program", "--json_out=out.json", f"--suite={suite}", *arguments])
-    return flags.config(suite, flag_values=values)
-
-
-def test_every_field_of_every_config_is_a_flag_whose_help_is_its_docstring():
-    values = absl_flags.FlagValues()
-    flags.define(flag_values=values)
-    for suite in SUITES.values():
-        docs = harness.field_docs(suite.config)
-        for field in dataclasses.fields(suite.config):
-            assert docs[field.name], f"{suite.config.__name__}.{field.name} has no docstring"
-            if field.name not in ("engine", "dtype"):
-                assert docs[field.name] in values[field.name].help
-    assert values["repeats"].default is None, "it differs from suite to suite"
-    assert "throughput 3" in values["repeats"].help
-
-
-@pytest.mark.parametrize("suite", ["reuse", "tiers", "preload", "overflow", "blend_throughput", "store", "policy"])
-def test_without_flags_every_suite_has_its_own_defaults(suite):
-    assert config_of(suite) == SUITES[suite].config()
-
-
-def test_flags_are_fields():
-    assert config_of("ttft", "--history_tokens=1000,2000", "--new_tokens=50", "--repeats=2") == TtftConfig(
-        history_tokens=(1000, 2000), new_tokens=(50,), repeats=2
-    )
-    assert config_of("preload", "--load_ratios=0.5,1", "--read_buffers=0,2") == PreloadConfig(
-        load_ratios=(0.5, 1.0), read_buffers=(0, 2)
-    )
-    assert config_of("overflow", "--overflow_methods=ca,tt", "--num_sessions=9", "--gap_methods=") == (
-        OverflowBenchConfig(overflow_methods=("ca", "tt"), num_sessions=9, gap_methods=())
-    )
-    found = config_of("ttft", "--read_buffer=3", "--max_tpot_ms=50", "--noasync_save")
-    assert found.engine == EngineConfig(read_buffer=3, max_tpot_ms=50.0, async_save=False)
-    found = config_of("overflow", "--truncation_ratio=0.25", "--keep_first_tokens=8", "--overflow_anchor_tokens=2")
-    assert found.engine.overflow == OverflowConfig(truncation_ratio=0.25, keep_first_tokens=8, anchor_tokens=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ttft", "--history_tokens=9,x"], "history_tokens must be integers with commas between them, got 9,x"),
-        (["preload", "--load_ratios=fast"], "load_ratios must be numbers with commas between them"),
-        (["ttft", "--history_tokens="], "history_tokens must have at least one item, got none"),
-        (["overflow", "--gap_methods=ca,kept"], "gap_methods must be some of ca, tt, of"),
-        (["decode", "--history_tokens=9"], "history_tokens must be left out of suite decode"),
-        (["tiers", "--dram_gib=9"], "dram_gib must be left out of suite tiers"),
-        (["ttft", "--num_jobs=9"], "num_jobs must be left out of suite ttft"),
-        (["ttft", "--norecompute_if_faster"], "recompute_if_faster must be left out of suite ttft"),
-        (["preload", "--read_buffer=3"], "read_buffer must be left out of suite preload"),
-        (["throughput", "--data=x.json"], "data must be left out of suite throughput"),
-        (["policy", "--max_batch_size=3"], "max_batch_size must be left out of suite policy"),
-        (["policy", "--model=x.gguf"], "model must be left out of suite policy"),
-        (["policy", "--dtype=bfloat16"], "dtype must be left out of suite policy"),
-    ],
-)
-def test_what_a_suite_does_not_read_or_a_config_refuses_is_said_with_the_flags_name(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        config_of(*arguments)
-
+# Configs.
 
 OVERFLOW = {"engine": EngineConfig(overflow=OverflowConfig(), max_batch_size=2), "gap_sessions": (1, 2)}
 

@@ -4,7 +4,7 @@ import matplotlib.image
 import pytest
 from matplotlib.axes import Axes
 
-from ca_jax.launch.timeline_plot import plot_timeline
+from benchmarks.figures import plot_timeline
 from ca_jax.telemetry.timeline import Span
 
 TURN = [

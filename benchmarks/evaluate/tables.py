@@ -1,6 +1,6 @@
 """Reports of evaluations as tables to read, on a terminal or in Markdown.
 
-Not here: what a report holds (`evaluation.schema`, `evaluation.rag_rows`), figures (`evaluate_plots`).
+Not here: what a report holds (`ca_jax.evaluation`), figures (`plots`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 import rich.console
 
-from ca_jax.evaluation.rag_schema import TIMED_FIGURES
+from ca_jax.evaluation.rag import TIMED_FIGURES
+from ca_jax.evaluation.rag_gate import MAX_TOP1_LOSS
 from ca_jax.launch.script import make_markdown, make_table, note
 
 Report = Mapping[str, Any]
 """task, model, dtype, machine, versions, command, config, seconds, rows, items; JSON types only.
 
-`config` and `rows` have the fields of the task's config and row (`evaluation.schema`); what items hold is said at
+`config` and `rows` have the fields of the task's config and row (`ca_jax.evaluation`); what items hold is said at
 `Evaluation`.
 """
 Row = Mapping[str, Any]
@@ -94,10 +95,14 @@ def verdict(report: Report) -> str:
     passing = [row for row in report["rows"] if row["passes"]]
     bounds = [
         form.format(report["config"][name])
-        for name, form in (("max_kl_share", "{:.4g} of full reuse's"), ("max_kl", "{:.4g} nats"))
-        if report["config"][name] is not None
-    ]
-    wanted = f"KL to full recompute at most {' and '.join(bounds)}, with its confidence interval"
+        for name, form in (
+            ("max_top1_loss", "at most {:.4g} of next tokens other than full recompute's"),
+            ("max_kl_share", "KL to full recompute at most {:.4g} of full reuse's"),
+            ("max_kl", "KL to full recompute at most {:.4g} nats"),
+        )
+        if report["config"].get(name) is not None
+    ] or [f"at most {MAX_TOP1_LOSS:.4g} of next tokens other than full recompute's"]
+    wanted = f"{' and '.join(bounds)}, with its confidence interval"
     if not passing:
         tried = ", ".join(f"{row['ratio']:.4g}" for row in report["rows"])
         return f"no: {wanted}, is kept by no ratio of {tried}"
@@ -245,6 +250,7 @@ COLUMNS: dict[str, Columns] = {
         _KL_INTERVAL,
         _KL_SHARE,
         _SAME_TOP1,
+        ("next tokens lost,\nabove the bound", lambda row: number(row.get("top1_excess"), "+.4f")),
         ("above the share,\nupper bound", "share_excess", "+.4f"),
         ("above the bound,\nupper bound", "kl_excess", "+.4f"),
         ("passes", lambda row: "yes" if row["passes"] else "no"),

@@ -1,0 +1,1 @@
+"""Evaluations, `python -m ca_jax.launch.evaluate`: flags, tables, figures, and turns of an engine that are timed."""
