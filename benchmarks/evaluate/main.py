@@ -2,7 +2,7 @@
 
 A task's flags are the fields of its config. One that is not given leaves the config's own default.
 
-Not here: the tasks (`ca_jax.evaluation`, `timing`), tables (`tables`), figures (`plots`).
+Not here: the tasks (a module each), tables (`tables`), figures (`plots`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 
 from absl import flags
 
+from benchmarks.evaluate.agreement import AgreementConfig, run_agreement
+from benchmarks.evaluate.longeval import LongevalConfig, run_longeval
+from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
+from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.evaluate.plots import draw
+from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, Blends, RagConfig, run_rag
+from benchmarks.evaluate.rag_deviation import run_deviation
+from benchmarks.evaluate.rag_gate import GateConfig, run_gate
 from benchmarks.evaluate.tables import Report, print_report
 from benchmarks.evaluate.timing import run_timing
 from benchmarks.flags import CaseFlags
 from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
-from ca_jax.evaluation.agreement import AgreementConfig, run_agreement
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.longeval import LongevalConfig, run_longeval
-from ca_jax.evaluation.mmlu import MmluConfig, run_mmlu
-from ca_jax.evaluation.perplexity import PerplexityConfig, run_perplexity
-from ca_jax.evaluation.rag import DEVIATION_FIGURES, TIMED_FIGURES, Blends, RagConfig, run_rag
-from ca_jax.evaluation.rag_deviation import run_deviation
-from ca_jax.evaluation.rag_gate import GateConfig, run_gate
 from ca_jax.launch.flags import (
     ConfigFlags,
     FlagError,

@@ -11,8 +11,8 @@ from typing import Any
 
 import rich.console
 
-from ca_jax.evaluation.rag import TIMED_FIGURES
-from ca_jax.evaluation.rag_gate import MAX_TOP1_LOSS
+from benchmarks.evaluate.rag import TIMED_FIGURES
+from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS
 from ca_jax.launch.script import make_markdown, make_table, note
 
 Report = Mapping[str, Any]

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
+from benchmarks.evaluate.rows import Evaluation
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.comparison import Evaluation
 from ca_jax.evaluation.items import RagPrompt, read_prompts
-from ca_jax.evaluation.rag import RagConfig, RagRow, run_rag
 from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
 from ca_jax.evaluation.statistics import Interval
 from ca_jax.evaluation.texts import EvaluationError

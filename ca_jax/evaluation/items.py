@@ -13,7 +13,7 @@ compared is how well the text goes on.
 
     chunk A of one conversation | chunk B of another | ... | chunk F of a sixth | how the sixth goes on: the "question"
 
-Not here: what is measured (rag, rag_deviation, rag_gate).
+Not here: what is measured (`benchmarks.evaluate`).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.1.
 """
 

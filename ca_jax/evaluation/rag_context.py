@@ -6,7 +6,7 @@ greedily. One capacity serves all contexts, so that each function is compiled on
 Shapes: S places of the context (padded), T tokens of the question (padded), L layers, N query heads, K KV heads, H head
 dim, F embed, V vocab.
 
-Not here: which tokens are computed anew (`ca_jax.recompute.fusion`), what is compared (rag).
+Not here: which tokens are computed anew (`ca_jax.recompute.fusion`), what is compared (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two ways put no chunks together. MapReduce has each chunk summarised and asks th
 asks it of each chunk alone and takes the answer that the model is surest of. Both reuse the chunks' KV: each stands at
 the beginning of a prompt.
 
-Not here: computing contexts (rag_context), rows (rag).
+Not here: computing contexts (rag_context), rows (`benchmarks.evaluate`).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.1; MapReduce and MapRerank are chains of LangChain's.
 """
 

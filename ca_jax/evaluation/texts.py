@@ -1,6 +1,6 @@
 """Texts from files, as the token ids that streams are fed; and the error of data that cannot be used.
 
-Not here: benchmarks' own formats (longeval, mmlu, items).
+Not here: questions behind chunks (items), benchmarks' own formats (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations

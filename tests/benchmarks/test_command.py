@@ -11,9 +11,7 @@ import pytest
 import ca_jax
 from benchmarks.disk import scratch_on_disk
 from benchmarks.harness import BenchError
-from benchmarks.overflow_rows import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow, OverflowBenchConfig
 from benchmarks.suites.reuse import DecodeConfig, DecodeRow
-from benchmarks.suites.tiers import SOURCES, SourceTimes, TiersConfig, TiersRow
 from benchmarks.suites.ttft import TtftConfig, TtftRow
 
 
@@ -51,19 +49,6 @@ def test_decode_leaves_json_and_a_table(command, tiny_model, tmp_path):
         assert part in text
 
 
-def test_tiers_remove_what_they_wrote(command, tiny_model, tmp_path, disk):
-    sizes = ["--history_tokens=150", "--new_tokens=9", "--repeats=1", "--ssd_driver=raw", f"--ssd_dir={disk}"]
-    report, text = run(command, "tiers", tmp_path, f"--model={tiny_model}", *sizes)
-    assert report["config"].keys() == names(TiersConfig)
-    (row,) = report["rows"]
-    assert row.keys() == names(TiersRow)
-    assert list(row["sources"]) == list(SOURCES)
-    assert all(times.keys() == names(SourceTimes) for times in row["sources"].values())
-    assert all(report["summary"][f"ttft_{name}_vs_recompute"] > 0 for name in ("ssd", "ssd_restart", "dram"))
-    assert "150 ssd" in text
-    assert list(disk.iterdir()) == []
-
-
 def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
     trace, plot = tmp_path / "new" / "trace.json", tmp_path / "new" / "turn.png"
     sizes = ["--history_tokens=150", "--new_tokens=9", "--repeats=1", "--read_buffer=1"]
@@ -77,24 +62,6 @@ def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
     assert report["startup"]["engine_start_s"] is None
     assert "ratio_ideal" in text
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    assert matplotlib.image.imread(plot).ndim == 3
-
-
-def test_overflow_draws_its_conversations(command, tiny_model, tmp_path):
-    plot = tmp_path / "figures" / "overflow.png"
-    sizes = ["--context_window=128", "--conversation_tokens=240", "--prefill_chunk_tokens=64", "--max_batch_size=2"]
-    counts = ["--num_sessions=2", "--bookkeeping_sessions=1", "--bookkeeping_blocks=4", "--gap_sessions=1"]
-    counts += ["--next_turn_methods=ca", "--next_turn_tokens=20", "--repeats=1", "--keep_first_tokens=2"]
-    counts += ["--max_answer_tokens=6", f"--plot_out={plot}"]
-    report, text = run(command, "overflow", tmp_path, f"--model={tiny_model}", *sizes, *counts)
-    assert report["config"].keys() == names(OverflowBenchConfig)
-    assert report["config"]["engine"]["overflow"]["keep_first_tokens"] == 2
-    kinds = {"conversations": ConversationsRow, "decode_gap": GapRow, "next_turn": NextTurnRow}
-    kinds["bookkeeping"] = BookkeepingRow
-    assert {row["measured"] for row in report["rows"]} == kinds.keys()
-    assert all(row.keys() == names(kinds[row["measured"]]) for row in report["rows"])
-    assert report["summary"]["same_turns"] is True
-    assert all(f"{kind}, {tiny_model.name}" in text for kind in kinds)
     assert matplotlib.image.imread(plot).ndim == 3
 
 

@@ -13,9 +13,9 @@ import rich.console
 from absl import flags
 
 from benchmarks.evaluate import main, plots, tables
-from ca_jax.evaluation.agreement import AgreementRow
-from ca_jax.evaluation.comparison import AccuracyRow
-from ca_jax.evaluation.perplexity import CurveBin, PerplexityRow
+from benchmarks.evaluate.agreement import AgreementRow
+from benchmarks.evaluate.perplexity import CurveBin, PerplexityRow
+from benchmarks.evaluate.rows import AccuracyRow
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write

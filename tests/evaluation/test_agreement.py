@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.agreement import AgreementConfig, run_agreement, same_prefix
+from benchmarks.evaluate.agreement import AgreementConfig, run_agreement, same_prefix
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records, run_longeval
 from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.longeval import LongevalConfig, Question, build_records, run_longeval
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig

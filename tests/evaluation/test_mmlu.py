@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
 from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
 from ca_jax.evaluation.statistics import log_softmax
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.perplexity import PerplexityConfig, loss_curve, run_perplexity
 from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.perplexity import PerplexityConfig, loss_curve, run_perplexity
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit

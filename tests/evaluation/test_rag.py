@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.rag import RagConfig, run_rag
+from benchmarks.evaluate.rag import RagConfig, run_rag
 from ca_jax.evaluation.rag_methods import BASELINES, RECOMPUTE, REUSE, SUMMARIZE, Blends, methods_of
 from ca_jax.evaluation.statistics import f1_score, first_line, kl_divergence, log_softmax, mean_interval, rouge_l
 from ca_jax.models.kv import KVCache, LayerKV

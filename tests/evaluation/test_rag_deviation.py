@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from ca_jax.evaluation.rag import RagConfig
+from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from ca_jax.evaluation.rag_context import ContextModel
-from ca_jax.evaluation.rag_deviation import ORACLE, run_deviation, true_kv
 from ca_jax.evaluation.rag_methods import Blends, PromptContexts
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit

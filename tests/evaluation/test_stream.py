@@ -214,12 +214,6 @@ def test_truncations_are_told():
     assert again.truncations == [Truncation(num_fed=96, num_dropped=48, num_kept=48, num_recomputed=48)]
 
 
-def test_tokens_are_told_step_by_step():
-    steps: list[int] = []
-    a_stream().feed(TOKENS[:70], steps.append)
-    assert steps == [32, 32, 6]
-
-
 @pytest.mark.parametrize("method", ["ca", "tt", "nkvt"])
 def test_any_tokens_may_be_dropped_by_hand(method):
     gone = np.zeros(60, bool)

@@ -15,6 +15,10 @@ import benchmarks.suites
 from benchmarks import demo
 from benchmarks import flags as bench_flags
 from benchmarks.evaluate import main as evaluate
+from benchmarks.evaluate.mmlu import MmluConfig
+from benchmarks.evaluate.perplexity import PerplexityConfig
+from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS, GateConfig
 from benchmarks.harness import SUITES
 from benchmarks.suites.overflow import OverflowBenchConfig
 from benchmarks.suites.preload import PreloadConfig
@@ -22,10 +26,6 @@ from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig, EngineConfig
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.mmlu import MmluConfig
-from ca_jax.evaluation.perplexity import PerplexityConfig
-from ca_jax.evaluation.rag import RagConfig
-from ca_jax.evaluation.rag_gate import MAX_TOP1_LOSS, GateConfig
 from ca_jax.evaluation.rag_methods import BASELINES, Blends
 from ca_jax.launch import replay
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled

@@ -1,6 +1,6 @@
 """How stored KV deviates from full recompute, and what computing some of it anew leaves: figures 6, 7 and 8.
 
-Not here: answers and their quality (rag), the figures as plots (`benchmarks.evaluate`).
+Not here: answers and their quality (rag), the figures as plots (plots).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.3.
 """
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
+from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rows import Evaluation
 from ca_jax.device.transfer import to_device
-from ca_jax.evaluation.comparison import Evaluation
 from ca_jax.evaluation.items import read_prompts
-from ca_jax.evaluation.rag import RagConfig
 from ca_jax.evaluation.rag_context import ContextModel
 from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
 from ca_jax.evaluation.statistics import Interval, mean_interval

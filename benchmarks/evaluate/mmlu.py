@@ -3,7 +3,7 @@
 The text is fed once. Each question is asked of a copy of the context that is left, and answered by the likeliest of
 " A", " B", " C" and " D".
 
-Not here: rows (comparison).
+Not here: rows (rows).
 Source: MMLU (Hendrycks et al., ICLR 2021), whose few-shot prompt this is; asking behind an overflow: CachedAttention
 (Gao et al., USENIX ATC 2024), section 4.3.
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ca_jax.evaluation.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.statistics import log_softmax
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_file, read_ids, tokenizer_of

@@ -1,6 +1,6 @@
 """The quality gate: what share of the chunks' tokens must be computed anew to keep a model close to full recompute.
 
-Not here: measuring (rag), a gate's exit code (`benchmarks.evaluate`).
+Not here: measuring (rag), a gate's exit code (main).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.evaluation.comparison import Evaluation
+from benchmarks.evaluate.rag import RagConfig, run_rag
+from benchmarks.evaluate.rows import Evaluation
 from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.rag import RagConfig, run_rag
 from ca_jax.evaluation.rag_methods import REUSE, Blends
 from ca_jax.evaluation.statistics import Interval, mean_interval
 from ca_jax.evaluation.texts import EvaluationError

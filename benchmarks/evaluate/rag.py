@@ -1,7 +1,7 @@
 """Answers to questions behind text chunks, by each way to use the chunks' stored KV, against full recompute.
 
-Not here: reading items (items), the ways (rag_methods), the paper's figures of deviation (rag_deviation), times to the
-first token (`benchmarks.evaluate`).
+Not here: reading items and the ways themselves (`ca_jax.evaluation`), the paper's figures of deviation
+(rag_deviation), times to the first token (timing).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ca_jax.evaluation.comparison import Evaluation
+from benchmarks.evaluate.rows import Evaluation
 from ca_jax.evaluation.items import Chunking, RagPrompt, read_prompts
 from ca_jax.evaluation.rag_context import Answer, Answerer, Asked, Behind, ContextModel
 from ca_jax.evaluation.rag_methods import (

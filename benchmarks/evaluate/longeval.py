@@ -14,7 +14,7 @@ that. So records are built anew from a file's own lines or conversations:
 - Conversations are shortened to `asked_depth` tokens. The first is cut in front, so that no more follows the overflow
   than half of what the last one has behind its topic.
 
-Each record is fed to a context of each method, and each question is asked of a copy of it. Rows: see comparison.
+Each record is fed to a context of each method, and each question is asked of a copy of it. Rows: see rows.
 
 Source: LongEval (Li et al., "How long can open-source LLMs truly promise on context length?", 2023); asking behind an
 overflow: CachedAttention (Gao et al., USENIX ATC 2024), section 4.3.
@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.evaluation.comparison import Answers, Comparison, Evaluation, accuracy_rows, check_positive
+from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
+from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate
