@@ -54,6 +54,8 @@ class Sizes:
     """That compute."""
     dram_gib: float
     """KV that ca_jax and vLLM keep, GiB; llama.cpp keeps that of its slots."""
+    warmup: bool = True
+    """Whether ca_jax compiles all that turns may need before it is ready."""
 
 
 def is_installed(system: str) -> bool:
@@ -119,7 +121,8 @@ def model_file(model: str) -> Path:
 def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
     if system == "ca_jax":
         own = (f"--model={model}", f"--port={port}", f"--max_batch_size={sizes.slots}", f"--dram_gib={sizes.dram_gib}")
-        return [sys.executable, "-m", "ca_jax.launch.serve", *own, f"--context_window={sizes.context_window}"]
+        own += (f"--context_window={sizes.context_window}", f"--warmup={sizes.warmup}")
+        return [sys.executable, "-m", "ca_jax.launch.serve", *own]
     path = model_file(model)
     if system == "llama.cpp":
         numbers = map(str, (port, sizes.slots, sizes.context_window, sizes.threads))

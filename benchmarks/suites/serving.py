@@ -62,7 +62,7 @@ class ServingBenchConfig(Config):
     dram_gib: float = 2.0
     """KV that ca_jax and vLLM keep in memory, GiB."""
     small: bool = False
-    """One short conversation of 1 and of 2 clients, once: shows that it runs."""
+    """Short conversations of 1 and of 2 clients, once, and nothing is warmed up: shows that it runs."""
 
     def sized(self) -> ServingBenchConfig:
         """What is measured."""
@@ -130,6 +130,7 @@ def serving(run: Run[ServingBenchConfig]) -> Iterator[ServingRow]:
         context_window=config.context_window,
         threads=run.cores,
         dram_gib=config.dram_gib,
+        warmup=not config.small,
     )
     said, run.facts["conversations"] = _messages(config)
     nonce = itertools.count()

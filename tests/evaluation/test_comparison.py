@@ -63,7 +63,7 @@ def test_a_window_above_the_models_is_refused():
 
 def test_a_drift_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"none")
-    for name, message in (("no.npz", "No such file"), ("bad.npz", "file of drift")):
+    for name, message in (("no.npz", "No such file"), ("bad.npz", "must be of drift")):
         comparison = Comparison(methods=(OverflowConfig(drift=str(tmp_path / name)),), window=64, step_tokens=16)
         with pytest.raises(EvaluationError, match=message):
             comparison.streams(kit.tiny_model())
