@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import BenchError
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
 
@@ -27,6 +26,29 @@ _BOOKS = (CATALOG_NAME, LOG_NAME)  # Files of a store, with what follows their n
 _PROBE_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _DROPPED_SHARE = 0.05  # Of its pages a file may keep in memory and still count as dropped: some are in use.
+
+
+@contextlib.contextmanager
+def scratch_directory(ssd_dir: str | None) -> Iterator[Path]:
+    """Makes a directory, and removes it with all that is in it.
+
+    Args:
+      ssd_dir: where, made if need be; None for where the system keeps temporary files.
+
+    Raises:
+      BenchError: `ssd_dir` is a file, or cannot be made or written to.
+    """
+    parent = None if ssd_dir is None else Path(ssd_dir).expanduser()
+    try:
+        if parent is not None:
+            parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="ca_jax-bench-", dir=parent)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BenchError(f"ssd_dir must be a directory, got the file {error.filename}") from error
+    except OSError as error:
+        raise BenchError(f"ssd_dir must be a directory that can be written to, got {parent}: {error}") from error
+    with made as path:
+        yield Path(path)
 
 
 @contextlib.contextmanager

@@ -5,12 +5,9 @@ Not here: flags (`flags`), running and writing (`main`), tables (`tables`), figu
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import itertools
 import math
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -103,17 +100,6 @@ def require(is_so: bool, name: str, wanted: str, got: object) -> None:
     """Raises ValueError unless a value is what it must be."""
     if not is_so:
         raise ValueError(f"{name} must be {wanted}, got {got}")
-
-
-def field_docs(kind: type[Any]) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line; read from its source."""
-    docs = {}
-    for base in (base for base in reversed(kind.__mro__) if dataclasses.is_dataclass(base)):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        for field, text in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                docs[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    return docs
 
 
 # Rows.

@@ -6,14 +6,11 @@ Not here: flags (`flags`), suites (`suites`), what they share (`harness`).
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import rich.console
-from absl import app, logging
 from absl import flags as absl_flags
 
 import benchmarks.suites
@@ -25,9 +22,10 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import machine
-from ca_jax.launch.out_flags import out_path
-from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.scratch import write_json
+from ca_jax.launch.flags import FlagError, out_path
+from ca_jax.launch.plots import require_matplotlib
+from ca_jax.launch.script import command_line, make_console, note, write_json
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model, random_model
 from ca_jax.telemetry.metrics import CompileCounter
 
@@ -38,10 +36,13 @@ Report = dict[str, Any]
 Of suites that serve also model, dtype, peer and startup; of the others other_load_share, which startup has there.
 """
 
-_PIPE_COLUMNS = 180  # Where there is no terminal to ask.
+ERRORS = (CaJaxError,)
+"""What ends the script with one line; anything else is a fault of a suite, and shows where."""
+
 _IDLE_CHECK_S = 0.5
 
 benchmarks.suites.load()
+define_flags = flags.define
 
 
 def run_suite(
@@ -80,7 +81,7 @@ def run_suite(
             about |= {"model": run.model.name, "dtype": run.model.dtype}
             run.peer = None if peer_name is None else make_peer(peer_name, run.model)
         if console is not None:
-            console.print(repr(config), style="dim", markup=False, highlight=False, soft_wrap=True)
+            note(console, repr(config))
         rows, summary = suite.run(run)
     packages = PEER_PACKAGES[peer_name] if peer_name else ()
     about |= {
@@ -116,7 +117,7 @@ def model_loader(model: str, preset: str | None, *, dtype: str | None, seed: int
 
 
 def _check_flags(suite: Suite) -> None:
-    """Raises ValueError for flags that do not go together."""
+    """Raises FlagError for flags that do not go together."""
     for name, able in (
         ("peer", "has_peer"),
         ("trace_out", "is_recorded"),
@@ -125,41 +126,33 @@ def _check_flags(suite: Suite) -> None:
     ):
         if FLAGS[name].value is not None and not getattr(suite, able):
             suites = ", ".join(each.name for each in SUITES.values() if getattr(each, able))
-            raise ValueError(f"{name} must go with one of the suites {suites}, got {suite.name}")
+            raise FlagError(f"{name} must go with one of the suites {suites}, got {suite.name}")
     if FLAGS.model_preset is not None and FLAGS["model"].present:
-        raise ValueError(f"model and model_preset must not both be given, got {FLAGS.model} and {FLAGS.model_preset}")
+        raise FlagError(f"model and model_preset must not both be given, got {FLAGS.model} and {FLAGS.model_preset}")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    suite = SUITES[FLAGS.suite]
-    try:
-        _check_flags(suite)
-        config = flags.config(suite.name)
-        json_out, trace_out, plot_out = (out_path(name) for name in ("json_out", "trace_out", "plot_out"))
-        if plot_out is not None and suite.plot_needs is not None and not getattr(config, suite.plot_needs):
-            raise ValueError(f"plot_out must have {suite.plot_needs} of at least 1 to draw, got 0")
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    console, suite = make_console(), SUITES[FLAGS.suite]
+    _check_flags(suite)
+    config = flags.config(suite.name)
+    json_out, trace_out, plot_out = (out_path(name) for name in ("json_out", "trace_out", "plot_out"))
+    if plot_out is not None:
+        require_matplotlib()
+        if suite.plot_needs is not None and not getattr(config, suite.plot_needs):
+            raise FlagError(f"plot_out must have {suite.plot_needs} of at least 1 to draw, got 0")
     profile_dir = None if FLAGS.profile_dir is None else Path(FLAGS.profile_dir).expanduser()
     turn_out = plot_out if suite.plots_turn else None
     recorder = Recorder(trace_out=trace_out, plot_out=turn_out, profile_dir=profile_dir)
-    try:
-        report = run_suite(
-            suite,
-            config,
-            load=model_loader(FLAGS.model, FLAGS.model_preset, dtype=FLAGS.dtype, seed=FLAGS.seed),
-            command=shlex.join(["python", "-m", "ca_jax.launch.bench", *sys.argv[1:]]),
-            peer_name=FLAGS.peer,
-            recorder=recorder,
-            console=console if isinstance(config, ServingConfig) else None,
-        )
-    except CaJaxError as error:
-        sys.exit(f"error: {error}")
+    report = run_suite(
+        suite,
+        config,
+        load=model_loader(FLAGS.model, FLAGS.model_preset, dtype=FLAGS.dtype, seed=FLAGS.seed or 0),
+        command=command_line("bench"),
+        peer_name=FLAGS.peer,
+        recorder=recorder,
+        console=console if isinstance(config, ServingConfig) else None,
+    )
     if json_out is not None:
         write_json(report, json_out)
     tables.print_report(report, console)
@@ -170,7 +163,7 @@ def main(argv: Sequence[str]) -> None:
         if plot_out is not None and suite.panels:
             figures.plot(plot_out, suite.panels, report["rows"], **text)
     written = [path for path in (json_out, trace_out, plot_out, profile_dir) if path is not None]
-    console.print(f"written to {', '.join(map(str, written))}", highlight=False)
+    note(console, f"written to {', '.join(map(str, written))}", None)
 
 
 def _other_load_share() -> float | None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import harness
+from benchmarks.disk import scratch_directory
 from benchmarks.harness import BenchError, Run
 from benchmarks.overflow_rows import TIERS, BookkeepingRow, OverflowBenchConfig
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.overflow.config import OverflowConfig, oldest_first
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout

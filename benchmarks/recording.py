@@ -1,6 +1,6 @@
 """One round of a suite as it happened: a trace that Perfetto opens, a figure of a turn, a profile of jax's.
 
-Not here: measuring (the suites), spans (`timeline`), drawing (`timeline_plot`).
+Not here: measuring (the suites), spans (`ca_jax.telemetry.timeline`), drawing (`figures`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.figures import plot_timeline
 from benchmarks.harness import BenchError
-from ca_jax.launch.timeline_plot import plot_timeline
 from ca_jax.telemetry.timeline import NO_TIMELINE, Span, Timeline, trace_events
 
 
@@ -77,10 +77,8 @@ class Recorder:
             return
         if not self._turns:
             raise BenchError("a recorded round must have at least one turn, got none")
-        for path in (self._trace_out, self._plot_out):
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
         if self._trace_out is not None:
+            self._trace_out.parent.mkdir(parents=True, exist_ok=True)
             spans = [span for turn in self._turns.values() for span in turn]
             content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
             self._trace_out.write_text(json.dumps(content, default=str) + "\n", encoding="utf-8")

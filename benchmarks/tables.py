@@ -5,12 +5,12 @@ Not here: measuring, the report (`main`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import rich.box
 import rich.console
-import rich.table
+
+from ca_jax.launch.script import make_markdown, make_table, note
 
 Line = Mapping[str, Any]
 
@@ -27,28 +27,21 @@ def print_report(report: Mapping[str, Any], console: rich.console.Console) -> No
     """Prints a report as tables, with its summary, the machine and the versions it was measured on."""
     for kind, rows in _kinds(report).items():
         print_table(rows, console, title=_title(report, kind))
-    summary = rich.table.Table("summary", "", box=rich.box.SIMPLE_HEAD)
-    for name, value in report["summary"].items():
-        summary.add_row(name, _plain(value))
-    console.print(summary)
+    console.print(make_table(("summary", ""), [(name, _plain(value)) for name, value in report["summary"].items()]))
     for title in ("startup", "machine", "versions"):
         if title in report:
-            console.print(f"[bold]{title}[/bold]  {_plain(report[title])}", highlight=False)
+            note(console, f"{title}  {_plain(report[title])}", None)
     if (report.get("startup", report)["other_load_share"] or 0.0) > _QUIET_LOAD_SHARE:
-        console.print("[bold red]Something else ran on this machine: do not compare these numbers.[/bold red]")
+        note(console, "Something else ran on this machine: do not compare these numbers.", "bold red")
 
 
 def print_table(rows: Sequence[Line], console: rich.console.Console, *, title: str) -> None:
     """Prints rows as one table; what is the same in all of several rows is named above it."""
     columns, common = _columns(rows)
-    table = rich.table.Table(title=title, box=rich.box.SIMPLE_HEAD, title_justify="left")
-    for name in columns:
-        table.add_column(_heading(name), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_with_spread(row, name) for name in columns))
-    console.print(table)
+    cells = [[_with_spread(row, name) for name in columns] for row in rows]
+    console.print(make_table([f">{_heading(name)}" for name in columns], cells, title=title))
     if common:
-        console.print(f"  all: {_plain_cells(common)}", style="dim", highlight=False, markup=False)
+        note(console, f"  all: {_plain_cells(common)}")
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -70,15 +63,9 @@ def markdown_lines(rows: Sequence[Line]) -> Iterator[str]:
     if common:
         yield f"All rows: {_plain_cells(common)}."
         yield ""
-    yield from markdown_table(map(_heading, columns), ([cell(name, row[name]) for name in columns] for row in rows))
+    cells = [[cell(name, row[name]) for name in columns] for row in rows]
+    yield from make_markdown([f">{_heading(name)}" for name in columns], cells)
     yield ""
-
-
-def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[str]], num_left: int = 0) -> list[str]:
-    """The lines of a table in Markdown; its first `num_left` columns are to the left, all others to the right."""
-    head = list(headings)
-    rule = ["---" if index < num_left else "---:" for index in range(len(head))]
-    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
 def cell(name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ import pytest
 from ca_jax.config import EngineConfig
 from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.recompute.blend import repair_plan
+from ca_jax.recompute.plan import repair_plan
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit

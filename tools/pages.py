@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import markdown_table
 from ca_jax.launch.machine import summarize_machine
+from ca_jax.launch.script import make_markdown
 
 Report = Mapping[str, Any]
 
@@ -74,7 +74,8 @@ def assemble(
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A Markdown table; numbers are to the right."""
-    return markdown_table(headings, rows, num_left=1)
+    first, *others = headings
+    return make_markdown([first, *(f">{heading}" for heading in others)], rows)
 
 
 def place(report: Report) -> str:

@@ -6,7 +6,7 @@ Perplexities of one model are a table, a line for each text and window and a col
 with many methods, and the other tasks, have a line for each method, those on the same data below each other. The
 commands that made the files come last.
 
-Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`ca_jax.evaluation.schema`).
+Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`ca_jax.evaluation`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from absl import app, flags
 
-from ca_jax.launch.evaluate_tables import COLUMNS, gap, with_error
+from benchmarks.evaluate.tables import COLUMNS, Report, gap, with_error
 from ca_jax.launch.machine import summarize_machine
 from ca_jax.launch.script import make_markdown
-from tools.pages import Report, read_json
+from tools.pages import read_json
 
 _OUT = flags.DEFINE_string("out", None, "Markdown file to write.", required=True)
 _NOTES = flags.DEFINE_string("notes", None, "Markdown file whose text comes before the tables.")

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 
 from benchmarks import figures
 from benchmarks.gpu.paper import PANELS
@@ -23,18 +22,23 @@ from benchmarks.gpu.rows import GpuBenchConfig, SectionResult
 from benchmarks.gpu.sections import GpuBench, choose_sections, run_sections
 from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
+from ca_jax.errors import CaJaxError
 from ca_jax.launch import machine
-from ca_jax.launch.progress import progress_bars
-from ca_jax.launch.scratch import write_json
+from ca_jax.launch.flags import made
+from ca_jax.launch.plots import require_matplotlib
+from ca_jax.launch.script import command_line, write_json
+from ca_jax.launch.terminal import progress_bars
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
 FLAGS = flags.FLAGS
+ERRORS = (CaJaxError,)
+"""What ends the script with one line; a section that fails is told of and ends nothing."""
 
 _LARGE_MODEL_BYTES = 45e9  # The 13B model in 16 bits, and the decode slots of the engines that are compared.
 
 
-def define() -> None:
+def define_flags() -> None:
     """Defines the flags."""
     flags.DEFINE_string("json_out", None, "File to write the result to.", required=True)
     flags.DEFINE_string("markdown_out", None, "File to write tables to; none by default.")
@@ -77,20 +81,16 @@ def _write(report: Report) -> None:
         )
 
 
-def main(argv: Sequence[str]) -> int:
+def main(_: Sequence[str]) -> int:
     """Runs all and writes it; 1 if a section broke off."""
-    if len(argv) > 1:
-        raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
-    try:
-        config, sections = _config(), choose_sections(FLAGS.sections)
-    except ValueError as error:
-        logging.error("%s", error)
-        return 2
+    config, sections = made(_config), made(choose_sections, FLAGS.sections)
+    if FLAGS.plot_out is not None:
+        require_matplotlib()
     enable_compile_cache(EngineConfig.compile_cache_dir)
     about = {
         "machine": machine.describe_machine(),
         "versions": machine.describe_versions(),
-        "command": shlex.join(["python", "-m", "ca_jax.launch.gpu_bench", *sys.argv[1:]]),
+        "command": command_line("gpu_bench"),
         "budget_s": FLAGS.budget_s,
     }
     with contextlib.ExitStack() as stack:

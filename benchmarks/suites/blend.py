@@ -31,14 +31,13 @@ from typing import Any, ClassVar
 from benchmarks import harness
 from benchmarks.apart import ApartEngine
 from benchmarks.contexts import make_contexts
-from benchmarks.disk import scratch_on_disk
+from benchmarks.disk import scratch_directory, scratch_on_disk
 from benchmarks.engines import check_source, cool_down_files, engine_and_store, send_turn, sized_config, warm_up_files
 from benchmarks.figures import Panel
 from benchmarks.harness import Row, Run, Sample, Ways
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.store import AttentionStore

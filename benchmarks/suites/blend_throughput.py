@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks import harness
 from benchmarks.contexts import Contexts, make_contexts
+from benchmarks.disk import scratch_directory
 from benchmarks.engines import answer_of, make_engine, sized_config
 from benchmarks.figures import Panel
 from benchmarks.harness import Row, Run, Ways
@@ -34,7 +35,6 @@ from benchmarks.suites.blend import ContextsConfig
 from ca_jax.config import BLEND_MODES, EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.kv.layout import kv_layout
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.turns.jobs import Job

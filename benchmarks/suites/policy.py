@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.disk import can_drop, drop_cached
+from benchmarks.disk import can_drop, drop_cached, scratch_directory
 from benchmarks.harness import BenchError, Run, Spread
 from benchmarks.host_turns import TurnRow, measure_turns
 from benchmarks.loop_workload import hits_of_one_tier, loop_trace
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogError
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
@@ -41,9 +40,9 @@ from ca_jax.storage.placement.policy import (
 )
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import Owner
-from ca_jax.storage.sessions import Entry, SessionIndex, SsdCopy
+from ca_jax.storage.sessions import Entry, SessionIndex
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tokens import prefix_hashes
+from ca_jax.storage.tokens import SsdCopy, prefix_hashes
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
 _MAX_BLOCKS = 31  # Of a session; sizes are even between 1 and this: 2,000 tokens on average.

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.apart import ApartEngine
+from benchmarks.disk import scratch_directory
 from benchmarks.engines import (
     OneSessionEngine,
     check_source,
@@ -35,7 +36,6 @@ from benchmarks.engines import (
 from benchmarks.harness import Row, Run, Sample, Steps, Ways
 from benchmarks.recording import Recorder
 from benchmarks.suites.reuse import HistoryConfig
-from ca_jax.launch.scratch import scratch_directory
 from ca_jax.session import Session
 
 

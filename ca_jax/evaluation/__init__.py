@@ -1,1 +1,1 @@
-"""Quality of what the engine does to KV, measured: texts and benchmarks over the pure model."""
+"""Quality with plain arrays: ways to overflow and to reuse chunks, over the pure model; statistics, metrics, items."""

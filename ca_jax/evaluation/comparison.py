@@ -1,6 +1,6 @@
 """Ways to overflow that are compared: on one model, under one window, fed the same tokens in the same steps.
 
-Not here: what they are measured by (tasks), what happens at an overflow (stream).
+Not here: what they are measured by (`benchmarks.evaluate`), what happens at an overflow (stream).
 """
 
 from __future__ import annotations
@@ -10,16 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.stream import ContextStream
+from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 from ca_jax.pretrained import LoadedModel
 
 _REPAIR = {"deviating": "repair", "spread": "spread repair"}  # In names.
-
-
-class EvaluationError(CaJaxError):
-    """What was to be evaluated cannot be: its data are not what was wanted, or do not fit the settings."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +35,11 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if not self.methods:
-            raise ValueError("there must be at least one method, got none")
+            raise ValueError("methods must be at least one, got none")
         names = [name_of(overflow) for overflow in self.methods]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"each method must be there once, got {twice!r} more often")
+            raise ValueError(f"methods must differ, got {twice!r} more than once")
         if not 0 < self.step_tokens <= self.window:
             raise ValueError(
                 f"step_tokens must be in (0, window], got step_tokens={self.step_tokens} and window={self.window}"
@@ -52,9 +48,8 @@ class Comparison:
             overflow.check_window(self.window)
             if overflow.keep_first_tokens + self.step_tokens > self.window:
                 raise ValueError(
-                    "there must be room for a step beside the first tokens that stay, "
-                    "keep_first_tokens + step_tokens <= "
-                    f"{self.window}; got {overflow.keep_first_tokens} and {self.step_tokens}"
+                    f"keep_first_tokens + step_tokens must be at most the window of {self.window}, got "
+                    f"{overflow.keep_first_tokens} and {self.step_tokens}"
                 )
 
     @property

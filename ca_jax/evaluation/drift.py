@@ -59,7 +59,7 @@ def measure_drift(
         num_tokens += moved.shape[2]
     if not num_tokens:
         raise ValueError(
-            f"there must be a text of at least {window} tokens, and more than {settled} of them to stay; "
+            f"the text must have at least {window} tokens, and more than {settled} of them must stay; "
             f"got {len(token_ids)}, of which {window - count} would"
         )
     return Drift(

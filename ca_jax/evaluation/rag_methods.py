@@ -1,6 +1,11 @@
-"""Ways to use the stored KV of chunks, each giving the KV of a prompt's context; and what each gave, item by item.
+"""Ways to use the stored KV of chunks, each giving a context's KV, and how far each is from full recompute.
 
-Not here: computing contexts (rag_context), asking of summaries and of single chunks (rag_map), rows (rag).
+Two ways put no chunks together. MapReduce has each chunk summarised and asks the question of the summaries. MapRerank
+asks it of each chunk alone and takes the answer that the model is surest of. Both reuse the chunks' KV: each stands at
+the beginning of a prompt.
+
+Not here: computing contexts (rag_context), rows (`benchmarks.evaluate`).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 7.1; MapReduce and MapRerank are chains of LangChain's.
 """
 
 from __future__ import annotations
@@ -11,12 +16,31 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ca_jax.device.transfer import to_host
-from ca_jax.evaluation.rag_context import Asked, ContextModel, attention_deviations, kv_deviations, plan_of
-from ca_jax.evaluation.rag_items import RagPrompt
-from ca_jax.evaluation.rag_schema import Blends
+from ca_jax import config
+from ca_jax.device.transfer import to_device, to_host
+from ca_jax.evaluation.items import Chunking, RagPrompt
+from ca_jax.evaluation.rag_context import (
+    Answer,
+    Answerer,
+    Asked,
+    Behind,
+    ContextModel,
+    attention_deviations,
+    kv_deviations,
+    plan_of,
+)
 from ca_jax.evaluation.statistics import kl_divergence
+from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.recompute.plan import Plan
+
+SELECTIONS: tuple[str, ...] = (*config.SELECTIONS, "random")
+"""Ways to choose the tokens that are computed anew: those of `config.Selection`, and any, to compare with."""
+BASELINES = ("prefix", "reuse", "mapreduce", "maprerank")
+"""What blending is compared with, beside full recompute, with which all are. `prefix`: the KV of the first chunk alone
+is reused. `reuse`: that of all, and nothing is computed anew. `mapreduce`: each chunk is summarised, and the question
+is asked of the summaries. `maprerank`: each chunk is asked, and the answer of highest mean log probability taken."""
+SUMMARIZE = "\n\nSummarize the passage above in one sentence.\nSummary:"
+"""What stands behind a chunk that is to be summarised."""
 
 _NAMES = {
     "recompute": "full recompute",
@@ -25,6 +49,52 @@ _NAMES = {
     "mapreduce": "MapReduce",
     "maprerank": "MapRerank",
 }
+_BETWEEN_SUMMARIES = "\n\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blends:
+    """Which ways to blend are measured, and where.
+
+    Raises:
+      ValueError: a number out of range, or an unknown selection.
+    """
+
+    ratios: tuple[float, ...] = (0.05, 0.15, 0.3, 0.5)
+    """Shares of the chunks' tokens that are computed anew, in the mean of the layers behind the check layers."""
+    selections: tuple[str, ...] = ("hkvd",)
+    """Which tokens, of `SELECTIONS`."""
+    other_ratios: tuple[float, ...] | None = None
+    """Ratios of the selections behind the first one; None: the same as its."""
+    check_layers: int = 1
+    """Layers of which all tokens are computed, see `Plan`."""
+    positions: int = 8
+    """Last positions of a prompt whose next tokens are compared."""
+    seed: int = 0
+    """Of the selection `random`."""
+
+    def __post_init__(self) -> None:
+        if not self.ratios or not self.selections:
+            raise ValueError(
+                f"ratios and selections must be at least one each, got {self.ratios} and {self.selections}"
+            )
+        for ratio in (*self.ratios, *(self.other_ratios or ())):
+            if not 0 <= ratio <= 1:
+                raise ValueError(f"ratios must be shares in [0, 1], got {ratio}")
+        for selection in self.selections:
+            if selection not in SELECTIONS:
+                raise ValueError(f"selections must be some of {', '.join(SELECTIONS)}; got {selection!r}")
+        if len(set(self.ratios)) < len(self.ratios) or len(set(self.selections)) < len(self.selections):
+            raise ValueError(f"ratios and selections must differ, got {self.ratios} and {self.selections}")
+        if self.positions < 1:
+            raise ValueError(f"positions must be at least 1, got {self.positions}")
+
+    @property
+    def points(self) -> list[tuple[str, float]]:
+        """Each selection with each of its ratios."""
+        first, *others = self.selections
+        other_ratios = self.ratios if self.other_ratios is None else self.other_ratios
+        return [(first, ratio) for ratio in self.ratios] + [(each, ratio) for each in others for ratio in other_ratios]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +102,7 @@ class Method:
     """One way to answer behind chunks."""
 
     kind: str
-    """`recompute`, one of `rag_schema.BASELINES`, or `blend`."""
+    """`recompute`, one of `BASELINES`, or `blend`."""
     ratio: float | None = None
     """Of `blend`."""
     selection: str | None = None
@@ -44,6 +114,11 @@ class Method:
         if self.ratio is None:
             return _NAMES[self.kind]
         return f"{self.selection} {100 * self.ratio:.4g}%"
+
+    @property
+    def maps(self) -> bool:
+        """Whether it asks of chunks one by one: it gives answers, and nothing to compare next tokens of."""
+        return self.kind in ("mapreduce", "maprerank")
 
     @property
     def fuses(self) -> bool:
@@ -145,3 +220,71 @@ class PromptContexts:
             check_layers=blends.check_layers,
             seed=blends.seed,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """An answer by MapReduce or MapRerank."""
+
+    answer: Answer
+    """To the question."""
+    computed_tokens: int
+    """Tokens of prompts that were computed, and of what was generated for the answer to begin."""
+
+
+class Mapper:
+    """Asks chunks one by one.
+
+    Args:
+      contexts: computes.
+      summary_tokens: most tokens of a summary.
+      answer_tokens: most tokens of an answer.
+      chunking: how many chunks a prompt has at most, and how many tokens a chunk.
+    """
+
+    def __init__(self, contexts: ContextModel, chunking: Chunking, *, summary_tokens: int, answer_tokens: int) -> None:
+        self._contexts = contexts
+        self._stop_ids = contexts.model.stop_token_ids
+        tokenizer = tokenizer_of(contexts.model)
+        self._tokenizer = tokenizer
+        self._summarize = tokenizer.encode(SUMMARIZE, add_bos=False)
+        self._summary_answerer, self._answerer = (
+            Answerer(contexts, num_rows=chunking.num_chunks, max_tokens=max_tokens, capacity=chunking.chunk_tokens)
+            for max_tokens in (summary_tokens, answer_tokens)
+        )
+        # Summaries are read again: their tokens may be a few more or less than those that were generated.
+        self._summary_capacity = -(-chunking.num_chunks * (summary_tokens + 8) // 64) * 64
+        self._final = Answerer(contexts, num_rows=1, max_tokens=answer_tokens, capacity=self._summary_capacity)
+
+    def reduce(self, of: PromptContexts) -> Mapped:
+        """Answers the question of summaries of the chunks."""
+        rows = self._rows(of, self._summarize)
+        summaries = self._summary_answerer.answer(rows, self._stop_ids)
+        ids = list(of.prompt.head)
+        for summary in summaries:
+            text = " ".join(self._tokenizer.decode(summary.token_ids).split())
+            ids += self._tokenizer.encode(text + _BETWEEN_SUMMARIES, add_bos=False)
+        ids = ids[: self._summary_capacity]
+        question = of.prompt.question_ids
+        kv = self._contexts.prefill(ids, self._summary_capacity)
+        asked = self._contexts.ask(kv, len(ids), question, 1)
+        (answer,) = self._final.answer([Behind(kv, len(ids), asked, len(question))], self._stop_ids)
+        generated = sum(len(summary.token_ids) for summary in summaries)
+        return Mapped(answer, len(rows) * len(self._summarize) + generated + len(ids) + len(question))
+
+    def rerank(self, of: PromptContexts) -> Mapped:
+        """Answers the question of each chunk, and takes the answer of the highest mean log probability."""
+        question = list(of.prompt.question_ids)
+        rows = self._rows(of, question)
+        answers = self._answerer.answer(rows, self._stop_ids)
+        generated = sum(len(answer.token_ids) for answer in answers)
+        best = max(answers, key=lambda answer: answer.mean_logprob)
+        return Mapped(best, len(rows) * len(question) + generated)
+
+    def _rows(self, of: PromptContexts, question: list[int]) -> list[Behind]:
+        """Each chunk, its KV as it is stored, with something asked behind it."""
+        rows = []
+        for ids, chunk in zip(of.prompt.chunks, of.chunks, strict=True):
+            kv = [to_device(layer) for layer in chunk]
+            rows.append(Behind(kv, len(ids), self._contexts.ask(kv, len(ids), question, 1), len(question)))
+        return rows

@@ -1,4 +1,4 @@
-"""Estimates and how sure they are: perplexity, accuracy, differences between methods; distributions of the next token.
+"""Estimates and how sure they are, distributions of the next token, and how good an answer's text is.
 
 Neighbouring tokens of a text are hard or easy together, and so are questions on one record. Errors are therefore taken
 over blocks of tokens, and over clusters of items, not over single ones. Differences are taken pairwise: two methods
@@ -9,18 +9,25 @@ Not here: measuring, tables.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+import re
+import string
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import scipy.special
+import scipy.stats
 
 Interval = tuple[float, float]
 """Least and largest value of a 95 % confidence interval."""
 
-Z_95 = 1.959963984540054
-"""Standard errors on either side of a mean that 95 % lie within."""
+_RESAMPLES = 10_000
+_RESAMPLED_AT_ONCE = 10_000_000  # Values in memory at once.
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Estimate:
 
 
 def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
-    """The mean of values that stand in a row, its error from the spread of blocks of them.
+    """The mean of a series, its error from the spread of blocks of it.
 
     The mean is a ratio, of the blocks' sums over their lengths, since the last block may be short. Values may depend on
     each other within a block; what they have in common beyond one makes the error too small.
@@ -55,7 +62,7 @@ def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
     """
     array = np.asarray(values, np.float64)
     if block < 1 or not len(array):
-        raise ValueError(f"there must be values in blocks of at least 1, got {len(array)} in blocks of {block}")
+        raise ValueError(f"values must be at least one in blocks of at least 1, got {len(array)} in blocks of {block}")
     starts = np.arange(0, len(array), block)
     sums, counts = np.add.reduceat(array, starts), np.diff([*starts, len(array)])
     mean = float(sums.sum() / len(array))
@@ -66,19 +73,33 @@ def block_estimate(values: npt.ArrayLike, block: int) -> Estimate:
 
 
 def wilson_interval(num_right: int, num: int) -> Interval:
-    """The 95 % interval of a share of independent items.
+    """Wilson's 95 % interval of a share of independent items.
 
     Raises:
       ValueError: there are no items, or more right ones than there are.
-
-    Source: Wilson, Journal of the American Statistical Association 22 (1927).
     """
     if not 0 <= num_right <= num or num == 0:
         raise ValueError(f"right answers must be 0 to all of at least one item, got {num_right} of {num}")
-    share, z2 = num_right / num, Z_95**2
-    middle = (share + z2 / (2 * num)) / (1 + z2 / num)
-    half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num**2)) / (1 + z2 / num)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    found = scipy.stats.binomtest(num_right, num).proportion_ci(method="wilson")
+    return float(found.low), float(found.high)
+
+
+def share_interval(is_right: Sequence[bool], clusters: Sequence[Hashable]) -> Interval:
+    """The 95 % interval of a share of right answers.
+
+    Wilson's where each item is a cluster of its own, otherwise the bootstrap over clusters. Where all are right, or all
+    wrong, which the bootstrap takes for certain, it is Wilson's of as many items as there are clusters.
+
+    Args:
+      is_right: of each item.
+      clusters: see `mean_interval`.
+    """
+    num_clusters, num_right = len(set(clusters)), sum(is_right)
+    if num_right in (0, len(is_right)):
+        return wilson_interval(num_clusters if num_right else 0, num_clusters)
+    if num_clusters == len(is_right):
+        return wilson_interval(num_right, len(is_right))
+    return mean_interval([float(each) for each in is_right], clusters)
 
 
 def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
@@ -93,47 +114,124 @@ def mcnemar_p(num_only_first: int, num_only_second: int) -> float:
 
     Source: McNemar, Psychometrika 12 (1947); exact: the sign test on the items they disagree on.
     """
-    fewer, num = min(num_only_first, num_only_second), num_only_first + num_only_second
-    if fewer < 0:
-        raise ValueError(f"there must be numbers of items, got {num_only_first} and {num_only_second}")
-    return min(1.0, 2 * sum(math.comb(num, i) for i in range(fewer + 1)) / 2**num)
+    if min(num_only_first, num_only_second) < 0:
+        raise ValueError(f"items must be counted from 0, got {num_only_first} and {num_only_second}")
+    num = num_only_first + num_only_second
+    return float(scipy.stats.binomtest(num_only_first, num).pvalue) if num else 1.0
 
 
-def paired_interval(
-    differences: Sequence[float], clusters: Sequence[Hashable], *, seed: int = 0, num_resamples: int = 10_000
-) -> Interval:
-    """The 95 % interval of the mean of paired differences, by the percentile bootstrap over clusters.
+def mean_interval(values: Sequence[float], clusters: Sequence[Hashable] | None = None, *, seed: int = 0) -> Interval:
+    """The 95 % interval of a mean, by the percentile bootstrap over clusters of values; of one cluster the mean alone.
 
     Args:
-      differences: of each item, the one method's score less the other's.
-      clusters: which items depend on each other: those of equal values.
+      values: of each item; where two methods are compared, the one's score less the other's.
+      clusters: of each item: those of equal values depend on each other, and are drawn together. None: each alone.
       seed: of the resampling.
-      num_resamples: how many.
 
     Raises:
-      ValueError: there are no items, or not one cluster for each.
+      ValueError: there are no values, or not one cluster for each.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
     """
-    if len(differences) != len(clusters) or not len(differences):
-        raise ValueError(f"there must be a cluster for each difference, got {len(differences)} and {len(clusters)}")
+    clusters = range(len(values)) if clusters is None else clusters
+    if len(values) != len(clusters) or not len(values):
+        raise ValueError(f"each value must have a cluster, got {len(values)} and {len(clusters)}")
     places = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
-    sums, counts = np.zeros(len(places)), np.zeros(len(places))
-    for difference, cluster in zip(differences, clusters, strict=True):
-        sums[places[cluster]] += difference
-        counts[places[cluster]] += 1
-    rng = np.random.default_rng(seed)
-    times_drawn = rng.multinomial(len(places), np.full(len(places), 1 / len(places)), size=num_resamples)
-    low, high = np.percentile(times_drawn @ sums / (times_drawn @ counts), [2.5, 97.5])
-    return float(low), float(high)
+    of_value = [places[name] for name in clusters]
+    sums, counts = np.bincount(of_value, values), np.bincount(of_value)
+    if len(places) == 1:
+        return float(sums[0] / counts[0]), float(sums[0] / counts[0])
+    found = scipy.stats.bootstrap(
+        (sums, counts),
+        lambda sums, counts, axis: sums.sum(axis) / counts.sum(axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        batch=max(1, _RESAMPLED_AT_ONCE // len(places)),
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+# Distributions of the next token.
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log probabilities, f64, of logits `[V]`."""
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    """Log probabilities, f64, of logits `[..., V]`."""
+    return np.asarray(scipy.special.log_softmax(logits.astype(np.float64), axis=-1))
 
 
 def kl_divergence(logprobs: np.ndarray, other: np.ndarray) -> float:
     """KL(first || other) of two distributions given as log probabilities `[V]`, nats."""
     return max(0.0, float((np.exp(logprobs) * (logprobs - other)).sum()))
+
+
+# Answers.
+
+
+def first_line(text: str) -> str:
+    """The first line of an answer that is not blank, where a model goes on behind its answer; "" where all are."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def f1_score(answer: str, truths: Sequence[str]) -> float:
+    """Overlap of an answer's words with those of a right one, the best over all right ones, in [0, 1].
+
+    Without case, punctuation and articles, as of SQuAD. Two answers of no words are alike.
+
+    Raises:
+      ValueError: there is no right one.
+
+    Source: Rajpurkar et al., EMNLP 2016, section 6.1.
+    """
+
+    def words(text: str) -> list[str]:
+        return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+    def f1(answer: list[str], truth: list[str]) -> float:
+        if not answer or not truth:
+            return float(answer == truth)
+        num_common = (collections.Counter(answer) & collections.Counter(truth)).total()
+        return 2 * num_common / (len(answer) + len(truth))
+
+    return _best(answer, truths, f1, words)
+
+
+def rouge_l(answer: str, truths: Sequence[str]) -> float:
+    """F-measure of the longest common subsequence of words, the best over all right answers, in [0, 1].
+
+    Words are runs of letters a to z and digits, without case, as in the `rouge-score` package without its stemmer.
+
+    Raises:
+      ValueError: there is no right one.
+
+    Source: Lin, Text Summarization Branches Out 2004, section 3.
+    """
+
+    def words(text: str) -> list[str]:
+        return re.findall(r"[a-z0-9]+", text.lower())
+
+    def f_measure(answer: list[str], truth: list[str]) -> float:
+        if not answer or not truth:
+            return 0.0
+        before = [0] * (len(truth) + 1)
+        for word in answer:
+            row = [0]
+            for i, other in enumerate(truth):
+                row.append(before[i] + 1 if word == other else max(before[i + 1], row[i]))
+            before = row
+        return 2 * before[-1] / (len(answer) + len(truth))
+
+    return _best(answer, truths, f_measure, words)
+
+
+def _best(
+    answer: str,
+    truths: Sequence[str],
+    score: Callable[[list[str], list[str]], float],
+    words: Callable[[str], list[str]],
+) -> float:
+    if not truths:
+        raise ValueError("right answers must be at least one, got none")
+    return float(max(score(words(answer), words(truth)) for truth in truths))

@@ -104,7 +104,8 @@ class ContextStream:
         overflow.check_window(window)
         if not 0 < step_tokens <= window <= model.config.max_positions:
             raise ValueError(
-                f"there must be 0 < step_tokens <= window <= {model.config.max_positions}, the model's context window; "
+                "step_tokens must be above 0 and at most the window, and the window at most the model's "
+                f"{model.config.max_positions} tokens; "
                 f"got step_tokens={step_tokens} and window={window}"
             )
         self.truncations: list[Truncation] = []
@@ -195,7 +196,7 @@ class ContextStream:
           ValueError: nothing was fed.
         """
         if self._last is None:
-            raise ValueError("there must be a stream that was fed, got an empty one")
+            raise ValueError("the stream must have been fed, got an empty one")
         return to_host(steps.all_logits(self._config, self._outer, self._last))[0, 0]
 
     def generate(self, max_tokens: int, stop_ids: Collection[int] = ()) -> list[int]:
@@ -212,7 +213,7 @@ class ContextStream:
         count = num_leaving(self._overflow, window=self._window, num_tokens=len(self._token_ids), num_wanted=num_tokens)
         if len(self._token_ids) - count + num_tokens > self._window:
             raise ContextWindowError(
-                f"there must be at most {self._window - self._overflow.keep_first_tokens} tokens at once beside the "
+                f"a step must be at most {self._window - self._overflow.keep_first_tokens} tokens beside the "
                 f"{self._overflow.keep_first_tokens} first that stay, got {num_tokens}"
             )
         if count:

@@ -1,6 +1,6 @@
-"""Texts from files, as the token ids that streams are fed.
+"""Texts from files, as the token ids that streams are fed; and the error of data that cannot be used.
 
-Not here: benchmarks' own formats (longeval_items, mmlu_items).
+Not here: questions behind chunks (items), benchmarks' own formats (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ca_jax.evaluation.comparison import EvaluationError
+from ca_jax.errors import CaJaxError
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel
 
 SUFFIXES = (".txt", ".jsonl")
 """Files that texts are read from."""
+
+
+class EvaluationError(CaJaxError):
+    """An evaluation cannot be made: its data are of another kind, or do not fit the settings."""
 
 
 def read_text(path: Path) -> str:
@@ -26,18 +30,18 @@ def read_text(path: Path) -> str:
         at all.
     """
     if path.suffix not in SUFFIXES:
-        raise EvaluationError(f"there must be a text in a {' or '.join(SUFFIXES)} file, got {path}")
+        raise EvaluationError(f"a text must be a {' or '.join(SUFFIXES)} file, got {path}")
     if path.suffix == ".txt":
         text = read_file(path)
     else:
         documents = []
         for place, row in read_rows(path):
             if not isinstance(row.get("text"), str):
-                raise EvaluationError(f"{place}: there must be a row with a string `text`, got {_fields(row)}")
+                raise EvaluationError(f"{place}: a row must have a string `text`, got {', '.join(row) or 'no fields'}")
             documents.append(row["text"])
         text = "\n\n".join(documents)
     if not text.strip():
-        raise EvaluationError(f"there must be text, got none in {path}")
+        raise EvaluationError(f"{path} must have text in it, got none")
     return text
 
 
@@ -67,8 +71,7 @@ def check_overflows(num_tokens: int, *, window: int, path: Path, max_tokens: int
     if max_tokens <= window:
         raise EvaluationError(f"max_tokens must be above the window of {window} to overflow it, got {max_tokens}")
     raise EvaluationError(
-        f"there must be a text of at least {window + 1} tokens to overflow a window of {window}, got "
-        f"{num_tokens} in {path}"
+        f"a text must have at least {window + 1} tokens to overflow a window of {window}, got {num_tokens} in {path}"
     )
 
 
@@ -79,7 +82,7 @@ def tokenizer_of(model: LoadedModel) -> Tokenizer:
       EvaluationError: it has none.
     """
     if model.tokenizer is None:
-        raise EvaluationError(f"there must be a model with a tokenizer, got {model.name} without")
+        raise EvaluationError(f"the model must have a tokenizer, got {model.name} without one")
     return model.tokenizer
 
 
@@ -95,9 +98,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise EvaluationError(f"{path}:{number}: contents must be a JSON object, got {error}") from error
+            raise EvaluationError(f"{path}:{number}: a line must be a JSON object, got {error}") from error
         if not isinstance(row, dict):
-            raise EvaluationError(f"{path}:{number}: contents must be a JSON object, got {type(row).__name__}")
+            raise EvaluationError(f"{path}:{number}: a line must be a JSON object, got {type(row).__name__}")
         yield f"{path}:{number}", row
 
 
@@ -110,10 +113,6 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EvaluationError(f"there must be a file to read, got {path}: {error.strerror}") from error
+        raise EvaluationError(f"data must be a file that can be read, got {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise EvaluationError(f"there must be UTF-8, got byte {error.start} of {path} to be none") from error
-
-
-def _fields(row: dict[str, Any]) -> str:
-    return ", ".join(row) or "no fields"
+        raise EvaluationError(f"{path} must be UTF-8, got another byte at {error.start}") from error

@@ -11,12 +11,14 @@
     python -m ca_jax.launch.bench --suite=blend_throughput --json_out=blend_throughput.json
     python -m ca_jax.launch.bench --suite=store --ssd_dir=/mnt/ssd --json_out=store.json
     python -m ca_jax.launch.bench --suite=policy --json_out=policy.json
+    python -m ca_jax.launch.bench --suite=serving --json_out=serving.json
 
 `tiers` is a turn's TTFT by where its history is: DRAM, SSD, SSD after a restart, nowhere. `ttft` is the same against
 its compute and its load alone, `throughput` a continuous batch of conversations. `preload` and `save` are what of loads
 and saves is hidden. `overflow` is what truncation costs, and what it saves over recomputing what is left. `blend` is
 the TTFT of a question behind stored chunks, by how much of them is computed anew and where they are, `blend_throughput`
-a stream of such questions whose chunks come again. `store` (how fast its tiers move bytes) and `policy` (what its
+a stream of such questions whose chunks come again. `serving` is chats of several clients over HTTP, against
+llama.cpp's server and, where it is installed, vLLM's. `store` (how fast its tiers move bytes) and `policy` (what its
 bookkeeping costs and is worth) need no model.
 
 Let nothing else run meanwhile. `transformers` waits for all its threads at every operation: where one of them shares
@@ -26,15 +28,7 @@ versions are printed and written as JSON.
 Not here: the suites and what they share (`benchmarks`).
 """
 
-from __future__ import annotations
-
-from absl import app
-
-from ca_jax.launch.checkout import find_benchmarks
+from ca_jax.launch.script import run_benchmark
 
 if __name__ == "__main__":
-    find_benchmarks()
-    from benchmarks import flags, main
-
-    flags.define()
-    app.run(main.main)
+    run_benchmark("main")

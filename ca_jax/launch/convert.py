@@ -20,8 +20,8 @@ from absl import app, flags, logging
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import plan
 from ca_jax.launch.flags import refuse
-from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import note, run
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.models import orbax, reading
 from ca_jax.models.checkpoint import load_checkpoint
 

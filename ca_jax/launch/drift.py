@@ -23,8 +23,8 @@ from ca_jax.engine import enable_compile_cache
 from ca_jax.evaluation.drift import measure_drift
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
-from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import note, run
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
 

@@ -22,13 +22,14 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from absl import flags
 
 from ca_jax.config import BlendConfig
+from ca_jax.errors import CaJaxError
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.overflow.discarding import DISCARDERS
 
@@ -77,6 +78,10 @@ _HELP = {
 }  # Of flags that are given in another form than their field.
 
 
+class FlagError(CaJaxError, ValueError):
+    """Flags that do not go together, or a value that a config refuses; the message names the flag."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ConfigFlags(Generic[T]):
     """Flags that stand for the fields of one config."""
@@ -105,8 +110,7 @@ class ConfigFlags(Generic[T]):
         """The config that parsed flags stand for.
 
         Raises:
-          ValueError: a value outside its range, or a flag that says how tokens are dropped where none are; the message
-            names it.
+          FlagError: a value outside its range, or a flag that says how tokens are dropped where none are.
         """
         values: dict[str, Any] = {}
         for field, name, hint in _fields(self.default, self.only, self.without):
@@ -117,7 +121,7 @@ class ConfigFlags(Generic[T]):
                 values[field] = None
             else:
                 values[field] = inner.read(flag_values)
-        return dataclasses.replace(self.default, **values)  # type: ignore[type-var]
+        return made(dataclasses.replace, self.default, **values)
 
     def _is_off(self, flag_values: flags.FlagValues, default: Any) -> bool:
         """Whether --overflow_method is off, or where it is no flag, the default."""
@@ -128,7 +132,7 @@ class ConfigFlags(Generic[T]):
             return False
         for name in names:
             if name != _SWITCH and flag_values[name].present:
-                raise ValueError(f"{name} must be left out where {_SWITCH} is {OFF}, got {flag_values[name].value!r}")
+                raise FlagError(f"{name} must be left out where {_SWITCH} is {OFF}, got {flag_values[name].value!r}")
         return True
 
     def _flags(self) -> Iterator[dict[str, Any]]:
@@ -154,6 +158,20 @@ class ConfigFlags(Generic[T]):
             return None
         value = getattr(self.default, field)
         return ConfigFlags(kind() if value is None else value, without=self.without)  # type: ignore[operator]
+
+
+def made(make: Callable[..., T], *args: Any, **values: Any) -> T:
+    """A config of values from flags.
+
+    Raises:
+      FlagError: the config refuses one.
+    """
+    try:
+        return make(*args, **values)
+    except FlagError:
+        raise
+    except ValueError as error:
+        raise FlagError(str(error)) from error
 
 
 def define_flag(
@@ -200,7 +218,7 @@ def parsed(name: str, hint: Any, value: Any) -> Any:
     """The value of a field of that type, from its flag's; `~` in a directory is the user's home.
 
     Raises:
-      ValueError: it is none; the message names the flag.
+      FlagError: the value is not of the type.
     """
     kinds = _kinds(hint)
     if value is None:
@@ -213,7 +231,7 @@ def parsed(name: str, hint: Any, value: Any) -> Any:
             return tuple(of(each.strip()) for each in value if each.strip())
         except ValueError as error:
             wanted = "whole numbers" if of is int else "numbers"
-            raise ValueError(f"{name} must be {wanted} with commas between them, got {','.join(value)!r}") from error
+            raise FlagError(f"{name} must be {wanted} with commas between them, got {','.join(value)!r}") from error
     if str in kinds and int in kinds:
         return int(value) if re.fullmatch(r"[+-]?\d+", value) else value
     return os.path.expanduser(value) if name.endswith("_dir") else value
@@ -298,7 +316,7 @@ def _is_optional(hint: Any) -> bool:
 def _quota(name: str, text: str) -> tuple[str, int]:
     tenant, _, num_bytes = text.rpartition("=")
     if not num_bytes.isdecimal():
-        raise ValueError(f"{name} must be TENANT=BYTES, got {text!r}")
+        raise FlagError(f"{name} must be TENANT=BYTES, got {text!r}")
     return tenant, int(num_bytes)
 
 
@@ -323,25 +341,25 @@ def refuse(names: Iterable[str], reader: str, flag_values: flags.FlagValues = fl
       flag_values: where flags were defined, parsed.
 
     Raises:
-      ValueError: one of them was given.
+      FlagError: one of them was given.
     """
     for name in sorted(names):
         if name in flag_values and flag_values[name].present:
-            raise ValueError(f"--{name} must be left out of {reader}, which does not read it")
+            raise FlagError(f"--{name} must be left out of {reader}, which does not read it")
 
 
 def out_path(name: str, flag_values: flags.FlagValues = flags.FLAGS) -> Path | None:
     """The file that a flag names, checked before anything runs for minutes; None where the flag is not given.
 
     Raises:
-      ValueError: it is a directory.
+      FlagError: it is a directory.
     """
     value: str | None = flag_values[name].value
     if value is None:
         return None
     path = Path(value).expanduser()
     if path.is_dir():
-        raise ValueError(f"{name} must be a file, got the directory {path}")
+        raise FlagError(f"{name} must be a file, got the directory {path}")
     return path
 
 

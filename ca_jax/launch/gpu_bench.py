@@ -9,15 +9,7 @@ short leaves all it has measured. No weight is downloaded: all are random, and m
 Not here: the sections (`benchmarks.gpu`).
 """
 
-from __future__ import annotations
-
-from absl import app
-
-from ca_jax.launch.checkout import find_benchmarks
+from ca_jax.launch.script import run_benchmark
 
 if __name__ == "__main__":
-    find_benchmarks()
-    from benchmarks.gpu.main import define, main
-
-    define()
-    app.run(main)
+    run_benchmark("gpu.main")

@@ -1,25 +1,26 @@
-"""Figures of what demo, replay and simulate measure, as PNG files; what all figures have in common.
+"""Figures of what replay and simulate measure, as PNG files; what all figures have in common.
 
-Draws without a display and without pyplot's global state.
+Draws without a display and without pyplot's global state. Only what draws imports matplotlib, which need not be there.
 
-Not here: measuring, tables (`launch.script`), figures of evaluations (`launch.evaluate_plots`).
+Not here: measuring, tables (`launch.script`), figures of benchmarks and evaluations (`benchmarks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
+from ca_jax.errors import CaJaxError
 from ca_jax.simulate.paper import PaperRow
 from ca_jax.simulate.replay.running import RECOMPUTE, STORE, Run
 from ca_jax.simulate.results import PolicyResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart with any colour vision; markers and hatches say the same without colour.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -29,8 +30,34 @@ MARKERS = "osD^vPX"
 _PAPERS: dict[str, Any] = {"color": "white", "edgecolor": VERMILION, "hatch": "////"}  # Bars of the paper.
 
 
+class PlotError(CaJaxError):
+    """A figure is asked for, and matplotlib is not installed."""
+
+
+def require_matplotlib() -> None:
+    """Checks that figures can be drawn; scripts that are asked for one call it before they measure.
+
+    Raises:
+      PlotError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise PlotError(
+            f"matplotlib must be installed to draw figures, got {error}: pip install 'ca-jax[plot]'"
+        ) from error
+
+
 def new_figure(width_in: float, height_in: float) -> Figure:
-    """An empty figure of that size, inches."""
+    """An empty figure of that size, inches.
+
+    Raises:
+      PlotError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -58,58 +85,6 @@ def write_figure(figure: Figure, path: Path, *, caption: str = "", grid: str = "
 def style(nth: int) -> dict[str, Any]:
     """Colour and marker of the nth line of a figure."""
     return {"color": COLOURS[nth % len(COLOURS)], "marker": MARKERS[nth % len(MARKERS)]}
-
-
-def plot_turns(
-    path: Path, turns: Sequence[Mapping[str, Any]], *, title: str, caption: str, restarted_before: int | None = None
-) -> None:
-    """Draws TTFT of each turn, recomputed and reused, above what each turn was conditioned on.
-
-    Args:
-      path: the PNG to write.
-      turns: of each `ttft_recompute_s` and `ttft_reuse_s`, seconds; `history_tokens` before it; `new_tokens` of it.
-      title: of the figure.
-      caption: what it was measured on, small print below.
-      restarted_before: the turn, from 1, before which the process was restarted, so that its history came from SSD.
-
-    Raises:
-      ValueError: there are no turns, or none of the number `restarted_before`.
-    """
-    numbers = list(range(1, len(turns) + 1))
-    if not turns:
-        raise ValueError("turns must be at least one, got none")
-    if restarted_before is not None and restarted_before not in numbers:
-        raise ValueError(f"restarted_before must be one of the turns 1 to {len(turns)}, got {restarted_before}")
-    recompute_s, reuse_s, history_tokens, new_tokens = (
-        [turn[name] for turn in turns] for name in ("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens")
-    )
-    figure = new_figure(8, 6.4)
-    latency, tokens = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    latency.plot(numbers, recompute_s, "s-", color=VERMILION, label="recompute: prefill history and message")
-    latency.plot(numbers, reuse_s, "o-", color=BLUE, label="reuse: load history, prefill message")
-    small: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "color": GREY}
-    for number, slow_s, fast_s in zip(numbers, recompute_s, reuse_s, strict=True):
-        ratio = f"{slow_s / fast_s:.1f}\N{MULTIPLICATION SIGN}"
-        latency.annotate(ratio, (number, slow_s), xytext=(-5, 6), fontsize=9, **small)
-    if restarted_before is not None:
-        at, where = (restarted_before - 0.5, 1), ("data", "axes fraction")
-        latency.axvline(at[0], color=GREY, linestyle=":", linewidth=1)
-        latency.annotate("process restarts", at, xycoords=where, xytext=(-4, -2), va="top", fontsize=8, **small)
-        ssd_s = reuse_s[restarted_before - 1]
-        marked: dict[str, Any] = {"markersize": 9, "fillstyle": "none", "label": "of that, history from SSD"}
-        latency.plot([restarted_before], [ssd_s], "D", color=BLUE, **marked)
-    latency.set_ylabel("time to first token (s)")
-    latency.set_ylim(0, max(*recompute_s, *reuse_s) * 1.15)
-    latency.set_title(title, loc="left", fontsize=11)
-    tokens.bar(numbers, history_tokens, 0.6, color=GREEN, label="history")
-    hatched: dict[str, Any] = {"color": "white", "edgecolor": GREY, "hatch": "////"}
-    tokens.bar(numbers, new_tokens, 0.6, bottom=history_tokens, label="new", **hatched)
-    tokens.set_ylabel("prompt (tokens)")
-    tokens.set_xlabel("turn")
-    tokens.set_xticks(numbers)
-    for axes in (latency, tokens):
-        axes.legend(loc="upper left", frameon=False, fontsize=9)
-    write_figure(figure, path, caption=caption)
 
 
 def plot_replay(path: Path, runs: Sequence[Run], *, title: str, caption: str) -> None:
@@ -174,6 +149,8 @@ def plot_figure(path: Path, rows: Sequence[PaperRow]) -> None:
         axes.set_yticks(places, [row.case for row in shown], fontsize=8)
         axes.invert_yaxis()
         axes.set_xlabel(f"{metric} ({unit})", fontsize=9)
+    from matplotlib.patches import Patch
+
     marks = [Patch(color=BLUE), Patch(**_PAPERS)]
     figure.legend(marks, ["simulated", "paper"], loc="outside upper right", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(f"Figure {rows[0].figure} of the paper, simulated", x=0.01, ha="left", fontsize=11)

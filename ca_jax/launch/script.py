@@ -1,32 +1,36 @@
-"""What all scripts share: how they run, and how they print and write what they found.
+"""What all scripts share: how they run, and how they print and write their results.
 
-Not here: flags (`launch.flags`), progress (`launch.progress`), figures (`launch.plots`).
+Not here: flags (`launch.flags`), progress (`launch.terminal`), figures (`launch.plots`).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import rich.box
 import rich.console
 import rich.table
 import rich.text
-from absl import app, logging
+from absl import app, flags, logging
 
+import ca_jax
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import spelled
 from ca_jax.launch.terminal import printable
+
+flags.disclaim_key_flags()  # Flags defined below `run_benchmark` are the script's: its --help shows them.
 
 _PIPE_COLUMNS = 180  # Where there is no terminal to ask.
 
 
 def run(
-    main: Callable[[Sequence[str]], None],
+    main: Callable[[Sequence[str]], int | None],
     *,
     arguments: bool = False,
     errors: tuple[type[Exception], ...] = (CaJaxError, OSError, ValueError),
@@ -34,21 +38,38 @@ def run(
     """Parses flags, which must be defined, and runs a script; does not return.
 
     Args:
-      main: the script; called with the command line without flags.
+      main: the script; called with the command line without flags. Returns the exit code; None: 0.
       arguments: whether it takes other arguments than flags.
       errors: what ends the script with exit code 1 and one line.
     """
 
-    def checked(argv: Sequence[str]) -> None:
+    def checked(argv: Sequence[str]) -> int | None:
         if len(argv) > 1 and not arguments:
             raise app.UsageError(f"arguments must be flags, got {argv[1:]}")
         logging.set_verbosity(logging.WARNING)  # jax reports each backend that it does not find.
         try:
-            main(argv)
+            return main(argv)
         except errors as error:
             sys.exit(f"error: {printable(str(error))}")
 
     app.run(checked, argv=spelled(sys.argv))
+
+
+def run_benchmark(name: str) -> None:
+    """Runs a script that is in a checkout of the repository and not in the installed package; does not return.
+
+    Args:
+      name: of its module in `benchmarks`, which has `define_flags`, `main` and `ERRORS`, the errors of `run`.
+    """
+    root = Path(ca_jax.__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "harness.py").is_file():
+        sys.exit(
+            "error: the benchmarks are not part of the installed package: clone its repository, and run this from there"
+        )
+    sys.path.insert(0, str(root))
+    module = importlib.import_module(f"benchmarks.{name}")
+    module.define_flags()
+    run(module.main, errors=module.ERRORS)
 
 
 def command_line(name: str) -> str:
@@ -91,10 +112,8 @@ def make_table(
         show_header=header,
     )
     for column in columns:
-        is_number = column.startswith(">")
-        table.add_column(
-            column.removeprefix(">"), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
-        )
+        justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, overflow="fold")
     for row in rows:
         if row:
             table.add_row(*(rich.text.Text(printable(cell)) for cell in row))
@@ -104,9 +123,11 @@ def make_table(
 
 
 def make_markdown(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table with the same columns and rows."""
+    """The lines of a Markdown table with the columns and rows of `make_table`."""
+    columns = list(columns)
     head = [column.removeprefix(">").replace("\n", " ") for column in columns]
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *filter(None, rows))]
+    rules = ["---:" if column.startswith(">") else "---" for column in columns]
+    return [f"| {' | '.join(cells)} |" for cells in (head, rules, *filter(None, rows))]
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
@@ -114,6 +135,7 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
 
     Raises:
       OSError: it cannot be written there.
+      ValueError: a number in it is not finite.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")

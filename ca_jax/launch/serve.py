@@ -33,8 +33,8 @@ from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import ConfigFlags, define_model
-from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import note, run
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.hosts import is_loopback

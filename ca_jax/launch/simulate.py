@@ -24,13 +24,21 @@ from absl import flags
 
 from ca_jax.launch.flags import out_path, refuse
 from ca_jax.launch.machine import describe_machine, describe_versions
-from ca_jax.launch.plots import plot_figure, plot_policies
-from ca_jax.launch.progress import progress_bars
+from ca_jax.launch.plots import plot_figure, plot_policies, require_matplotlib
 from ca_jax.launch.script import command_line, make_console, make_table, note, run, write_json
-from ca_jax.launch.simulate_flags import define_flags, paper_config, server_config, store_sizes, trace_source
-from ca_jax.launch.simulate_trace import read_trace, sharegpt_lengths
+from ca_jax.launch.simulate_flags import (
+    define_flags,
+    paper_config,
+    read_trace,
+    server_config,
+    sharegpt_lengths,
+    store_sizes,
+    trace_source,
+)
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.simulate.paper import FIGURES, PaperRow, PaperRuns, figure_rows
-from ca_jax.simulate.server import PolicyResult, compare_policies, working_set_bytes
+from ca_jax.simulate.results import PolicyResult
+from ca_jax.simulate.server import compare_policies, working_set_bytes
 from ca_jax.simulate.workload import num_turns, stored_tokens
 
 FLAGS = flags.FLAGS
@@ -161,6 +169,7 @@ def main(_: Sequence[str]) -> None:
     json_out = out_path("json_out")
     plot_dir = None if FLAGS.plot_dir is None else Path(FLAGS.plot_dir).expanduser()
     if plot_dir is not None:
+        require_matplotlib()
         plot_dir.mkdir(parents=True, exist_ok=True)
     if FLAGS.figure:
         figures = FIGURES if "all" in FLAGS.figure else tuple(dict.fromkeys(FLAGS.figure))
@@ -174,4 +183,4 @@ def main(_: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    run(main, errors=(OSError, ValueError))
+    run(main)

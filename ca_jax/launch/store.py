@@ -32,9 +32,9 @@ from absl import flags
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import store_report
 from ca_jax.launch.flags import out_path
-from ca_jax.launch.progress import progress_bars
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
+from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
 from ca_jax.storage.collect import collect_garbage, drop_session, find_namespaces, take_over_blocks

@@ -1,15 +1,18 @@
-"""What scripts that stream answers share: writing text of a model to a terminal as it comes.
+"""What scripts show while they run: an answer as it is generated, what a turn took, progress bars.
 
-Not here: reading the user's lines (`chat`), progress bars (`progress`).
+Not here: reading the user's lines (`chat_input`), tables (`script`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import rich.console
+import rich.progress
 import rich.text
 
 from ca_jax.turns.requests import Usage
@@ -81,3 +84,38 @@ def describe_time(time_s: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
     except (OSError, OverflowError, ValueError):
         return f"{time_s} s"
+
+
+class Bars(Protocol):
+    """Moves a bar; any thread may call it. Without the last argument it is a `Progress`."""
+
+    def __call__(self, what: str, done: int, total: int, now: str = "") -> None:
+        """A new `what` begins a new bar; `now` is shown behind it."""
+
+
+@contextlib.contextmanager
+def progress_bars(console: rich.console.Console | None = None) -> Iterator[Bars]:
+    """Draws a bar for each task, below each other, and leaves them there when it ends.
+
+    Args:
+      console: where to, stderr if not given; one that is no terminal gets each bar once, at the end.
+
+    Yields:
+      The callback.
+    """
+    columns = (
+        rich.progress.TextColumn("{task.description:<18}"),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("{task.fields[now]}"),
+    )
+    tasks: dict[str, rich.progress.TaskID] = {}
+    with rich.progress.Progress(*columns, console=console or rich.console.Console(stderr=True)) as bars:
+
+        def progress(what: str, done: int, total: int, now: str = "") -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, now=now)
+            bars.update(tasks[what], completed=done, total=total, now=now)
+
+        yield progress

@@ -13,18 +13,11 @@ import benchmarks.suites
 from benchmarks.disk import can_drop
 from benchmarks.harness import SUITES, Run
 from ca_jax.pretrained import LoadedModel, load_model
-from ca_jax.testing import tiny
+from tests.launch.conftest import tiny_model
+
+__all__ = ["tiny_model"]
 
 benchmarks.suites.load()
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    """A Hugging Face directory. Greedy answers never end by themselves: special tokens have logit 0, others more."""
-    config = tiny.tiny_config(max_positions=8192)
-    params = tiny.tiny_params(config)
-    params["params"]["head"]["kernel"][:, [tiny.END_OF_TEXT_ID, tiny.IM_START_ID, tiny.IM_END_ID]] = 0
-    return tiny.write_tiny_hf(tmp_path_factory.mktemp("models") / "tiny", config, params)
 
 
 @pytest.fixture(scope="session")

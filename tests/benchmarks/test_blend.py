@@ -11,7 +11,6 @@ from benchmarks.apart import ApartEngine
 from benchmarks.contexts import Contexts, make_contexts
 from benchmarks.engines import send_turn
 from benchmarks.harness import BenchError
-from benchmarks.suites import blend as blends
 from benchmarks.suites import blend_throughput as streams
 from benchmarks.suites.blend import BlendBenchConfig, Way, summarize
 from benchmarks.suites.blend_throughput import BlendThroughputConfig, stream_turns
@@ -99,19 +98,6 @@ def test_chunks_that_did_not_come_from_ssd_are_no_row(measure, wordless, monkeyp
     monkeypatch.setattr(Way, "push_out", lambda *_: None)
     with pytest.raises(BenchError, match=r"from ssd_warm of 120 .* must load 120 tokens from ssd, got 120 .* dram"):
         measure("blend", CONFIG, wordless)
-
-
-def test_a_way_that_draws_another_token_shows(measure, wordless, monkeypatch):
-    def drawn(engine, session, new_ids, context=None):
-        token, ttft_s = send_turn(engine, session, new_ids, context)
-        return token + (engine.config.blend.mode == "prefix"), ttft_s
-
-    monkeypatch.setattr(blends, "send_turn", drawn)
-    rows = measure("blend", dataclasses.replace(CONFIG, blend_tiers=("dram",)), wordless).rows
-    assert {row.mode: row.same_token_share for row in rows if row.mode != "reuse"} == {
-        **{"recompute": 1, "prefix": 0},
-        "blend": rows[-1].same_token_share,
-    }
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6, 1.0])

@@ -194,15 +194,6 @@ def test_other_truncations_than_turns_tell_of_are_no_row(measure, wordless, monk
         measure("overflow", config, wordless)
 
 
-def test_engines_differ_in_their_method_alone(model):
-    ca, of = (engine_config(CONFIG, model, method) for method in ("ca", "of"))
-    assert (ca.overflow.method, of.overflow.method) == ("ca", "of")
-    assert dataclasses.replace(of, overflow=ca.overflow) == ca
-    assert (ca.context_window, ca.recompute_if_faster) == (WINDOW, False)
-    block_bytes = 16 * model.config.kv_bytes_per_token(itemsize=4)
-    assert ca.store.dram_bytes >= 2 * (WINDOW // 16) * block_bytes
-
-
 # The gap.
 
 

@@ -133,20 +133,6 @@ def test_paced_histories_come_over_a_link_as_slow_as_the_turns_own_compute_says(
     assert [3 * layer_bytes / pace for pace in loads] == pytest.approx(list(load_s))
 
 
-def test_a_way_that_draws_other_tokens_shows(measure, monkeypatch):
-    take = preloads.take
-
-    def take_wrong(name, *args):
-        sample = take(name, *args)
-        ahead, first = sample["tokens"]
-        return {**sample, "tokens": (ahead, first + (name == "all"))}
-
-    monkeypatch.setattr(preloads, "take", take_wrong)
-    found = measure("preload", REAL_ONLY, MODEL)
-    assert [row.same_tokens for row in found.rows] == [False] * 4
-    assert found.summary["same_tokens"] is False
-
-
 def test_a_history_that_was_not_loaded_is_no_row(measure, monkeypatch):
     engine_for = preloads.engine_for
     monkeypatch.setattr(
@@ -290,18 +276,6 @@ def test_paced_saves_go_over_a_link_as_slow_as_the_turn_without_a_store_says(mea
     assert moved_bytes.pop(math.inf) == 2 * saved_bytes  # By the two ways that save, in the round for nothing.
     assert list(moved_bytes.values()) == [2 * config.repeats * saved_bytes] * 2
     assert [saved_bytes / pace for pace in moved_bytes] == pytest.approx([row.save_s for row in rows])
-
-
-def test_a_way_that_answers_otherwise_shows(measure, monkeypatch):
-    answer = saves._Bench._answer
-
-    def answer_wrong(bench, name, *args):
-        sample = answer(bench, name, *args)
-        return {**sample, "answers": []} if name == "blocking" else sample
-
-    monkeypatch.setattr(saves._Bench, "_answer", answer_wrong)
-    found = measure("save", SHORT_SAVE, MODEL)
-    assert ([row.same_tokens for row in found.rows], found.summary["same_tokens"]) == ([False], False)
 
 
 def test_a_turn_that_was_not_saved_is_no_row(measure, monkeypatch):

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from ca_jax.evaluation.rag_items import RagPrompt, prompts_of, read_items
-from ca_jax.evaluation.rag_schema import Chunking
+from ca_jax.evaluation.items import Chunking, RagPrompt, prompts_of, read_items
 from tests import engine_kit as kit
 
 TEXTS = (

@@ -4,11 +4,10 @@ import re
 
 import pytest
 
-from ca_jax.evaluation.comparison import Comparison, EvaluationError
-from ca_jax.evaluation.longeval import run_longeval
-from ca_jax.evaluation.longeval_items import Question, build_records
-from ca_jax.evaluation.schema import LongevalConfig
+from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records, run_longeval
+from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
+from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.longeval_files import HEADER, TOPICS, write_lines, write_rows, write_topics
 
@@ -92,14 +91,12 @@ def test_the_number_of_lines_may_be_set_if_they_overflow_the_window(tmp_path):
     path = write_lines(tmp_path / "lines.jsonl")
     for record in records(path, num_lines=12):
         assert bytes(record.token_ids).count(b"line ") == 12 + HEADER.count("line ")
-    with pytest.raises(
-        EvaluationError, match=r"lines\.jsonl:1: there must be a record of at least 257 tokens to overflow"
-    ):
+    with pytest.raises(EvaluationError, match=r"lines\.jsonl:1: a record must have at least 257 tokens to overflow"):
         records(path, num_lines=2)
-    with pytest.raises(EvaluationError, match=r"lines\.jsonl:1: there must be 21 lines, got 20"):
+    with pytest.raises(EvaluationError, match=r"lines\.jsonl:1: a record must have 21 lines, got 20"):
         records(path, num_lines=21)
     with pytest.raises(
-        EvaluationError, match=r"lines\.jsonl:1: there must be lines of more than 5000 tokens, got 20 of \d+"
+        EvaluationError, match=r"lines\.jsonl:1: a record must have lines of more than 5000 tokens, got 20 of \d+"
     ):
         records(path, window=5000)
 
@@ -123,12 +120,12 @@ def test_the_last_topic_is_asked_for_and_named_before_the_overflow_alone(tmp_pat
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "x"}, r"a\.jsonl:2: there must be a row of LongEval, .*; got prompt"),
-        ({"prompt": 3, "topics": []}, r"a\.jsonl:2: there must be a row of LongEval"),
-        ({"prompt": "x", "topics": [], "expected_number": 1}, r"a\.jsonl:2: there must be a row of LongEval"),
-        ({"prompt": "no lines", "expected_number": 1}, r"a\.jsonl:2: there must be lines 'line NAME"),
-        ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: there must be as many `topics` as .* got 1 and 0"),
-        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: there must be as many `topics` as .* got int and 0"),
+        ({"prompt": "x"}, r"a\.jsonl:2: a row must have .*; got prompt"),
+        ({"prompt": 3, "topics": []}, r"a\.jsonl:2: a row must have a string `prompt` and"),
+        ({"prompt": "x", "topics": [], "expected_number": 1}, r"a\.jsonl:2: a row must have a string `prompt` and"),
+        ({"prompt": "no lines", "expected_number": 1}, r"a\.jsonl:2: a prompt must have lines 'line NAME"),
+        ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: `topics` must be as many as .* got 1 and 0"),
+        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: `topics` must be as many as .* got int and 0"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
@@ -141,7 +138,7 @@ def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
 def test_files_of_both_kinds_or_none_are_refused(tmp_path):
     both = write_lines(tmp_path / "a.jsonl", num_rows=1).read_text() + write_topics(tmp_path / "b.jsonl").read_text()
     (tmp_path / "both.jsonl").write_text(both)
-    with pytest.raises(EvaluationError, match=r"there must be rows of lines or of topics, got both in .*both\.jsonl"):
+    with pytest.raises(EvaluationError, match=r"both\.jsonl must have rows of lines or of topics, got both"):
         records(tmp_path / "both.jsonl")
     (tmp_path / "none.jsonl").write_text("\n")
     with pytest.raises(EvaluationError, match="got none"):
@@ -204,7 +201,7 @@ def test_no_record_is_begun_behind_the_last_token(tmp_path):
 
 def test_nothing_to_ask_for_is_refused(tmp_path):
     path = write_lines(tmp_path / "lines.jsonl")
-    with pytest.raises(EvaluationError, match="there must be something to ask for within 5 tokens of the end"):
+    with pytest.raises(EvaluationError, match="must have something to ask for in their last 5 tokens"):
         run_longeval(kit.tiny_model(), ask(path, asked_depth=5), ignore)
     with pytest.raises(ValueError, match="form must be one of continue, chat, got 'talk'"):
         ask(path, form="talk")

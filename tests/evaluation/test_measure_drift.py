@@ -57,8 +57,8 @@ def test_tokens_are_told_as_they_are_fed():
 @pytest.mark.parametrize(
     ("num_tokens", "overflow", "message"),
     [
-        (127, OverflowConfig(), "there must be a text of at least 128 tokens, .*; got 127, of which 64 would"),
-        (400, OverflowConfig(truncation_ratio=0.9), "more than 17 of them to stay; got 400, of which 13 would"),
+        (127, OverflowConfig(), "the text must have at least 128 tokens, .*; got 127, of which 64 would"),
+        (400, OverflowConfig(truncation_ratio=0.9), "more than 17 of them must stay; got 400, of which 13 would"),
     ],
 )
 def test_a_text_that_says_nothing_is_refused(num_tokens, overflow, message):

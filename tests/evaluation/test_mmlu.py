@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.comparison import Comparison, EvaluationError
-from ca_jax.evaluation.mmlu import choice_tokens, run_mmlu
-from ca_jax.evaluation.mmlu_items import CHOICES, Question, examples_of, prompt, read_questions
-from ca_jax.evaluation.schema import MmluConfig
+from benchmarks.evaluate.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
+from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.statistics import log_softmax
+from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 
@@ -41,7 +40,7 @@ def ask(directory: Path, **changes) -> MmluConfig:
 
 
 def test_questions_are_read_with_or_without_headings_and_answers_as_letters_or_numbers(directory):
-    sums, zoo = read_questions(directory)
+    sums, zoo = (subject.questions for subject in read_subjects(directory))
     assert [(each.subject, each.number, each.answer) for each in sums] == [
         ("high school sums", 0, "B"),
         ("high school sums", 1, "D"),
@@ -54,8 +53,9 @@ def test_questions_are_read_with_or_without_headings_and_answers_as_letters_or_n
 
 
 def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(directory):
-    sums, _ = read_questions(directory)
-    assert [each.number for each in examples_of(sums, 1, 2)] == [2, 0]
+    subject, _ = read_subjects(directory)
+    sums = subject.questions
+    assert [each.number for each in subject.examples_of(1, 2)] == [2, 0]
     assert prompt(sums[1], sums[:1]) == (
         "The following are multiple choice questions (with answers) about high school sums.\n\n"
         "Two, or more?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer: B\n\n"
@@ -68,36 +68,39 @@ def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(d
     [
         (
             "a,1,2,3,4,A\nb,1,2,3,B\n",
-            r"bad_dev\.csv:2: there must be a question, four .* got 5 columns, the last 'B'",
+            r"bad_dev\.csv:2: a row must have a question, four .* got 5 columns, the last 'B'",
         ),
-        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: there must be .* got 6 columns, the last 'E'"),
-        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: there must be .* the last '4'"),
-        ("alone\n", r"bad_dev\.csv:1: there must be .* got 1 columns"),
-        ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1: there must be CSV, got unexpected end of data"),
-        ("question,a,b,c,d,answer\n", r"there must be questions, got none in .*bad_dev\.csv"),
+        ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: a row must have .* got 6 columns, the last 'E'"),
+        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: a row must have .* the last '4'"),
+        ("alone\n", r"bad_dev\.csv:1: a row must have .* got 1 columns"),
+        ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1 must be CSV, got unexpected end of data"),
+        ("question,a,b,c,d,answer\n", r"bad_dev\.csv must have questions, got none"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, content, message):
     (tmp_path / "bad_dev.csv").write_text(content)
     with pytest.raises(EvaluationError, match=message):
-        read_questions(tmp_path)
+        read_subjects(tmp_path)
 
 
 def test_a_directory_without_questions_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(
-            EvaluationError, match=r"there must be a directory of \*_dev.csv files, got .* to have none"
-        ):
-            read_questions(path)
+        with pytest.raises(EvaluationError, match=r"a directory of \*_test.csv or \*_dev.csv files, got none in"):
+            read_subjects(path)
+
+
+def test_the_test_split_is_asked_with_examples_of_the_dev_split(directory):
+    (directory / "zoo_test.csv").write_text("Which flies?,cat,bird,cow,ox,B\nWhich swims?,cat,bird,cow,eel,D\n")
+    (zoo,) = read_subjects(directory)
+    assert [(each.subject, each.answer) for each in zoo.questions] == [("zoo", "B"), ("zoo", "D")]
+    assert [each.text for each in zoo.examples_of(0, 5)] == ["Which barks?"]
+    (directory / "zoo_dev.csv").unlink()
+    with pytest.raises(EvaluationError, match=r"zoo_dev\.csv: No such file"):
+        read_subjects(directory)
 
 
 def test_choices_are_told_apart_by_the_token_that_differs():
     assert choice_tokens(kit.tiny_model().tokenizer) == ([ord(" ")], [ord(choice) for choice in CHOICES])
-
-
-def test_log_probabilities_add_up_to_one():
-    logprobs = log_softmax(np.array([1e4, 1e4, 0.0], np.float32))
-    assert np.exp(logprobs) == pytest.approx([0.5, 0.5, 0])
 
 
 def test_a_choice_is_the_likeliest_behind_the_context_that_is_left(directory):
@@ -107,7 +110,7 @@ def test_a_choice_is_the_likeliest_behind_the_context_that_is_left(directory):
     ids = list(PREAMBLE.encode()[:400])
     right = 0
     for item, question in zip(
-        evaluation.items, [each for file in read_questions(directory) for each in file], strict=True
+        evaluation.items, [each for subject in read_subjects(directory) for each in subject.questions], strict=True
     ):
         # Before token 384 half the window left, behind the first four tokens.
         asked = list(f"\n\n{prompt(question, [])} ".encode())
@@ -147,7 +150,7 @@ def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):
     with pytest.raises(EvaluationError, match=r"at least 385 tokens .* got 5 in .*own\.txt"):
         run_mmlu(kit.tiny_model(), ask(directory, preamble=str(tmp_path / "own.txt")), ignore)
     (tmp_path / "wikitext_b.txt").unlink()
-    with pytest.raises(EvaluationError, match=r"there must be a preamble, or a wikitext\*\.txt beside"):
+    with pytest.raises(EvaluationError, match=r"preamble must be given, or a wikitext\*\.txt be beside"):
         run_mmlu(kit.tiny_model(), ask(directory), ignore)
     with pytest.raises(ValueError, match="num_shots must be at least 0, got -1"):
         ask(directory, num_shots=-1)

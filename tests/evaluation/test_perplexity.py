@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.comparison import Comparison, EvaluationError
-from ca_jax.evaluation.perplexity import loss_curve, run_perplexity
-from ca_jax.evaluation.schema import PerplexityConfig
+from benchmarks.evaluate.perplexity import PerplexityConfig, loss_curve, run_perplexity
+from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow
+from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
@@ -111,7 +111,7 @@ def test_too_little_text_is_refused_and_said_how_much_is_needed(text, tmp_path):
     short.write_text("x", encoding="utf-8")
     with pytest.raises(EvaluationError, match="at least 2 tokens, got 1"):
         run_perplexity(kit.tiny_model(), ask(short, overflow("ca"), max_tokens=48), ignore)
-    with pytest.raises(EvaluationError, match=f"window <= {kit.WINDOW}, the model's context window"):
+    with pytest.raises(EvaluationError, match=f"at most the model's {kit.WINDOW} tokens"):
         run_perplexity(kit.tiny_model(), ask(text, overflow("ca"), window=kit.WINDOW + 1), ignore)
     with pytest.raises(ValueError, match="max_tokens must be at least 2"):
         ask(text, overflow("ca"), max_tokens=1)

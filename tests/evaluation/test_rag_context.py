@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from ca_jax.device import steps
-from ca_jax.evaluation.rag_answers import Answerer, Behind
+from ca_jax.evaluation.items import RagPrompt
 from ca_jax.evaluation.rag_context import (
+    Answerer,
+    Behind,
     ContextModel,
     attention_deviations,
     forward_attention,
     kv_deviations,
     plan_of,
 )
-from ca_jax.evaluation.rag_items import RagPrompt
 from ca_jax.evaluation.statistics import log_softmax
 from tests import engine_kit as kit
 

@@ -5,7 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.statistics import block_estimate, mcnemar_p, paired_interval, wilson_interval
+from ca_jax.evaluation.statistics import (
+    block_estimate,
+    f1_score,
+    first_line,
+    kl_divergence,
+    log_softmax,
+    mcnemar_p,
+    mean_interval,
+    rouge_l,
+    share_interval,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +43,7 @@ def test_wilson_intervals_stay_in_range():
     ("only_first", "only_second", "p"), [(1, 5, 14 / 64), (5, 1, 14 / 64), (0, 5, 2 / 32), (3, 3, 1.0), (0, 0, 1.0)]
 )
 def test_mcnemar_is_the_sign_test_on_what_differs(only_first, only_second, p):
-    assert mcnemar_p(only_first, only_second) == p
+    assert mcnemar_p(only_first, only_second) == pytest.approx(p)
     with pytest.raises(ValueError, match="got -1"):
         mcnemar_p(-1, only_second)
 
@@ -68,19 +79,85 @@ def test_paired_errors_are_of_differences_not_of_texts():
     assert block_estimate(ours - theirs, 10).stderr < 0.001 < 0.02 < block_estimate(ours, 10).stderr
 
 
-def test_the_paired_interval_is_that_of_the_normal_law_where_there_is_much():
+def test_the_mean_interval_is_that_of_the_normal_law_where_there_is_much():
     differences = [1] * 600 + [0] * 400
     half = 1.96 * math.sqrt(0.24 / 1000)
-    assert paired_interval(differences, range(1000)) == pytest.approx((0.6 - half, 0.6 + half), abs=0.003)
-    assert paired_interval([-1, -1, -1], "abc") == (-1, -1)
+    assert mean_interval(differences, range(1000)) == pytest.approx((0.6 - half, 0.6 + half), abs=0.003)
+    assert mean_interval([-1, -1, -1], "abc") == (-1, -1)
+
+
+def test_a_share_is_of_records_where_several_questions_are_on_one():
+    is_right = [True] * 4 + [False] * 4
+    assert share_interval(is_right, range(8)) == wilson_interval(4, 8)
+    by_record = share_interval(is_right, [i // 2 for i in range(8)])
+    alone = mean_interval(is_right, range(8))
+    assert by_record == mean_interval(is_right, [i // 2 for i in range(8)])
+    assert by_record[1] - by_record[0] > alone[1] - alone[0]
+    assert share_interval([True] * 8, [i // 2 for i in range(8)]) == wilson_interval(4, 4), "nothing is certain"
+    assert share_interval([False] * 8, [i // 2 for i in range(8)]) == wilson_interval(0, 4)
 
 
 def test_items_of_a_cluster_are_drawn_together():
     differences = [1, 0, 0, 1, -1, 0, 1, 1]
-    alone = paired_interval(differences, range(8), seed=3)
-    twice = paired_interval(differences * 2, [*range(8), *range(8)], seed=3)
+    alone = mean_interval(differences, range(8), seed=3)
+    twice = mean_interval(differences * 2, [*range(8), *range(8)], seed=3)
     assert twice == pytest.approx(alone)
-    independent = paired_interval(differences * 2, range(16), seed=3)
+    independent = mean_interval(differences * 2, range(16), seed=3)
     assert independent[1] - independent[0] < alone[1] - alone[0]
     with pytest.raises(ValueError, match="got 8 and 3"):
-        paired_interval(differences, "abc")
+        mean_interval(differences, "abc")
+
+
+def test_log_probabilities_and_divergence_are_the_textbooks():
+    logprobs = log_softmax(np.array([[1e4, 1e4, 0.0]], np.float32))
+    assert np.exp(logprobs) == pytest.approx(np.array([[0.5, 0.5, 0]]))
+    even, odd = np.log([0.5, 0.5]), np.log([0.75, 0.25])
+    assert kl_divergence(even, odd) == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+    assert kl_divergence(odd, even) == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert kl_divergence(even, even) == 0
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    ("answer", "truths", "score"),
+    [
+        ("The Exeter College!", ["Exeter College"], 1.0),
+        ("exeter", ["Exeter College"], 2 / 3),  # precision 1, recall 1/2
+        ("He was at Exeter College", ["Exeter College"], 4 / 7),  # 2 of 5 words, 2 of 2
+        ("in London", ["Exeter College"], 0.0),
+        ("no no", ["no"], 2 / 3),  # a word counts as often as the other has it
+        ("Charles", ["Exeter College", "Charles County"], 2 / 3),
+        ("", ["Exeter"], 0.0),
+        ("the", ["a"], 1.0),  # nothing is left of either
+    ],
+)
+def test_f1_is_the_overlap_of_words_with_the_best_right_answer(answer, truths, score):
+    assert f1_score(answer, truths) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truths", "score"),
+    [
+        ("police killed the gunman", ["police kill the gunman"], 3 / 4),
+        ("the gunman kill police", ["police kill the gunman"], 1 / 2),  # Lin's example: "the gunman" in order
+        ("College, Exeter", ["exeter college"], 1 / 2),
+        ("Exeter-College", ["exeter college"], 1.0),
+        ("x", ["y", "x z"], 2 / 3),
+        ("", ["y"], 0.0),
+    ],
+)
+def test_rouge_l_is_of_the_longest_common_subsequence(answer, truths, score):
+    assert rouge_l(answer, truths) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("score", [f1_score, rouge_l])
+def test_without_a_right_answer_there_is_no_score(score):
+    with pytest.raises(ValueError, match="right answers must be at least one, got none"):
+        score("x", [])
+
+
+def test_an_answer_is_its_first_line_that_is_not_blank():
+    assert first_line("\n \n Exeter College \nQuestion:") == "Exeter College"
+    assert first_line(" \n") == ""

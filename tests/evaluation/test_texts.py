@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ca_jax.evaluation.comparison import EvaluationError
-from ca_jax.evaluation.texts import check_overflows, read_ids, read_text
+from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids, read_text
 from tests import engine_kit as kit
 
 
@@ -29,14 +28,14 @@ def test_ids_are_the_first_of_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.md", "text", r"there must be a text in a \.txt or \.jsonl file, got .*a\.md"),
-        ("a.txt", " \n", r"there must be text, got none in .*a\.txt"),
-        ("a.txt", b"ab\xff", r"there must be UTF-8, got byte 2 of .*a\.txt"),
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: contents must be a JSON object, got Expecting value"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: contents must be a JSON object, got list"),
-        ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: there must be a row with a string `text`, got txt, id"),
-        ("a.jsonl", '{"text": 7}\n', r"a\.jsonl:1: there must be a row with a string `text`, got text"),
-        ("a.jsonl", "\n", r"there must be text, got none in .*a\.jsonl"),
+        ("a.md", "text", r"a text must be a \.txt or \.jsonl file, got .*a\.md"),
+        ("a.txt", " \n", r"a\.txt must have text in it, got none"),
+        ("a.txt", b"ab\xff", r"a\.txt must be UTF-8, got another byte at 2"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: a line must be a JSON object, got Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: a line must be a JSON object, got list"),
+        ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: a row must have a string `text`, got txt, id"),
+        ("a.jsonl", '{"text": 7}\n', r"a\.jsonl:1: a row must have a string `text`, got text"),
+        ("a.jsonl", "\n", r"a\.jsonl must have text in it, got none"),
     ],
 )
 def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, message):
@@ -45,7 +44,7 @@ def test_what_is_no_text_is_refused_with_its_place(tmp_path, name, content, mess
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(EvaluationError, match=r"there must be a file to read, got .*none\.txt: No such file"):
+    with pytest.raises(EvaluationError, match=r"data must be a file that can be read, got .*none\.txt: No such file"):
         read_text(tmp_path / "none.txt")
 
 

@@ -252,12 +252,6 @@ def test_what_is_stored_is_listed_pinned_and_dropped(tiny_model, tmp_path):
     assert output.splitlines()[-1] == "not kept: hello"
 
 
-def test_a_store_in_memory_keeps_nothing_and_says_nothing_of_it(engine):
-    _, output = talk(engine, "hello", "/stats")
-    assert "kept: " not in output
-    assert "SSD" not in output
-
-
 def test_a_context_stands_in_front_of_the_first_message_that_is_sent(tiny_model, tmp_path):
     context = ["The sky is green.", "Grass is blue."]
     with ssd_engine(tiny_model, tmp_path) as engine:
@@ -292,12 +286,6 @@ def test_a_context_whose_kv_is_not_used_by_chunk_is_not_computed_by_chunk(tiny_m
 def test_a_context_too_long_for_the_window_ends_the_chat_before_it_begins(engine):
     with pytest.raises(ContextWindowError, match="chunk 1 of 1"):
         talk(engine, "hello", context=["long " * 200])
-
-
-def test_quit_ends_the_chat_before_what_follows(engine):
-    chat, output = talk(engine, "/quit", "hello")
-    assert chat.session.messages == []
-    assert "TTFT" not in output
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ca_jax.launch.command import COMMANDS
+from ca_jax.launch.plots import PlotError, new_figure
 
 
 def run(*arguments):
@@ -20,7 +21,7 @@ def run(*arguments):
 def test_every_subcommand_is_a_script(name):
     spec = importlib.util.find_spec(f"ca_jax.launch.{name}")
     started = Path(spec.origin).read_text().rpartition('if __name__ == "__main__":')[2]
-    assert re.search(r"run(_script)?\(main", started)
+    assert re.search(r"run(_script)?\(main|run_benchmark\(", started)
 
 
 def test_plan_prints_what_each_device_would_hold():
@@ -42,3 +43,12 @@ def test_what_would_be_ignored_is_refused(arguments, message):
     ran = run(*arguments)
     assert ran.returncode == 1
     assert message in ran.stdout + ran.stderr
+
+
+def test_only_a_figure_needs_matplotlib(monkeypatch):
+    scripts = ", ".join(f"ca_jax.launch.{name}" for name in COMMANDS)
+    code = f"import sys, {scripts}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PlotError, match=r"to install it: pip install 'ca-jax\[plot\]'"):
+        new_figure(1, 1)

@@ -1,21 +1,41 @@
-"""Flags made from configs and configs made from flags: every field, every script's, however they are spelled."""
+"""Flags made from configs and configs made from flags: every field, of every script, however they are spelled."""
 
 import ast
 import dataclasses
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from absl import flags
 
+import benchmarks.suites
+from benchmarks import demo
+from benchmarks import flags as bench_flags
+from benchmarks.evaluate import main as evaluate
+from benchmarks.evaluate.mmlu import MmluConfig
+from benchmarks.evaluate.perplexity import PerplexityConfig
+from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS, GateConfig
+from benchmarks.harness import SUITES
+from benchmarks.overflow_rows import OverflowBenchConfig
+from benchmarks.suites.preload import PreloadConfig
+from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig, EngineConfig
-from ca_jax.launch import engine_flags
-from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, out_path, refuse, spelled
+from ca_jax.evaluation.comparison import Comparison
+from ca_jax.evaluation.items import Chunking
+from ca_jax.evaluation.rag_methods import BASELINES, Blends
+from ca_jax.launch import replay
+from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.server.config import ServerConfig
+from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import SamplingParams
+
+benchmarks.suites.load()
 
 WITHOUT_FLAG = {"save_group_tokens", "compile_cache_dir", "ssd_deadline_s", "block_tokens"}
 CHANGED = {
@@ -35,6 +55,16 @@ CHANGED = {
 }
 """A value of each field of a config, as Python spells it or as text."""
 KINDS = [type(default).__name__ for default in CHANGED]
+SCRIPTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "bench": (
+        lambda values: bench_flags.define(flag_values=values),
+        lambda values: bench_flags.config(values["suite"].value, flag_values=values),
+    ),
+    "evaluate": (evaluate.define_flags, evaluate.read_config),
+    "replay": (replay.define_flags, replay._CONFIG.read),
+    "demo": (demo._FLAGS.define, demo._FLAGS.read),
+}
+"""Of scripts that make one config of their flags: how flags are defined, and how the config is read."""
 
 
 def parse(default, *arguments, **options):
@@ -42,6 +72,16 @@ def parse(default, *arguments, **options):
     made.define(values)
     values(["program", *arguments])
     return made.read(values)
+
+
+def config_of(script, *arguments):
+    define, read = SCRIPTS[script]
+    values = flags.FlagValues()
+    define(values)
+    if "json_out" in values and "--task=blend_gate" not in arguments and "--json_out=" not in arguments:
+        arguments = ("--json_out=out.json", *arguments)
+    values(["program", *(each for each in arguments if each != "--json_out=")])
+    return read(values)
 
 
 def argument(kind, field, value):
@@ -68,6 +108,9 @@ def values_of(text):
 
 def own_fields(kind):
     return {field.name for field in dataclasses.fields(kind)} - WITHOUT_FLAG - {"overflow", "blend", "store"}
+
+
+# Configs of the engine and the server.
 
 
 @pytest.mark.parametrize(("default", "changed"), CHANGED.items(), ids=KINDS)
@@ -112,8 +155,9 @@ def test_what_has_no_flag_is_as_in_the_default():
             parse(default, f"--{name}", **options)
     only = parse(SamplingParams(max_tokens=7), "--top_k=3", only=("top_k",))
     assert only == SamplingParams(max_tokens=7, top_k=3)
-    assert parse(StoreConfig(), "--ssd_dir=~/kv").ssd_dir.endswith("/kv")
-    assert "~" not in parse(StoreConfig(), "--ssd_dir=~/kv").ssd_dir
+    directory = parse(StoreConfig(), "--ssd_dir=~/kv").ssd_dir
+    assert directory.endswith("/kv")
+    assert "~" not in directory
 
 
 def test_an_engine_may_drop_nothing():
@@ -147,23 +191,15 @@ def test_the_help_says_what_each_choice_is(flag, choices):
     ("given", "named"),
     [
         ("--read_buffer=some", "read_buffer"),
-        ("--read_buffer=1.5", "read_buffer"),
         ("--read_buffer=-1", "read_buffer"),
         ("--prefill_chunk_tokens=100", "prefill_chunk_tokens"),
-        ("--max_tpot_ms=-1", "max_tpot_ms"),
         ("--max_batch_size=0", "max_batch_size"),
         ("--truncation_ratio=2", "truncation_ratio"),
-        ("--truncation_ratio=0", "truncation_ratio"),
-        ("--keep_first_tokens=-1", "keep_first_tokens"),
         ("--overflow_anchor_tokens=-1", "anchor_tokens"),
-        ("--overflow_repair_ratio=2", "repair_ratio"),
         ("--blend_recompute_ratio=1.5", "recompute_ratio"),
-        ("--min_recompute_ratio=-1", "min_recompute_ratio"),
-        ("--blend_check_layers=0", "check_layers"),
         ("--eviction_policy=oldest", "eviction_policy"),
         ("--dram_gib=-1", "dram_gib"),
         ("--ssd_url=memory://kv", "ssd_url"),
-        ("--ttl_s=-1", "ttl"),
         ("--tenant_quotas=bob", "tenant_quotas must be TENANT=BYTES, got 'bob'"),
     ],
 )
@@ -202,26 +238,211 @@ def test_flags_that_would_be_ignored_and_files_that_are_directories_are_refused(
         out_path("json_out", values)
 
 
-def test_the_benchmarks_engine_has_no_flags_of_the_store():
+# Scripts.
+
+
+@pytest.mark.parametrize("cases", [bench_flags.suite_flags(), evaluate._CASES], ids=["bench", "evaluate"])
+def test_every_field_of_every_suite_and_task_is_a_flag_whose_help_is_its_docstring(cases):
     values = flags.FlagValues()
-    before = set(values)
-    engine_flags.define(without_overflow=("method", "whole_turns"), flag_values=values)
-    missing = set(ConfigFlags(EngineConfig()).names()) - (set(values) - before)
-    assert missing == own_fields(StoreConfig) | {"dtype", "context_window", "overflow_method", "truncate_whole_turns"}
-    values(["program", "--keep_first_tokens=7"])
-    assert engine_flags.engine_config(flag_values=values).overflow == OverflowConfig(keep_first_tokens=7)
+    cases.define(values)
+    for case, kinds in cases.kinds.items():
+        for kind in kinds:
+            for field in dataclasses.fields(kind):
+                if field.name not in cases.without:
+                    assert cases.fields[field.name][case][0] is kind
+                    assert help_of(kind, field.name) in values[field.name].help, field.name
+                    assert values[field.name].default is None, "it may differ from case to case"
+
+
+def test_the_help_says_each_default_once():
+    values = flags.FlagValues()
+    bench_flags.define(flag_values=values)
+    assert re.search(
+        r"Samples that a median is of\. By default 5 \([a-z_, ]*\); 3 \(.*throughput", values["repeats"].help
+    )
+    assert values["history_tokens"].help.endswith(" By default 2000.")
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_without_flags_every_suite_has_its_own_defaults(suite):
+    assert config_of("bench", f"--suite={suite}") == SUITES[suite].config()
+
+
+METHODS_OF = {"truncation_ratio": 0.25, "keep_first_tokens": 0, "anchor_tokens": 4, "repair_ratio": 0.1}
+FIELDS = [
+    (
+        "bench --suite=ttft --history_tokens=1000,2000 --new_tokens=50 --repeats=2",
+        TtftConfig(history_tokens=(1000, 2000), new_tokens=(50,), repeats=2),
+    ),
+    (
+        "bench --suite=preload --load_ratios=0.5,1 --read_buffers=0,2",
+        PreloadConfig(load_ratios=(0.5, 1.0), read_buffers=(0, 2)),
+    ),
+    (
+        "bench --suite=overflow --overflow_methods=ca,tt --num_sessions=9 --gap_methods=",
+        OverflowBenchConfig(overflow_methods=("ca", "tt"), num_sessions=9, gap_methods=()),
+    ),
+    (
+        "bench --suite=ttft --read_buffer=3 --max_tpot_ms=50 --noasync_save",
+        TtftConfig(engine=EngineConfig(read_buffer=3, max_tpot_ms=50.0, async_save=False)),
+    ),
+    (
+        "bench --suite=overflow --truncation_ratio=0.25 --keep_first_tokens=8 --overflow_anchor_tokens=2",
+        OverflowBenchConfig(
+            engine=EngineConfig(
+                overflow=OverflowConfig(truncation_ratio=0.25, keep_first_tokens=8, anchor_tokens=2),
+            )
+        ),
+    ),
+    (
+        "evaluate --task=ppl --data=a.txt",
+        PerplexityConfig(
+            comparison=Comparison(methods=tuple(OverflowConfig(method=name) for name in ("tt", "ca", "nkvt"))),
+            data="a.txt",
+        ),
+    ),
+    (
+        "evaluate --task=mmlu --data=dev --method=of,ca --window=512 --step_tokens=64 --max_tokens=700 --num_shots=0 "
+        "--max_items=3 --preamble=a.txt --seed=7 --truncation_ratio=0.25 --keep_first_tokens=0 "
+        "--overflow_anchor_tokens=4 --overflow_repair_ratio=0.1",
+        MmluConfig(
+            comparison=Comparison(
+                methods=(OverflowConfig(method="of", **METHODS_OF), OverflowConfig(method="ca", **METHODS_OF)),
+                window=512,
+                step_tokens=64,
+            ),
+            **{"data": "dev", "max_tokens": 700, "num_shots": 0, "max_items": 3, "preamble": "a.txt", "seed": 7},
+        ),
+    ),
+    ("evaluate --task=rag", RagConfig()),
+    ("evaluate --task=rag --baselines=", RagConfig(baselines=())),
+    (
+        "evaluate --task=rag --data=a --num_chunks=4 --chunk_tokens=64 --max_items=3 --instruction=?{question} "
+        "--ratios=0.1,0.2 --selections=first,hkvd --other_ratios=0.2 --check_layers=2 --positions=1 --seed=5 "
+        "--baselines=reuse --answer_tokens=0 --summary_tokens=9 --figure=17 --timed_items=2 --repeats=1 "
+        "--chunk_counts=2,4 --chunk_lengths=8 --storage_gb_s=0.5",
+        RagConfig(
+            chunking=Chunking(data="a", num_chunks=4, chunk_tokens=64, max_items=3, instruction="?{question}"),
+            blends=Blends(
+                **{"ratios": (0.1, 0.2), "selections": ("first", "hkvd"), "other_ratios": (0.2,)},
+                **{"check_layers": 2, "positions": 1, "seed": 5},
+            ),
+            **{"baselines": ("reuse",), "answer_tokens": 0, "summary_tokens": 9, "figure": 17, "timed_items": 2},
+            **{"repeats": 1, "chunk_counts": (2, 4), "chunk_lengths": (8,), "storage_gb_s": (0.5,)},
+        ),
+    ),
+    ("evaluate --task=blend_gate --data=a", GateConfig(chunking=Chunking(data="a"))),
+    ("evaluate --task=blend_gate --max_kl=0.2 --max_kl_share=1", GateConfig(max_kl=0.2, max_kl_share=1.0)),
+]
+
+
+@pytest.mark.parametrize(("line", "config"), FIELDS, ids=[line[:45] for line, _ in FIELDS])
+def test_flags_of_a_script_are_fields_of_its_config(line, config):
+    assert config_of(*line.split()) == config
+
+
+def test_a_gate_has_one_bound_unless_others_are_given():
+    assert GateConfig().top1_bound == MAX_TOP1_LOSS
+    assert GateConfig(max_kl=0.2).top1_bound is None
+    assert GateConfig(max_kl=0.2, max_top1_loss=0.3).top1_bound == 0.3
+
+
+def test_flags_of_a_replay_are_fields_of_its_config():
+    config = config_of("replay")
+    assert (config.trace, config.workload, config.recompute) == (TraceConfig(), WorkloadConfig(), False)
+    config = config_of(
+        *("replay", "--trace_format=mooncake", "--trace=x.jsonl", "--skip_bad_rows", "--num_sessions=7"),
+        *("--arrival_rate=2", "--think_time_s=3", "--eviction_policy=lru", "--context_window=512", "--recompute"),
+    )
+    assert config.trace == TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True)
+    assert config.workload == WorkloadConfig(num_sessions=7, arrival_rate=2.0, think_time_s=3.0)
+    assert (config.engine.store.eviction_policy, config.engine.context_window) == ("lru", 512)
+    assert config.recompute
+
+
+def test_a_method_may_say_what_it_has_otherwise():
+    found = config_of("evaluate", "--task=ppl", "--data=a", "--method=tt,ca:anchor_tokens=16:repair_ratio=0.2")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4, anchor 16, spread repair 20%"]
+    found = config_of("evaluate", "--task=agreement", "--data=a", "--method=ca", "--overflow_repair=none")
+    assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
+    found = config_of("evaluate", "--task=ppl", "--data=a", "--method=ca:drift=a.npz:discarder=sinks")
+    assert found.comparison.methods == (OverflowConfig(drift="a.npz", discarder="sinks"),)
+
+
+REFUSED = {
+    "bench --suite=ttft": {
+        "--history_tokens=9,x": "history_tokens must be whole numbers with commas between them, got '9,x'",
+        "--history_tokens=": "history_tokens must have at least one item, got none",
+        "--num_jobs=9": "num_jobs must be left out of suite ttft",
+        "--norecompute_if_faster": "recompute_if_faster must be left out of suite ttft",
+    },
+    "bench --suite=preload": {
+        "--load_ratios=fast": "load_ratios must be numbers with commas between them",
+        "--read_buffer=3": "read_buffer must be left out of suite preload",
+    },
+    "bench --suite=policy": {
+        "--max_batch_size=3": "max_batch_size must be left out of suite policy",
+        "--model=x.gguf": "model must be left out of suite policy",
+        "--dtype=bfloat16": "dtype must be left out of suite policy",
+    },
+    "bench --suite=overflow": {"--gap_methods=ca,kept": "gap_methods must be some of ca, tt, of"},
+    "evaluate --data=a --task=ppl": {
+        "--method=tt,cc": "one of ca, tt, of, nkvt; .* 'cc'",
+        "--method=ca:anchor=1": r"got 'anchor=1' in 'ca:anchor=1'; did you mean anchor_tokens\?",
+        "--method=ca:discarder=x": "oldest",
+        "--method=ca:anchor_tokens=x": "anchor_tokens must be an integer, got 'x'",
+        "--method=ca,ca": "methods must differ, got 'ca, keep 4, .*' more than once",
+        "--every=256": "every must be left out of task ppl",
+        "--ratios=1": "ratios must be left out of task ppl",
+        "--keep_first_tokens=1024": "keep_first_tokens .*1024",
+        "--truncation_ratio=0": "truncation_ratio",
+        "--step_tokens=2000": "step_tokens",
+    },
+    "evaluate --task=ppl": {"--window=9": "data must be what ppl reads, got none"},
+    "evaluate --data=a --task=mmlu": {"--plot_out=a.png": "plot_out must be left out of task mmlu"},
+    "evaluate --data=a --task=longeval": {"--form=talk": "form .* continue, chat, .*'talk'"},
+    "evaluate --data=a --task=agreement": {"--method=tt": "agreement .*tt and a method"},
+    "evaluate --task=rag": {
+        "--ratios=2": "ratios must be shares",
+        "--chunk_counts=1.5": "chunk_counts must be whole numbers with commas.*'1.5'",
+        "--storage_gb_s=0": "storage_gb_s",
+        "--repeats=0": "repeats .*at least 1",
+        "--figure=9": "figure must be one of 6, 7, 8, 12, 15, 16, 17; got 9",
+        "--baselines=peer": f"baselines .*{', '.join(BASELINES)}; .*'peer'",
+        "--max_kl=1": "max_kl must be left out of task rag",
+        "--window=128": "window must be left out of task rag",
+        "--json_out=": "json_out must be a file for what rag gives, got none",
+    },
+    "evaluate --task=blend_gate": {"--figure=6": "figure must be left out of task blend_gate"},
+    "demo": {
+        "--turns=1": "turns must be at least 2, got 1",
+        "--max_tokens=0": "max_tokens must be at least 1, got 0",
+        "--dram_gib=0": "dram_gib must leave room for the conversation, got 0",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "message"), [(line, *each) for line, some in REFUSED.items() for each in some.items()]
+)
+def test_flags_that_a_script_cannot_do_as_are_refused_by_name(line, flag, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(*line.split(), flag)
 
 
 @pytest.mark.parametrize(
     ("script", "shown"),
     [
-        ("chat", [EngineConfig, OverflowConfig, BlendConfig, StoreConfig]),
-        ("serve", [ServerConfig]),
-        ("demo", [StoreConfig]),
+        ("chat", ["blend_mode", "dram_gib", "overflow_method", "context_window"]),
+        ("serve", sorted(own_fields(ServerConfig))),
+        ("demo", ["ssd_dir", "turns"]),
+        ("bench", ["suite", "history_tokens", "read_buffer"]),
+        ("evaluate", ["task", "method", "window", "keep_first_tokens"]),
+        ("gpu_bench", ["budget_s", "sections"]),
     ],
 )
-def test_the_help_of_a_script_shows_them(script, shown):
+def test_the_help_of_a_script_shows_its_flags_and_an_example(script, shown):
     command = [sys.executable, "-m", f"ca_jax.launch.{script}", "--help"]
     text = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.replace("[no]", "")
-    for kind in shown:
-        assert all(f"--{NAMES.get(kind, {}).get(field, field)}: " in text for field in own_fields(kind))
+    assert [name for name in shown if f"--{name}: " not in text] == []
+    assert f"python -m ca_jax.launch.{script} " in text

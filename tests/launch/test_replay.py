@@ -1,4 +1,4 @@
-"""Replay from the command line: flags to configs, tables, JSON, figure, progress, and what is said of bad input."""
+"""Replay from the command line: tables, JSON, figure, progress, and what is said of bad input."""
 
 import dataclasses
 import io
@@ -9,21 +9,13 @@ import sys
 
 import pytest
 import rich.console
-from absl import flags
 
 from ca_jax.launch import replay as script
-from ca_jax.launch.replay_report import replay_progress
 from ca_jax.simulate.replay.results import Sample
+from ca_jax.simulate.replay.running import ReplayConfig
 from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 from tests import engine_kit as kit
 from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
-
-
-def parse(*arguments):
-    values = flags.FlagValues()
-    script.define_flags(values)
-    values(["program", *map(str, arguments)])
-    return script.replay_config(values)
 
 
 @pytest.fixture
@@ -31,36 +23,14 @@ def sharegpt(tmp_path):
     return sharegpt_file(tmp_path / "sharegpt.json", *(talk(3, seed) for seed in range(4)))
 
 
-def test_flags_not_given_leave_the_defaults():
-    config = parse()
-    assert (config.trace, config.workload) == (TraceConfig(), WorkloadConfig())
-    assert (config.recompute, config.simulate) == (False, False)
-
-
-def test_flags_stand_for_fields():
-    config = parse(
-        "--trace_format=mooncake",
-        "--trace=x.jsonl",
-        "--skip_bad_rows",
-        "--num_sessions=7",
-        "--arrival_rate=2",
-        "--think_time_s=3",
-        "--think_time_distribution=constant",
-        "--eviction_policy=lru",
-        "--context_window=512",
-        "--recompute",
-    )
-    assert config.trace == TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True)
-    assert config.workload == WorkloadConfig(
-        num_sessions=7, arrival_rate=2.0, think_time_s=3.0, think_time_distribution="constant"
-    )
-    assert (config.engine.store.eviction_policy, config.engine.context_window) == ("lru", 512)
-    assert config.recompute
-
-
 def test_a_replay_leaves_tables_json_and_a_figure(sharegpt, tmp_path):
-    config = parse(f"--trace={sharegpt}", "--num_sessions=4", "--max_answer_tokens=6", "--recompute", "--simulate")
-    config = dataclasses.replace(config, engine=dataclasses.replace(kit.SMALL, share_prefixes=False))
+    config = ReplayConfig(
+        trace=TraceConfig(trace=str(sharegpt)),
+        workload=WorkloadConfig(num_sessions=4, max_answer_tokens=6),
+        engine=dataclasses.replace(kit.SMALL, share_prefixes=False),
+        recompute=True,
+        simulate=True,
+    )
     output = io.StringIO()
     json_out, plot_out = tmp_path / "made" / "replay.json", tmp_path / "made" / "replay.png"
     result = script.run(
@@ -111,7 +81,7 @@ def test_progress_says_what_goes_on(sharegpt, is_terminal):
     )
     output = io.StringIO()
     console = rich.console.Console(file=output, force_terminal=is_terminal, width=160)
-    with replay_progress(console) as (progress, on_sample):
+    with script.replay_progress(console) as (progress, on_sample):
         progress("compiling", 1, 1)
         on_sample("store", made, dataclasses.replace(sample, time_s=10.0, output_tokens=0, prompt_tokens=0))
         on_sample("store", made, sample)

@@ -6,8 +6,14 @@ import io
 import pytest
 import rich.console
 
-from ca_jax.launch.progress import progress_bars, spinner
-from ca_jax.launch.terminal import decode_rate, describe_overflow, describe_usage, printable, write_piece
+from ca_jax.launch.terminal import (
+    decode_rate,
+    describe_overflow,
+    describe_usage,
+    printable,
+    progress_bars,
+    write_piece,
+)
 from ca_jax.turns.requests import Usage
 
 USAGE = Usage(
@@ -65,7 +71,7 @@ def test_what_was_dropped_is_described(num_tokens, num_turns, oldest, text):
 def test_each_thing_that_is_done_has_one_bar():
     output = io.StringIO()
     console = rich.console.Console(file=output, width=80)
-    with progress_bars(console) as progress, spinner(console, "never shown on what is no terminal"):
+    with progress_bars(console) as progress:
         for done in (1, 2, 4):
             progress("reading", done, 4)
         progress("compile", 1, 3)

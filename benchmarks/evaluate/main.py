@@ -1,0 +1,230 @@
+"""Flags, run and report of an evaluation; `ca_jax.launch.evaluate` is the command.
+
+A task's flags are the fields of its config. One that is not given leaves the config's own default.
+
+Not here: the tasks (a module each), tables (`tables`), figures (`plots`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import time
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+
+from benchmarks.evaluate.agreement import AgreementConfig, run_agreement
+from benchmarks.evaluate.longeval import LongevalConfig, run_longeval
+from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
+from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
+from benchmarks.evaluate.plots import draw
+from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, Blends, RagConfig, run_rag
+from benchmarks.evaluate.rag_deviation import run_deviation
+from benchmarks.evaluate.rag_gate import GateConfig, run_gate
+from benchmarks.evaluate.tables import Report, print_report
+from benchmarks.evaluate.timing import run_timing
+from benchmarks.flags import CaseFlags
+from ca_jax.config import EngineConfig
+from ca_jax.engine import enable_compile_cache
+from ca_jax.errors import CaJaxError
+from ca_jax.evaluation.comparison import Comparison
+from ca_jax.evaluation.items import Chunking
+from ca_jax.evaluation.stream import ComparedOverflow
+from ca_jax.launch.flags import (
+    ConfigFlags,
+    FlagError,
+    define_dtype,
+    define_flag,
+    define_model,
+    help_of,
+    made,
+    out_path,
+    refuse,
+)
+from ca_jax.launch.machine import describe_machine, describe_versions
+from ca_jax.launch.plots import require_matplotlib
+from ca_jax.launch.script import command_line, make_console, note, write_json
+from ca_jax.launch.terminal import progress_bars
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.pretrained import LoadedModel, Progress, load_model
+
+flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
+
+FLAGS = flags.FLAGS
+ERRORS = (CaJaxError,)
+"""What ends the script with one line."""
+TASKS: dict[str, tuple[type, Callable[..., Any]]] = {
+    "ppl": (PerplexityConfig, run_perplexity),
+    "longeval": (LongevalConfig, run_longeval),
+    "mmlu": (MmluConfig, run_mmlu),
+    "agreement": (AgreementConfig, run_agreement),
+    "rag": (RagConfig, run_rag),
+    "blend_gate": (GateConfig, run_gate),
+}
+"""What each task is asked by, and what runs it; figures of `rag` have functions of their own."""
+
+_OVERFLOW_TASKS = ("ppl", "longeval", "mmlu", "agreement")
+_PLOTTED_TASKS = ("ppl", "rag")
+_PARTS = {"chunking": Chunking, "blends": Blends}  # Configs in the configs of `rag` and `blend_gate`.
+_CASES = CaseFlags(
+    "task",
+    {task: [kind] if task in _OVERFLOW_TASKS else [kind, *_PARTS.values()] for task, (kind, _) in TASKS.items()},
+    ("comparison", *_PARTS),
+)
+_OVERFLOW = ConfigFlags(
+    OverflowConfig(), without=("overflow_method", "truncate_whole_turns")
+)  # Methods are a list here, and a stream has no turns.
+_DEFAULT_METHODS = ("tt", "ca", "nkvt")
+_METHOD = (
+    f"Methods with commas between them, of {', '.join(ComparedOverflow().methods)}. One may say what it has otherwise "
+    "than the flags do: tt,ca,ca:anchor_tokens=16,ca:keep_first_tokens=0:repair_ratio=0.1. The first tt is what the "
+    "others are held against, and agreement adds one; of gives its very numbers, since it is slower and no worse."
+)
+_FIGURES = sorted((*DEVIATION_FIGURES, *TIMED_FIGURES))
+
+
+def define_flags(flag_values: flags.FlagValues = flags.FLAGS) -> None:
+    """Defines the flags, those of overflow too.
+
+    Raises:
+      absl.flags.DuplicateFlagError: another flag has such a name.
+    """
+    here: dict[str, Any] = {"flag_values": flag_values}
+    flags.DEFINE_enum("task", None, list(TASKS), "What to evaluate.", required=True, **here)
+    flags.DEFINE_list("method", list(_DEFAULT_METHODS), _METHOD, **here)
+    flags.DEFINE_string("json_out", None, "File to write the result to; blend_gate needs none.", **here)
+    plot = "ppl: file for a figure of loss around truncations, PNG; rag: of its figure."
+    flags.DEFINE_string("plot_out", None, plot, **here)
+    define_model(flag_values)
+    define_dtype(flag_values)
+    for name in ("window", "step_tokens"):
+        define_flag(name, int, getattr(Comparison, name), help_of(Comparison, name), **here)
+    _CASES.define(flag_values)
+    _OVERFLOW.define(flag_values)
+
+
+def read_config(flag_values: flags.FlagValues = flags.FLAGS) -> Any:
+    """The task's config that parsed flags stand for.
+
+    Raises:
+      FlagError: a value outside its range, or a flag of another task.
+    """
+    task = str(flag_values["task"].value)
+    given = _CASES.read(task, flag_values)
+    if task not in _PLOTTED_TASKS:
+        refuse(("plot_out",), f"task {task}", flag_values)
+    if flag_values["json_out"].value is None and task != "blend_gate":
+        raise FlagError(f"json_out must be a file for what {task} gives, got none")
+    kind = TASKS[task][0]
+    if task in _OVERFLOW_TASKS:
+        if "data" not in given:
+            raise FlagError(f"data must be what {task} reads, got none")
+        return made(kind, comparison=_comparison(task, flag_values), **given)
+    refuse(("method", "window", "step_tokens"), f"task {task}", flag_values)
+    if given.get("figure") not in (None, *_FIGURES):
+        raise FlagError(f"figure must be one of {', '.join(map(str, _FIGURES))}; got {given['figure']}")
+    for name, part in _PARTS.items():
+        of_part = [field.name for field in dataclasses.fields(part) if field.name in given]
+        given[name] = made(part, **{field: given.pop(field) for field in of_part})
+    return made(kind, **given)
+
+
+def parse_method(text: str, base: OverflowConfig) -> OverflowConfig:
+    """A way to overflow as `--method` spells it: "ca", or "ca:anchor_tokens=16".
+
+    Args:
+      text: its name, and fields that are not as in `base`.
+      base: what else it is.
+
+    Raises:
+      FlagError: no such method or field, or a value that is none.
+    """
+    hints = typing.get_type_hints(OverflowConfig)
+    kinds = {name: hints[name] if hints[name] in (int, float) else str for name in hints}
+    del kinds["method"], kinds["whole_turns"]
+    method, *changes = text.strip().split(":")
+    values: dict[str, Any] = {"method": method}
+    for change in changes:
+        field, _, value = change.partition("=")
+        if field not in kinds:
+            close = difflib.get_close_matches(field, kinds, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise FlagError(f"method must have FIELD=VALUE of {', '.join(kinds)}; got {change!r} in {text!r}{hint}")
+        try:
+            values[field] = kinds[field](value)
+        except ValueError as error:
+            wanted = "an integer" if kinds[field] is int else "a number"
+            raise FlagError(f"{field} must be {wanted}, got {value!r} in {text!r}") from error
+    return made(dataclasses.replace, base, **values)
+
+
+def _comparison(task: str, flag_values: flags.FlagValues) -> Comparison:
+    base = ComparedOverflow(**vars(_OVERFLOW.read(flag_values)))
+    methods = [parse_method(text, base) for text in flag_values["method"].value or []]
+    if task == "agreement" and all(overflow.method != "tt" for overflow in methods):
+        methods.insert(0, dataclasses.replace(base, method="tt"))
+    sizes: dict[str, Any] = {name: flag_values[name].value for name in ("window", "step_tokens")}
+    return made(Comparison, methods=tuple(methods), **sizes)
+
+
+def run(task: str, config: Any, load: Callable[[Progress], LoadedModel], *, command: str) -> Report:
+    """Loads the model, runs a task and says all about it. Progress goes to stderr.
+
+    Args:
+      task: one of `TASKS`.
+      config: what is asked.
+      load: gives the model.
+      command: how it was asked for.
+
+    Raises:
+      EvaluationError: the data are not what the task wants, or do not fit the settings.
+      CaJaxError: the model cannot be loaded.
+    """
+    described = describe_machine()
+    enable_compile_cache(EngineConfig().compile_cache_dir)
+    evaluate = TASKS[task][1]
+    if isinstance(config, RagConfig) and config.figure is not None:
+        evaluate = run_timing if config.figure in TIMED_FIGURES else run_deviation
+    with progress_bars() as progress:
+        model = load(progress)
+        started_s = time.perf_counter()
+        done = evaluate(model, config, progress)
+        seconds = time.perf_counter() - started_s
+    return {
+        "task": task,
+        "model": model.name,
+        "dtype": model.dtype,
+        "machine": described,
+        "versions": describe_versions(),
+        "command": command,
+        "config": dataclasses.asdict(config),
+        "seconds": seconds,
+        "rows": [dataclasses.asdict(row) for row in done.rows],
+        "items": list(done.items),
+    }
+
+
+def main(_: Sequence[str]) -> int:
+    """Runs from the command line; 1 where a gate is passed by no ratio."""
+    console, config = make_console(), read_config()
+    json_out, plot_out = out_path("json_out"), out_path("plot_out")
+    if plot_out is not None:
+        require_matplotlib()
+
+    def load(progress: Progress) -> LoadedModel:
+        return load_model(FLAGS.model, dtype=FLAGS.dtype, progress=progress)
+
+    report = dict(run(FLAGS.task, config, load, command=command_line("evaluate")))
+    if json_out is not None:
+        write_json(report, json_out)
+    is_drawn = plot_out is not None and draw(plot_out, report)
+    print_report(report, console)
+    if plot_out is not None and not is_drawn:
+        note(console, "no figure: nothing overflowed", None)
+    written = [*filter(None, (json_out, plot_out if is_drawn else None))]
+    if written:
+        note(console, f"written to {', '.join(map(str, written))}", None)
+    return int(report["task"] == "blend_gate" and not any(row["passes"] for row in report["rows"]))

@@ -1,0 +1,314 @@
+"""Answers to questions behind text chunks, by each way to use the chunks' stored KV, against full recompute.
+
+Not here: reading items and the ways themselves (`ca_jax.evaluation`), the paper's figures of deviation
+(rag_deviation), times to the first token (timing).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.evaluate.rows import Evaluation
+from ca_jax.evaluation.items import Chunking, RagPrompt, read_prompts
+from ca_jax.evaluation.rag_context import Answer, Answerer, Asked, Behind, ContextModel
+from ca_jax.evaluation.rag_methods import (
+    BASELINES,
+    RECOMPUTE,
+    REUSE,
+    Blends,
+    Compared,
+    Mapped,
+    Mapper,
+    Method,
+    PromptContexts,
+    methods_of,
+)
+from ca_jax.evaluation.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
+from ca_jax.evaluation.texts import tokenizer_of
+from ca_jax.pretrained import LoadedModel, Progress
+
+DEVIATION_FIGURES = (6, 7, 8)
+"""Figures of the paper that the pure model gives."""
+TIMED_FIGURES = (12, 15, 16, 17)
+"""Figures that an engine is timed for. 12: quality and TTFT of the methods; 15: TTFT against number and length of
+chunks; 16: quality and TTFT against the ratio; 17: TTFT against the speed of the storage of the chunks' KV."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagConfig:
+    """`rag`: answers to questions behind chunks, by each way to use the chunks' KV.
+
+    Raises:
+      ValueError: a number out of range, an unknown baseline or figure.
+    """
+
+    chunking: Chunking = dataclasses.field(default_factory=Chunking)
+    """What prompts are made of."""
+    blends: Blends = dataclasses.field(default_factory=Blends)
+    """What is blended."""
+    baselines: tuple[str, ...] = BASELINES
+    """What it is compared with, of `BASELINES`."""
+    answer_tokens: int = 16
+    """Most tokens of an answer, greedily; 0 asks for none."""
+    summary_tokens: int = 48
+    """Most tokens of a summary, for `mapreduce`."""
+    figure: int | None = None
+    """Of the paper, to be measured instead of the table of methods."""
+    timed_items: int = 3
+    """Figures of times to first token (TTFT): items, the first ones, that turns are timed of."""
+    repeats: int = 3
+    """Turns that count of each item and method; one more, the first, does not."""
+    chunk_counts: tuple[int, ...] = (3, 6, 9)
+    """Figure 15: numbers of chunks, each of `chunk_tokens`."""
+    chunk_lengths: tuple[int, ...] = (128, 256, 512)
+    """Figure 15: tokens of a chunk, `num_chunks` of them."""
+    storage_gb_s: tuple[float, ...] = (0.5, 0.1, 0.05)
+    """Figure 17: speeds of storages that loads are paced to, 1e9 bytes/s, beside DRAM and SSD as they are."""
+
+    def __post_init__(self) -> None:
+        for name in ("timed_items", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("chunk_counts", "chunk_lengths", "storage_gb_s"):
+            values = getattr(self, name)
+            if not values or not all(value > 0 for value in values):
+                raise ValueError(f"{name} must be numbers above 0, got {values}")
+        for baseline in self.baselines:
+            if baseline not in BASELINES:
+                raise ValueError(f"baselines must be some of {', '.join(BASELINES)}; got {baseline!r}")
+        if self.answer_tokens < 0 or self.summary_tokens < 1:
+            raise ValueError(
+                f"answer_tokens must be at least 0 and summary_tokens at least 1, "
+                f"got {self.answer_tokens} and {self.summary_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagRow:
+    """One way to use the chunks' KV, over all items. Intervals are of 95 %, by the bootstrap over items; paired where
+    two methods are compared. What a method does not give is None."""
+
+    name: str
+    """The method in words."""
+    method: str
+    """`recompute`, one of `rag_methods.BASELINES`, or `blend`."""
+    ratio: float | None
+    """Of `blend`: as it was asked for."""
+    selection: str | None
+    """Of `blend`."""
+    num_items: int
+    """Prompts."""
+    context_tokens: float
+    """Tokens of chunks, mean."""
+    computed_tokens: float
+    """Tokens that are computed before the answer begins, mean: of some layers alone, times their share of the layers.
+    Of `mapreduce` and `maprerank` also what they generate for it; the chunks' own KV is stored in any case."""
+    mean_kl: float | None
+    """KL(full recompute || method) of the next token's distribution, nats, mean over the last positions."""
+    kl_interval: Interval | None
+    """Of it."""
+    kl_share: float | None
+    """Of full reuse's; None without that."""
+    kl_above_hkvd: float | None
+    """How far it is above that of `hkvd` of the same ratio, nats; None of itself, or where that was not measured."""
+    kl_above_hkvd_interval: Interval | None
+    """Of it."""
+    same_top1: float | None
+    """Share of those positions with the same likeliest token as full recompute."""
+    same_top1_interval: Interval | None
+    """Of it."""
+    attention_deviation: float | None
+    """L2 norm of the difference of the forward attention matrix, all heads', of the question's tokens to the context's,
+    from that of full recompute: mean over layers. Source: CacheBlend, section 4.1."""
+    layer_deviations: Sequence[float]
+    """The same of each layer; none where `attention_deviation` is None."""
+    f1: float | None
+    """Of the answers, mean over the items that have right ones; None where there are none."""
+    f1_interval: Interval | None
+    """Of it."""
+    f1_above_recompute_interval: Interval | None
+    """Of its difference to full recompute's."""
+    rouge_l: float | None
+    """Likewise."""
+    rouge_l_interval: Interval | None
+    """Of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Result:
+    """Of one method on one item; None is what it does not give."""
+
+    computed_tokens: float
+    compared: Compared | None = None
+    answer: str | None = None
+    f1: float | None = None
+    rouge_l: float | None = None
+
+    @property
+    def kl(self) -> float | None:
+        return None if self.compared is None else self.compared.kl
+
+    @property
+    def same_top1(self) -> float | None:
+        return None if self.compared is None else self.compared.same_top1
+
+
+def run_rag(model: LoadedModel, config: RagConfig, progress: Progress, *, least_chunks: int = 1) -> Evaluation:
+    """Asks each question with each method.
+
+    Args:
+      model: that answers.
+      config: what is asked.
+      progress: told of items as they are done.
+      least_chunks: chunks that each prompt must have.
+
+    Raises:
+      EvaluationError: no items, prompts of fewer chunks, or without room in the model's window.
+    """
+    prompts = read_prompts(model, config.chunking, answer_tokens=config.answer_tokens, least_chunks=least_chunks)
+    asks = config.answer_tokens > 0
+    methods = [method for method in methods_of(config.blends, config.baselines) if asks or not method.maps]
+    contexts = ContextModel(model, prompts, config.answer_tokens)
+    asker = _Asker(contexts, config) if asks else None
+    found: list[dict[Method, _Result]] = []
+    items: list[dict[str, Any]] = []
+    progress("rag", 0, len(prompts))
+    for prompt in prompts:
+        of = PromptContexts(contexts, prompt, config.blends)
+        results: dict[Method, _Result] = {}
+        for method in methods:
+            if method.kind == "prefix":  # It computes what full recompute does: the first chunk's KV is the same.
+                results[method] = dataclasses.replace(results[RECOMPUTE], computed_tokens=of.computed_tokens(method))
+            else:
+                results[method] = _result(of, method, asker)
+        found.append(results)
+        items.append(_item(of, results))
+        progress("rag", len(found), len(prompts))
+    return Evaluation(rows=_rows(methods, found, [item["context_tokens"] for item in items]), items=items)
+
+
+def _result(of: PromptContexts, method: Method, asker: _Asker | None) -> _Result:
+    if method.maps:
+        if asker is None:
+            raise ValueError(f"answer_tokens must be at least 1 for {method.name}, got 0")
+        mapped = asker.mapped(of, method)
+        return _Result(computed_tokens=mapped.computed_tokens, **asker.scored(of.prompt, mapped.answer))
+    kv = of.kv(method) if method.fuses else of.full
+    asked = of.ask(kv) if method.fuses else of.asked
+    scored = {} if asker is None else asker.scored(of.prompt, asker.answer(of, kv, asked))
+    return _Result(computed_tokens=of.computed_tokens(method), compared=of.compared(asked), **scored)
+
+
+class _Asker:
+    """Takes answers and says how good they are."""
+
+    def __init__(self, contexts: ContextModel, config: RagConfig) -> None:
+        self._tokenizer = tokenizer_of(contexts.model)
+        self._stop_ids = contexts.model.stop_token_ids
+        self._answerer = Answerer(contexts, num_rows=1, max_tokens=config.answer_tokens, capacity=contexts.capacity)
+        self._make_mapper = functools.partial(
+            Mapper,
+            contexts,
+            config.chunking,
+            summary_tokens=config.summary_tokens,
+            answer_tokens=config.answer_tokens,
+        )
+
+    @functools.cached_property
+    def _mapper(self) -> Mapper:
+        """Made when it is asked for: its slots take memory."""
+        return self._make_mapper()
+
+    def answer(self, of: PromptContexts, kv: Sequence[jax.Array], asked: Asked) -> Answer:
+        behind = Behind(kv, of.num_tokens, asked, len(of.prompt.question_ids))
+        (answer,) = self._answerer.answer([behind], self._stop_ids)
+        return answer
+
+    def mapped(self, of: PromptContexts, method: Method) -> Mapped:
+        return self._mapper.reduce(of) if method.kind == "mapreduce" else self._mapper.rerank(of)
+
+    def scored(self, prompt: RagPrompt, answer: Answer) -> dict[str, Any]:
+        """Fields of a result: the answer's text and, where there are right ones, its scores."""
+        text = first_line(self._tokenizer.decode(answer.token_ids))
+        if not prompt.answers:
+            return {"answer": text}
+        return {"answer": text, "f1": f1_score(text, prompt.answers), "rouge_l": rouge_l(text, prompt.answers)}
+
+
+def _item(of: PromptContexts, results: dict[Method, _Result]) -> dict[str, Any]:
+    """What an item gave, by method; values that a method does not give are left out."""
+
+    def by_method(field: str) -> dict[str, Any]:
+        values = {method.name: getattr(result, field) for method, result in results.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
+    return {
+        "source": of.prompt.source,
+        "context_tokens": of.num_tokens,
+        "question_tokens": len(of.prompt.question_ids),
+        "right_answers": list(of.prompt.answers),
+        "answers": by_method("answer"),
+        **{field: by_method(field) for field in ("f1", "kl", "same_top1")},
+    }
+
+
+def _rows(
+    methods: Sequence[Method], found: Sequence[dict[Method, _Result]], context_tokens: Sequence[int]
+) -> list[RagRow]:
+    """A row for each method, of the results of each item."""
+
+    def values(method: Method, field: str) -> np.ndarray:
+        given = [getattr(results[method], field) for results in found if method in results]
+        return np.array([value for value in given if value is not None])
+
+    rows = []
+    for method in methods:
+        kl, f1 = values(method, "kl"), values(method, "f1")
+        reuse_kl = values(REUSE, "kl")
+        hkvd = Method(kind="blend", ratio=method.ratio, selection="hkvd")
+        above = np.zeros(0)
+        if method.selection not in (None, "hkvd") and len(values(hkvd, "kl")):
+            above = kl - values(hkvd, "kl")
+        layers = np.mean([each.deviations for each in values(method, "compared")], axis=0) if len(kl) else np.zeros(0)
+        share = kl.mean() / reuse_kl.mean() if len(kl) and reuse_kl.any() else None  # Of one chunk nothing is reused.
+        rows.append(
+            RagRow(
+                name=method.name,
+                method=method.kind,
+                ratio=method.ratio,
+                selection=method.selection,
+                num_items=len(found),
+                context_tokens=float(np.mean(context_tokens)),
+                computed_tokens=float(values(method, "computed_tokens").mean()),
+                mean_kl=_mean(kl),
+                kl_interval=_interval(kl),
+                kl_share=None if share is None else float(share),
+                kl_above_hkvd=_mean(above),
+                kl_above_hkvd_interval=_interval(above),
+                same_top1=_mean(values(method, "same_top1")),
+                same_top1_interval=_interval(values(method, "same_top1")),
+                attention_deviation=_mean(layers),
+                layer_deviations=layers.tolist(),
+                f1=_mean(f1),
+                f1_interval=_interval(f1),
+                f1_above_recompute_interval=None if method == RECOMPUTE else _interval(f1 - values(RECOMPUTE, "f1")),
+                rouge_l=_mean(values(method, "rouge_l")),
+                rouge_l_interval=_interval(values(method, "rouge_l")),
+            )
+        )
+    return rows
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _interval(values: np.ndarray) -> Interval | None:
+    return mean_interval(values.tolist()) if len(values) else None

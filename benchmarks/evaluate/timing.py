@@ -1,0 +1,285 @@
+"""Times to the first token behind chunks, by an engine for each way to use their KV: figures 12, 15, 16 and 17.
+
+All engines of a figure's point are open at once and take turns, so that what else the machine does falls on all alike.
+Each turn is a new session's, asks for one token, and is forgotten then; chunks are stored before it. A turn that does
+not find them is an error, not a number.
+
+Not here: quality (`evaluation.rag`), more tiers, ideals and spreads (`bench --suite=blend`).
+Source: CacheBlend (Yao et al., EuroSys 2025), section 7.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
+from benchmarks.evaluate.rows import Evaluation
+from benchmarks.paced import ControlledStore, PacedLink
+from ca_jax.config import BlendConfig, EngineConfig
+from ca_jax.engine import Engine
+from ca_jax.evaluation.items import RagPrompt, read_prompts
+from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
+from ca_jax.evaluation.statistics import Interval
+from ca_jax.evaluation.texts import EvaluationError
+from ca_jax.kv.layout import kv_layout
+from ca_jax.pretrained import LoadedModel, Progress
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.turns.requests import SamplingParams, Usage
+
+DRAM, SSD = "dram", "ssd"
+"""Storages that are what they are."""
+
+_COPIES = 3  # Of a prompt's KV that a store has room for: its chunks, its session, and one that is being forgotten.
+_GB = 1e9
+_TIMES = (
+    *("context_tokens", "cached_tokens", "recomputed_tokens"),
+    *("ttft_s", "ttft_quartiles", "ttft_recompute_s", "speedup"),
+)  # Fields of a row that only an engine gives.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedRow:
+    """Figures 12, 15, 16 and 17: the time to the first token (TTFT) behind chunks, served by an engine."""
+
+    name: str
+    """See `RagRow`."""
+    ratio: float | None
+    """Of the chunks' tokens that were computed anew, as it was asked for; None where they are not blended."""
+    storage: str
+    """Where the chunks' KV was: `dram`, `ssd` (its files are likely in the page cache), or a speed in GB/s that loads
+    from DRAM are paced to, as if they came layer by layer from a storage so fast."""
+    num_chunks: int
+    """Of each prompt at most."""
+    chunk_tokens: int
+    """Of each chunk at most."""
+    num_items: int
+    """Prompts that were timed."""
+    context_tokens: float | None
+    """Of chunks, mean over these; None where nothing was timed. So are the others up to `speedup`."""
+    cached_tokens: float | None
+    """Of them, whose KV came from the store."""
+    recomputed_tokens: float | None
+    """Of these, that were computed anew; of some layers alone, times their share of the layers."""
+    ttft_s: float | None
+    """Median over turns."""
+    ttft_quartiles: Interval | None
+    """Lower and upper one."""
+    ttft_recompute_s: float | None
+    """Median of full recompute, in turns that alternated with these."""
+    speedup: float | None
+    """Median over turns of the TTFT of full recompute over this one's."""
+    mean_kl: float | None
+    """See `RagRow`, over all items; None where quality was not measured, in figures 15 and 17. So are the others."""
+    same_top1: float | None
+    """See `RagRow`."""
+    f1: float | None
+    """See `RagRow`."""
+    rouge_l: float | None
+    """See `RagRow`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """What is timed together."""
+
+    num_chunks: int
+    chunk_tokens: int
+    storages: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A method over a storage."""
+
+    method: Method
+    storage: str
+
+    @property
+    def stores(self) -> bool:
+        """Whether it has a use for stored chunks."""
+        return self.method != RECOMPUTE
+
+
+def run_timing(model: LoadedModel, config: RagConfig, progress: Progress) -> Evaluation:
+    """Measures the figure that `config.figure` says, 12, 15, 16 or 17.
+
+    Args:
+      model: that is served.
+      config: what is asked.
+      progress: told of items and turns as they are done.
+
+    Raises:
+      EvaluationError: no items, prompts without room in the window, or a turn that did not find its chunks.
+    """
+    quality: dict[str, RagRow] = {}
+    items: Sequence[dict[str, object]] = []
+    if config.figure in (12, 16):
+        told = run_rag(model, config, progress)
+        quality = {row.name: row for row in told.rows if isinstance(row, RagRow)}
+        items = told.items
+    rows = [row for point in _points(config) for row in _timed_rows(model, config, point, quality, progress)]
+    timed = {row.name for row in rows}
+    rows += [_untimed(config, row) for name, row in quality.items() if name not in timed]
+    return Evaluation(rows=rows, items=items)
+
+
+def _points(config: RagConfig) -> list[_Point]:
+    chunking = config.chunking
+    if config.figure == 15:
+        by_count = [(count, chunking.chunk_tokens) for count in config.chunk_counts]
+        by_length = [(chunking.num_chunks, length) for length in config.chunk_lengths]
+        return [_Point(*size, (DRAM,)) for size in dict.fromkeys((*by_count, *by_length))]
+    paced = tuple(f"{speed:g}" for speed in config.storage_gb_s)
+    storages = (DRAM, SSD, *paced) if config.figure == 17 else (DRAM,)
+    return [_Point(chunking.num_chunks, chunking.chunk_tokens, storages)]
+
+
+def _ways(config: RagConfig, storages: Sequence[str]) -> list[_Way]:
+    """Full recompute once, the others over each storage; prefix caching has its KV in DRAM, as the paper favours it."""
+    methods = [
+        method for method in methods_of(config.blends, config.baselines) if not method.maps and method != RECOMPUTE
+    ]
+    ways = [_Way(RECOMPUTE, DRAM)]
+    for storage in storages:
+        ways += [_Way(method, storage) for method in methods if method.kind != "prefix" or storage == DRAM]
+    return ways
+
+
+def _timed_rows(
+    model: LoadedModel, config: RagConfig, point: _Point, quality: dict[str, RagRow], progress: Progress
+) -> list[TimedRow]:
+    sizes: dict[str, Any] = {"num_chunks": point.num_chunks, "chunk_tokens": point.chunk_tokens}
+    max_items = min(config.timed_items, config.chunking.max_items or config.timed_items)
+    chunking = dataclasses.replace(config.chunking, max_items=max_items, **sizes)
+    prompts = read_prompts(model, chunking, answer_tokens=1)
+    base = _Way(RECOMPUTE, DRAM)
+    found: dict[_Way, list[Usage]] = {way: [] for way in _ways(config, point.storages)}
+    what = f"{point.num_chunks} x {point.chunk_tokens}"
+    total, done = len(prompts) * (1 + config.repeats), itertools.count()
+    progress(what, next(done), total)
+    with contextlib.ExitStack() as stack:
+        engines = {way: stack.enter_context(_opened(model, way, prompts, config)) for way in found}
+        for number, prompt in enumerate(prompts):
+            for nth in range(1 + config.repeats):
+                usages = {way: _turn(engine, way, prompt, (number, nth)) for way, engine in engines.items()}
+                progress(what, next(done), total)
+                if not nth:
+                    continue  # It compiles.
+                for way, turns in found.items():
+                    turns.append(usages[way])
+    base_s = np.array([usage.ttft_s for usage in found[base]])
+    context_tokens = float(np.mean([len(prompt.context_ids) - len(prompt.head) for prompt in prompts]))
+    rows = []
+    for way, turns in found.items():
+        seconds = np.array([usage.ttft_s for usage in turns])
+        low, high = np.percentile(seconds, [25, 75])
+        rows.append(
+            TimedRow(
+                name=way.method.name,
+                ratio=way.method.ratio,
+                storage=way.storage,
+                **sizes,
+                num_items=len(prompts),
+                context_tokens=context_tokens,
+                cached_tokens=float(np.mean([usage.num_cached_tokens for usage in turns])),
+                recomputed_tokens=float(np.mean([usage.repaired_tokens for usage in turns])),
+                ttft_s=float(np.median(seconds)),
+                ttft_quartiles=(float(low), float(high)),
+                ttft_recompute_s=float(np.median(base_s)),
+                speedup=float(np.median(base_s / seconds)),
+                **_quality(quality.get(way.method.name)),
+            )
+        )
+    return rows
+
+
+def _untimed(config: RagConfig, row: RagRow) -> TimedRow:
+    """A row of what has no engine."""
+    return TimedRow(
+        name=row.name,
+        ratio=row.ratio,
+        storage=DRAM,
+        num_chunks=config.chunking.num_chunks,
+        chunk_tokens=config.chunking.chunk_tokens,
+        num_items=0,
+        **_quality(row),
+        **dict.fromkeys(_TIMES),
+    )
+
+
+def _quality(row: RagRow | None) -> dict[str, Any]:
+    return {name: None if row is None else getattr(row, name) for name in ("mean_kl", "same_top1", "f1", "rouge_l")}
+
+
+@contextlib.contextmanager
+def _opened(model: LoadedModel, way: _Way, prompts: Sequence[RagPrompt], config: RagConfig) -> Iterator[Engine]:
+    """An engine that serves one way."""
+    num_tokens = max(len(prompt.context_ids) + len(prompt.question_ids) for prompt in prompts) + 1
+    mode = "blend" if way.method.kind == "blend" else way.method.kind
+    blend = BlendConfig(
+        mode=mode,
+        recompute_ratio=way.method.ratio,
+        check_layers=config.blends.check_layers,
+        selection=way.method.selection or BlendConfig.selection,  # type: ignore[arg-type]
+    )
+    engine_config = EngineConfig(
+        context_window=min(num_tokens + 1, model.config.max_positions), max_batch_size=1, recompute_if_faster=False
+    )
+    layout = kv_layout(model, engine_config)
+    num_blocks = _COPIES * (layout.num_blocks(num_tokens) + max(len(prompt.chunks) for prompt in prompts))
+    store = StoreConfig(dram_gib=num_blocks * layout.block_bytes / GIB)
+    with contextlib.ExitStack() as stack:
+        if way.storage == SSD:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ca_jax-evaluate-"))
+            num_turns = len(prompts) * (1 + config.repeats)  # Each has chunks of its own there.
+            store = dataclasses.replace(store, ssd_dir=directory, ssd_gib=num_turns * 2 * store.dram_gib)
+        wrapper = None
+        if way.storage not in (DRAM, SSD):
+            link = stack.enter_context(PacedLink(float(way.storage) * _GB, copies_early=True))
+            wrapper = partial(ControlledStore, loads=link)
+        engine = stack.enter_context(
+            Engine(
+                model,
+                dataclasses.replace(engine_config, blend=blend, store=store),
+                store_wrapper=wrapper,  # type: ignore[arg-type]  # It stands for the store in all that it does.
+            )
+        )
+        engine.wait_until_ready()  # First touch would share the memory bus with the turns.
+        yield engine
+
+
+def _turn(engine: Engine, way: _Way, prompt: RagPrompt, nth: tuple[int, int]) -> Usage:
+    """A turn of a session that is forgotten then, once its chunks are stored.
+
+    What came from SSD is in DRAM afterwards: there each turn is of a tenant of its own, whose chunks are on SSD alone.
+    """
+    tenant = f"{nth[0]}-{nth[1]}" if way.storage == SSD else ""
+    if way.stores:
+        engine.precompute(prompt.chunks, tenant=tenant, tier="ssd" if way.storage == SSD else "dram")
+    engine.wait_for_saves()
+    session = engine.session(tenant=tenant)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    collections.deque(session.send_ids(prompt.question_ids, context=prompt.chunks, sampling=params), maxlen=0)
+    usage = session.usage
+    session.close()
+    engine.wait_for_saves()
+    if usage is None:
+        raise RuntimeError(f"a turn of {way.method.name} has ended and says nothing of what it took")
+    if way.method.fuses:
+        wanted = sum(map(len, prompt.chunks))
+        tier = "ssd" if way.storage == SSD else "dram"
+        if usage.missed_chunks or usage.cached_tokens.get(tier, 0) != wanted:
+            raise EvaluationError(
+                f"{way.method.name} from {way.storage} must find {wanted} tokens of chunks in the store, got "
+                f"{usage.cached_tokens}"
+            )
+    return usage

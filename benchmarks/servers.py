@@ -1,0 +1,149 @@
+"""Servers of OpenAI's API as processes of this machine, on loopback: ca_jax's own, and those that users run otherwise.
+
+Not here: what they are asked and when (`suites.serving`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness import BenchError
+from ca_jax.models.checkpoint import PRESETS
+
+PACKAGES = {"ca_jax": "ca_jax", "llama.cpp": "xllamacpp", "vllm": "vllm"}
+"""The servers that there are, and the package that each is started from."""
+
+_READY_S = 600.0  # Model load and warm-up.
+_STOP_S = 30.0
+_POLL_S = 0.1
+# llama.cpp's server is in a library; a process of its own leaves ours alone, and ends when its input is closed.
+_LLAMA_CPP = """
+import sys
+import xllamacpp
+path, port, slots, window, threads = sys.argv[1], *map(int, sys.argv[2:])
+params = xllamacpp.CommonParams()
+params.model.path, params.port = path, port
+params.n_parallel, params.n_ctx = slots, slots * window
+params.cpuparams.n_threads = threads
+server = xllamacpp.Server(params)
+sys.stdin.read()
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What every server has room for."""
+
+    slots: int
+    """Answers that are generated at once."""
+    context_window: int
+    """Most tokens of a conversation."""
+    threads: int
+    """That compute."""
+    dram_gib: float
+    """KV that ca_jax and vLLM keep, GiB; llama.cpp keeps that of its slots."""
+    warmup: bool = True
+    """Whether ca_jax compiles all that turns may need before it is ready."""
+
+
+def is_installed(system: str) -> bool:
+    """Whether the package of a server is there."""
+    return importlib.util.find_spec(PACKAGES[system]) is not None
+
+
+@contextlib.contextmanager
+def serving(system: str, model: str, sizes: Sizes) -> Iterator[str]:
+    """Starts a server, waits until it is ready, and ends it.
+
+    Args:
+      system: one of `PACKAGES`.
+      model: what it serves, as `--model` of ca_jax names it.
+      sizes: of the server.
+
+    Yields:
+      The address of its API, `http://127.0.0.1:PORT/v1`.
+
+    Raises:
+      BenchError: it cannot serve the model, or does not become ready.
+    """
+    port = _free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            _command(system, model, sizes, port),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(sizes.threads), "VLLM_CPU_KVCACHE_SPACE": str(sizes.dram_gib)},
+        )
+        try:
+            if not _becomes_ready(process, f"http://127.0.0.1:{port}/health"):
+                log.seek(0)
+                lines = log.read().decode(errors="replace").splitlines()
+                raise BenchError(f"{system} must become ready, got: {' | '.join(lines[-5:]) or 'nothing'}")
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def model_file(model: str) -> Path:
+    """The GGUF file, or the directory of a Hugging Face checkpoint, that servers other than ours read.
+
+    Raises:
+      BenchError: it is neither a preset that is installed nor a path.
+    """
+    path = Path(model).expanduser()
+    if model in PRESETS:
+        spec = importlib.util.find_spec(PRESETS[model].package)
+        folders = (spec and spec.submodule_search_locations) or [""]
+        path = Path(folders[0]) / PRESETS[model].filename
+    if not path.exists():
+        raise BenchError(f"model must be an installed preset, a file or a directory, got {model}")
+    return path
+
+
+def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
+    if system == "ca_jax":
+        own = [f"--model={model}", f"--port={port}", f"--max_batch_size={sizes.slots}", f"--dram_gib={sizes.dram_gib}"]
+        own += [f"--context_window={sizes.context_window}", f"--warmup={sizes.warmup}"]
+        return [sys.executable, "-m", "ca_jax.launch.serve", *own]
+    path = model_file(model)
+    if system == "llama.cpp":
+        numbers = map(str, (port, sizes.slots, sizes.context_window, sizes.threads))
+        return [sys.executable, "-c", _LLAMA_CPP, str(path), *numbers]
+    limits = (f"--max-num-seqs={sizes.slots}", f"--max-model-len={sizes.context_window}", "--enable-prefix-caching")
+    address = ("--host=127.0.0.1", f"--port={port}", f"--served-model-name={model}")
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={path}", *address, *limits]
+
+
+def _becomes_ready(process: subprocess.Popen[bytes], url: str) -> bool:
+    until_s = time.monotonic() + _READY_S
+    while process.poll() is None and time.monotonic() < until_s:
+        with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(url, timeout=5) as response:
+            if response.status == 200:
+                return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,266 @@
+"""Rows, tables and figures follow from the suites' declarations; a suite is added in twenty lines."""
+
+import dataclasses
+import io
+import json
+import sys
+import textwrap
+
+import matplotlib.image
+import pytest
+import rich.console
+
+import benchmarks
+from benchmarks import figures, harness, tables
+from benchmarks.figures import Panel
+from benchmarks.harness import SUITES, Row, Run
+from benchmarks.main import model_loader, run_suite
+from benchmarks.overflow_rows import OverflowBenchConfig
+from benchmarks.suites.blend import BlendBenchConfig
+from benchmarks.suites.blend_throughput import BlendThroughputConfig
+from benchmarks.suites.preload import PreloadConfig
+from benchmarks.suites.reuse import DecodeConfig, ReuseConfig
+from benchmarks.suites.save import SaveConfig
+from benchmarks.suites.throughput import ThroughputConfig
+from ca_jax.config import EngineConfig
+from ca_jax.models.presets import PRESETS
+from ca_jax.models.random_weights import random_fingerprint
+from ca_jax.overflow.config import OverflowConfig
+from ca_jax.testing import tiny
+
+# Configs.
+
+OVERFLOW = {"engine": EngineConfig(overflow=OverflowConfig(), max_batch_size=2), "gap_sessions": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (ReuseConfig, {"repeats": 0}, "repeats must be at least 1, got 0"),
+        (ReuseConfig, {"history_tokens": (1, 0)}, "history_tokens must be at least 1, got 0"),
+        (DecodeConfig, {"batch_sizes": ()}, "batch_sizes must have at least one item"),
+        (ThroughputConfig, {"answer_tokens": 1}, "answer_tokens must be at least 2"),
+        (ThroughputConfig, {"context_window": 24, "num_turns": 3}, "context_window must be room for 3 turns of"),
+        (PreloadConfig, {"preload_history_tokens": (500, 1000)}, "fewer than the 1000 preload_prompt_tokens"),
+        (PreloadConfig, {"load_ratios": (1.0, 0.0)}, "load_ratios must be a positive number, got 0.0"),
+        (PreloadConfig, {"load_ratios": (float("nan"),)}, "load_ratios must be a positive number"),
+        (PreloadConfig, {"load_ratios": (float("inf"),)}, "load_ratios must be a positive number"),
+        (PreloadConfig, {"read_buffers": (1, -1)}, "read_buffers must be at least 0, got -1"),
+        (PreloadConfig, {"preload_history_tokens": (), "load_ratios": ()}, "something to measure, got none"),
+        (SaveConfig, {"stream_turns": -1}, "stream_turns must be at least 0, got -1"),
+        (SaveConfig, {"save_prompt_tokens": (), "save_ratios": (), "stream_turns": 0}, "to measure, got none in all"),
+        (BlendBenchConfig, {"recompute_ratios": (0.1, 1.5)}, r"recompute_ratios must be a share in \[0, 1\], got 1.5"),
+        (BlendBenchConfig, {"blend_tiers": ("dram", "tape")}, "blend_tiers must be some of dram, ssd_warm, ssd; got t"),
+        (BlendThroughputConfig, {"stream_modes": ("blend", "best")}, "stream_modes must be some of .*; got best"),
+        (BlendThroughputConfig, {"zipf_exponent": -1.0}, "zipf_exponent must be at least 0"),
+        (BlendThroughputConfig, {"dram_share": 0.0}, "dram_share must be a positive number"),
+        (BlendThroughputConfig, {"stream_chunks": 5}, "stream_chunks must be at least the 6 of a turn, got 5"),
+        (OverflowBenchConfig, {**OVERFLOW, "gap_methods": ("ca", "ca")}, "gap_methods must not name one thing twice"),
+        (OverflowBenchConfig, {**OVERFLOW, "overflow_methods": ()}, "overflow_methods must be at least one"),
+        (OverflowBenchConfig, {**OVERFLOW, "conversation_tokens": 1040}, "conversation_tokens must be at least 1041"),
+        (OverflowBenchConfig, {**OVERFLOW, "gap_sessions": (1, 3)}, "gap_sessions must be numbers from 1 to the"),
+        (OverflowBenchConfig, {**OVERFLOW, "max_answer_tokens": 513}, "max_answer_tokens must be at most the 512"),
+        (OverflowBenchConfig, {**OVERFLOW, "next_turn_tokens": 3}, "next_turn_tokens must be at least 4, got 3"),
+        (OverflowBenchConfig, {**OVERFLOW, "context_window": 100}, "context_window must be at least 128, got 100"),
+        (OverflowBenchConfig, {"engine": EngineConfig(overflow=None)}, "engine.overflow must be an OverflowConfig"),
+    ],
+)
+def test_configs_refuse_what_cannot_be_measured(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**changes)
+
+
+@pytest.mark.parametrize(
+    ("suite", "changes"),
+    [
+        ("ttft", {"history_tokens": (9000,)}),
+        ("throughput", {"context_window": 9000}),
+        ("preload", {"preload_prompt_tokens": 9000, "load_ratios": ()}),
+        ("save", {"save_prompt_tokens": (9000,)}),
+        ("overflow", {"context_window": 9000, "conversation_tokens": 10000}),
+        ("blend", {"num_chunks": (300,), "chunk_tokens": (40,), "blend_tiers": ("dram",)}),
+    ],
+)
+def test_what_no_engine_can_hold_is_said(measure, wordless, suite, changes):
+    with pytest.raises(harness.BenchError, match=rf"no engine for {suite} at this size: .*context_window"):
+        measure(suite, SUITES[suite].config(**changes), wordless)
+
+
+# Rows and rounds.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeRow(Row):
+    """A row of everything that a row may have."""
+
+    name: str
+    """Given."""
+    count: int
+    """A median that is rounded."""
+    work_s: float
+    """A median."""
+    other_s: float | None
+    """None where no sample has it."""
+
+
+def test_a_row_has_the_medians_of_its_samples_their_spread_and_the_sum_of_recompiles():
+    taken = [
+        {"work_s": 3.0, "count": 2, "recompiles": 1, "unknown": 7},
+        {"work_s": 1.0, "count": 3},
+        {"work_s": 2.0, "count": 9},
+    ]
+    row = harness.make_row(ProbeRow, taken, name="it")
+    spread = {"work_s": (1.0, 3.0), "count": (2.0, 9.0)}
+    assert row == ProbeRow(name="it", count=3, work_s=2.0, other_s=None, recompiles=1, spread=spread)
+    with pytest.raises(TypeError, match="work_s"):
+        harness.make_row(ProbeRow, [], name="it", count=1)
+
+
+def test_rounds_are_interleaved_and_the_first_is_for_nothing():
+    order, told = [], []
+
+    def way(name):
+        return lambda: order.append(name) or {"n": len(order)}
+
+    ways = {name: way(name) for name in "abc"}
+    rounds = harness.interleave(lambda: ways, 3, step=lambda: told.append(1))
+    assert "".join(order) == "abcbcacababc"
+    assert [list(each) for each in rounds] == [["a", "b", "c"]] * 3
+    assert [each["n"] for each in harness.of_way(rounds, "a")] == [6, 8, 10]
+    assert (len(told), harness.recompiles(rounds)) == (4, 0)
+    assert not harness.same(rounds, "n")
+
+
+def test_a_suite_is_added_in_twenty_lines(model):
+    text = (benchmarks.__doc__ or "").split("runs it:\n")[1].split("\nWays that")[0]
+    source = textwrap.dedent(text)
+    assert len([line for line in source.splitlines() if line.strip()]) <= 20
+    space = {"__name__": __name__}
+    try:
+        exec(compile(source, "tokenize", "exec"), space)
+        kind = space["TokenizeConfig"]
+        report = run_suite(
+            SUITES["tokenize"], kind(num_words=(10, 20), repeats=2), load=lambda _: model, command="python"
+        )
+    finally:
+        SUITES.pop("tokenize", None)
+    assert [row["num_words"] for row in report["rows"]] == [10, 20]
+    assert all(0 < row["encode_s"] <= row["spread"]["encode_s"][1] for row in report["rows"])
+    assert (report["suite"], report["model"], report["summary"]) == ("tokenize", model.name, {"recompiles": 0})
+    json.dumps(report, allow_nan=False)
+    assert "encode ms" in printed(report)
+
+
+# Tables and figures.
+
+
+def printed(report):
+    output = io.StringIO()
+    tables.print_report(report, rich.console.Console(file=output, width=200))
+    return output.getvalue()
+
+
+def report_of(rows, summary=None, **changes):
+    return {
+        "suite": "probe",
+        "model": "tiny",
+        "dtype": "float32",
+        "peer": None,
+        "config": {"repeats": 3},
+        "rows": rows,
+        "summary": summary or {},
+        "startup": {"other_load_share": 0.0, "engine_start_s": None},
+        "machine": {"cpu": "a cpu"},
+        "versions": {},
+        **changes,
+    }
+
+
+def probe(name, work_s, **changes):
+    row = ProbeRow(name=name, count=1234, work_s=work_s, other_s=None, spread={"work_s": (work_s / 2, work_s * 2)})
+    return {**dataclasses.asdict(row), **changes}
+
+
+def test_columns_headings_and_units_follow_from_the_rows():
+    text = printed(report_of([probe("a", 2.0, overhead=0.25, hit_share=0.5, ratio=1.5, same_tokens=False)]))
+    assert "probe, tiny in float32: medians of 3" in text
+    for cell in ("work ms", "2,000.0", "(1,000.0..4,000.0)", "+25.0%", "50.0%", "1.50x", "NO", "1,234", "hit share"):
+        assert cell in text
+    assert "other ms" not in text, "no row has it"
+
+
+def test_what_all_rows_have_in_common_stands_above_or_below_the_table():
+    page = tables.to_markdown(report_of([probe("a", 1.0), probe("b", 2.0)]))
+    lines = page.splitlines()
+    assert lines[0] == "All rows: count 1,234, recompiles 0."
+    assert lines[2:] == ["| name | work ms |", "| ---: | ---: |", "| a | 1,000.0 |", "| b | 2,000.0 |"]
+
+
+def test_kinds_of_rows_and_links_are_tables_of_their_own():
+    rows = [probe(name, 1.0, measured="turn", link=link) for name, link in (("a", "real"), ("b", "paced"))]
+    text = printed(report_of([rows[0], {"measured": "read_buffer", "num_layers_by_rates": 3}, rows[1]]))
+    assert text.index("turn, real link") < text.index("read_buffer, tiny") < text.index("turn, paced link")
+
+
+def test_sources_of_a_row_are_lines_of_a_table():
+    times = {"ttft_s": 0.5, "cached_tokens": {"ssd": 150}, "spread": {}}
+    row = {"history_tokens": 150, "sources": {"ssd": times, "none": {**times, "cached_tokens": {}}}, "recompiles": 0}
+    text = printed(report_of([row]))
+    assert "150 ssd" in text
+    assert text.index("history from") < text.index("ssd") < text.index("none")
+
+
+def test_a_summary_is_a_table_of_its_own_and_a_busy_machine_is_told():
+    summary = {"load_hidden": 0.91234, "worst": None, "same_tokens": True, "saved": {"all": 0.5, "15": 0.25}}
+    text = printed(report_of([probe("a", 1.0)], summary, startup={"other_load_share": 0.5}))
+    lines = [line.split() for line in text.splitlines()]
+    for line in (
+        ["load_hidden", "0.912"],
+        ["worst", "-"],
+        ["same_tokens", "yes"],
+        ["saved", *["all", "0.5,", "15", "0.25"]],
+    ):
+        assert line in lines
+    assert "Something else ran on this machine" in text
+    assert "Something else" not in printed(report_of([probe("a", 1.0)]))
+
+
+def test_a_figure_is_of_the_rows_that_have_its_fields(tmp_path):
+    rows = [probe("a", 1.0, size=1, measured="turn"), probe("b", 2.0, size=2, measured="turn")]
+    rows.append(probe("none", 3.0, size=None, measured="turn"))
+    panels = [
+        Panel(title="one", x="size", y=("work_s",), by="name", line="name", mark="work_s", only=("measured", "turn")),
+        Panel(title="two", x="name", y=("work_s", "count"), levels=(("paper", 0.5),), scale=2.0, offset=1.0),
+        Panel(title="none", x="size", y=("work_s",), only=("measured", "other")),
+    ]
+    path = tmp_path / "new" / "figure.png"
+    figures.plot(path, panels, rows, title="tiny", caption="here")
+    assert matplotlib.image.imread(path).ndim == 3
+    with pytest.raises(ValueError, match="rows must have something to draw, got none"):
+        figures.plot(path, panels[2:], rows, title="tiny", caption="here")
+
+
+@pytest.mark.parametrize("suite", [suite for suite in SUITES.values() if suite.panels], ids=lambda suite: suite.name)
+def test_panels_draw_fields_that_rows_have(suite):
+    module = sys.modules[suite.measure.__module__]
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    for panel in suite.panels:
+        wanted = {panel.x, *panel.y, *filter(None, (panel.by, panel.mark, panel.line))}
+        assert any(wanted <= {field.name for field in dataclasses.fields(kind)} for kind in kinds)
+
+
+# Running.
+
+
+def test_a_suite_that_needs_a_model_says_so_without_one():
+    with pytest.raises(RuntimeError, match="a suite that serves must have a model"):
+        _ = Run(config=ReuseConfig()).model
+
+
+def test_a_model_is_loaded_or_a_preset_drawn(tiny_model, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", tiny.tiny_config())
+    loaded = model_loader(str(tiny_model), None, dtype="float32", seed=3)(lambda *_: None)
+    drawn = model_loader(str(tiny_model), "tiny", dtype="bfloat16", seed=3)(lambda *_: None)
+    assert (loaded.name, loaded.dtype) == (tiny_model.name, "float32")
+    assert (drawn.name, drawn.dtype, drawn.tokenizer) == ("tiny (random weights)", "bfloat16", None)
+    assert drawn.fingerprint == random_fingerprint(tiny.tiny_config(), dtype="bfloat16", seed=3)

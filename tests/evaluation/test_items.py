@@ -1,0 +1,139 @@
+"""Prompts of chunks: both kinds of file, what is wrong with others, their token ids, and prompts of conversations."""
+
+import dataclasses
+
+import pytest
+
+from ca_jax.evaluation.items import QUESTION_TOKENS, Chunking, RagItem, conversation_prompts, prompts_of, read_items
+from ca_jax.evaluation.items import read_prompts as read
+from ca_jax.evaluation.texts import EvaluationError
+from tests import engine_kit as kit
+from tests.evaluation.rag_kit import ITEMS, TEXTS, chunking, prompts, write
+
+EXAMPLE = {"1": "two", "0": "\n\none", "chunk_num": "2", "query": "\n\nAnswer. Question: who?\nAnswer:"}
+
+
+def test_both_kinds_of_file_are_read_and_folders_in_the_order_of_numbers(tmp_path):
+    path = write(tmp_path / "a.json", ITEMS)
+    first, _, last = read_items(path)
+    assert first == RagItem(source="a.json:0", texts=TEXTS, question="Who writes?", answers=("the keeper",))
+    assert (last.texts, last.answers) == ((TEXTS[1], TEXTS[1]), ("winter", "x"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in (10, 2):
+        write(folder / f"input_{number}.json", EXAMPLE)
+    found = read_items(folder)
+    assert [item.source for item in found] == ["input_2.json", "input_10.json"]
+    assert found[0] == RagItem(
+        source="input_2.json", texts=("\n\none", "two"), question=EXAMPLE["query"], answers=(), is_whole=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "must be a list of items with ctxs, question and answers, or an object .*; got an empty list"),
+        ("text", "got str"),
+        ([1], "a.json:0 must be an item with ctxs, .*; got int"),
+        ([ITEMS[0], {"ctxs": [], "question": "?"}], "a.json:1 must be an item .*; got none of answers"),
+        ([{**ITEMS[0], "ctxs": ["text"]}], "got other ctxs"),
+        ([{**ITEMS[0], "ctxs": []}], "a.json:0 must have at least one text, got none"),
+        (
+            [{**ITEMS[0], "ctxs": [{"text": "a"}, {"title": "b"}]}],
+            "text 1 must be a string .* got None",
+        ),
+        ([{**ITEMS[0], "question": " "}], "a.json:0: question must be a string that is not blank, got ' '"),
+        ([{**ITEMS[0], "answers": "one"}], "answers must be a list of strings, got 'one'"),
+        ({"a": 1}, "must be an object with texts by number from 0 on and query, or a list of items; got a"),
+        ({**EXAMPLE, "chunk_num": "three"}, "chunk_num must be a number of texts, got 'three'"),
+        ({**EXAMPLE, "chunk_num": "4"}, "must have 4 texts from 0 on, got no 2, 3"),
+        ({**EXAMPLE, "1": ""}, "text 1 must be a string that is not blank, got ''"),
+    ],
+)
+def test_what_is_no_file_of_items_is_refused(tmp_path, content, message):
+    with pytest.raises(EvaluationError, match=message):
+        read_items(write(tmp_path / "a.json", content))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(EvaluationError, match=r"a.json must be JSON, got Expecting"):
+        read_items(tmp_path / "a.json")
+    with pytest.raises(EvaluationError, match=r"got .*none.json: No such file"):
+        read_items(tmp_path / "none.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EvaluationError, match=r"must have .json files of items, got none in .*empty"):
+        read_items(tmp_path / "empty")
+
+
+def test_a_prompt_is_the_first_tokens_of_each_text_and_the_question_with_its_instruction(tmp_path):
+    first, _, last = prompts(tmp_path / "a.json", num_chunks=2, chunk_tokens=20)
+    assert first.chunks == tuple(tuple(text.encode()[:20]) for text in TEXTS[:2])
+    assert bytes(first.question_ids) == b"\nSay: Who writes?\n"
+    assert (first.chunk_starts, len(first.context_ids), first.head) == ([0, 20], 40, ())
+    assert last.chunks[0] == last.chunks[1]
+    whole = prompts_of(kit.tiny_model(), read_items(write(tmp_path / "b.json", EXAMPLE)), chunking(tmp_path))[0]
+    assert bytes(whole.question_ids) == EXAMPLE["query"].encode()
+    assert bytes(whole.chunks[1]) == b"two", "shorter ones whole"
+
+
+def test_a_model_that_wants_a_first_token_has_it_before_the_chunks(tmp_path):
+    model = kit.tiny_model()
+    backend = model.tokenizer.backend
+    tokenizer = type(model.tokenizer)(backend, bos_id=7, add_bos=True)
+    items = read_items(write(tmp_path / "a.json", ITEMS))
+    prompt = prompts_of(dataclasses.replace(model, tokenizer=tokenizer), items, chunking(tmp_path))[0]
+    assert (prompt.head, prompt.chunk_starts[:2], prompt.context_ids[:2]) == ((7,), [1, 49], [7, ord("T")])
+    with pytest.raises(EvaluationError, match="the model must have a tokenizer"):
+        prompts_of(dataclasses.replace(model, tokenizer=None), items, chunking(tmp_path))
+
+
+def test_prompts_beyond_the_window_or_of_too_few_chunks_are_refused(tmp_path):
+    model, asked = kit.tiny_model(), chunking(write(tmp_path / "a.json", ITEMS), chunk_tokens=512)
+    num_tokens = max(len(each.context_ids) + len(each.question_ids) for each in read(model, asked))
+    read(model, asked, answer_tokens=512 - num_tokens, least_chunks=2)
+    with pytest.raises(EvaluationError, match=rf"window of 512 tokens, got {num_tokens} in a.json:\d: 3 too many"):
+        read(model, asked, answer_tokens=515 - num_tokens)
+    with pytest.raises(EvaluationError, match=r"must have at least 3 chunks, got 2 in a\.json:2"):
+        read(model, asked, least_chunks=3)
+    first = read(model, chunking(tmp_path / "a.json", max_items=2))
+    assert [each.source for each in first] == ["a.json:0", "a.json:1"]
+
+
+def test_chunkings_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="num_chunks must be at least 1, got 0"):
+        Chunking(num_chunks=0)
+    with pytest.raises(ValueError, match=r"instruction must have \{question\} in it, got 'Say'"):
+        Chunking(instruction="Say")
+
+
+# Conversations.
+
+SAID = {name: f"{name} says this, again and again. " * 4 for name in "abcde"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    pieces = [
+        {"id": f"{name}_0", "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "So it is."}]}
+        for name, text in SAID.items()
+    ]
+    pieces.insert(1, {"id": "short_0", "conversations": [{"from": "human", "value": "Hm."}]})
+    return write(tmp_path / "sharegpt.json", pieces)
+
+
+def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(path):
+    asked = conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30, max_items=2), path)
+    assert [prompt.source for prompt in asked] == ["a b", "c d"]
+    for prompt in asked:
+        names = prompt.source.split()
+        assert [bytes(chunk).decode() for chunk in prompt.chunks] == [SAID[name][:30] for name in names]
+        assert bytes(prompt.question_ids).decode() == SAID[names[1]][30 : 30 + QUESTION_TOKENS]
+        assert prompt.answers == ()
+
+
+def test_too_few_or_no_conversations_are_refused(path, tmp_path):
+    with pytest.raises(EvaluationError, match=r"at least 78 tokens must make 16 prompts of 2 each, got 2 in "):
+        conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30), path)
+    with pytest.raises(EvaluationError, match=r"data must be given, or .* no ShareGPT file"):
+        conversation_prompts(kit.tiny_model(), Chunking(), tmp_path / "none.json")
