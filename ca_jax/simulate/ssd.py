@@ -23,7 +23,7 @@ from ca_jax.storage.tokens import Lineage
 
 
 class SimulatedSsd:
-    """Blocks, catalog and worker of an SSD, as `SsdIndex` asks for them: see `SsdBlocks`, `SsdContents`, `SsdMover`.
+    """Blocks, catalog and worker of an SSD, as `SsdIndex` asks for them: see `SsdMover`.
 
     Args:
       clock: of the simulation.
@@ -45,37 +45,32 @@ class SimulatedSsd:
         self._token_ids: dict[str, np.ndarray] = {}  # The catalog.
         self._ended: collections.deque[TaskEnd | Lost] = collections.deque()
         self._on_progress: Callable[[], None] = lambda: None
-        self._no_seals = np.zeros((0, layout.num_layers), np.uint64)
+        self._no_sums = np.zeros((0, layout.num_layers), np.uint32)
 
     def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdIndex:
         """The books of this SSD, for `AttentionStore(open_ssd=...)`."""
         self._on_progress = on_progress
-        return SsdIndex(self, self, self, quota=TenantQuota(None), **parts)
+        return SsdIndex(self, quota=TenantQuota(None), **parts)
 
     @property
     def layout(self) -> KVLayout:
-        """See `SsdBlocks`."""
+        """See `SsdMover`."""
         return self._layout
 
     @property
-    def num_blocks(self) -> int:
-        """See `SsdBlocks`."""
-        return self._allocator.num_blocks
-
-    @property
     def stored_block_bytes(self) -> int:
-        """See `SsdBlocks`."""
+        """See `SsdMover`."""
         return self._layout.block_bytes
 
     @property
     def allocator(self) -> BlockAllocator:
-        """See `SsdBlocks`."""
+        """See `SsdMover`."""
         return self._allocator
 
     def contents(self, key: str) -> Contents | None:
-        """See `SsdContents`."""
+        """See `SsdMover`."""
         token_ids = self._token_ids.get(key)
-        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals)
+        return None if token_ids is None else Contents(token_ids=token_ids, sums=self._no_sums)
 
     @property
     def num_changes(self) -> int:
@@ -115,7 +110,7 @@ class SimulatedSsd:
         return self._ended.popleft() if self._ended else None
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """See `SsdMover` and `SsdContents`: there is nothing to end."""
+        """See `SsdMover`: there is nothing to end."""
         return True
 
     def _end(self, task: FetchTask | FlushTask) -> None:

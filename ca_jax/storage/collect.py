@@ -24,8 +24,8 @@ from ca_jax.storage.catalog.file import CatalogFullError, DirectoryLock
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
 from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import Owner, claim_blocks
-from ca_jax.storage.tiers.zarr3 import SsdTier
 from ca_jax.storage.verify import verify_session
 
 
@@ -125,7 +125,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
         ]
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
-            raise UnknownNamespaceError(f"there must be one namespace, got {len(matches)} for {name!r} among:{listed}")
+            raise UnknownNamespaceError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
         found.append(matches[0])
     return tuple(dict.fromkeys(found))
 
@@ -185,7 +185,7 @@ def collect_garbage(
       OSError: a file cannot be deleted.
     """
     if drop and tenant is not None:
-        raise ValueError(f"there must be whole namespaces to drop, or one tenant, got both: {tenant!r}")
+        raise ValueError(f"drop must be empty with a tenant, got {len(drop)} namespaces and {tenant!r}")
     stored = [info.namespace for info in inspector.namespaces()]
     before = inspector.disk_use()
     collected = []
@@ -193,7 +193,7 @@ def collect_garbage(
         with Catalog(inspector.directory, namespace) as catalog:
             dropped = namespace in drop
             forgotten = tuple(
-                _all_of(inspector, namespace) if dropped else _unfit(inspector, namespace, tenant, now_s, read_blocks)
+                _going(inspector, namespace, tenant, dropped=dropped, now_s=now_s, read_blocks=read_blocks)
             )
             if not dry_run:
                 _claim(inspector, namespace)
@@ -251,7 +251,7 @@ def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
 def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool = False) -> Owner | None:
     """Makes sure that blocks at a URL are the directory's; see `claim_blocks`. Its lock is held."""
     tier = inspector.open_blocks(namespace) if inspector.url is not None else None
-    if not isinstance(tier, SsdTier):
+    if not isinstance(tier, Zarr3Tier):
         return None
     sessions = inspector.sessions_of(namespace)
     return claim_blocks(
@@ -263,26 +263,26 @@ def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool 
     )
 
 
-def _all_of(inspector: StoreInspector, namespace: Namespace) -> Iterator[Forgotten]:
-    listing, reason = inspector.sessions_of(namespace), ForgetReason.NAMESPACE
-    for row in listing.damaged:
-        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
-    for session in listing.sound:
-        yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
-
-
-def _unfit(
-    inspector: StoreInspector, namespace: Namespace, tenant: str | None, now_s: float, read_blocks: bool
+def _going(
+    inspector: StoreInspector,
+    namespace: Namespace,
+    tenant: str | None,
+    *,
+    dropped: bool,
+    now_s: float,
+    read_blocks: bool,
 ) -> Iterator[Forgotten]:
+    """The sessions of a namespace that go: all where it is dropped, else those that are damaged or expired."""
     listing = inspector.sessions_of(namespace, tenant)
     for row in listing.damaged:
-        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=ForgetReason.DAMAGED)
+        reason = ForgetReason.NAMESPACE if dropped else ForgetReason.DAMAGED
+        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
     for session in listing.sound:
-        reason = ForgetReason.EXPIRED if session.expired(now_s) else None
-        if _is_damaged(inspector, session, read_blocks and reason is None):
-            reason = ForgetReason.DAMAGED
-        if reason is not None:
-            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
+        goes = ForgetReason.NAMESPACE if dropped else ForgetReason.EXPIRED if session.expired(now_s) else None
+        if not dropped and _is_damaged(inspector, session, read_blocks and goes is None):
+            goes = ForgetReason.DAMAGED
+        if goes is not None:
+            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=goes)
 
 
 def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:

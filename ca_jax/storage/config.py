@@ -84,16 +84,18 @@ class StoreConfig:
         object.__setattr__(self, "tenant_quotas", _sorted_quotas(self.tenant_quotas))
         if self.ssd_dir is None:
             if self.ssd_url is not None:
-                raise ValueError(f"ssd_url must be an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
+                raise ValueError(f"ssd_url must have an ssd_dir for its catalog, got none beside {self.ssd_url!r}")
             return
         if not self.ssd_dir:
             raise ValueError("ssd_dir must be a directory, got an empty name")
         if not self.ssd_gib:
-            raise ValueError(f"an SSD tier in {self.ssd_dir} must be ssd_gib above 0, got 0; leave ssd_dir out instead")
+            raise ValueError(
+                f"ssd_gib must be above 0 with an ssd_dir, got 0 for {self.ssd_dir}; leave ssd_dir out instead"
+            )
         if not self.dram_gib:
-            raise ValueError("an SSD tier must be dram_gib above 0, since its blocks pass through DRAM; got 0")
+            raise ValueError("dram_gib must be above 0 with an ssd_dir, whose blocks pass through DRAM; got 0")
         if self.ssd_url is not None and self.ssd_driver != "zarr3":
-            raise ValueError(f"ssd_url must be ssd_driver zarr3, got {self.ssd_driver}")
+            raise ValueError(f"ssd_driver must be zarr3 with an ssd_url, got {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:
@@ -136,7 +138,7 @@ def _sorted_quotas(quotas: Mapping[str, int] | Iterable[tuple[str, int]]) -> tup
         if not isinstance(tenant, str) or not isinstance(num_bytes, int) or num_bytes < 0:
             raise ValueError(f"tenant_quotas must be bytes >= 0 by tenant, got {tenant!r}: {num_bytes!r}")
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"tenant_quotas must be each tenant once, got {pairs}")
+        raise ValueError(f"tenant_quotas must name each tenant once, got {pairs}")
     return tuple(sorted(pairs))
 
 

@@ -104,7 +104,7 @@ class SaveTicket:
           ValueError: a layer, shape, dtype or offset that does not fit.
         """
         if not 0 <= layer < self._tier.layout.num_layers:
-            raise ValueError(f"there must be a layer below {self._tier.layout.num_layers}, got {layer}")
+            raise ValueError(f"layer must be below {self._tier.layout.num_layers}, got {layer}")
         return self._write(slice(layer, layer + 1), kv[None], token_offset)
 
     def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
@@ -128,8 +128,8 @@ class SaveTicket:
         _check_array("kv", kv, self._tier.layout.numpy_dtype, (num_layers, 2, num_tokens, num_kv_heads, head_dim))
         if not 0 <= token_offset <= self.num_tokens - num_tokens:
             raise ValueError(
-                f"there must be tokens within [0, {self.num_tokens}) of the save, "
-                f"found [{token_offset}, {token_offset + num_tokens})"
+                f"tokens must lie within [0, {self.num_tokens}) of the save, "
+                f"got [{token_offset}, {token_offset + num_tokens})"
             )
         with self._idle:
             if self._state is not TicketState.OPEN:
@@ -197,7 +197,7 @@ class LoadTicket:
           ValueError: none, or more than there are.
         """
         if not 0 < num_tokens <= self.num_tokens:
-            raise ValueError(f"there must be 1 to {self.num_tokens} tokens, got {num_tokens}")
+            raise ValueError(f"num_tokens must be 1 to {self.num_tokens}, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
         self.__dict__.pop("plan", None)
@@ -221,14 +221,14 @@ class LoadTicket:
         """
         layout = self._tier.layout
         if self._state is not TicketState.OPEN:
-            raise ValueError(f"there must be an open load of {self.key!r}, got one that is {self._state.value}")
+            raise ValueError(f"the load of {self.key!r} must be open, got one that is {self._state.value}")
         if not 0 <= layer < layout.num_layers:
-            raise ValueError(f"there must be a layer below {layout.num_layers}, got {layer}")
+            raise ValueError(f"layer must be below {layout.num_layers}, got {layer}")
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
         _check_array("dst", dst, layout.numpy_dtype, (2, num_slots, layout.num_kv_heads, layout.head_dim))
         if num_slots < self.num_tokens or not dst.flags.writeable:
             raise ValueError(
-                f"dst must be room for {self.num_tokens} tokens, writable; "
+                f"dst must have room for {self.num_tokens} tokens and be writable; "
                 f"got {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []

@@ -327,6 +327,6 @@ def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
 def _check_idle(entry: Entry) -> None:
     if entry.in_use:
         raise EntryInUseError(
-            f"there must be no open load or save of {entry.key!r}, got {entry.num_open_loads} loads and "
+            f"{entry.key!r} must have no open load or save, got {entry.num_open_loads} loads and "
             f"{len(entry.open_saves)} saves"
         )

@@ -23,7 +23,7 @@ from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
-SLOT_BYTES = {"zarr3": 4096, "raw": 2 * 4096}  # What a block takes on SSD.
+SLOT_BYTES = 4096  # What a block takes on SSD.
 PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -44,6 +44,17 @@ def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVL
 
 
 LAYOUT = make_layout()
+
+
+def ssd_config(directory: Path | None, num_blocks: float, **fields: Any) -> StoreConfig:
+    """The config of a store with so many blocks on SSD in a directory."""
+    return StoreConfig(
+        block_tokens=BLOCK_TOKENS,
+        ssd_dir=None if directory is None else str(directory),
+        ssd_gib=num_blocks * SLOT_BYTES / GIB,
+        ssd_free_floor_gib=0.0,
+        **fields,
+    )
 
 
 def make_store(
@@ -67,16 +78,11 @@ def make_store(
     With `ssd_dir` it has an SSD of `ssd_blocks` blocks too.
     """
     layout = make_layout(dtype)
-    config = StoreConfig(
+    config = dataclasses.replace(
+        ssd_config(ssd_dir, ssd_blocks, ssd_driver=ssd_driver, **fields),
         dram_gib=num_blocks * layout.block_bytes / GIB,
-        block_tokens=BLOCK_TOKENS,
         eviction_policy=eviction_policy,
-        ssd_dir=None if ssd_dir is None else str(ssd_dir),
-        ssd_gib=ssd_blocks * SLOT_BYTES[ssd_driver] / GIB,
-        ssd_driver=ssd_driver,
-        ssd_free_floor_gib=0.0,
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
-        **fields,
     )
     store = AttentionStore(
         layout, config, policy, clock=clock or FakeClock(), weights=weights, on_fetch=on_fetch, timeline=timeline
@@ -191,7 +197,7 @@ def writer_stopped(store: AttentionStore):
         reached.set()
         assert go_on.wait(PATIENCE_S)
 
-    store._ssd._worker._writes.put(stop)
+    store._ssd._mover._writes.put(stop)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -255,11 +261,11 @@ class GatedTier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray]) -> IoHandle:
-        return self._gated(self.reads, functools.partial(self._tier.read_blocks, block_ids, into))
+    def read_blocks(self, *arguments: Any) -> IoHandle:
+        return self._gated(self.reads, functools.partial(self._tier.read_blocks, *arguments))
 
-    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray]) -> IoHandle:
-        return self._gated(self.writes, functools.partial(self._tier.write_blocks, block_ids, blocks))
+    def write_blocks(self, *arguments: Any) -> IoHandle:
+        return self._gated(self.writes, functools.partial(self._tier.write_blocks, *arguments))
 
     def let_time_pass(self, seconds: float) -> None:
         self.now_s += seconds

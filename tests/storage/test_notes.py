@@ -122,28 +122,6 @@ def test_it_says_how_much_room_lacks(tmp_path):
     assert log_bytes(0) == 16 << 20
 
 
-def test_notes_of_version_1_are_taken_over(tmp_path):
-    with sqlite3.connect(tmp_path / LOG_NAME) as db:
-        db.executescript(
-            """
-            PRAGMA journal_mode = WAL;
-            CREATE TABLE boot (id TEXT NOT NULL);
-            CREATE TABLE notes (key TEXT PRIMARY KEY, session_id BLOB NOT NULL, tenant BLOB NOT NULL,
-              note BLOB NOT NULL, ttl_s REAL, written_s REAL NOT NULL) WITHOUT ROWID;
-            INSERT INTO boot VALUES ('today');
-            INSERT INTO notes VALUES ('k1', x'6F6E65', x'61', x'6E6F7465', NULL, 900.0);
-            INSERT INTO notes VALUES ('k2', x'6F6E65', x'62', x'6E6F7465', 10.0, 900.0);
-            PRAGMA user_version = 1;
-            """
-        )
-    db.close()
-    for _ in range(2):
-        log = opened(tmp_path)
-        assert log.list() == (Noted("k1", "a", "one"),)
-        assert log.get("k1") == b"note"
-        log.close()
-
-
 @pytest.mark.parametrize("damage", ["random", "empty", "cut", "other tables"])
 def test_a_log_that_cannot_be_read_begins_anew(tmp_path, damage, caplog):
     log = opened(tmp_path)

@@ -16,7 +16,7 @@ from ca_jax.storage.placement.returns import NUM_GROUPS, ReturnTimes, ReuseGaps,
 from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram
 
 from .ssd_helpers import StoppedClock
-from .store_helpers import LAYOUT, fetch, ids, load, make_kv, make_store, put, save
+from .store_helpers import LAYOUT, ids, load, make_kv, make_store, put, save
 
 
 class Hand:
@@ -120,19 +120,6 @@ def test_counts_are_those_of_a_plain_tally():
     np.testing.assert_allclose(np.array(times._exposure) + waiting, exposure, atol=1e-6)
 
 
-def test_a_turn_that_was_not_announced_is_none():
-    clock = Hand()
-    times = ReturnTimes(clock)
-    times.left("a")
-    times.left("a")
-    assert times.group("a") == 0
-    times.came("a")
-    times.came("a")  # Two jobs wait.
-    times.left("a")
-    assert times.group("a") == 1
-    assert np.sum(times._num_returns) == 1
-
-
 def test_who_stays_away_for_long_is_forgotten_whether_a_turn_came_or_not():
     clock = Hand()
     times = ReturnTimes(clock)
@@ -173,12 +160,6 @@ def test_the_rate_is_that_of_the_best_time_to_give_up():
             assert rates[group, begin] == pytest.approx(best)
 
 
-def test_chances_near_nothing_and_near_one_give_rates_that_can_be_compared():
-    rates = best_rates(np.array([[1e-12] * 40, [50.0] * 40]), np.ones(40))
-    np.testing.assert_allclose(rates[0], 1e-12, rtol=1e-3)
-    np.testing.assert_allclose(rates[1], 50.0, rtol=1e-3)
-
-
 def gaps_of(*gaps_s: float) -> GapHistogram:
     """What these gaps are as a histogram, counted bucket by bucket."""
     bounds = [float("-inf"), *GAP_BOUNDS_S, float("inf")]
@@ -204,23 +185,6 @@ def test_a_gap_is_from_the_last_eviction_to_the_first_wish(clock):
         gaps.wanted(key)
     assert gaps.histogram() == gaps_of(5, 100_005)
     assert sum(gaps.histogram().counts) == 2
-
-
-def test_what_comes_back_by_itself_and_what_is_given_up_is_no_gap(clock):
-    gaps = ReuseGaps(clock)
-    gaps.evicted("a")
-    gaps.forget("a")
-    gaps.forget("never there")
-    gaps.wanted("a")
-    assert gaps.histogram() == GapHistogram()
-
-
-def test_a_clock_that_is_set_back_gives_no_negative_gap(clock):
-    gaps = ReuseGaps(clock)
-    gaps.evicted("a")
-    clock.now_s -= 60
-    gaps.wanted("a")
-    assert gaps.histogram() == gaps_of(0)
 
 
 def test_the_oldest_evictions_are_forgotten(clock):
@@ -252,20 +216,6 @@ def test_a_miss_behind_an_eviction_from_dram_alone(clock, way):
     assert load(store, "never there", ids(8)) is None
     stats = store.stats()
     assert (stats.evict_to_reuse, stats.num_evictions, stats.ssd) == (gaps_of(20), 1, None)
-
-
-def test_a_hit_on_ssd_behind_an_eviction_from_dram(open_store, clock, driver):
-    store = open_store(4, ssd_driver=driver, clock=clock)
-    put(store, "a", 8)
-    put(store, "b", 8, seed=1)
-    assert save(store, "c", ids(8), make_kv(LAYOUT, 8))
-    assert store.residency("a") is Residency.SSD
-    clock.now_s += 400
-    fetch(store, "a")
-    clock.now_s += 1
-    assert load(store, "a", ids(8)) is not None
-    stats = store.stats()
-    assert (stats.evict_to_reuse, stats.ssd.evict_to_reuse) == (gaps_of(400), GapHistogram())
 
 
 def test_each_tier_counts_what_it_evicted(open_store, clock):

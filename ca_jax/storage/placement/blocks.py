@@ -61,7 +61,7 @@ class BlockAllocator:
           ValueError: num_blocks is negative.
         """
         if num_blocks < 0:
-            raise ValueError(f"there must be a number of blocks >= 0, got {num_blocks}")
+            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
         if num_blocks > self._num_free:
             return None
         ids: list[int] = []
@@ -77,7 +77,7 @@ class BlockAllocator:
     def take(self, ids: Iterable[int]) -> None:
         """Takes the blocks that are named, all or nothing: those a catalog says are held.
 
-        O((n + r) log (n + r)) for n ids and r free runs; 1.7 million ids in 100,000 runs take a fraction of a second.
+        Looks at every block: 1.7 million of them, in 100,000 runs, take a fraction of a second.
 
         Args:
           ids: in any order. A numpy array of integers is taken as it is.
@@ -92,7 +92,7 @@ class BlockAllocator:
             raise ValueError(f"block ids must be integers[n], got {wanted.dtype}{list(wanted.shape)}")
         for end in (wanted[0], wanted[-1]):
             if not 0 <= end < self._num_blocks:
-                raise ValueError(f"there must be a block id in [0, {self._num_blocks}), got {end}")
+                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {end}")
         wanted = wanted.astype(np.int64)
         is_taken = np.frombuffer(self._taken, np.uint8)  # A view: what is set here is set there.
         again = wanted[is_taken[wanted] != 0].tolist() + wanted[1:][wanted[1:] == wanted[:-1]].tolist()
@@ -100,17 +100,10 @@ class BlockAllocator:
             raise ValueError(f"block {again[0]} is taken twice")
         is_taken[wanted] = 1
         self._num_free -= len(wanted)
-        # A free run goes from a start to the next end. Taking ids out ends it there, and starts it again behind them:
-        #   ------####--####----   ->   starts 0 10 16, ends 6 12 20
-        is_first = np.diff(wanted, prepend=-2) > 1
-        first, last = wanted[is_first], wanted[np.roll(is_first, -1)]
-        starts = np.fromiter(self._run_length.keys(), np.int64, len(self._run_length))
-        lengths = np.fromiter(self._run_length.values(), np.int64, len(starts))
-        ends = np.sort(np.concatenate([starts + lengths, first]))
-        starts = np.sort(np.concatenate([starts, last + 1]))
-        is_run = starts < ends
-        self._run_length = SortedDict(zip(starts[is_run].tolist(), (ends - starts)[is_run].tolist(), strict=True))
-        self._by_length = SortedList((length, start) for start, length in self._run_length.items())
+        edges = np.flatnonzero(np.diff(is_taken, prepend=1, append=1))  # Of free runs: starts and ends, in turn.
+        starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
+        self._run_length = SortedDict(zip(starts, lengths, strict=True))
+        self._by_length = SortedList(zip(lengths, starts, strict=True))
 
     def free(self, ids: Iterable[int]) -> None:
         """Gives blocks back, all or nothing.
@@ -121,7 +114,7 @@ class BlockAllocator:
         ids = sorted(ids)
         for i, block in enumerate(ids):
             if not 0 <= block < self._num_blocks:
-                raise ValueError(f"there must be a block id below {self._num_blocks}, got {block}")
+                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {block}")
             if not self._taken[block] or (i and ids[i - 1] == block):
                 raise ValueError(f"block {block} is freed twice")
         start = 0

@@ -164,9 +164,9 @@ class IoQueue:
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_in_flight <= 0:
-            raise ValueError(f"there must be max_in_flight of at least 1 operation, got {max_in_flight}")
+            raise ValueError(f"max_in_flight must be at least 1 operation, got {max_in_flight}")
         if not deadline_s > 0:
-            raise ValueError(f"there must be an I/O deadline above 0 s, got {deadline_s} s")
+            raise ValueError(f"deadline_s must be above 0 s, got {deadline_s} s")
         self.clock = clock
         """Seconds, never decreasing."""
         self._max_in_flight = max_in_flight
@@ -310,7 +310,7 @@ class IoQueue:
     def _late(self, handle: IoHandle) -> BlockIoError:
         return BlockIoError(
             IoFailure.DEADLINE,
-            f"there must be progress within {self._deadline_s} s, got none; {handle._num_left} operations are left, "
+            f"the move must progress within {self._deadline_s} s, and has not; {handle._num_left} operations are left, "
             f"{handle._num_running} of them begun",
         )
 
