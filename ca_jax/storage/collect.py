@@ -73,7 +73,7 @@ class NamespaceGarbage:
     num_blocks: int = 0
     """Blocks on disk: theirs, and those that no session held."""
     num_bytes: int = 0
-    """What these take on disk, checksums and rounding included."""
+    """What these take on disk, in whole pages."""
     num_leftovers: int | None = None
     """Files of writes that were cut short; None where they were not looked for."""
 

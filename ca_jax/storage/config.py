@@ -35,11 +35,11 @@ class StoreConfig:
     ssd_dir: str | None = None
     """Directory of the SSD tier: catalog and blocks. None: DRAM only. One engine at a time may use a directory."""
     ssd_gib: float = 8.0
-    """Cap of the SSD tier, GiB, checksums included; the catalog, under 1 % of it, comes on top."""
+    """Cap of the SSD tier's blocks, GiB; the catalog, under 1 % of it, comes on top."""
     ssd_free_floor_gib: float = 1.0
     """Free space that stays on the disk whatever the cap says, GiB."""
     ssd_driver: str = "zarr3"
-    """How blocks are kept: `zarr3` (TensorStore, one file a block) or `raw` (one file of checksummed slots, read and
+    """How blocks are kept: `zarr3` (TensorStore, one file a block) or `raw` (one file of slots, read and
     written past the page cache: faster where the disk is). Each has its own blocks."""
     ssd_url: str | None = None
     """Where blocks are kept instead of in `ssd_dir`, as a TensorStore URL (`s3://…`, `gs://…`, `memory://…`); the

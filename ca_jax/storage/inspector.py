@@ -55,7 +55,7 @@ class StoredSession:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks, without checksums and rounding."""
+        """Bytes of its blocks, not rounded up to pages."""
         return self.record.num_blocks * self.namespace.layout.block_bytes
 
     def expired(self, now_s: float) -> bool:

@@ -226,7 +226,7 @@ class SsdStats:
     """The SSD tier: sizes now, and counts since the store was made."""
 
     capacity_bytes: int = 0
-    """Bytes of all blocks, checksums and rounding included."""
+    """Bytes of all blocks, each rounded up to whole pages."""
     used_bytes: int = 0
     """Bytes of blocks held by sessions, those on their way included."""
     free_bytes: int = 0

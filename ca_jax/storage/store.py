@@ -106,7 +106,7 @@ class AttentionStore:
         weights: str = "",
         clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] | None = None,
-        on_fetch: Callable[[int, float], None] | None = None,
+        on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
         timeline: Timeline = NO_TIMELINE,
         open_ssd: Callable[..., SsdIndex] | None = None,
     ):
@@ -116,7 +116,6 @@ class AttentionStore:
         """The shape of a block."""
         self._progress = threading.Event()
         self._on_progress = on_progress
-        self._on_fetch = on_fetch
         policy = make_policy(config.eviction_policy) if policy is None else policy
         quota = TenantQuota.in_bytes(config.tenant_quota_bytes, dict(config.tenant_quotas), layout.block_bytes)
         self._dram = DramTier(layout, config.dram_bytes)
@@ -138,7 +137,7 @@ class AttentionStore:
             namespace = Namespace(
                 weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
             )
-            open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=self._fetched, timeline=timeline)
+            open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=on_fetch, timeline=timeline)
         self._ssd = None if open_ssd is None else open_ssd(parts=parts, on_progress=self._progressed)
         self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
         self._truncation = Truncation(parts, self._placement, self._ssd, self._progressed)
@@ -443,10 +442,6 @@ class AttentionStore:
         self._progress.set()
         if self._on_progress is not None:
             self._on_progress()
-
-    def _fetched(self, num_bytes: int, seconds: float) -> None:
-        if self._on_fetch is not None:
-            self._on_fetch(num_bytes, seconds)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -60,7 +60,8 @@ class SaveTicket:
         self._tier = tier
         self._block_ids = block_ids  # Of the whole session, up to the last token of this save.
         self._written = np.zeros((tier.layout.num_layers, len(token_ids)), bool)
-        self._state = TicketState.OPEN
+        self.state = TicketState.OPEN
+        """What became of it."""
         self._num_writers = 0
         self._idle = threading.Condition()
 
@@ -78,11 +79,6 @@ class SaveTicket:
     def stop_place(self) -> int:
         """One past the place of the last token."""
         return self.start_place + len(self.token_ids)
-
-    @property
-    def state(self) -> TicketState:
-        """What became of the save."""
-        return self._state
 
     @property
     def num_missing(self) -> int:
@@ -118,7 +114,7 @@ class SaveTicket:
     def close(self, state: TicketState) -> None:
         """Ends the save: waits for writes under way, refuses later ones. For the AttentionStore."""
         with self._idle:
-            self._state = state
+            self.state = state
             self._idle.wait_for(lambda: not self._num_writers)
 
     def _write(self, layers: slice, kv: np.ndarray, token_offset: int) -> bool:
@@ -132,7 +128,7 @@ class SaveTicket:
                 f"got [{token_offset}, {token_offset + num_tokens})"
             )
         with self._idle:
-            if self._state is not TicketState.OPEN:
+            if self.state is not TicketState.OPEN:
                 return False
             self._num_writers += 1
         try:
@@ -183,12 +179,8 @@ class LoadTicket:
         self._places = places
         self._block_ids = block_ids
         self._reads: list[ts.Future] = []
-        self._state = TicketState.OPEN
-
-    @property
-    def state(self) -> TicketState:
-        """What became of the load."""
-        return self._state
+        self.state = TicketState.OPEN
+        """What became of it."""
 
     def shorten(self, num_tokens: int) -> None:
         """Reads only the first so many tokens from here on.
@@ -220,8 +212,8 @@ class LoadTicket:
           ValueError: a layer, shape or dtype that does not fit, or a ticket that is closed.
         """
         layout = self._tier.layout
-        if self._state is not TicketState.OPEN:
-            raise ValueError(f"the load of {self.key!r} must be open, got one that is {self._state.value}")
+        if self.state is not TicketState.OPEN:
+            raise ValueError(f"the load of {self.key!r} must be open, got one that is {self.state.value}")
         if not 0 <= layer < layout.num_layers:
             raise ValueError(f"layer must be below {layout.num_layers}, got {layer}")
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
@@ -249,7 +241,7 @@ class LoadTicket:
 
     def close(self, state: TicketState) -> None:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
-        self._state = state
+        self.state = state
         for future in self._reads:
             future.exception()  # Waits. An error is for the holder of the future.
         self._reads.clear()

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import struct
 from typing import Self
 
 import numpy as np
 
-_RUN_DTYPE = np.dtype("<u4")
+_RUN = struct.Struct("<II")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,12 +85,13 @@ class TokenPlaces:
         Raises:
           ValueError: the data is no list of runs.
         """
-        starts_and_lengths = np.frombuffer(data, _RUN_DTYPE).reshape(-1, 2).tolist()
-        return cls(tuple((start, length) for start, length in starts_and_lengths))
+        if len(data) % _RUN.size:
+            raise ValueError(f"runs must be of {_RUN.size} bytes each, got {len(data)} bytes")
+        return cls(tuple(_RUN.iter_unpack(data)))
 
     def to_bytes(self) -> bytes:
         """The runs, each as two unsigned 32-bit integers."""
-        return np.array(self.runs, _RUN_DTYPE).tobytes()
+        return b"".join(_RUN.pack(*run) for run in self.runs)
 
     @property
     def num_tokens(self) -> int:

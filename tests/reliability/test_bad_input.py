@@ -38,7 +38,10 @@ def store_in(directory: Path, driver: str = "zarr3", **changes: object) -> Store
         ),
         ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
         ({"ssd_url": "memory://x"}, "ssd_url must have an ssd_dir for its catalog, got none"),
-        ({"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"}, "ssd_driver must be zarr3 with an ssd_url, got raw"),
+        (
+            {"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"},
+            "ssd_driver must be zarr3 with an ssd_url, got raw",
+        ),
         ({"ssd_driver": "tape"}, "ssd_driver must be one of zarr3, raw; got 'tape'"),
         ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0"),
         ({"ttl_s": -1.0}, "got -1"),
@@ -116,9 +119,7 @@ def unwritable(directory: Path) -> Iterator[None]:
 def test_a_directory_without_write_permission(tmp_path, below):
     with (
         unwritable(tmp_path / "store"),
-        pytest.raises(
-            CatalogAccessError, match=r"must have a directory to write in, got .*store.*(denied|Read-only)"
-        ),
+        pytest.raises(CatalogAccessError, match=r"must have a directory to write in, got .*store.*(denied|Read-only)"),
     ):
         kit.small_engine(store=store_in(tmp_path / "store" / below))
 

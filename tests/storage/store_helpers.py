@@ -70,7 +70,7 @@ def make_store(
     clock: Callable[[], float] | None = None,
     weights: str = "weights",
     timeline: Timeline = NO_TIMELINE,
-    on_fetch: Callable[[int, float], None] | None = None,
+    on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     **fields: Any,
 ) -> AttentionStore:
     """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show.
@@ -167,7 +167,9 @@ def ssd_tokens(store: AttentionStore, key: str) -> int:
 
 def used_blocks(store: AttentionStore) -> int:
     """Blocks of DRAM that are held."""
-    return store.stats().used_bytes // store.layout.block_bytes
+    stats = store.stats()
+    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
+    return stats.used_bytes // store.layout.block_bytes
 
 
 def put(store: AttentionStore, key: str, num_tokens: int, *, seed: int = 0, first: int = 100, owner=None) -> np.ndarray:
@@ -214,6 +216,12 @@ def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
             return
         assert store._progress.wait(PATIENCE_S), "nothing happens any more, and what was waited for is not so"
     raise AssertionError("much happens, and what was waited for does not become so")
+
+
+def begin_flush(store: AttentionStore, tier: GatedTier) -> None:
+    """Begins what is due, and waits until its writes stand before the closed gate."""
+    store.poll()
+    tier.writes.wait_held()
 
 
 class Gate:

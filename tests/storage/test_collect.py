@@ -22,16 +22,6 @@ from .ssd_helpers import make_blocks
 NOW_S = 1e9 + 100  # When the second session has expired, and the third would have.
 
 
-@pytest.fixture(params=["zarr3", "raw"])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def filled(tmp_path, kind):
-    return fill(tmp_path, kind)
-
-
 def collect(path, **options):
     with StoreInspector(path) as inspector:
         return collect_garbage(inspector, now_s=NOW_S, **options)
@@ -54,8 +44,8 @@ def reasons(garbage) -> dict[str, ForgetReason]:
     return {each.key: each.reason for namespace in garbage.namespaces for each in namespace.forgotten}
 
 
-def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.write_blocks([9, 12], make_blocks(NAMESPACE.layout, 2)).result()
     tier.close()
     garbage = collect(tmp_path)
@@ -106,7 +96,7 @@ def test_a_dry_run_says_the_same_and_does_nothing(tmp_path, filled):
         assert (each.dropped, each.num_blocks, each.num_bytes) == (other.dropped, other.num_blocks, other.num_bytes)
 
 
-def test_damaged_sessions_go(tmp_path, filled, kind):
+def test_damaged_sessions_go(tmp_path, filled, driver):
     db = sqlite3.connect(tmp_path / CATALOG_NAME)
     db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
     db.execute(
@@ -127,8 +117,8 @@ def test_damaged_sessions_go(tmp_path, filled, kind):
     assert stored(tmp_path) == {"aaaa": [], "bbbb": [], "keys": []}
 
 
-def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.delete_blocks([1]).result()
     tier.close()
     assert KEYS["first"] not in reasons(collect(tmp_path, read_blocks=False))

@@ -31,18 +31,6 @@ from .filled_store import KEYS, LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_file, 
 from .ssd_helpers import read
 from .store_helpers import as_bits, make_layout
 
-KINDS = ("zarr3", "raw")
-
-
-@pytest.fixture(params=KINDS)
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def filled(tmp_path, kind):
-    return fill(tmp_path, kind)
-
 
 def damages(path: Path, **options) -> dict[str, list[tuple]]:
     """What `verify` finds: key to reasons and blocks."""
@@ -128,7 +116,7 @@ def test_a_directory_without_a_store_is_refused(tmp_path):
         StoreInspector(tmp_path, driver="raw", url="s3://bucket")
 
 
-def test_what_it_takes_on_disk_is_told(tmp_path, filled, kind):
+def test_what_it_takes_on_disk_is_told(tmp_path, filled, driver):
     unknown = tmp_path / "blocks-0123456789abcdef" / "zarr3"
     unknown.mkdir(parents=True)
     (unknown / "c.0").write_bytes(bytes(10_000))
@@ -141,7 +129,7 @@ def test_what_it_takes_on_disk_is_told(tmp_path, filled, kind):
         f"{CATALOG_NAME}.corrupt-1": 1,
     }
     assert use.unknown["blocks-0123456789abcdef"].num_bytes >= 10_000
-    num_files = {"zarr3": (7 + 1, 2 + 1), "raw": (2, 2)}[kind]
+    num_files = {"zarr3": (7 + 1, 2 + 1), "raw": (2, 2)}[driver]
     assert tuple(each.num_files for each in use.blocks.values()) == num_files
     num_blocks = {namespace: 7 if namespace == NAMESPACE else 2 for namespace in use.blocks}
     for namespace, each in use.blocks.items():
@@ -175,9 +163,9 @@ def test_a_session_is_read_bit_for_bit(tmp_path, filled):
             assert found.kv.dtype == kept.kv.dtype
 
 
-def test_many_blocks_are_read_in_order(tmp_path, kind):
+def test_many_blocks_are_read_in_order(tmp_path, driver):
     block_ids = [15, 3, 9, 0, 1, 12, 4, 14, 7, 2, 11, 5]
-    tier = open_tier(tmp_path, kind)
+    tier = open_tier(tmp_path, driver)
     with Catalog(tmp_path, NAMESPACE) as catalog:
         kept = save(catalog, tier, KEYS["first"], block_ids, 4 * 11 + 1)
     with StoreInspector(tmp_path) as inspector:
@@ -188,8 +176,8 @@ def test_many_blocks_are_read_in_order(tmp_path, kind):
     tier.close()
 
 
-def test_a_flipped_byte_is_found_and_placed(tmp_path, filled, kind):
-    if kind == "zarr3":
+def test_a_flipped_byte_is_found_and_placed(tmp_path, filled, driver):
+    if driver == "zarr3":
         change_bytes(block_file(tmp_path, 5), 100)
     else:
         change_bytes(tmp_path / NAMESPACE.directory_name / "raw" / "blocks", 5 * 4096 + 100)
@@ -198,8 +186,8 @@ def test_a_flipped_byte_is_found_and_placed(tmp_path, filled, kind):
         read_session(inspector, inspector.find("b"))
 
 
-def test_a_truncated_file_is_found(tmp_path, filled, kind):
-    if kind == "zarr3":
+def test_a_truncated_file_is_found(tmp_path, filled, driver):
+    if driver == "zarr3":
         file = block_file(tmp_path, 6)
         file.write_bytes(file.read_bytes()[:700])
         expected = [(DamageReason.CORRUPT, 2, 6)]
@@ -210,23 +198,23 @@ def test_a_truncated_file_is_found(tmp_path, filled, kind):
     assert damages(tmp_path) == {KEYS["third"]: expected}
 
 
-def test_missing_directories_are_found_and_not_made(tmp_path, filled, kind):
+def test_missing_directories_are_found_and_not_made(tmp_path, filled, driver):
     for namespace, name in ((NAMESPACE, "blocks moved"), (OTHER_NAMESPACE, "others moved")):
         (tmp_path / namespace.directory_name).rename(tmp_path / name)
     assert damages(tmp_path) == {key: [(DamageReason.MISSING, None, None)] for key in KEYS.values()}
     assert not (tmp_path / NAMESPACE.directory_name).exists()
 
 
-def test_swapped_blocks_are_found(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_swapped_blocks_are_found(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.write_blocks([7, 1], read(tier, [1, 7])).result()
     tier.close()
     reason = DamageReason.CORRUPT
     assert damages(tmp_path) == {KEYS["first"]: [(reason, 1, 1)], KEYS["third"]: [(reason, 0, 7)]}
 
 
-def test_a_block_written_over_is_found(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_a_block_written_over_is_found(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.write_blocks([3], np.zeros((1, *LAYOUT.block_shape), LAYOUT.numpy_dtype)).result()
     tier.close()
     assert damages(tmp_path) == {KEYS["second"]: [(DamageReason.CORRUPT, 0, 3)]}
@@ -286,7 +274,7 @@ def test_a_group_without_metadata_is_read_and_one_of_another_layout_is_not(tmp_p
     }
 
 
-def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, kind):
+def test_a_tier_of_what_exists_writes_nothing(tmp_path, filled, driver):
     before = files_of(tmp_path)
     with StoreInspector(tmp_path) as inspector:
         tier = inspector.open_blocks(NAMESPACE)
@@ -333,8 +321,8 @@ class DisturbedInspector(StoreInspector):
         return super().open_blocks(namespace, num_blocks)
 
 
-def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     with Catalog(tmp_path, NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
         moved = {}
 
@@ -350,8 +338,8 @@ def test_a_session_that_changes_meanwhile_is_read_again(tmp_path, filled, kind):
         assert verify_session(inspector, session).ok
 
 
-def test_a_session_that_is_forgotten_meanwhile_has_no_verdict(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_a_session_that_is_forgotten_meanwhile_has_no_verdict(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     with Catalog(tmp_path, NAMESPACE) as catalog, DisturbedInspector(tmp_path) as inspector:
 
         def forget() -> None:

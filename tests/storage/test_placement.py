@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -12,45 +12,27 @@ from ca_jax.storage.records import FlushFailure, Owner
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (
+    LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
     as_bits,
+    begin_flush,
     fetch,
+    ids,
     load,
     make_kv,
-    make_layout,
     make_store,
-    open_gated,
     save,
     use,
+    used_blocks,
     wait_until,
 )
 
-LAYOUT = make_layout()
-
 
 @pytest.fixture
-def gates(monkeypatch):
-    """The gated tiers of the stores of this test."""
-    return open_gated(monkeypatch)
-
-
-@pytest.fixture
-def open_store(tmp_path):
-    """Opens stores of one directory, and closes them at the end. Who is needed last goes first, by default."""
-    with contextlib.ExitStack() as at_the_end:
-
-        def open_it(num_blocks: int = 6, **options):
-            options = {"dram_free_fraction": 0.0, "eviction_policy": "scheduler_aware", **options}
-            store = make_store(num_blocks, ssd_dir=tmp_path / "store", **options)
-            at_the_end.callback(store.close)
-            return store
-
-        yield open_it
-
-
-def ids(num_tokens: int) -> list[int]:
-    return list(range(100, 100 + num_tokens))
+def open_store(open_store):
+    """The same; who is needed last goes first, and no part of DRAM is kept free, by default."""
+    return functools.partial(open_store, dram_free_fraction=0.0, eviction_policy="scheduler_aware")
 
 
 def kv_of(num_tokens: int) -> np.ndarray:
@@ -66,10 +48,6 @@ def put(store, key: str, num_tokens: int, owner: Owner | None = None) -> None:
 def where(store, residency: Residency) -> str:
     """The keys of the sessions that are there."""
     return "".join(sorted(info.key for info in store.list() if info.residency is residency))
-
-
-def used_blocks(store) -> int:
-    return store.stats().used_bytes // store.layout.block_bytes
 
 
 def on_ssd(open_store, sizes: dict[str, int], num_blocks: int = 6, **options):
@@ -218,8 +196,7 @@ def test_a_request_waits_for_a_flush_that_will_make_room(open_store, gates):
     store = on_ssd(open_store, {"a": 8}, num_blocks=4)
     gates[1].writes.close()
     save(store, "n", ids(12), kv_of(12))
-    store.poll()
-    gates[1].writes.wait_held()
+    begin_flush(store, gates[1])
     store.enqueue(0, "a")
     assert store.request("a"), "n may leave once it is on SSD"
     assert store.residency("a") is Residency.SSD

@@ -16,6 +16,7 @@ from .store_helpers import (
     SLOT_BYTES,
     as_bits,
     assert_loads,
+    begin_flush,
     fetch,
     ids,
     info,
@@ -173,8 +174,7 @@ def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     store = open_store(8)
     gates[0].writes.close()
     save(store, "a", ids(9), make_kv(LAYOUT, 9))
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     store.copy_prefix("a", "b", ids(8))
     save(store, "b", [7], make_kv(LAYOUT, 1), start_token=8)
     save(store, "c", ids(3, 500), make_kv(LAYOUT, 3))
@@ -211,8 +211,7 @@ def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, 
     store.pin("b")
     save(store, "a", ids(4, 700), more, start_token=12)
     gates[0].writes.close()
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     first_block = np.arange(12) < 4
     store.discard("a", first_block)
     store.discard("b", first_block)

@@ -20,28 +20,19 @@ from ca_jax.storage import (
 from .store_helpers import (
     BLOCK_TOKENS,
     as_bits,
+    ids,
     load,
     make_kv,
     make_layout,
     make_store,
     save,
     use,
+    used_blocks,
 )
-
-
-def ids(num_tokens: int, first: int = 100) -> list[int]:
-    return list(range(first, first + num_tokens))
 
 
 def keys(store: AttentionStore) -> set[str]:
     return {info.key for info in store.list()}
-
-
-def used_blocks(store: AttentionStore) -> int:
-    stats = store.stats()
-    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
-    assert stats.used_bytes == sum(info.num_bytes for info in store.list())
-    return stats.used_bytes // store.layout.block_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])

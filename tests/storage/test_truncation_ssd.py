@@ -22,6 +22,7 @@ from .store_helpers import (
     SLOT_BYTES,
     as_bits,
     assert_loads,
+    begin_flush,
     fetch,
     ids,
     info,
@@ -160,8 +161,7 @@ def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_sto
         store.settle()
     gates[0].writes.close()
     save(store, "a", ids(13)[5:], kv[:, :, 5:13], start_token=5)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(13, [1, *range(4, 9)]), b"cut") == 7
     assert info(store, "a").num_blocks == 3, "of the second block nothing is left"
     assert save(store, "a", ids(16)[13:], kv[:, :, 13:], start_token=7)
@@ -188,8 +188,7 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     store.settle()
     gates[0].writes.close()
     save(store, "a", ids(11)[7:], kv[:, :, 7:], start_token=7)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(11, [1, 2, 8]), b"cut") == 8
     gates[0].let_time_pass(60.0)
     wait_until(store, lambda: ssd_tokens(store, "a") == 5)
@@ -207,8 +206,7 @@ def test_a_flush_whose_rows_will_be_written_again_is_given_up(open_store, gates,
     kv, more = make_kv(LAYOUT, 10), make_kv(LAYOUT, 3, seed=1)
     gates[0].writes.close()
     save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(10, [1, 7, 8, 9])) == 6
     assert save(store, "a", ids(3, 900), more, start_token=6)
     gates[0].writes.open()
@@ -227,8 +225,7 @@ def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_stor
     kv, anew = make_kv(LAYOUT, 10), make_kv(LAYOUT, 12, seed=1)
     gates[0].writes.close()
     save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     kept = np.arange(10)
     if is_cut:
         store.discard("a", mask_of(10, [1, 2]))

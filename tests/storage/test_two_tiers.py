@@ -23,6 +23,7 @@ from .store_helpers import (
     SLOT_BYTES,
     as_bits,
     assert_loads,
+    begin_flush,
     fetch,
     ids,
     info,
@@ -117,8 +118,7 @@ def test_a_save_into_the_tail_block_while_it_is_flushed(open_store, gates, drive
     kv = make_kv(LAYOUT, 11)
     gates[0].writes.close()
     save(store, "a", ids(6), kv[:, :, :6])
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     save(store, "a", ids(11)[6:], kv[:, :, 6:], start_token=6)
     gates[0].writes.open()
     wait_until(store, lambda: ssd_tokens(store, "a") == 6)
@@ -138,8 +138,7 @@ def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_k
         store.settle()
     gates[0].writes.close()
     save(store, "a", ids(12)[5:], kv[:, :, 5:], start_token=5)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.truncate("a", 6) == 6
     assert save(store, "a", ids(5, 900), other, start_token=6)
     assert ssd_tokens(store, "a") == 0
@@ -156,8 +155,7 @@ def test_blocks_of_a_dropped_flush_are_free_once_it_has_settled(open_store, gate
     store = open_store(4)
     gates[0].writes.close()
     save(store, "a", ids(16), make_kv(LAYOUT, 16))
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.drop("a")
     assert info(store, "a") is None
     assert used_blocks(store) == 4
@@ -291,8 +289,7 @@ def test_a_note_that_waits_is_the_last_that_was_given(open_store, gates, change)
     store.set_note("a", b"dropped")
     store.unpin("a")
     gates[0].writes.close()
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     store.pin("a")
     store.drop("a")
     assert store.note("a") == b""
@@ -317,8 +314,7 @@ def test_a_change_while_a_flush_is_under_way_is_not_lost(open_store, gates, chan
     store = open_store()
     gates[0].writes.close()
     save(store, "a", ids(5), make_kv(LAYOUT, 5))
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     store.set_pinned("a", True) if change == "pinned" else store.set_ttl("a", 1e6)
     gates[0].writes.open()
     store.close()
@@ -520,8 +516,7 @@ def test_a_flush_that_fails_is_counted_and_changes_nothing_until_it_is_tried_aga
     tier = gates[0]
     tier.writes.close()
     save(store, "a", ids(9)[6:], make_kv(LAYOUT, 3), start_token=6)
-    store.poll()
-    tier.writes.wait_held()
+    begin_flush(store, tier)
     tier.let_time_pass(6)
     wait_until(store, lambda: store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1)
     assert ssd_tokens(store, "a") == 6

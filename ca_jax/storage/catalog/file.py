@@ -47,11 +47,11 @@ CREATE TABLE sessions (
   key TEXT NOT NULL,
   tenant TEXT NOT NULL,
   session_id TEXT NOT NULL,
-  block_ids BLOB NOT NULL,  -- int64
-  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens)
   num_dropped INTEGER NOT NULL,
   num_plain INTEGER,  -- leading tokens that have seen none of those; null for all
   generation INTEGER NOT NULL,
+  block_ids BLOB NOT NULL,  -- int64
+  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens)
   prefix_hashes BLOB NOT NULL,  -- what others find it by: of each full block
   num_tokens INTEGER NOT NULL,
   created_s REAL NOT NULL,

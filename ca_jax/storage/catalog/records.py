@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,11 +156,11 @@ class NamespaceInfo:
 BLOCK_ID_BYTES = 8
 """Of one entry of a block table."""
 SESSION_COLUMNS = (
-    "key, tenant, session_id, block_ids, runs, num_dropped, num_plain, generation, prefix_hashes, "
+    "key, tenant, session_id, num_dropped, num_plain, generation, block_ids, runs, prefix_hashes, "
     "num_tokens, created_s, last_used_s, pinned, ttl_s, checksum"
 )
 """Of table `sessions`, in the order of `session_to_row` and `session_from_row`."""
-_NUM_CHECKED = 9  # The first columns: they never change without a new row, and must not be served if they do.
+_NUM_NAMED, _NUM_CHECKED = 6, 9  # The first columns never change without a new row: names and numbers, then blobs.
 CONTENTS_COLUMNS = "token_ids, sums, note, contents.checksum"
 """Of table `contents`, in the order of `Contents.to_row`."""
 
@@ -182,7 +183,7 @@ class Contents:
     def to_row(self, key: str) -> tuple[Any, ...]:
         """Values of `CONTENTS_COLUMNS`."""
         blobs = (self.token_ids.astype("<i4").tobytes(), self.sums.astype("<u4").tobytes(), self.note)
-        return (*blobs, _checksum(key, *blobs))
+        return (*blobs, _checksum((key,), blobs))
 
     @classmethod
     def from_row(cls, record: SessionRecord, row: tuple[Any, ...], num_layers: int) -> Contents:
@@ -193,7 +194,7 @@ class Contents:
         """
         token_ids, sums, note, checksum = row
         try:
-            if checksum != _checksum(record.key, token_ids, sums, note):
+            if checksum != _checksum((record.key,), row[:-1]):
                 raise ValueError("contents must pass their checksum, got others")
             if len(token_ids) != 4 * record.num_tokens:
                 raise ValueError(f"contents must have {record.num_tokens} token ids, got {len(token_ids)} bytes")
@@ -208,13 +209,11 @@ class Contents:
 
 def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
     """Values of `SESSION_COLUMNS`."""
-    checked = (
-        *(record.key, record.tenant, record.session_id),
-        *(record.block_ids.astype("<i8").tobytes(), record.places.to_bytes()),
-        *(record.lineage.num_dropped, record.lineage.num_plain, record.generation, record.prefixes),
-    )
+    lineage = record.lineage
+    named = (record.key, record.tenant, record.session_id, lineage.num_dropped, lineage.num_plain, record.generation)
+    blobs = (record.block_ids.astype("<i8").tobytes(), record.places.to_bytes(), record.prefixes)
     mutable = (record.num_tokens, record.created_s, record.last_used_s, int(record.pinned), record.ttl_s)
-    return (*checked, *mutable, _checksum(*checked))
+    return (*named, *blobs, *mutable, _checksum(named, blobs))
 
 
 def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
@@ -223,10 +222,10 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
     Raises:
       DamagedRecordError: it is another.
     """
-    key, tenant, session_id, table, runs, num_dropped, num_plain, generation, prefixes = row[:_NUM_CHECKED]
+    key, tenant, session_id, num_dropped, num_plain, generation, table, runs, prefixes = row[:_NUM_CHECKED]
     num_tokens, created_s, used_s, pinned, ttl_s, checksum = row[_NUM_CHECKED:]
     try:
-        if checksum != _checksum(*row[:_NUM_CHECKED]):
+        if checksum != _checksum(row[:_NUM_NAMED], row[_NUM_NAMED:_NUM_CHECKED]):
             raise ValueError("the row must pass its checksum, got another")
         places = TokenPlaces.from_bytes(runs)
         if num_tokens != places.num_tokens:
@@ -249,10 +248,11 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
         raise DamagedRecordError(f"session {key!r}: {error}") from error
 
 
-def _checksum(*values: str | bytes | float | None) -> int:
-    """Of values and where each ends."""
-    checksum = 0
-    for value in values:
-        data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogateescape")
-        checksum = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), checksum))
-    return checksum
+def _checksum(named: tuple[Any, ...], blobs: Sequence[bytes]) -> int:
+    """Of names and numbers, and of blobs and where each ends.
+
+    Raises:
+      TypeError: a blob is none.
+    """
+    text = repr((*named, *map(len, blobs)))
+    return zlib.crc32(b"".join(blobs), zlib.crc32(text.encode()))

@@ -28,7 +28,8 @@ class BlockAllocator:
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         self._num_blocks = num_blocks
-        self._num_free = num_blocks
+        self.num_free = num_blocks
+        """Blocks that `alloc` can still hand out."""
         self._taken = bytearray(num_blocks)
         # The free blocks as runs: how many there are from each first id on. Neighbours are always merged.
         self._run_length: SortedDict[int, int] = SortedDict({0: num_blocks} if num_blocks else {})
@@ -38,11 +39,6 @@ class BlockAllocator:
     def num_blocks(self) -> int:
         """Free and taken blocks together."""
         return self._num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `alloc` can still hand out."""
-        return self._num_free
 
     def alloc(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
         """Takes `num_blocks` blocks, all or nothing.
@@ -62,7 +58,7 @@ class BlockAllocator:
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
-        if num_blocks > self._num_free:
+        if num_blocks > self.num_free:
             return None
         ids: list[int] = []
         if after is not None and after + 1 in self._run_length:
@@ -99,7 +95,7 @@ class BlockAllocator:
         if again:
             raise ValueError(f"block {again[0]} is taken twice")
         is_taken[wanted] = 1
-        self._num_free -= len(wanted)
+        self.num_free -= len(wanted)
         edges = np.flatnonzero(np.diff(is_taken, prepend=1, append=1))  # Of free runs: starts and ends, in turn.
         starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
         self._run_length = SortedDict(zip(starts, lengths, strict=True))
@@ -123,14 +119,14 @@ class BlockAllocator:
             if i + 1 == len(ids) or ids[i + 1] != block + 1:
                 self._put(ids[start], i + 1 - start)
                 start = i + 1
-        self._num_free += len(ids)
+        self.num_free += len(ids)
 
     def _take(self, start: int, num_blocks: int) -> range:
         """Takes the first `num_blocks` of the free run at `start`."""
         length = self._drop_run(start)
         if length > num_blocks:
             self._add_run(start + num_blocks, length - num_blocks)
-        self._num_free -= num_blocks
+        self.num_free -= num_blocks
         self._taken[start : start + num_blocks] = b"\x01" * num_blocks
         return range(start, start + num_blocks)
 
@@ -171,7 +167,8 @@ class TenantQuota:
                 raise ValueError(f"quota must be a number of blocks >= 0, or None, got {quota}")
         self._quota_blocks = quota_blocks
         self._of_tenants = dict(of_tenants)
-        self._used: collections.Counter[str] = collections.Counter()
+        self.used: collections.Counter[str] = collections.Counter()
+        """Blocks held, by tenant; those that hold none are left out."""
 
     @classmethod
     def in_bytes(cls, quota_bytes: int | None, of_tenants: Mapping[str, int], block_bytes: int) -> TenantQuota:
@@ -181,24 +178,19 @@ class TenantQuota:
             {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants.items()},
         )
 
-    @property
-    def used(self) -> Mapping[str, int]:
-        """Blocks held, by tenant; those that hold none are left out."""
-        return self._used
-
     def charge(self, tenant: str, num_blocks: int) -> None:
         """Counts blocks that a tenant took, or gave back if negative.
 
         Raises:
           ValueError: more is given back than the tenant holds.
         """
-        used = self._used[tenant] + num_blocks
+        used = self.used[tenant] + num_blocks
         if used < 0:
-            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self._used[tenant]}")
+            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self.used[tenant]}")
         if used:
-            self._used[tenant] = used
+            self.used[tenant] = used
         else:
-            del self._used[tenant]
+            del self.used[tenant]
 
     def admits(self, tenant: str, num_blocks: int) -> bool:
         """Whether one sequence of `num_blocks` blocks fits a tenant's quota at all."""
@@ -208,7 +200,7 @@ class TenantQuota:
     def excess(self, tenant: str, wanted_blocks: int = 0) -> int:
         """Blocks of its own that a tenant has to give up before it may take `wanted_blocks` more; 0 for none."""
         quota = self._of_tenants.get(tenant, self._quota_blocks)
-        return 0 if quota is None else max(0, self._used[tenant] + wanted_blocks - quota)
+        return 0 if quota is None else max(0, self.used[tenant] + wanted_blocks - quota)
 
 
 class ChargedBlocks:

@@ -47,7 +47,7 @@ class DiskOptions:
     """Free space that stays on a local disk."""
     max_reads: int = 4
     """Blocks that are read at once, each by a thread of its own."""
-    max_writes: int = 4
+    max_writes: int = 8
     """Blocks that are written at once, in a queue of their own, so that no read waits for them."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, never decreasing."""

@@ -87,7 +87,8 @@ class SsdWorker:
         self._bounces: list[np.ndarray] = []
         self._deadline_s = deadline_s
         self._was_late = False
-        self._num_changes = 0
+        self.num_changes = 0
+        """Changes of the catalog that were asked for and not tried yet."""
         self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
         self._lock = threading.Lock()
         self._reads, self._writes, self._asks = (
@@ -150,11 +151,6 @@ class SsdWorker:
         """Has written down when sessions were last used, seconds since the epoch."""
         self._change_catalog(functools.partial(self._writer.use, times_s))
 
-    @property
-    def num_changes(self) -> int:
-        """Changes of the catalog that were asked for and not tried yet."""
-        return self._num_changes
-
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`. Until its last question is answered no other is asked."""
         if self._asked is not None and not self._asked.done():
@@ -197,14 +193,14 @@ class SsdWorker:
 
     def _change_catalog(self, step: Callable[[], None]) -> None:
         with self._lock:
-            self._num_changes += 1
+            self.num_changes += 1
 
         def change() -> None:
             try:
                 step()
             finally:
                 with self._lock:
-                    self._num_changes -= 1
+                    self.num_changes -= 1
                 self._on_progress()
 
         self._writes.put(change)
@@ -230,18 +226,17 @@ class SsdWorker:
     # Fetching, on the reading thread.
 
     def _begin_fetch(self, task: FetchTask) -> None:
-        if task.cancelled:
-            self._finish(task, _cancelled(task))
-            return
-        self._mark_begin(task)
-        self._fetching.begin(task)
-        try:
-            contents = self._expected(task)
-        except BlockIoError as error:
+        error, contents = _cancelled(task), None
+        if error is None:
+            self._mark_begin(task)
+            self._fetching.begin(task)
+            try:
+                contents = self._expected(task)
+            except BlockIoError as failure:
+                error = failure
+        error = error or _cancelled(task)
+        if error is not None or contents is None:
             self._finish(task, error)
-            return
-        if task.cancelled:
-            self._finish(task, _cancelled(task))
             return
         handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
         self._move(handle, task, self._reads, lambda: self._finish(task, _cancelled(task), contents))
