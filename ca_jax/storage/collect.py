@@ -145,16 +145,9 @@ def drop_session(inspector: StoreInspector, session: StoredSession) -> Namespace
         catalog.forget([record.key])
         with contextlib.closing(NoteLog(inspector.directory)) as log:
             log.remove(record.key)
-        tier = inspector.open_blocks(namespace)
-        num_bytes = 0
-        block_ids: list[int] = []
-        if tier is not None:
-            theirs = set(record.block_ids.tolist()) - inspector.held_block_ids(namespace)
-            block_ids = sorted(theirs.intersection(tier.stored_block_ids()))
-            num_bytes = len(block_ids) * tier.stored_block_bytes
-            tier.delete_blocks(block_ids).result()
-    forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
-    return NamespaceGarbage(namespace=namespace, forgotten=(forgotten,), num_blocks=len(block_ids), num_bytes=num_bytes)
+        forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
+        garbage = NamespaceGarbage(namespace=namespace, forgotten=(forgotten,))
+        return _delete_unheld(inspector, garbage, among=set(record.block_ids.tolist()))
 
 
 def collect_garbage(
@@ -203,7 +196,7 @@ def collect_garbage(
                         if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
                             log.remove(each.key)
             garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
-            collected.append(_delete_unheld(inspector, garbage, dry_run))
+            collected.append(_delete_unheld(inspector, garbage, dry_run=dry_run))
     compacted_bytes, not_compacted = None, None
     if not dry_run:
         kept = [namespace for namespace in stored if namespace not in drop]
@@ -296,19 +289,25 @@ def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: 
     return False
 
 
-def _delete_unheld(inspector: StoreInspector, garbage: NamespaceGarbage, dry_run: bool) -> NamespaceGarbage:
-    """Deletes the blocks that no session holds once those to be forgotten are."""
+def _delete_unheld(
+    inspector: StoreInspector,
+    garbage: NamespaceGarbage,
+    *,
+    dry_run: bool = False,
+    among: Collection[int] | None = None,
+) -> NamespaceGarbage:
+    """Deletes the blocks that no session holds once those to be forgotten are: all of them, or those among some."""
     tier = inspector.open_blocks(garbage.namespace)
     if tier is None:
         return garbage
     gone = {each.key for each in garbage.forgotten}
     sessions = inspector.sessions_of(garbage.namespace).sound
     held = {block for each in sessions if each.record.key not in gone for block in each.record.block_ids.tolist()}
-    unheld = [block for block in tier.stored_block_ids() if block not in held]
+    unheld = [block for block in tier.stored_block_ids() if block not in held and (among is None or block in among)]
     num_leftovers = None
     if not dry_run:
         tier.delete_blocks(unheld).result()
-        num_leftovers = tier.sweep()
+        num_leftovers = tier.sweep() if among is None else None
     num_bytes = len(unheld) * tier.stored_block_bytes
     return dataclasses.replace(garbage, num_blocks=len(unheld), num_bytes=num_bytes, num_leftovers=num_leftovers)
 

@@ -231,11 +231,6 @@ class StoreInspector:
             self._readers[namespace] = CatalogReader(self.directory, namespace)
         return self._readers[namespace]
 
-    def held_block_ids(self, namespace: Namespace) -> set[int]:
-        """The blocks that sessions of a namespace hold, as far as the catalog can be read."""
-        sessions = self.sessions_of(namespace).sound
-        return {block for each in sessions for block in each.record.block_ids.tolist()}
-
     def open_blocks(self, namespace: Namespace, num_blocks: int = 1) -> DiskTier | None:
         """The blocks of a namespace, to be read and deleted; None where there are none. The inspector closes them.
 

@@ -158,7 +158,7 @@ def test_names_of_others_and_times_that_cannot_be(tmp_path):
             with pytest.raises(ValueError, match=f"got {ttl_s}"):
                 stored.set_ttl("one", ttl_s, tenant="a")
         session = engine.session(session_id="one", tenant="a")
-        with pytest.raises(InvalidRequestError, match=r"there must be to keep 0\.\.\d+ tokens, got 1000"):
+        with pytest.raises(InvalidRequestError, match=r"tokens to keep must be 0\.\.\d+, got 1000"):
             session.rewind(1000)
         assert kit.say(session, [65]) == kit.greedy_answer(session.token_ids[:-12], 12)
         assert session.usage is not None

@@ -75,7 +75,6 @@ def test_sessions_of_all_namespaces_are_told_last_used_last(tmp_path, filled):
         assert not listing.sound[1].expired(1e9 + 60)
         assert [each.record.key for each in inspector.sessions("alice").sound] == [KEYS["first"], KEYS["second"]]
         assert inspector.sessions("nobody").sound == ()
-        assert inspector.held_block_ids(NAMESPACE) == {0, 1, 2, 3, 5, 6, 7}
 
 
 def test_a_session_is_found_by_id_key_or_beginning_of_its_key(tmp_path, filled):

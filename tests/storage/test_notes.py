@@ -11,18 +11,13 @@ import pytest
 from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
 from ca_jax.storage.records import Owner
 
+from .ssd_helpers import StoppedClock
+
 OWNER = Owner(tenant="a", session_id="one")
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def opened(directory, clock=None, boot="today") -> NoteLog:
-    return NoteLog(directory, clock=clock or Clock(), boot=boot)
+    return NoteLog(directory, clock=clock or StoppedClock(1000.0), boot=boot)
 
 
 def test_what_was_put_is_there_for_a_process_that_follows_one_that_never_closed(tmp_path):
@@ -53,7 +48,7 @@ def test_what_another_boot_wrote_is_not_believed(tmp_path):
 
 
 def test_a_note_stays_for_its_time(tmp_path):
-    clock = Clock()
+    clock = StoppedClock(1000.0)
     log = opened(tmp_path, clock)
     log.put("brief", Owner(session_id="brief", ttl_s=10.0), b"note")
     log.put("long", Owner(session_id="long", ttl_s=1e6), b"note")
@@ -112,7 +107,7 @@ def test_what_is_removed_is_given_back_to_the_disk_and_not_readable(tmp_path):
 
 
 def test_it_says_how_much_room_lacks(tmp_path):
-    log = NoteLog(tmp_path, max_bytes=100_000, clock=Clock(), boot="today")
+    log = NoteLog(tmp_path, max_bytes=100_000, clock=StoppedClock(1000.0), boot="today")
     assert log.lacks(50_000) < 0 < log.lacks(100_000)
     log.put("k1", OWNER, os.urandom(80_000))
     assert log.lacks(30_000) > 0

@@ -42,7 +42,7 @@ def mask_of(num_tokens: int, discarded) -> np.ndarray:
     return np.isin(np.arange(num_tokens), list(discarded))
 
 
-def used_ssd_blocks(store: AttentionStore, driver: str = "zarr3") -> int:
+def used_ssd_blocks(store: AttentionStore) -> int:
     return store.stats().ssd.used_bytes // SLOT_BYTES
 
 
@@ -72,7 +72,7 @@ def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, i
         flushed = store.stats().ssd.flushed_bytes
         assert store.discard("a", mask_of(11, range(first, first + num_dropped)), b"cut") == len(kept)
         held = {token // 4 for token in kept.tolist()}
-        assert used_ssd_blocks(store, driver) == len(held), "blocks are not free at once"
+        assert used_ssd_blocks(store) == len(held), "blocks are not free at once"
         assert info(store, "a").num_dropped == num_dropped
         assert store.note("a") == b"cut"
         store.settle()
@@ -126,7 +126,7 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
         found = load(store, "a", 100 + kept, 8)
         assert found is not None, store.stats().misses
         np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, kept]))
-        assert used_ssd_blocks(store, driver) == 4
+        assert used_ssd_blocks(store) == 4
     store.settle()
     store.close()
     store = open_store(ssd_driver=driver)
@@ -256,7 +256,7 @@ def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
         save(store, "b", ids(12, 500), other)
         store.poll()
     store.settle()
-    assert used_ssd_blocks(store, driver) == 6
+    assert used_ssd_blocks(store) == 6
     store.close()
     store = open_store(12, ssd_blocks=6, ssd_driver=driver)
     kept = np.delete(np.arange(24), range(4, 16))
