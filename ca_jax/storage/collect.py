@@ -224,7 +224,7 @@ def collect_garbage(
 
 
 def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
-    """Makes the blocks at the inspector's URL those of its directory, whosever they were: no engine may use them.
+    """Makes the blocks at the inspector's URL those of its directory, from any owner. No engine may use them.
 
     What its catalog does not know of them is removed by the next `collect_garbage`, or written over.
 

@@ -60,9 +60,9 @@ class StoreConfig:
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session
     wastes half a block on average, which is 3 MB then and 6 MB at 256."""
     eviction_policy: str = "scheduler_aware"
-    """Who goes when a tier is full: `scheduler_aware` (whose next job is last; of those without one the least recently
-    used), `return_aware` (the same, but of those without one whose bytes are expected to save least), `lru` (least
-    recently used) or `fifo` (first stored)."""
+    """Which session is evicted when a tier is full: `scheduler_aware` (first those without a waiting job, the least
+    recently used of them first; then the one whose next job is last), `return_aware` (the same, but of those without a
+    job the one whose bytes are expected to save least), `lru` (least recently used) or `fifo` (first stored)."""
 
     def __post_init__(self) -> None:
         for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):

@@ -260,7 +260,7 @@ class SessionIndex:
                 orders.remove(entry.key)
 
     def num_pins(self, key: str) -> int:
-        """How often a key is pinned by who uses it now."""
+        """How many pins a key has from its current users."""
         return self._pins.get(key, 0)
 
     def add_pins(self, key: str, num_pins: int) -> None:

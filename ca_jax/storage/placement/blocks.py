@@ -314,7 +314,7 @@ class ChargedBlocks:
                 del self._others[block]
 
     def frees(self, tables: Iterable[Sequence[int]]) -> list[int]:
-        """How many blocks would be free once sequences gave all of theirs back: after each of them, those before too.
+        """How many blocks would be free once sequences gave all their blocks back: after each, with those before.
 
         Args:
           tables: the blocks of each, in the order in which they go.
