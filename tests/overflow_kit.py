@@ -32,8 +32,6 @@ from tests.tolerances import LOGITS_ATOL
 
 WINDOW = 128
 """Of nearly all tests: eight blocks, so that few tokens overflow it."""
-SSD_FILE_BYTES = 8192
-"""On top of a block's KV, at most, on SSD."""
 ATOL = LOGITS_ATOL["float32"]
 _STEP = 32
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
@@ -287,7 +285,7 @@ def ssd_store(directory: object, dram_blocks: int = 1000, ssd_blocks: int = 1000
     return dataclasses.replace(
         kit.store_of(dram_blocks),
         ssd_dir=str(directory),
-        ssd_gib=ssd_blocks * (block_bytes + SSD_FILE_BYTES) / GIB,
+        ssd_gib=ssd_blocks * block_bytes / GIB,
         ssd_free_floor_gib=0.0,
         **changes,
     )

@@ -23,13 +23,13 @@ def store(request, tmp_path) -> StoreConfig:
 
 
 def ssd_store(directory, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes) -> StoreConfig:
-    """A store of so many blocks in DRAM and, at least, on SSD."""
+    """A store of so many blocks in DRAM and on SSD."""
     block_gib = kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
     return dataclasses.replace(
         kit.SMALL.store,
         dram_gib=dram_blocks * block_gib,
         ssd_dir=str(directory),
-        ssd_gib=ssd_blocks * (block_gib + 8192 / GIB),
+        ssd_gib=ssd_blocks * block_gib,
         ssd_free_floor_gib=0.0,
         **changes,
     )
@@ -99,8 +99,8 @@ def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(store):
     durable = session.conversation
     answer = session.send_ids(PROMPTS[1], max_tokens=12)
     next(answer)
-    engine._kv.store._ssd._worker._writer._catalog._lock.release()
-    engine._kv.store._ssd._worker._writer._catalog._lock = None
+    engine._kv.store._ssd._mover._writer._catalog._lock.release()
+    engine._kv.store._ssd._mover._writer._catalog._lock = None
     with kit.small_engine(store=store) as another:
         found = another.session(session_id="one")
         assert found.conversation == durable
@@ -216,7 +216,7 @@ def test_pin_drop_and_list(store):
         session = engine.session(session_id="one")
         answer = session.send_ids(PROMPTS[1], max_tokens=12)
         next(answer)
-        with pytest.raises(SessionBusyError, match="it must be idle"):
+        with pytest.raises(SessionBusyError, match="must be idle"):
             engine.stored.drop("one")
         kit.drain(answer)
         engine.stored.drop("one")
@@ -245,10 +245,10 @@ def test_a_session_whose_time_is_over_is_forgotten(store):
 
 
 def test_a_tenant_over_its_quota_gives_up_its_own(tmp_path):
-    quota = 9 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
+    quota = 7 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
     with kit.small_engine(store=ssd_store(tmp_path, tenant_quota_gib=quota)) as engine:
         expect_right_answer(engine.session(session_id="theirs", tenant="b"), PROMPTS[0])
-        for name in ("1", "2", "3"):  # Four blocks each.
+        for name in ("1", "2", "3"):  # Three or four blocks each.
             expect_right_answer(engine.session(session_id=name, tenant="a"), PROMPTS[0])
             engine.wait_for_saves()
         kept = {info.session_id: info.ssd_bytes > 0 for info in engine.stored.list() if info.ssd_bytes}
@@ -312,7 +312,7 @@ def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conv
     store = ssd_store(tmp_path, dram_blocks=6)
     with kit.small_engine(store=store, max_batch_size=1) as engine:
         may_write = threading.Event()
-        workload.ssd_of(engine)._worker._writes.put(may_write.wait)
+        workload.ssd_of(engine)._mover._writes.put(may_write.wait)
         try:
             kit.say(engine.session(session_id="first"), kit.prompt(85), max_tokens=4)
             session = engine.session(session_id="second")

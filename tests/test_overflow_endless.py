@@ -82,7 +82,7 @@ def converse_without_end(num_turns: int, num_looks: int, directory: Path) -> Non
 
 def expect_bounded(seen: list[Sizes]) -> None:
     """At no look more than the window explains, and at the last no more than at the first."""
-    block_bytes = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + ok.SSD_FILE_BYTES
+    block_bytes = kit.BLOCK_TOKENS * kit.TOKEN_BYTES
     for sizes in seen:
         assert sizes.num_tokens <= ok.WINDOW
         assert sizes.num_messages <= 2 * ok.WINDOW

@@ -42,7 +42,7 @@ from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tokens import SsdCopy, prefix_hashes
+from ca_jax.storage.tokens import SsdCopy, TokenPlaces, prefix_hashes
 
 _DRAM_SHARE = 10  # One of so many sessions is in DRAM too.
 _MAX_BLOCKS = 31  # Of a session; sizes are even between 1 and this: 2,000 tokens on average.
@@ -311,7 +311,7 @@ class _Books:
 def _make_entry(i: int, num_blocks: int, in_dram: bool) -> Entry:
     num_tokens = num_blocks * _LAYOUT.block_tokens
     entry = Entry(key=f"s{i}", owner=Owner(session_id=f"s{i}"), created_s=float(i), last_used_s=float(i))
-    entry.ssd = SsdCopy(num_tokens=num_tokens, block_ids=np.arange(num_blocks))
+    entry.ssd = SsdCopy(places=TokenPlaces.dense(num_tokens), block_ids=np.arange(num_blocks))
     if in_dram:
         entry.token_ids = np.zeros(num_tokens, np.int32)
         entry.block_ids = list(range(num_blocks))
@@ -424,12 +424,12 @@ def _write_catalog(run: Run[PolicyBenchConfig], directory: Path) -> tuple[int, i
                         tenant="",
                         session_id=f"session-{i}",
                         block_ids=np.arange(next_block, next_block + size),
-                        num_tokens=len(token_ids),
+                        places=TokenPlaces.dense(len(token_ids)),
                         prefixes=prefix_hashes(token_ids, _LAYOUT.block_tokens),
                         created_s=float(i),
                         last_used_s=float(i),
                     )
-                    catalog.publish(record, token_ids, np.zeros((size, _LAYOUT.num_layers), np.uint64))
+                    catalog.publish(record, token_ids, np.zeros((size, _LAYOUT.num_layers), np.uint32))
                     num_held, next_block = num_held + size, next_block + size + 1
             run.progress("catalog", stop, config.num_sessions)
     return num_held, next_block

@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import inspect
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +30,9 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.disk import DiskTier
+from ca_jax.storage.tiers.disk import DEFAULT_OPTIONS, DiskTier
 from ca_jax.storage.tiers.dram import host_array, touch
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
-
-DRIVERS: dict[str, type[SsdTier] | type[RawSsdTier]] = {"zarr3": SsdTier, "raw": RawSsdTier}
-"""The SSD tiers that are measured, the default first."""
+from ca_jax.storage.tiers.formats import FORMATS as DRIVERS
 
 _GB = 1e9
 _NUM_SOURCE_BLOCKS = 16  # Different blocks that are written, again and again: more would only take memory.
@@ -201,9 +196,7 @@ def _measure_driver(run: Run[StoreBenchConfig], driver: str, directory: Path) ->
     into = host_array((num_blocks, *layout.block_shape), layout.numpy_dtype)
     touch(into)
     source = _random(run.config, (min(num_blocks, _NUM_SOURCE_BLOCKS), *layout.block_shape))
-    # Room for checksums, an index or a trailer, and rounding, whatever the tier needs of it.
-    stored_bytes = layout.block_bytes + 64 * layout.num_layers + (4 << 12)
-    tier: DiskTier = DRIVERS[driver](layout, directory, num_blocks * stored_bytes)
+    tier = DRIVERS[driver](layout, directory, num_blocks * layout.stored_block_bytes)
     plain = directory.with_name(f"{directory.name}-plain")
     plain.mkdir()
     try:
@@ -239,6 +232,7 @@ class _Disk:
         self, tier: DiskTier, driver: str, directory: Path, into: np.ndarray, blocks: Sequence[np.ndarray]
     ) -> None:
         self._tier, self._driver, self._into, self._blocks = tier, driver, into, blocks
+        self._sums = np.zeros((len(blocks), tier.layout.num_layers), np.uint32)
         self._write()
         self._extents: Sequence[Extent] = block_extents(
             directory, tier.layout.block_bytes, tier.stored_block_bytes, len(blocks)
@@ -274,7 +268,7 @@ class _Disk:
     def _with_plain(
         self, ours: Callable[[], None], call: str, in_flight: str, plain: Callable[[PlainDisk], None]
     ) -> dict[str, Callable[[], object]]:
-        num_moves: int = inspect.signature(type(self._tier)).parameters[in_flight].default
+        num_moves: int = getattr(DEFAULT_OPTIONS, in_flight)
         ways: dict[str, Callable[[], object]] = {_OURS: ours}
         for num_threads in sorted({1, num_moves}):
             name = f"{call}, {num_threads} thread{'s' * (num_threads > 1)}"
@@ -282,10 +276,10 @@ class _Disk:
         return ways
 
     def _read(self) -> None:
-        self._tier.read_blocks(range(len(self._blocks)), self._into).result()
+        self._tier.read_blocks(range(len(self._blocks)), self._into, self._sums).result()
 
     def _write(self) -> None:
-        self._tier.write_blocks(range(len(self._blocks)), self._blocks).result()
+        self._tier.write_blocks(range(len(self._blocks)), self._blocks, self._sums).result()
 
 
 def _rounds(run: Run[StoreBenchConfig], what: str, num_bytes: int, ways: Mapping[str, Callable[[], object]]) -> Rounds:

@@ -34,7 +34,6 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.opening import stored_block_bytes
 
 _READ = frozenset(
     {
@@ -144,11 +143,10 @@ def make_plan(
     stored_tokens, kept = session_tokens, kept_window(config, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
-    ssd_block_bytes = stored_block_bytes(layout, engine.store.ssd_driver)
     tiers = (
         _hbm(kv_bytes, token_bytes, session_tokens, num_data=num_data, num_kv=num_kv),
         _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, stored_tokens),
-        _of_blocks("SSD", engine.store.ssd_bytes, ssd_block_bytes, layout, stored_tokens),
+        _of_blocks("SSD", engine.store.ssd_bytes, layout.stored_block_bytes, layout, stored_tokens),
     )
     return Plan(
         num_devices=engine.data_parallel_size * engine.tensor_parallel_size,

@@ -153,7 +153,7 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
             first_token_ids = contents.token_ids[:_FIRST_TOKEN_IDS].tolist()
     except DamagedRecordError as error:
         found = str(error)
-    tokens_of = {rows.index: rows.num_tokens for rows in record.copy.places.by_block(layout.block_tokens)}
+    tokens_of = {rows.index: rows.num_tokens for rows in record.places.by_block(layout.block_tokens)}
     blocks = [
         {"index": index, "block_id": block_id, "tokens": tokens_of.get(index, 0)}
         for index, block_id in enumerate(record.block_ids.tolist())

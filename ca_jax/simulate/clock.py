@@ -83,7 +83,7 @@ class Link:
 
 
 class SimulatedSsd:
-    """An SSD's blocks, catalog and worker as `SsdIndex` asks for them; see `SsdBlocks`, `SsdContents`, `SsdMover`.
+    """An SSD's blocks, catalog and worker as `SsdIndex` asks for them; see `SsdMover`.
 
     Nothing here outlives the simulation, and the catalog takes no time.
 
@@ -107,17 +107,17 @@ class SimulatedSsd:
         self._token_ids: dict[str, np.ndarray] = {}  # The catalog.
         self._ended: collections.deque[TaskEnd] = collections.deque()
         self._on_progress: Callable[[], None] = lambda: None
-        self._no_seals = np.zeros((0, layout.num_layers), np.uint64)
+        self._no_sums = np.zeros((0, layout.num_layers), np.uint32)
 
     def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdIndex:
         """Opens the index of this SSD, for `AttentionStore(open_ssd=...)`."""
         self._on_progress = on_progress
-        return SsdIndex(self, self, self, quota=TenantQuota(None), **parts)
+        return SsdIndex(self, quota=TenantQuota(None), **parts)
 
     def contents(self, key: str) -> Contents | None:
-        """See `SsdContents`."""
+        """See `SsdMover`."""
         token_ids = self._token_ids.get(key)
-        return None if token_ids is None else Contents(token_ids=token_ids, seals=self._no_seals)
+        return None if token_ids is None else Contents(token_ids=token_ids, sums=self._no_sums)
 
     def submit(self, task: FetchTask | FlushTask) -> None:
         """See `SsdMover`."""
@@ -147,7 +147,7 @@ class SimulatedSsd:
         return self._ended.popleft() if self._ended else None
 
     def close(self, timeout_s: float = 0.0) -> bool:
-        """See `SsdMover` and `SsdContents`."""
+        """See `SsdMover`."""
         return True
 
     def _end(self, task: FetchTask | FlushTask) -> None:

@@ -24,8 +24,8 @@ from ca_jax.storage.catalog.file import CatalogFullError, DirectoryLock
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
 from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import Owner, claim_blocks
-from ca_jax.storage.tiers.zarr3 import SsdTier
 from ca_jax.storage.verify import verify_session
 
 
@@ -73,7 +73,7 @@ class NamespaceGarbage:
     num_blocks: int = 0
     """Blocks on disk: theirs, and those that no session held."""
     num_bytes: int = 0
-    """What these take on disk, checksums and rounding included."""
+    """What these take on disk, in whole pages."""
     num_leftovers: int | None = None
     """Files of writes that were cut short; None where they were not looked for."""
 
@@ -125,7 +125,7 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
         ]
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
-            raise UnknownNamespaceError(f"there must be one namespace, got {len(matches)} for {name!r} among:{listed}")
+            raise UnknownNamespaceError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
         found.append(matches[0])
     return tuple(dict.fromkeys(found))
 
@@ -145,16 +145,9 @@ def drop_session(inspector: StoreInspector, session: StoredSession) -> Namespace
         catalog.forget([record.key])
         with contextlib.closing(NoteLog(inspector.directory)) as log:
             log.remove(record.key)
-        tier = inspector.open_blocks(namespace)
-        num_bytes = 0
-        block_ids: list[int] = []
-        if tier is not None:
-            theirs = set(record.block_ids.tolist()) - inspector.held_block_ids(namespace)
-            block_ids = sorted(theirs.intersection(tier.stored_block_ids()))
-            num_bytes = len(block_ids) * tier.stored_block_bytes
-            tier.delete_blocks(block_ids).result()
-    forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
-    return NamespaceGarbage(namespace=namespace, forgotten=(forgotten,), num_blocks=len(block_ids), num_bytes=num_bytes)
+        forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
+        garbage = NamespaceGarbage(namespace=namespace, forgotten=(forgotten,))
+        return _delete_unheld(inspector, garbage, among=set(record.block_ids.tolist()))
 
 
 def collect_garbage(
@@ -185,7 +178,7 @@ def collect_garbage(
       OSError: a file cannot be deleted.
     """
     if drop and tenant is not None:
-        raise ValueError(f"there must be whole namespaces to drop, or one tenant, got both: {tenant!r}")
+        raise ValueError(f"drop must be empty with a tenant, got {len(drop)} namespaces and {tenant!r}")
     stored = [info.namespace for info in inspector.namespaces()]
     before = inspector.disk_use()
     collected = []
@@ -193,7 +186,7 @@ def collect_garbage(
         with Catalog(inspector.directory, namespace) as catalog:
             dropped = namespace in drop
             forgotten = tuple(
-                _all_of(inspector, namespace) if dropped else _unfit(inspector, namespace, tenant, now_s, read_blocks)
+                _going(inspector, namespace, tenant, dropped=dropped, now_s=now_s, read_blocks=read_blocks)
             )
             if not dry_run:
                 _claim(inspector, namespace)
@@ -203,7 +196,7 @@ def collect_garbage(
                         if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
                             log.remove(each.key)
             garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
-            collected.append(_delete_unheld(inspector, garbage, dry_run))
+            collected.append(_delete_unheld(inspector, garbage, dry_run=dry_run))
     compacted_bytes, not_compacted = None, None
     if not dry_run:
         kept = [namespace for namespace in stored if namespace not in drop]
@@ -231,7 +224,7 @@ def collect_garbage(
 
 
 def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
-    """Makes the blocks at the inspector's URL those of its directory, whosever they were: no engine may use them.
+    """Makes the blocks at the inspector's URL those of its directory, from any owner. No engine may use them.
 
     What its catalog does not know of them is removed by the next `collect_garbage`, or written over.
 
@@ -251,7 +244,7 @@ def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
 def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool = False) -> Owner | None:
     """Makes sure that blocks at a URL are the directory's; see `claim_blocks`. Its lock is held."""
     tier = inspector.open_blocks(namespace) if inspector.url is not None else None
-    if not isinstance(tier, SsdTier):
+    if not isinstance(tier, Zarr3Tier):
         return None
     sessions = inspector.sessions_of(namespace)
     return claim_blocks(
@@ -263,26 +256,26 @@ def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool 
     )
 
 
-def _all_of(inspector: StoreInspector, namespace: Namespace) -> Iterator[Forgotten]:
-    listing, reason = inspector.sessions_of(namespace), ForgetReason.NAMESPACE
-    for row in listing.damaged:
-        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
-    for session in listing.sound:
-        yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
-
-
-def _unfit(
-    inspector: StoreInspector, namespace: Namespace, tenant: str | None, now_s: float, read_blocks: bool
+def _going(
+    inspector: StoreInspector,
+    namespace: Namespace,
+    tenant: str | None,
+    *,
+    dropped: bool,
+    now_s: float,
+    read_blocks: bool,
 ) -> Iterator[Forgotten]:
+    """The sessions of a namespace that go: all where it is dropped, else those that are damaged or expired."""
     listing = inspector.sessions_of(namespace, tenant)
     for row in listing.damaged:
-        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=ForgetReason.DAMAGED)
+        reason = ForgetReason.NAMESPACE if dropped else ForgetReason.DAMAGED
+        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
     for session in listing.sound:
-        reason = ForgetReason.EXPIRED if session.expired(now_s) else None
-        if _is_damaged(inspector, session, read_blocks and reason is None):
-            reason = ForgetReason.DAMAGED
-        if reason is not None:
-            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=reason)
+        goes = ForgetReason.NAMESPACE if dropped else ForgetReason.EXPIRED if session.expired(now_s) else None
+        if not dropped and _is_damaged(inspector, session, read_blocks and goes is None):
+            goes = ForgetReason.DAMAGED
+        if goes is not None:
+            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=goes)
 
 
 def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:
@@ -296,19 +289,25 @@ def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: 
     return False
 
 
-def _delete_unheld(inspector: StoreInspector, garbage: NamespaceGarbage, dry_run: bool) -> NamespaceGarbage:
-    """Deletes the blocks that no session holds once those to be forgotten are."""
+def _delete_unheld(
+    inspector: StoreInspector,
+    garbage: NamespaceGarbage,
+    *,
+    dry_run: bool = False,
+    among: Collection[int] | None = None,
+) -> NamespaceGarbage:
+    """Deletes the blocks that no session holds once those to be forgotten are: all of them, or those among some."""
     tier = inspector.open_blocks(garbage.namespace)
     if tier is None:
         return garbage
     gone = {each.key for each in garbage.forgotten}
     sessions = inspector.sessions_of(garbage.namespace).sound
     held = {block for each in sessions if each.record.key not in gone for block in each.record.block_ids.tolist()}
-    unheld = [block for block in tier.stored_block_ids() if block not in held]
+    unheld = [block for block in tier.stored_block_ids() if block not in held and (among is None or block in among)]
     num_leftovers = None
     if not dry_run:
         tier.delete_blocks(unheld).result()
-        num_leftovers = tier.sweep()
+        num_leftovers = tier.sweep() if among is None else None
     num_bytes = len(unheld) * tier.stored_block_bytes
     return dataclasses.replace(garbage, num_blocks=len(unheld), num_bytes=num_bytes, num_leftovers=num_leftovers)
 

@@ -35,11 +35,11 @@ class StoreConfig:
     ssd_dir: str | None = None
     """Directory of the SSD tier: catalog and blocks. None: DRAM only. One engine at a time may use a directory."""
     ssd_gib: float = 8.0
-    """Cap of the SSD tier, GiB, checksums included; the catalog, under 1 % of it, comes on top."""
+    """Cap of the SSD tier's blocks, GiB; the catalog, under 1 % of it, comes on top."""
     ssd_free_floor_gib: float = 1.0
     """Free space that stays on the disk whatever the cap says, GiB."""
     ssd_driver: str = "zarr3"
-    """How blocks are kept: `zarr3` (TensorStore, one file a block) or `raw` (one file of checksummed slots, read and
+    """How blocks are kept: `zarr3` (TensorStore, one file a block) or `raw` (one file of slots, read and
     written past the page cache: faster where the disk is). Each has its own blocks."""
     ssd_url: str | None = None
     """Where blocks are kept instead of in `ssd_dir`, as a TensorStore URL (`s3://…`, `gs://…`, `memory://…`); the
@@ -60,9 +60,9 @@ class StoreConfig:
     23 / 25 / 27 / 27 GB/s with blocks of 32 / 64 / 128 / 256 tokens, so 128 is where speed ends to grow; a session
     wastes half a block on average, which is 3 MB then and 6 MB at 256."""
     eviction_policy: str = "scheduler_aware"
-    """Who goes when a tier is full: `scheduler_aware` (whose next job is last; of those without one the least recently
-    used), `return_aware` (the same, but of those without one whose bytes are expected to save least), `lru` (least
-    recently used) or `fifo` (first stored)."""
+    """Which session is evicted when a tier is full: `scheduler_aware` (first those without a waiting job, the least
+    recently used of them first; then the one whose next job is last), `return_aware` (the same, but of those without a
+    job the one whose bytes are expected to save least), `lru` (least recently used) or `fifo` (first stored)."""
 
     def __post_init__(self) -> None:
         for name in ("dram_gib", "ssd_gib", "ssd_free_floor_gib", "tenant_quota_gib"):
@@ -90,12 +90,12 @@ class StoreConfig:
             raise ValueError("ssd_dir must be a directory, got an empty name")
         if not self.ssd_gib:
             raise ValueError(
-                f"an SSD tier in {self.ssd_dir} must have ssd_gib above 0, got 0; leave ssd_dir out instead"
+                f"ssd_gib must be above 0 with an ssd_dir, got 0 for {self.ssd_dir}; leave ssd_dir out instead"
             )
         if not self.dram_gib:
-            raise ValueError("an SSD tier must have dram_gib above 0, since its blocks pass through DRAM; got 0")
+            raise ValueError("dram_gib must be above 0 with an ssd_dir, whose blocks pass through DRAM; got 0")
         if self.ssd_url is not None and self.ssd_driver != "zarr3":
-            raise ValueError(f"ssd_url must have ssd_driver zarr3, got {self.ssd_driver}")
+            raise ValueError(f"ssd_driver must be zarr3 with an ssd_url, got {self.ssd_driver}")
 
     @property
     def dram_bytes(self) -> int:
@@ -138,7 +138,7 @@ def _sorted_quotas(quotas: Mapping[str, int] | Iterable[tuple[str, int]]) -> tup
         if not isinstance(tenant, str) or not isinstance(num_bytes, int) or num_bytes < 0:
             raise ValueError(f"tenant_quotas must be bytes >= 0 by tenant, got {tenant!r}: {num_bytes!r}")
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"tenant_quotas must be each tenant once, got {pairs}")
+        raise ValueError(f"tenant_quotas must name each tenant once, got {pairs}")
     return tuple(sorted(pairs))
 
 

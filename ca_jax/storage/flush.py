@@ -14,7 +14,7 @@ import numpy as np
 from ca_jax.storage.catalog.records import SessionRecord
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry
-from ca_jax.storage.tokens import HASH_BYTES, Cuts, Lineage, prefix_hashes, rows_left
+from ca_jax.storage.tokens import HASH_BYTES, Lineage, prefix_hashes, rows_left
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -105,9 +105,6 @@ def record_of(entry: Entry, kept_ids: Sequence[int], new_ids: Sequence[int], blo
       new_ids: those that come behind them.
       block_tokens: tokens in a block.
     """
-    num_rows = entry.places.num_places
-    if entry.ssd is not None and not new_ids:  # The last one too stays as it was written.
-        num_rows = min(entry.ssd.num_rows, len(kept_ids) * block_tokens)
     num_plain = entry.lineage.plain_tokens(entry.num_tokens)
     num_known = min(entry.num_same_tokens, num_plain) // block_tokens
     known = b"" if entry.ssd is None else entry.ssd.prefixes[: num_known * HASH_BYTES]
@@ -116,8 +113,8 @@ def record_of(entry: Entry, kept_ids: Sequence[int], new_ids: Sequence[int], blo
         tenant=entry.owner.tenant,
         session_id=entry.owner.session_id,
         block_ids=np.array([*kept_ids, *new_ids], np.int64),
-        num_tokens=entry.num_tokens,
-        cuts=Cuts.of(entry.places, num_rows, entry.lineage),
+        places=entry.places,
+        lineage=entry.lineage,
         prefixes=prefix_hashes(entry.token_ids[:num_plain], block_tokens, known),
         created_s=entry.created_s,
         last_used_s=entry.last_used_s,
@@ -135,7 +132,7 @@ def entry_of(record: SessionRecord) -> Entry:
         last_used_s=record.last_used_s,
         ttl_s=record.ttl_s,
         pinned=record.pinned,
-        ssd=record.copy,
+        ssd=record,
     )
 
 

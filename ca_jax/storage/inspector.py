@@ -20,14 +20,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ca_jax.errors import CaJaxError
+from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
-from ca_jax.storage.catalog.reader import CatalogReader, namespaces
 from ca_jax.storage.catalog.records import Namespace, NamespaceInfo, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.tiers.disk import DiskTier
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import GROUP_BLOCKS, SsdTier
+from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.formats import FORMATS, GROUP_BLOCKS
 
 _BLOCKS_NAME = re.compile(r"blocks-[0-9a-f]{16}")  # As Namespace.directory_name gives them.
 _CLOSE_TIMEOUT_S = 5.0  # For reads that a deadline has given up.
@@ -56,7 +55,7 @@ class StoredSession:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its blocks, without checksums and rounding."""
+        """Bytes of its blocks, not rounded up to pages."""
         return self.record.num_blocks * self.namespace.layout.block_bytes
 
     def expired(self, now_s: float) -> bool:
@@ -128,16 +127,18 @@ class StoreInspector:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, url: str | None = None, driver: str | None = None):
-        self._directory = Path(directory)
+        self.directory = Path(directory)
+        """The store's."""
         if driver not in (None, *SSD_DRIVERS):
             raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
         if url is not None and driver not in (None, "zarr3"):
             raise ValueError(f"blocks at a URL must be driver zarr3, got {driver}")
-        if not self._directory.exists():
-            raise StoreDirectoryError(f"there must be a store's directory, got nothing at {self._directory}")
-        if not self._directory.is_dir():
-            raise StoreDirectoryError(f"there must be a store's directory, got a file: {self._directory}")
-        self._url = url
+        if not self.directory.exists():
+            raise StoreDirectoryError(f"{self.directory} must be a store's directory, got nothing there")
+        if not self.directory.is_dir():
+            raise StoreDirectoryError(f"{self.directory} must be a store's directory, got a file")
+        self.url = url
+        """Where the blocks are, if not in the directory."""
         self._driver = driver
         self._tiers: dict[Namespace, DiskTier] = {}
         self._readers: dict[Namespace, CatalogReader] = {}
@@ -149,19 +150,9 @@ class StoreInspector:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    @property
-    def directory(self) -> Path:
-        """The store's."""
-        return self._directory
-
-    @property
-    def url(self) -> str | None:
-        """Where the blocks are, if not in the directory."""
-        return self._url
-
     def namespaces(self) -> tuple[NamespaceInfo, ...]:
         """All namespaces and their sizes, oldest first."""
-        return namespaces(self._directory)
+        return namespaces(self.directory)
 
     def sessions(self, tenant: str | None = None) -> Listing:
         """All sessions of all namespaces, or one tenant's."""
@@ -218,15 +209,15 @@ class StoreInspector:
         known = {info.namespace.directory_name: info.namespace for info in self.namespaces()}
         blocks = dict.fromkeys(known.values(), DiskUse(num_files=0, num_bytes=0))
         unknown: dict[str, DiskUse] = {}
-        for path in sorted(self._directory.iterdir()):
+        for path in sorted(self.directory.iterdir()):
             if path.name in known:
                 blocks[known[path.name]] = measure(path)
             elif _BLOCKS_NAME.fullmatch(path.name) or path.name.startswith(f"{CATALOG_NAME}.corrupt-"):
                 unknown[path.name] = measure(path)
-        disk = shutil.disk_usage(self._directory)
+        disk = shutil.disk_usage(self.directory)
         return StoreDiskUse(
             catalog=measure(
-                *(self._directory / f"{name}{end}" for name in (CATALOG_NAME, LOG_NAME) for end in ("", "-wal", "-shm"))
+                *(self.directory / f"{name}{end}" for name in (CATALOG_NAME, LOG_NAME) for end in ("", "-wal", "-shm"))
             ),
             blocks=blocks,
             unknown=unknown,
@@ -237,13 +228,8 @@ class StoreInspector:
     def reader(self, namespace: Namespace) -> CatalogReader:
         """The catalog of one namespace. The inspector closes it."""
         if namespace not in self._readers:
-            self._readers[namespace] = CatalogReader(self._directory, namespace)
+            self._readers[namespace] = CatalogReader(self.directory, namespace)
         return self._readers[namespace]
-
-    def held_block_ids(self, namespace: Namespace) -> set[int]:
-        """The blocks that sessions of a namespace hold, as far as the catalog can be read."""
-        sessions = self.sessions_of(namespace).sound
-        return {block for each in sessions for block in each.record.block_ids.tolist()}
 
     def open_blocks(self, namespace: Namespace, num_blocks: int = 1) -> DiskTier | None:
         """The blocks of a namespace, to be read and deleted; None where there are none. The inspector closes them.
@@ -264,15 +250,16 @@ class StoreInspector:
             return None
         if opened is not None:
             opened.close(_CLOSE_TIMEOUT_S)
-        open_existing = SsdTier.open_existing if driver == "zarr3" else RawSsdTier.open_existing
         ids = -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps, so that it is rarely opened again.
-        tier = open_existing(namespace.layout, self.block_location(namespace), ids)
+        layout, options = namespace.layout, DiskOptions(only_existing=True)
+        location = self.block_location(namespace)
+        tier = FORMATS[driver](layout, location, ids * layout.stored_block_bytes, options)
         self._tiers[namespace] = tier
         return tier
 
     def block_location(self, namespace: Namespace) -> str:
         """The directory or URL of a namespace's blocks."""
-        parent = str(self._directory) if self._url is None else self._url.rstrip("/")
+        parent = str(self.directory) if self.url is None else self.url.rstrip("/")
         return f"{parent}/{namespace.directory_name}"
 
     def close(self) -> None:
@@ -288,7 +275,7 @@ class StoreInspector:
 
     def _driver_of(self, namespace: Namespace) -> str | None:
         """How a namespace's blocks are kept; None where it has none."""
-        if self._url is not None:
+        if self.url is not None:
             return "zarr3"
         location = Path(self.block_location(namespace))
         kept = {"zarr3": location / "zarr3", "raw": location / "raw" / "blocks"}

@@ -5,7 +5,7 @@ A process that died left whole sessions, blocks that no session refers to, and p
 `open_ssd` the catalog, the free list and `OpenedSsd.records` say the same; after `OpenedSsd.reclaim` the disk does too.
 `open_ssd_index` puts the SSD tier together for a store.
 
-Not here: whether the blocks hold what they should, which their seals say once they are read; serving (ssd).
+Not here: whether the blocks hold what they should, which their checksums say once they are read; serving (ssd).
 """
 
 from __future__ import annotations
@@ -16,27 +16,22 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from ca_jax.storage.catalog.catalog import Catalog
-from ca_jax.storage.catalog.file import CatalogCorruptError, CatalogVersionError, quarantine, set_aside
-from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_aside
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
-from ca_jax.storage.config import SSD_DRIVERS, StoreConfig
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import TenantQuota
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
-from ca_jax.storage.tiers import raw as ssd_raw
-from ca_jax.storage.tiers import zarr3 as ssd
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
-from ca_jax.storage.tiers.mover import SsdWorker, TimelyContents
+from ca_jax.storage.tiers.formats import FORMATS, Zarr3Tier
+from ca_jax.storage.tiers.mover import SsdWorker
 from ca_jax.storage.tiers.owner import claim_blocks
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
 from ca_jax.telemetry.timeline import Timeline
 
 _LOG = logging.getLogger(__name__)
@@ -47,11 +42,6 @@ _DAMAGED_ROW = "their rows in the catalog are damaged"
 _IMPOSSIBLE = "what the catalog says of them cannot be"
 _BEYOND_CAP = "their blocks lie beyond the cap"
 _OVERLAP = "their blocks belong to others"
-
-
-def stored_block_bytes(layout: KVLayout, driver: str) -> int:
-    """What a block takes on SSD, checksums included, as it is kept by `driver`."""
-    return (ssd if driver == "zarr3" else ssd_raw).stored_block_bytes(layout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,17 +104,7 @@ class OpenedSsd:
         return num_reclaimed
 
 
-def open_ssd(
-    directory: str | Path,
-    namespace: Namespace,
-    *,
-    capacity_bytes: int,
-    free_floor_bytes: int = 0,
-    driver: str = "zarr3",
-    blocks_url: str | None = None,
-    deadline_s: float = 5.0,
-    durable: bool = True,
-) -> OpenedSsd:
+def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True) -> OpenedSsd:
     """Opens a store's directory, and finds out which of its sessions can be served.
 
     Those that cannot are forgotten, durably, before their blocks may be used again: sessions whose row is damaged, that
@@ -133,52 +113,40 @@ def open_ssd(
     store starts empty. Both are logged.
 
     Args:
-      directory: the store's; made (mode 0700) if it is not there.
+      config: with an `ssd_dir`, which is made (mode 0700) if it is not there.
       namespace: whose sessions. Others are neither read nor changed, nor are their blocks.
-      capacity_bytes: cap of the blocks on disk, with their checksums.
-      free_floor_bytes: free space that stays on the disk; 0 with a URL.
-      driver: how blocks are kept, `zarr3` or `raw`.
-      blocks_url: TensorStore URL under which the blocks are, if not in the directory. `zarr3` only.
-      deadline_s: seconds without progress after which a move of blocks fails.
       durable: whether a write of blocks is done only when it would survive a loss of power.
 
     Raises:
-      ValueError: an unknown driver, `raw` at a URL, a capacity that does not fit the disk, blocks of another layout.
+      ValueError: no `ssd_dir`, a capacity that does not fit the disk, blocks of another layout.
       NotADirectoryError, PermissionError: the blocks cannot be written to.
       CatalogLockedError: another engine uses the directory.
-      CatalogVersionError: the catalog is of another version, or blocks of another format. They were left as they were.
+      CatalogVersionError: the catalog, and with it the blocks, are of another version. They were left as they were.
       BlocksOwnedError: the blocks at the URL are another directory's.
       CatalogError: the directory cannot be used; the kind says why.
     """
-    if driver not in SSD_DRIVERS:
-        raise ValueError(f"SSD driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
-    if blocks_url is not None and driver != "zarr3":
-        raise ValueError(f"blocks at a URL must be SSD driver zarr3, got {driver} for {blocks_url!r}")
-
-    def open_tier(block_directory: Path) -> DiskTier:
-        location: str | Path = block_directory
-        if blocks_url is not None:
-            location = f"{blocks_url}{'' if blocks_url.endswith('/') else '/'}{block_directory.name}"
-        kind = SsdTier if driver == "zarr3" else RawSsdTier
-        return kind(
-            namespace.layout,
-            location,
-            capacity_bytes,
-            DiskOptions(durable=durable, deadline_s=deadline_s, free_floor_bytes=free_floor_bytes),
-        )
+    directory, url = config.ssd_directory, config.ssd_url
+    if directory is None:
+        raise ValueError("the config must have an ssd_dir, got none")
 
     def open_all() -> OpenedSsd:
         with contextlib.ExitStack() as on_failure:
             catalog = Catalog(directory, namespace)
             on_failure.callback(catalog.close)
-            _check_format(catalog)
-            tier = open_tier(catalog.block_directory)
+            tier = FORMATS[config.ssd_driver](
+                namespace.layout,
+                catalog.block_directory if url is None else _below(url, namespace.directory_name),
+                config.ssd_bytes,
+                DiskOptions(
+                    durable=durable, deadline_s=config.ssd_deadline_s, free_floor_bytes=config.ssd_free_floor_bytes
+                ),
+            )
             on_failure.callback(tier.close)
-            if isinstance(tier, SsdTier) and blocks_url is not None:
-                claim_blocks(tier.kvstore, Path(directory), tier.stored_block_ids, knows_any=catalog.has_sessions)
+            if isinstance(tier, Zarr3Tier) and url is not None:
+                claim_blocks(tier.kvstore, directory, tier.stored_block_ids, knows_any=catalog.has_sessions)
             records, num_lost = _take_in(catalog, tier)
             on_failure.pop_all()
-        aside = set_aside(Path(directory))
+        aside = set_aside(directory)
         leaves = f"a catalog was set aside: {aside[-1].name}" if aside else None
         if not records:
             leaves = leaves or "the catalog knows no session"
@@ -187,19 +155,13 @@ def open_ssd(
     try:
         return open_all()
     except CatalogCorruptError as error:
-        moved = quarantine(Path(directory))
+        moved = quarantine(directory)
         _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
         return open_all()
 
 
-def _check_format(catalog: Catalog) -> None:
-    """Refuses sessions that differ from those of the namespace in the format of their blocks alone."""
-    for found in catalog.other_formats():
-        raise CatalogVersionError(
-            f"blocks must be of format {catalog.namespace.format_version}, got format {found.format_version} in "
-            f"{catalog.block_directory.parent}; go on with the release that wrote them, or forget them: "
-            f"python -m ca_jax.launch.store --ssd_dir=… gc --drop_namespace={found.directory_name}"
-        )
+def _below(url: str, name: str) -> str:
+    return f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
 
 
 def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...], int]:
@@ -223,21 +185,15 @@ def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...
         found = ", ".join(f"{number} since {reason}" for reason, number in sorted(reasons.items()))
         _LOG.warning("%d stored sessions in %s were forgotten: %s", num_lost, catalog.block_directory, found)
     sound = [record for index, record in enumerate(records) if index not in refused]
-    with catalog.batch():  # Of version 2.
-        sound = [catalog.add_prefixes(record) if _lacks_prefixes(record, tier.layout) else record for record in sound]
     tier.allocator.take(np.flatnonzero(np.bincount(_all_block_ids(sound))))  # Each once: sessions share blocks.
     sound.sort(key=lambda record: record.last_used_s)
     return tuple(sound), num_lost
 
 
-def _lacks_prefixes(record: SessionRecord, layout: KVLayout) -> bool:
-    return not record.prefixes and record.lineage.plain_tokens(record.num_tokens) >= layout.block_tokens
-
-
 def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int) -> dict[int, str]:
     """Finds the sessions that cannot be served.
 
-    Sessions of one tenant may have blocks in common. That they should is not looked into: seals tell when they are
+    Sessions of one tenant may have blocks in common. That they should is not looked into: checksums tell when they are
     read, and what one session holds is never written for another.
 
     Args:
@@ -329,41 +285,20 @@ def open_ssd_index(
       ValueError: the caps do not fit block or disk.
       NotADirectoryError, PermissionError, CatalogError, BlocksOwnedError: the directory cannot be used.
     """
-    directory = config.ssd_directory
-    if directory is None:
-        raise ValueError("there must be a config with an ssd_dir, got none")
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
-        opened = open_ssd(
-            directory,
-            namespace,
-            capacity_bytes=config.ssd_bytes,
-            free_floor_bytes=config.ssd_free_floor_bytes,
-            driver=config.ssd_driver,
-            blocks_url=config.ssd_url,
-            deadline_s=config.ssd_deadline_s,
-        )
-        quota = TenantQuota.in_bytes(
-            config.tenant_quota_bytes, dict(config.tenant_quotas), opened.tier.stored_block_bytes
-        )
+        opened = open_ssd(config, namespace)
+        quotas = dict(config.tenant_quotas)
+        quota = TenantQuota.in_bytes(config.tenant_quota_bytes, quotas, opened.tier.stored_block_bytes)
         mover = SsdWorker(
             opened.tier,
             opened.catalog,
-            CatalogReader(directory, namespace),
             prepare=opened.reclaim,
             deadline_s=config.ssd_deadline_s,
             on_progress=on_progress,
             on_fetch=on_fetch,
             timeline=timeline,
         )
-        return SsdIndex(
-            opened.tier,
-            TimelyContents(CatalogReader(directory, namespace), config.ssd_deadline_s),
-            mover,
-            opened.records,
-            opened.num_lost,
-            quota=quota,
-            parts=parts,
-        )
+        return SsdIndex(mover, opened.records, opened.num_lost, quota=quota, parts=parts)
 
 
 @contextlib.contextmanager

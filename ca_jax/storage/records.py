@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
 
 
 class StoreClosedError(RuntimeError):
@@ -74,7 +73,7 @@ class MissReason(enum.StrEnum):
     NO_ROOM = "no_room"
     """It is on SSD, and what is not pinned or in use in DRAM does not make room for it."""
     CORRUPT = "corrupt"
-    """What is on SSD is not what was written: a checksum, a seal or a length is wrong. It is forgotten."""
+    """What is on SSD is not what was written: a checksum or a length is wrong. It is forgotten."""
     MISSING = "missing"
     """A block of it is gone from SSD. It is forgotten."""
     DEADLINE = "deadline"
@@ -222,109 +221,78 @@ class GapHistogram:
     """Of all gaps."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class SsdStats:
     """The SSD tier: sizes now, and counts since the store was made."""
 
-    capacity_bytes: int
-    """Bytes of all blocks, checksums and rounding included."""
-    used_bytes: int
+    capacity_bytes: int = 0
+    """Bytes of all blocks, each rounded up to whole pages."""
+    used_bytes: int = 0
     """Bytes of blocks held by sessions, those on their way included."""
-    free_bytes: int
+    free_bytes: int = 0
     """Bytes of free blocks."""
-    num_sessions: int
+    num_sessions: int = 0
     """Sessions on SSD."""
-    num_lost_sessions: int
+    num_lost_sessions: int = 0
     """Sessions that the catalog named at start and that were unusable: damaged, or beyond a smaller cap."""
-    num_fetches: int
+    num_fetches: int = 0
     """Sessions fetched to DRAM."""
-    fetched_bytes: int
+    fetched_bytes: int = 0
     """Bytes of their blocks."""
-    num_flushes: int
+    num_flushes: int = 0
     """Sessions written, or written on, and published."""
-    flushed_bytes: int
+    flushed_bytes: int = 0
     """Bytes of the blocks that took: what is there already, as another session's that shares it, is not written."""
-    failed_flushes: Mapping[FlushFailure, int]
+    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
     """Flushes that were not published, by reason."""
-    num_evictions: int
+    num_evictions: int = 0
     """Sessions evicted from SSD."""
-    evicted_bytes: int
+    evicted_bytes: int = 0
     """Bytes of the blocks that this freed."""
-    evict_to_reuse: GapHistogram
+    evict_to_reuse: GapHistogram = GapHistogram()
     """How long after it was evicted from SSD a session was wanted again that no tier had."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class StoreStats:
     """Sizes of the DRAM tier now, and counts since the store was made."""
 
-    capacity_bytes: int
+    capacity_bytes: int = 0
     """Bytes of all blocks of DRAM."""
-    used_bytes: int
+    used_bytes: int = 0
     """Bytes of blocks held by sessions, or by moves that have not settled."""
-    free_bytes: int
+    free_bytes: int = 0
     """Bytes of free blocks."""
-    num_sessions: int
+    num_sessions: int = 0
     """Sessions stored or being stored, in any tier."""
-    num_dram_sessions: int
+    num_dram_sessions: int = 0
     """Those of them with blocks of DRAM."""
-    num_hits: int
-    """Loads that were completed."""
-    num_hits_from_ssd: int
-    """Those of them whose KV had just been fetched from SSD."""
-    misses: Mapping[MissReason, int]
-    """Loads that served nothing, by reason."""
-    num_saves: int
-    """Saves that were published."""
-    num_aborted_saves: int
-    """Saves that were begun and not published."""
-    skipped_saves: Mapping[SkipReason, int]
-    """Saves that did not begin, by reason."""
-    num_evictions: int
-    """Sessions evicted from DRAM."""
-    evicted_bytes: int
-    """Bytes of the blocks that this freed."""
-    evict_to_reuse: GapHistogram
-    """How long after it was evicted from DRAM a session was wanted again, whether SSD had it or not."""
-    num_expired: int
-    """Sessions whose time to live was over."""
-    loaded_bytes: int
-    """Bytes copied out by completed loads."""
-    saved_bytes: int
-    """Bytes published."""
-    ssd: SsdStats | None
-    """The SSD tier; None where there is none."""
-
-
-@dataclasses.dataclass
-class Counters:
-    """Counts since the store was made; meanings as in `StoreStats` and `SsdStats`."""
-
     num_hits: int = 0
+    """Loads that were completed."""
     num_hits_from_ssd: int = 0
+    """Those of them whose KV had just been fetched from SSD."""
     misses: dict[MissReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MissReason, 0))
+    """Loads that served nothing, by reason."""
     num_saves: int = 0
+    """Saves that were published."""
     num_aborted_saves: int = 0
+    """Saves that were begun and not published."""
     skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
+    """Saves that did not begin, by reason."""
     num_evictions: int = 0
+    """Sessions evicted from DRAM."""
     evicted_bytes: int = 0
+    """Bytes of the blocks that this freed."""
+    evict_to_reuse: GapHistogram = GapHistogram()
+    """How long after it was evicted from DRAM a session was wanted again, whether SSD had it or not."""
     num_expired: int = 0
+    """Sessions whose time to live was over."""
     loaded_bytes: int = 0
+    """Bytes copied out by completed loads."""
     saved_bytes: int = 0
-
-
-@dataclasses.dataclass
-class SsdCounters:
-    """The same for the SSD tier."""
-
-    num_lost_sessions: int = 0
-    num_fetches: int = 0
-    fetched_bytes: int = 0
-    num_flushes: int = 0
-    flushed_bytes: int = 0
-    failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
-    num_evictions: int = 0
-    evicted_bytes: int = 0
+    """Bytes published."""
+    ssd: SsdStats | None = None
+    """The SSD tier; None where there is none."""
 
 
 def check_ttl(ttl_s: float | None) -> None:

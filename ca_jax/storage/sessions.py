@@ -17,7 +17,7 @@ from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
-from ca_jax.storage.records import Counters, MissReason, Note, Owner, Residency
+from ca_jax.storage.records import MissReason, Note, Owner, Residency, StoreStats
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
@@ -260,7 +260,7 @@ class SessionIndex:
                 orders.remove(entry.key)
 
     def num_pins(self, key: str) -> int:
-        """How often a key is pinned by who uses it now."""
+        """How many pins a key has from its current users."""
         return self._pins.get(key, 0)
 
     def add_pins(self, key: str, num_pins: int) -> None:
@@ -432,7 +432,7 @@ class StoreParts:
     """Their free list."""
     policy: EvictionPolicy
     """Who is evicted, from either tier."""
-    counters: Counters
-    """Where outcomes are counted."""
+    counters: StoreStats
+    """Where outcomes are counted; sizes are 0 in it."""
     clock: Callable[[], float]
     """Seconds since the epoch."""

@@ -26,10 +26,9 @@ from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks,
 from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
 from ca_jax.storage.placement.policy import FreeingPolicy, choose_room
 from ca_jax.storage.placement.returns import ReuseGaps
-from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdCounters, SsdStats
+from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
-from ca_jax.storage.tiers.disk import SsdBlocks
-from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdContents, SsdMover, TaskEnd
+from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdMover, TaskEnd
 from ca_jax.storage.tokens import Lineage
 
 _LATE_PAUSE_S = 30.0  # After a missed deadline nothing waits for SSD for so long: each job would wait as long again.
@@ -40,9 +39,7 @@ class SsdIndex:
     """The SSD tier as the AttentionStore sees it. Belongs to the bookkeeping thread.
 
     Args:
-      space: its blocks. Those of `records` are taken.
-      contents: what is kept with sessions there.
-      mover: does what is decided here.
+      mover: does what is decided here. The blocks of `records` are taken in its allocator.
       records: the sessions that are there, the least recently used first.
       num_lost: how many more were there, and cannot be served.
       quota: most blocks that tenants may hold there.
@@ -51,8 +48,6 @@ class SsdIndex:
 
     def __init__(
         self,
-        space: SsdBlocks,
-        contents: SsdContents,
         mover: SsdMover,
         records: Sequence[SessionRecord] = (),
         num_lost: int = 0,
@@ -60,15 +55,14 @@ class SsdIndex:
         quota: TenantQuota,
         parts: StoreParts,
     ) -> None:
-        self._space = space
-        self._layout = space.layout
-        self._contents = contents
+        self._mover = mover
+        self._layout = mover.layout
         self._index = parts.index
         self._dram = parts.dram
         self._dram_blocks = parts.blocks
-        self._blocks = ChargedBlocks(space.allocator, quota)
+        self._blocks = ChargedBlocks(mover.allocator, quota)
         self._policy = FreeingPolicy(parts.policy, self._blocks, self._blocks_on_ssd)
-        self._counters = SsdCounters(num_lost_sessions=num_lost)
+        self._counters = SsdStats(num_lost_sessions=num_lost)
         self.gaps = ReuseGaps(parts.clock)
         """How soon what was evicted from SSD is wanted again."""
         self._moves: dict[FetchTask | FlushTask, Move] = {}
@@ -76,12 +70,11 @@ class SsdIndex:
         self._late_until_s = -np.inf
         self._blocks.adopt((record.tenant, record.block_ids) for record in records)
         parts.index.adopt([entry_of(record) for record in records])
-        self._worker = mover
 
     @property
     def stored_block_bytes(self) -> int:
         """What a block takes on disk."""
-        return self._space.stored_block_bytes
+        return self._mover.stored_block_bytes
 
     @property
     def can_flush(self) -> bool:
@@ -96,32 +89,33 @@ class SsdIndex:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that are held."""
-        return self._space.num_blocks - self._space.allocator.num_free
+        return self._blocks.num_blocks - self._blocks.num_free
 
     @property
     def busy(self) -> bool:
         """Whether a task has not settled, or a change of the catalog has not been tried."""
-        return bool(self._moves or self._worker.num_changes)
+        return bool(self._moves or self._mover.num_changes)
 
     @property
     def is_late(self) -> bool:
         """Whether a deadline was missed and the disk is not known to work again: nothing should wait for it."""
         return (
             time.monotonic() < self._late_until_s
-            or self._worker.is_late
+            or self._mover.is_late
             or any(move.late for move in self._moves.values())
         )
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
-        size = self._space.stored_block_bytes
-        return SsdStats(
-            capacity_bytes=self._space.num_blocks * size,
+        size = self._mover.stored_block_bytes
+        return dataclasses.replace(
+            self._counters,
+            capacity_bytes=self._blocks.num_blocks * size,
             used_bytes=self.num_used_blocks * size,
-            free_bytes=self._space.allocator.num_free * size,
+            free_bytes=self._blocks.num_free * size,
             num_sessions=self._index.num_on_ssd,
+            failed_flushes=dict(self._counters.failed_flushes),
             evict_to_reuse=self.gaps.histogram(),
-            **dataclasses.asdict(self._counters),
         )
 
     def wanted(self, key: str) -> None:
@@ -202,9 +196,9 @@ class SsdIndex:
           Sessions that SSD had to forget, and DRAM has; and those of which something could not be written.
         """
         lost: list[Entry] = []
-        if self._worker.is_late:
+        if self._mover.is_late:
             self._missed_deadline()
-        while (end := self._worker.take_ended()) is not None:
+        while (end := self._mover.take_ended()) is not None:
             if isinstance(end, Lost | Changed):
                 entry = self._index.get(end.key)
                 if entry is None or entry.ssd is None:
@@ -310,7 +304,7 @@ class SsdIndex:
         """Forgets what of a session is on SSD; where `published`, the catalog may know of it and the index does not."""
         if entry.ssd is not None or published:
             self._let_go(entry)
-            self._worker.forget([entry.key])
+            self._mover.forget([entry.key])
 
     # What the catalog knows and the index does not.
 
@@ -321,7 +315,7 @@ class SsdIndex:
           CatalogLateError: it has not been read in time: something may be there.
         """
         try:
-            contents = self._contents.contents(key)
+            contents = self._mover.contents(key)
         except CatalogLateError:
             self._missed_deadline()
             raise
@@ -332,12 +326,12 @@ class SsdIndex:
     def write_down(self, entry: Entry) -> None:
         """Writes a session's pin and time to live down, if it is on SSD."""
         if entry.ssd is not None:
-            self._worker.change(entry.key, entry.pinned, entry.ttl_s)
+            self._mover.change(entry.key, entry.pinned, entry.ttl_s)
 
     def set_note(self, entry: Entry) -> None:
         """Writes down what a session's owner wants kept with it; its KV there stays as it is. No flush may run."""
         if entry.ssd is not None and entry.note is not None:
-            self._worker.set_note(entry.key, entry.note)
+            self._mover.set_note(entry.key, entry.note)
 
     def close(self, timeout_s: float) -> bool:
         """Ends the worker and closes the files. To let moves end first, poll until there are none.
@@ -345,9 +339,8 @@ class SsdIndex:
         Returns:
           Whether all has settled.
         """
-        self._worker.use({entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None})
-        self._contents.close()  # First: the last one to close has to be one that may merge the log.
-        return self._worker.close(timeout_s)
+        self._mover.use({entry.key: entry.last_used_s for entry in self._index if entry.ssd is not None})
+        return self._mover.close(timeout_s)
 
     # How.
 
@@ -357,7 +350,7 @@ class SsdIndex:
     def _begin(self, task: FetchTask | FlushTask, move: Move) -> None:
         self._moves[task] = move
         self._index.place(move.entry)
-        self._worker.submit(task)
+        self._mover.submit(task)
 
     def _end_fetch(self, move: Move, task: FetchTask, end: TaskEnd) -> None:
         entry = move.entry
@@ -397,7 +390,7 @@ class SsdIndex:
             return
         old = np.zeros(0, np.int64) if entry.ssd is None else entry.ssd.block_ids
         self._blocks.free(entry.owner.tenant, old[task.num_kept_blocks :].tolist())
-        entry.ssd = task.record.copy
+        entry.ssd = task.record
         entry.num_same_tokens = entry.ssd.num_tokens
         entry.num_same_rows = entry.ssd.places.num_places
         self._take_in_note(entry, task.note)
@@ -435,15 +428,15 @@ class SsdIndex:
         except CatalogLateError:
             return FlushFailure.DEADLINE
         for victim in evicted:
-            num_free = self._space.allocator.num_free
+            num_free = self._blocks.num_free
             self._let_go(victim)
             self._counters.num_evictions += 1
             self.gaps.evicted(victim.key)
-            num_freed = self._space.allocator.num_free - num_free
-            self._counters.evicted_bytes += num_freed * self._space.stored_block_bytes
+            num_freed = self._blocks.num_free - num_free
+            self._counters.evicted_bytes += num_freed * self._mover.stored_block_bytes
             self._index.place(victim)
         if victims:
-            self._worker.forget(victims)
+            self._mover.forget(victims)
         return None
 
     def _skip_flush(self, entry: Entry, failure: FlushFailure) -> bool:
@@ -467,7 +460,7 @@ class SsdIndex:
         elif not (kept.all() and cut.lineage == entry.ssd.lineage and cut.note is None):
             gone = cut_copy(entry, kept, cut.lineage, self._layout.block_tokens)
             self._blocks.free(entry.owner.tenant, gone)
-            self._worker.cut(entry.key, kept, cut.lineage, cut.note)
+            self._mover.cut(entry.key, kept, cut.lineage, cut.note)
 
     def _cancel_fetch(self, entry: Entry) -> None:
         if entry.fetch is not None:

@@ -36,7 +36,6 @@ from ca_jax.storage.placement.policy import EvictionPolicy, ReturnAwarePolicy, m
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import (
     BlockTiers,
-    Counters,
     EntryInfo,
     LookAheadWindows,
     Owner,
@@ -107,16 +106,16 @@ class AttentionStore:
         weights: str = "",
         clock: Callable[[], float] = time.time,
         on_progress: Callable[[], None] | None = None,
-        on_fetch: Callable[[int, float], None] | None = None,
+        on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
         timeline: Timeline = NO_TIMELINE,
         open_ssd: Callable[..., SsdIndex] | None = None,
     ):
         if layout.block_tokens != config.block_tokens:
-            raise ValueError(f"layout must be blocks of {config.block_tokens} tokens, got {layout.block_tokens}")
-        self._layout = layout
+            raise ValueError(f"layout must have blocks of {config.block_tokens} tokens, got {layout.block_tokens}")
+        self.layout = layout
+        """The shape of a block."""
         self._progress = threading.Event()
         self._on_progress = on_progress
-        self._on_fetch = on_fetch
         policy = make_policy(config.eviction_policy) if policy is None else policy
         quota = TenantQuota.in_bytes(config.tenant_quota_bytes, dict(config.tenant_quotas), layout.block_bytes)
         self._dram = DramTier(layout, config.dram_bytes)
@@ -124,7 +123,7 @@ class AttentionStore:
         look_ahead = LookAhead()
         returns = ReturnTimes(clock) if isinstance(policy, ReturnAwarePolicy) else None
         self._entries = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
-        self._counters = Counters()
+        self._counters = StoreStats()
         parts = StoreParts(
             index=self._entries,
             look_ahead=look_ahead,
@@ -138,17 +137,12 @@ class AttentionStore:
             namespace = Namespace(
                 weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
             )
-            open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=self._fetched, timeline=timeline)
+            open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=on_fetch, timeline=timeline)
         self._ssd = None if open_ssd is None else open_ssd(parts=parts, on_progress=self._progressed)
         self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
         self._truncation = Truncation(parts, self._placement, self._ssd, self._progressed)
         self._transfers = Transfers(parts, self._placement, self._truncation, ttl_s=config.ttl_s)
         self._closed = False
-
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        return self._layout
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `DramTier.touch`.
@@ -196,7 +190,7 @@ class AttentionStore:
         """Where each block of a session is, in token order; none of a session that is not stored. Not a use."""
         self._check_open()
         entry = self._entries.get(key)
-        return () if entry is None else block_map(entry, self._layout.block_tokens)
+        return () if entry is None else block_map(entry, self.layout.block_tokens)
 
     @property
     def windows(self) -> LookAheadWindows:
@@ -207,17 +201,19 @@ class AttentionStore:
     def stats(self) -> StoreStats:
         """Sizes now, and counts since the store was made."""
         self._check_open()
-        free_bytes = self._blocks.num_free * self._layout.block_bytes
-        capacity_bytes = self._blocks.num_blocks * self._layout.block_bytes
-        return StoreStats(
+        free_bytes = self._blocks.num_free * self.layout.block_bytes
+        capacity_bytes = self._blocks.num_blocks * self.layout.block_bytes
+        return dataclasses.replace(
+            self._counters,
             capacity_bytes=capacity_bytes,
             used_bytes=capacity_bytes - free_bytes,
             free_bytes=free_bytes,
             num_sessions=len(self._entries),
             num_dram_sessions=self._entries.num_in_dram,
+            misses=dict(self._counters.misses),
+            skipped_saves=dict(self._counters.skipped_saves),
             evict_to_reuse=self._placement.evict_to_reuse,
             ssd=None if self._ssd is None else self._ssd.stats(),
-            **dataclasses.asdict(self._counters),
         )
 
     def note(self, key: str) -> bytes:
@@ -333,7 +329,7 @@ class AttentionStore:
         """
         self._check_open()
         if not self._entries.num_pins(key):
-            raise ValueError(f"there must be a pinned key, got {key!r}, which has no pin")
+            raise ValueError(f"the key must be pinned, got {key!r}, which has no pin")
         self._entries.add_pins(key, -1)
 
     @contextlib.contextmanager
@@ -432,7 +428,7 @@ class AttentionStore:
             num_tokens=entry.num_readable,
             num_dropped=entry.known_lineage.num_dropped,
             num_blocks=len(entry.block_ids),
-            num_bytes=len(entry.block_ids) * self._layout.block_bytes,
+            num_bytes=len(entry.block_ids) * self.layout.block_bytes,
             ssd_tokens=0 if entry.ssd is None else entry.ssd.num_tokens,
             ssd_bytes=0 if self._ssd is None else ssd_blocks * self._ssd.stored_block_bytes,
             pinned=entry.pinned or bool(entry.num_pins),
@@ -447,13 +443,9 @@ class AttentionStore:
         if self._on_progress is not None:
             self._on_progress()
 
-    def _fetched(self, num_bytes: int, seconds: float) -> None:
-        if self._on_fetch is not None:
-            self._on_fetch(num_bytes, seconds)
-
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError("there must be an open AttentionStore, got one that is closed")
+            raise StoreClosedError("the AttentionStore must be open, got one that is closed")
 
 
 def block_map(entry: Entry, block_tokens: int) -> tuple[BlockTiers, ...]:

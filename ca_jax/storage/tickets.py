@@ -60,7 +60,8 @@ class SaveTicket:
         self._tier = tier
         self._block_ids = block_ids  # Of the whole session, up to the last token of this save.
         self._written = np.zeros((tier.layout.num_layers, len(token_ids)), bool)
-        self._state = TicketState.OPEN
+        self.state = TicketState.OPEN
+        """What became of it."""
         self._num_writers = 0
         self._idle = threading.Condition()
 
@@ -78,11 +79,6 @@ class SaveTicket:
     def stop_place(self) -> int:
         """One past the place of the last token."""
         return self.start_place + len(self.token_ids)
-
-    @property
-    def state(self) -> TicketState:
-        """What became of the save."""
-        return self._state
 
     @property
     def num_missing(self) -> int:
@@ -104,7 +100,7 @@ class SaveTicket:
           ValueError: a layer, shape, dtype or offset that does not fit.
         """
         if not 0 <= layer < self._tier.layout.num_layers:
-            raise ValueError(f"there must be a layer below {self._tier.layout.num_layers}, got {layer}")
+            raise ValueError(f"layer must be below {self._tier.layout.num_layers}, got {layer}")
         return self._write(slice(layer, layer + 1), kv[None], token_offset)
 
     def write_all(self, kv: np.ndarray, token_offset: int = 0) -> bool:
@@ -118,7 +114,7 @@ class SaveTicket:
     def close(self, state: TicketState) -> None:
         """Ends the save: waits for writes under way, refuses later ones. For the AttentionStore."""
         with self._idle:
-            self._state = state
+            self.state = state
             self._idle.wait_for(lambda: not self._num_writers)
 
     def _write(self, layers: slice, kv: np.ndarray, token_offset: int) -> bool:
@@ -128,11 +124,11 @@ class SaveTicket:
         _check_array("kv", kv, self._tier.layout.numpy_dtype, (num_layers, 2, num_tokens, num_kv_heads, head_dim))
         if not 0 <= token_offset <= self.num_tokens - num_tokens:
             raise ValueError(
-                f"there must be tokens within [0, {self.num_tokens}) of the save, "
+                f"tokens must lie within [0, {self.num_tokens}) of the save, "
                 f"got [{token_offset}, {token_offset + num_tokens})"
             )
         with self._idle:
-            if self._state is not TicketState.OPEN:
+            if self.state is not TicketState.OPEN:
                 return False
             self._num_writers += 1
         try:
@@ -183,12 +179,8 @@ class LoadTicket:
         self._places = places
         self._block_ids = block_ids
         self._reads: list[ts.Future] = []
-        self._state = TicketState.OPEN
-
-    @property
-    def state(self) -> TicketState:
-        """What became of the load."""
-        return self._state
+        self.state = TicketState.OPEN
+        """What became of it."""
 
     def shorten(self, num_tokens: int) -> None:
         """Reads only the first so many tokens from here on.
@@ -197,7 +189,7 @@ class LoadTicket:
           ValueError: none, or more than there are.
         """
         if not 0 < num_tokens <= self.num_tokens:
-            raise ValueError(f"there must be 1 to {self.num_tokens} tokens, got {num_tokens}")
+            raise ValueError(f"num_tokens must be 1 to {self.num_tokens}, got {num_tokens}")
         self.num_tokens = num_tokens
         self._places = self._places.take(num_tokens)
         self.__dict__.pop("plan", None)
@@ -220,15 +212,15 @@ class LoadTicket:
           ValueError: a layer, shape or dtype that does not fit, or a ticket that is closed.
         """
         layout = self._tier.layout
-        if self._state is not TicketState.OPEN:
-            raise ValueError(f"there must be an open load of {self.key!r}, got one that is {self._state.value}")
+        if self.state is not TicketState.OPEN:
+            raise ValueError(f"the load of {self.key!r} must be open, got one that is {self.state.value}")
         if not 0 <= layer < layout.num_layers:
-            raise ValueError(f"there must be a layer below {layout.num_layers}, got {layer}")
+            raise ValueError(f"layer must be below {layout.num_layers}, got {layer}")
         num_slots = dst.shape[1] if dst.ndim == 4 else -1
         _check_array("dst", dst, layout.numpy_dtype, (2, num_slots, layout.num_kv_heads, layout.head_dim))
         if num_slots < self.num_tokens or not dst.flags.writeable:
             raise ValueError(
-                f"dst must be room for {self.num_tokens} tokens, writable; "
+                f"dst must have room for {self.num_tokens} tokens and be writable; "
                 f"got {num_slots}, {'writable' if dst.flags.writeable else 'read-only'}"
             )
         futures = []
@@ -249,7 +241,7 @@ class LoadTicket:
 
     def close(self, state: TicketState) -> None:
         """Ends the load: waits for copies under way, refuses later ones. For the AttentionStore."""
-        self._state = state
+        self.state = state
         for future in self._reads:
             future.exception()  # Waits. An error is for the holder of the future.
         self._reads.clear()

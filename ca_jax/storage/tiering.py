@@ -111,10 +111,6 @@ class Placement:
         entry.note = note
         self.changed(entry)
 
-    def place(self, entry: Entry) -> None:
-        """A session changed in a way that choices may depend on."""
-        self._index.place(entry)
-
     def saving(self, entry: Entry) -> None:
         """A save of a session was begun."""
         if self._ssd is not None:

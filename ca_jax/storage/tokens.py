@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import struct
+from typing import Self
 
 import numpy as np
 
-_RUN_DTYPE = np.dtype("<u4")
+_RUN = struct.Struct("<II")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +60,7 @@ class TokenPlaces:
         for start, length in self.runs:
             if start <= behind or length <= 0:
                 raise ValueError(
-                    "there must be runs of tokens that ascend and do not touch, "
-                    f"got {length} from place {start} behind one that ends at {behind}"
+                    f"runs must ascend and not touch, got {length} from place {start} behind one that ends at {behind}"
                 )
             behind = start + length
 
@@ -84,12 +85,13 @@ class TokenPlaces:
         Raises:
           ValueError: the data is no list of runs.
         """
-        starts_and_lengths = np.frombuffer(data, _RUN_DTYPE).reshape(-1, 2).tolist()
-        return cls(tuple((start, length) for start, length in starts_and_lengths))
+        if len(data) % _RUN.size:
+            raise ValueError(f"runs must be of {_RUN.size} bytes each, got {len(data)} bytes")
+        return cls(tuple(_RUN.iter_unpack(data)))
 
     def to_bytes(self) -> bytes:
         """The runs, each as two unsigned 32-bit integers."""
-        return np.array(self.runs, _RUN_DTYPE).tobytes()
+        return b"".join(_RUN.pack(*run) for run in self.runs)
 
     @property
     def num_tokens(self) -> int:
@@ -207,7 +209,7 @@ class Lineage:
     def __post_init__(self) -> None:
         if self.num_dropped < 0 or (self.num_plain is not None and self.num_plain < 0):
             raise ValueError(
-                f"there must be num_dropped and num_plain >= 0, got {self.num_dropped} and {self.num_plain}"
+                f"num_dropped and num_plain must be at least 0, got {self.num_dropped} and {self.num_plain}"
             )
 
     def plain_tokens(self, num_tokens: int) -> int:
@@ -259,59 +261,30 @@ def prefix_hashes(token_ids: np.ndarray, block_tokens: int, known: bytes = b"") 
     return bytes(hashes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cuts:
-    """How a session on SSD differs from one that was never cut: its tokens dense, all rows theirs, nothing dropped."""
-
-    places: TokenPlaces
-    """Where its tokens lie in its blocks."""
-    num_rows: int
-    """Rows that were written: all of its blocks but the last, and so many of that. A row may have lost its token."""
-    lineage: Lineage = PLAIN
-    """What was dropped from it."""
-
-    @classmethod
-    def of(cls, places: TokenPlaces, num_rows: int, lineage: Lineage) -> Cuts | None:
-        """The same; None where there is no difference."""
-        if places.is_dense and num_rows == places.num_places and lineage == PLAIN:
-            return None
-        return cls(places=places, num_rows=num_rows, lineage=lineage)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SsdCopy:
     """What of a session is on SSD, published in the catalog. Immutable."""
 
-    num_tokens: int
-    """Tokens whose KV it is."""
     block_ids: np.ndarray
     """The block table: int64 `[num_blocks]`, in token order."""
-    cuts: Cuts | None = None
-    """What cutting has left of it; None if it was never cut."""
+    places: TokenPlaces
+    """Where its tokens lie in the blocks."""
+    lineage: Lineage = PLAIN
+    """What was dropped from it."""
     prefixes: bytes = b""
-    """`prefix_hashes` of its leading tokens that others may have the KV of: what it is found by."""
+    """`prefix_hashes` of its leading tokens whose KV other sessions may use; other sessions find it by them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is stored."""
+        return self.places.num_tokens
 
     @property
     def num_blocks(self) -> int:
         """Blocks held."""
         return len(self.block_ids)
 
-    @property
-    def places(self) -> TokenPlaces:
-        """Where the tokens lie in the blocks."""
-        return TokenPlaces.dense(self.num_tokens) if self.cuts is None else self.cuts.places
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that were written in the blocks, up to the last one."""
-        return self.num_tokens if self.cuts is None else self.cuts.num_rows
-
-    @property
-    def lineage(self) -> Lineage:
-        """What was dropped from the session."""
-        return PLAIN if self.cuts is None else self.cuts.lineage
-
-    def keep(self, kept: np.ndarray, lineage: Lineage, block_tokens: int) -> tuple[SsdCopy, np.ndarray]:
+    def keep(self, kept: np.ndarray, lineage: Lineage, block_tokens: int) -> tuple[Self, np.ndarray]:
         """Forgets tokens, and the blocks that have none left.
 
         Args:
@@ -326,14 +299,10 @@ class SsdCopy:
           ValueError: the mask is of another length.
         """
         places, table = self.places.keep(kept, block_tokens)
-        num_rows = rows_left(self.num_rows, table, block_tokens)
         num_plain = lineage.plain_tokens(len(kept) if kept.all() else int(np.argmin(kept)))
-        return SsdCopy(
-            num_tokens=places.num_tokens,
-            block_ids=self.block_ids[table],
-            cuts=Cuts.of(places, num_rows, lineage),
-            prefixes=self.prefixes[: num_plain // block_tokens * HASH_BYTES],
-        ), table
+        prefixes = self.prefixes[: num_plain // block_tokens * HASH_BYTES]
+        block_ids = self.block_ids[table]
+        return dataclasses.replace(self, places=places, block_ids=block_ids, lineage=lineage, prefixes=prefixes), table
 
     def find_in(self, before: SsdCopy, block_tokens: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Which tokens and blocks of an earlier state these are; None if they are none of it.

@@ -123,7 +123,7 @@ class Transfers:
             )
         if ticket.num_missing:
             raise ValueError(
-                f"save of {ticket.key!r} must be KV of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
+                f"save of {ticket.key!r} must be of {ticket.num_tokens} tokens in {self._layout.num_layers} layers, "
                 f"got {ticket.num_missing} (layer, token) pairs not written"
             )
         ticket.close(TicketState.DONE)
@@ -253,13 +253,13 @@ class Transfers:
         token_ids = as_token_ids(token_ids)
         entry = self._index.get(key)
         if entry is not None and entry.residency is not Residency.ABSENT:
-            raise ValueError(f"there must be a session of which nothing is stored, got {key!r}, of which something is")
+            raise ValueError(f"the new session must have nothing stored, got {key!r}, which has")
         from_entry = self._index.get(source)
         if from_entry is None:
             return 0
         entry = entry or self._new_entry(key, owner)
         if entry.owner.tenant != from_entry.owner.tenant:
-            raise ValueError(f"there must be a session of tenant {entry.owner.tenant!r} to begin with, got another's")
+            raise ValueError(f"the source must be of tenant {entry.owner.tenant!r}, got another's")
         num_tokens = from_entry.lineage.plain_tokens(_common_prefix(from_entry.token_ids, token_ids))
         num_shared, num_rows = divmod(num_tokens, self._layout.block_tokens)
         entry.block_ids = from_entry.block_ids[:num_shared]
@@ -363,7 +363,7 @@ class Transfers:
         entry = self._open_loads.pop(ticket, None)
         if entry is None:
             raise ValueError(
-                f"there must be an open load of this store, got one of {ticket.key!r} that is {ticket.state.value}"
+                f"the load must be an open one of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         ticket.close(state)
         entry.num_open_loads -= 1
@@ -377,7 +377,7 @@ class Transfers:
         entry = self._index.get(ticket.key)
         if entry is None or ticket not in entry.open_saves:
             raise ValueError(
-                f"there must be an open save of this store, got one of {ticket.key!r} that is {ticket.state.value}"
+                f"the save must be an open one of this store, got one of {ticket.key!r} that is {ticket.state.value}"
             )
         return entry
 

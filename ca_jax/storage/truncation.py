@@ -109,7 +109,7 @@ class Truncation:
             self._ssd.shorten(entry, num_tokens, note)
         if shorter or note is not None:
             self._placement.changed(entry)
-        self._placement.place(entry)
+        self._index.place(entry)
 
     def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
         """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
@@ -229,7 +229,7 @@ class Truncation:
                 self._wasteful[entry] = None
                 self._on_progress()
             self._placement.changed(entry)
-        self._placement.place(entry)
+        self._index.place(entry)
 
     def adopt(self, entry: Entry, num_dropped: int) -> None:
         """Takes what is in DRAM, all of which has seen no dropped token, for a session that dropped so many."""
@@ -265,7 +265,7 @@ class Truncation:
         table, places = list(entry.block_ids), entry.places
         self._blocks.share(table)  # Whatever becomes of the session, they are not written while they are read.
         entry.num_pins += 1
-        self._placement.place(entry)
+        self._index.place(entry)
         done = self._thread.submit(copy_together, self._dram.slab, places, table, fresh, self._layout.block_tokens)
         self._copy = _Copy(entry=entry, block_ids=table, places=places, fresh_ids=fresh, done=done)
         done.add_done_callback(lambda _: self._on_progress())
@@ -287,7 +287,7 @@ class Truncation:
             _LOG.warning("session %s could not be copied together: it stays as it is", entry.key, exc_info=error)
         elif entry.block_ids:
             self._wasteful[entry] = None
-        self._placement.place(entry)
+        self._index.place(entry)
 
 
 def copy_together(
@@ -327,6 +327,6 @@ def as_mask(discarded: npt.ArrayLike) -> np.ndarray:
 def _check_idle(entry: Entry) -> None:
     if entry.in_use:
         raise EntryInUseError(
-            f"there must be no open load or save of {entry.key!r}, got {entry.num_open_loads} loads and "
+            f"{entry.key!r} must have no open load or save, got {entry.num_open_loads} loads and "
             f"{len(entry.open_saves)} saves"
         )

@@ -1,4 +1,4 @@
-"""Whether what is stored is sound: reads blocks back and holds them against their checksums, seals and catalog.
+"""Whether what is stored is sound: reads blocks back and holds them against their checksums and the catalog.
 
     with StoreInspector(directory) as inspector:
         damaged = [verdict for verdict in verify(inspector) if not verdict.ok]
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from ca_jax.errors import CaJaxError
-from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace, Problem, SessionRecord
 from ca_jax.storage.inspector import StoreDirectoryError, StoredSession, StoreInspector
-from ca_jax.storage.layout import KVLayout, verify_block
+from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
@@ -36,11 +36,9 @@ class DamageReason(enum.StrEnum):
     """What is wrong with a session or a block of it."""
 
     CORRUPT = "corrupt"
-    """A checksum, a length or a label on disk is wrong."""
+    """It has other bytes than were written, or another number of them."""
     MISSING = "missing"
     """Nothing is on disk for the block."""
-    SEAL = "seal"
-    """The block is intact and another one than was meant."""
     UNREADABLE = "unreadable"
     """The device reports an error, or makes no progress."""
     CATALOG = "catalog"
@@ -117,11 +115,11 @@ def verify(inspector: StoreInspector, tenant: str | None = None) -> Iterator[Ver
 
 def verify_session(inspector: StoreInspector, session: StoredSession) -> Verdict | None:
     """Reads every block of one session; None if it is not stored any more. Raises as `verify` does."""
-    examined = _examine(inspector, session, with_kv=False)
-    if examined is None:
+    found = _examine(inspector, session, None)
+    if found is None:
         return None
-    now = examined.session
-    return Verdict(namespace=now.namespace, key=now.record.key, session=now, damages=tuple(examined.damages))
+    now, _, damages = found
+    return Verdict(namespace=now.namespace, key=now.record.key, session=now, damages=tuple(damages))
 
 
 def read_session(inspector: StoreInspector, session: StoredSession) -> SessionKV | None:
@@ -131,14 +129,21 @@ def read_session(inspector: StoreInspector, session: StoredSession) -> SessionKV
       DamagedSessionError: it is not sound.
       CatalogError, StoreDirectoryError: as `verify`.
     """
-    examined = _examine(inspector, session, with_kv=True)
-    if examined is None:
+    layout = session.namespace.layout
+    kv: list[np.ndarray] = []
+
+    def memory_for(record: SessionRecord) -> np.ndarray:
+        shape = (layout.num_layers, 2, record.num_tokens, layout.num_kv_heads, layout.head_dim)
+        kv[:] = [host_array(shape, layout.numpy_dtype)]
+        return kv[0]
+
+    found = _examine(inspector, session, memory_for)
+    if found is None:
         return None
-    now = examined.session
-    if examined.damages or examined.contents is None or examined.kv is None:
-        first = examined.damages[0]
-        raise DamagedSessionError(f"session {now.record.session_id!r}: {first.found} ({first.reason})")
-    return SessionKV(session=now, token_ids=examined.contents.token_ids, kv=examined.kv)
+    now, contents, damages = found
+    if damages or contents is None:
+        raise DamagedSessionError(f"session {now.record.session_id!r}: {damages[0].found} ({damages[0].reason})")
+    return SessionKV(session=now, token_ids=contents.token_ids, kv=kv[0])
 
 
 def catalog_problems(inspector: StoreInspector) -> tuple[Problem, ...]:
@@ -157,39 +162,32 @@ def catalog_problems(inspector: StoreInspector) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
-class _Examined:
-    """What was found of a session."""
+def _examine(
+    inspector: StoreInspector, session: StoredSession, memory_for: Callable[[SessionRecord], np.ndarray] | None
+) -> tuple[StoredSession, Contents | None, list[Damage]] | None:
+    """Reads a session until it stands still: an engine may change it, and then reuse its blocks.
 
-    session: StoredSession
-    contents: Contents | None
-    damages: list[Damage]
-    kv: np.ndarray | None
+    Args:
+      inspector: of the store.
+      session: which.
+      memory_for: gives memory for its KV, `[L, 2, T, K, H]`; None: it is not kept.
 
-
-def _examine(inspector: StoreInspector, session: StoredSession, *, with_kv: bool) -> _Examined | None:
-    """Reads a session until it stands still: an engine may change it, and then reuse its blocks. None: it is gone."""
+    Returns:
+      The session as it was read, what the catalog keeps with it if that is sound, and what is wrong; None: it is gone.
+    """
     reader, key = inspector.reader(session.namespace), session.record.key
     while True:
         try:
-            record = reader.get(key)
-            if record is None:
-                return None
-            contents = reader.contents(key)
+            found = reader.load(key)
         except DamagedRecordError as error:
-            damage = Damage(reason=DamageReason.CATALOG, found=str(error))
-            return _Examined(session=session, contents=None, damages=[damage], kv=None)
-        if contents is None or len(contents.token_ids) != record.num_tokens:
-            continue  # Changed between the two.
-        examined = _Examined(
-            session=StoredSession(namespace=session.namespace, record=record),
-            contents=contents,
-            damages=[],
-            kv=_kv_of(session.namespace.layout, record.num_tokens) if with_kv else None,
-        )
-        _examine_blocks(inspector, examined, contents)
+            return session, None, [Damage(reason=DamageReason.CATALOG, found=str(error))]
+        if found is None:
+            return None
+        record, contents = found
+        now = StoredSession(namespace=session.namespace, record=record)
+        damages = _examine_blocks(inspector, now, contents.sums, memory_for(record) if memory_for else None)
         if _stands(reader, record):
-            return examined
+            return now, contents, damages
 
 
 def _stands(reader: CatalogReader, record: SessionRecord) -> bool:
@@ -205,58 +203,49 @@ def _stands(reader: CatalogReader, record: SessionRecord) -> bool:
     )
 
 
-def _examine_blocks(inspector: StoreInspector, examined: _Examined, contents: Contents) -> None:
-    """Reads and verifies the blocks of a session, and keeps their KV if there is room for it."""
-    session, kv = examined.session, examined.kv
+def _examine_blocks(
+    inspector: StoreInspector, session: StoredSession, sums: np.ndarray, kv: np.ndarray | None
+) -> list[Damage]:
+    """Reads and verifies the blocks of a session, and keeps their KV if there is room for it; what is wrong."""
     record, layout = session.record, session.namespace.layout
-
-    def report(reason: DamageReason, found: str, index: int | None = None, block_id: int | None = None) -> None:
-        examined.damages.append(Damage(reason=reason, found=found, index=index, block_id=block_id))
-
     try:
         tier = inspector.open_blocks(session.namespace, int(record.block_ids.max()) + 1)
     except StoreDirectoryError:
         raise
     except ValueError as error:
-        report(DamageReason.CORRUPT, str(error))
-        return
+        return [Damage(reason=DamageReason.CORRUPT, found=str(error))]
     if tier is None:
-        report(DamageReason.MISSING, f"there must be blocks in {inspector.block_location(session.namespace)}, got none")
-        return
-    rows_of = {rows.index: rows for rows in record.copy.places.by_block(layout.block_tokens)}
-    for index, block_id, block, failure in _read_each(tier, record.block_ids.tolist()):
-        num_rows = layout.tokens_in_block(index, record.num_rows)
+        location = inspector.block_location(session.namespace)
+        return [Damage(reason=DamageReason.MISSING, found=f"{location} must hold its blocks, got none")]
+    damages = []
+    rows_of = {rows.index: rows for rows in record.places.by_block(layout.block_tokens)}
+    for index, (block_id, block, failure) in enumerate(_read_each(tier, record.block_ids.tolist(), sums)):
         if failure is not None:
-            report(_REASONS.get(failure.reason, DamageReason.UNREADABLE), str(failure), index, block_id)
-        elif num_rows > 0:
-            if not verify_block(block, num_rows, contents.seals[index]):
-                report(
-                    DamageReason.SEAL,
-                    "the block must hold the bytes of its seal, got an intact block of others",
-                    index,
-                    block_id,
-                )
-            elif kv is not None and index in rows_of:
-                rows = rows_of[index]
-                kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
+            reason = _REASONS.get(failure.reason, DamageReason.UNREADABLE)
+            damages.append(Damage(reason=reason, found=str(failure), index=index, block_id=block_id))
+        elif kv is not None and index in rows_of:
+            rows = rows_of[index]
+            kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
+    return damages
 
 
-def _read_each(tier: DiskTier, block_ids: list[int]) -> Iterator[tuple[int, int, np.ndarray, BlockIoError | None]]:
-    """Reads blocks, a few at once, and gives each one's index, id, bytes (of use until the next) and error."""
+def _read_each(
+    tier: DiskTier, block_ids: list[int], sums: np.ndarray
+) -> Iterator[tuple[int, np.ndarray, BlockIoError | None]]:
+    """Reads blocks, a few at once, and gives each one's id, bytes (of use until the next) and error."""
     memory = [_block_of(tier.layout) for _ in block_ids[:_READ_BLOCKS]]
     for first in range(0, len(block_ids), _READ_BLOCKS):
         ids = block_ids[first : first + _READ_BLOCKS]
-        handles = [tier.read_blocks([block_id], [memory[slot]]) for slot, block_id in enumerate(ids)]
+        handles = [
+            tier.read_blocks([block_id], [memory[slot]], sums[first + slot : first + slot + 1])
+            for slot, block_id in enumerate(ids)
+        ]
         for slot, handle in enumerate(handles):
             handle.wait()
-            yield first + slot, ids[slot], memory[slot], handle.error
+            yield ids[slot], memory[slot], handle.error
             if not handle.settled:  # It may write there yet.
                 memory[slot] = _block_of(tier.layout)
 
 
 def _block_of(layout: KVLayout) -> np.ndarray:
     return host_array(layout.block_shape, layout.numpy_dtype)
-
-
-def _kv_of(layout: KVLayout, num_tokens: int) -> np.ndarray:
-    return host_array((layout.num_layers, 2, num_tokens, layout.num_kv_heads, layout.head_dim), layout.numpy_dtype)

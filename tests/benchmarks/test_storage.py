@@ -13,12 +13,12 @@ from benchmarks.host_turns import TurnRow
 from benchmarks.suites import policy as policies
 from benchmarks.suites import store as stores
 from benchmarks.suites.policy import DecisionRow, LoopRow, PolicyBenchConfig, PrefixRow, StartupRow
-from benchmarks.suites.store import DRIVERS, StoreBenchConfig, StoreRow
+from tests.reliability.workload import DRIVERS
+from benchmarks.suites.store import StoreBenchConfig, StoreRow
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.tiers.formats import RawTier
 from tests.benchmarks.conftest import steps
 
 STORE_SIZES = {
@@ -129,11 +129,11 @@ def test_store_summary_has_ratios_of_the_default_driver_and_of_the_other_one() -
 
 
 def test_a_tier_that_gives_other_bytes_is_no_row(measure, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_something_else(self, block_ids, blocks):
-        return write_blocks(self, block_ids, [block + 1 for block in blocks])
+    def write_something_else(self, block_ids, blocks, sums):
+        return write_blocks(self, block_ids, [block + 1 for block in blocks], sums)
 
-    write_blocks = RawSsdTier.write_blocks
-    monkeypatch.setattr(RawSsdTier, "write_blocks", write_something_else)
+    write_blocks = RawTier.write_blocks
+    monkeypatch.setattr(RawTier, "write_blocks", write_something_else)
     with pytest.raises(BenchError, match="a read of raw must give the bytes that were written"):
         measure("store", sized(disk))
     assert list(disk.iterdir()) == []
@@ -167,18 +167,14 @@ def test_a_disk_without_room_is_told_of(measure, disk: Path) -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_plain_reads_give_what_the_tier_wrote(tmp_path: Path, driver: str, num_threads: int) -> None:
     layout = StoreBenchConfig(**STORE_SIZES).layout
-    tier: SsdTier | RawSsdTier = DRIVERS[driver](layout, tmp_path, 12 * (layout.block_bytes + 16384))
+    tier = DRIVERS[driver](layout, tmp_path, 12 * (layout.block_bytes + 16384))
     blocks = np.random.default_rng(0).standard_normal((11, *layout.block_shape)).astype(np.float32)
     tier.write_blocks(range(11), blocks).result()
     extents = block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 11)
     into = np.zeros((11, layout.block_bytes), np.uint8)
     PlainDisk(num_threads).read(extents, into)
     tier.close()
-    gap = {"zarr3": 4, "raw": 0}[driver]  # A checksum behind each layer, or all behind the block.
-    for layer in range(layout.num_layers - 1):
-        start = layer * (layout.layer_block_bytes + gap)
-        found = into[:, start : start + layout.layer_block_bytes]
-        assert found.tobytes() == blocks[:, layer].tobytes()
+    assert into.tobytes() == blocks.tobytes()
     with pytest.raises(BenchError, match="must hold 99 blocks, got"):
         block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 99)
 

@@ -16,10 +16,8 @@ from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.presets import PRESETS
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.opening import stored_block_bytes
 from ca_jax.storage.tiers.dram import DramTier
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.tiers.formats import FORMATS
 from ca_jax.testing import tiny
 
 A100 = 80 * 10**9
@@ -122,8 +120,7 @@ def test_tiers_hold_as_many_blocks_as_planned(tmp_path, driver):
     _, dram, ssd = planned.tiers
     blocks = DramTier(layout, store.dram_bytes).num_blocks
     assert (dram.num_tokens, dram.num_sessions) == (blocks * 16, blocks // 3)
-    tier = (SsdTier if driver == "zarr3" else RawSsdTier)(layout, tmp_path, store.ssd_bytes)
-    assert stored_block_bytes(layout, driver) == tier.stored_block_bytes > layout.block_bytes
+    tier = FORMATS[driver](layout, tmp_path, store.ssd_bytes)
     assert (ssd.num_tokens, ssd.num_sessions) == (tier.num_blocks * 16, tier.num_blocks // 3)
     tier.close()
 

@@ -143,9 +143,9 @@ def test_a_damaged_row_of_the_catalog_is_told_of(tmp_path, filled):
     with Catalog(tmp_path / "store", NAMESPACE) as catalog:
         catalog._db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
         catalog._db.execute(
-            "UPDATE contents SET seals = x'' WHERE session = (SELECT id FROM sessions WHERE key = ?)", [KEYS["second"]]
+            "UPDATE contents SET sums = x'' WHERE session = (SELECT id FROM sessions WHERE key = ?)", [KEYS["second"]]
         )
-        catalog._db.execute("INSERT INTO contents VALUES (99, x'', x'', x'', x'', 0)")
+        catalog._db.execute("INSERT INTO contents VALUES (99, x'', x'', x'', 0)")
     result, text = ask(tmp_path)
     assert [row["key"] for row in result.facts["damaged_rows"]] == [KEYS["first"]]
     assert "damaged row of the catalog" in text
@@ -322,7 +322,7 @@ def test_it_runs_from_the_command_line(tmp_path, filled):
 def test_errors_go_to_stderr(tmp_path):
     nowhere = tmp_path / "none"
     for arguments, message in (
-        (("show", "x"), f"there must be a store's directory, got nothing at {nowhere}"),
+        (("show", "x"), f"{nowhere} must be a store's directory, got nothing there"),
         (("show", "x", "y"), "arguments must be a command and at most one session, got show x y"),
         ((f"--json_out={tmp_path}",), f"json_out must be a file, got the directory {tmp_path}"),
     ):

@@ -95,7 +95,7 @@ class Arena:
     @property
     def tier(self) -> DiskTier:
         """The blocks on SSD."""
-        return workload.ssd_of(self.engine)._space
+        return workload.ssd_of(self.engine)._mover._tier
 
     @property
     def block_directory(self) -> Path:

@@ -6,7 +6,6 @@ be read any more. What an operation does is changed for the length of a `with` b
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -20,8 +19,6 @@ from pathlib import Path
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from tests.reliability import workload
 from tests.reliability.arena import Arena
-
-_TRAILER_BYTES = 32  # Of a raw slot, what means something: label, block id, three checksums, their checksum.
 
 
 def flip_bits(arena: Arena, names: Sequence[str]) -> set[str]:
@@ -112,28 +109,19 @@ def held(arena: Arena, operation: str) -> Iterator[None]:
         gate.wait()
         return original(*args)
 
-    with concurrent.futures.ThreadPoolExecutor(16) as threads:
-
-        def begin(*args: object) -> concurrent.futures.Future:
-            try:
-                return threads.submit(lambda: late(*args).result())
-            except RuntimeError:  # It was to wait for others, and the block has ended.
-                return original(*args)
-
-        # One driver's operations give a future; the other's run on threads of their own.
-        with _replaced(arena.tier, operation, begin if arena.driver == "zarr3" else late):
-            try:
-                yield
-            finally:
-                gate.set()
+    with _replaced(arena.tier, operation, late):
+        try:
+            yield
+        finally:
+            gate.set()
 
 
 @contextlib.contextmanager
 def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
     ssd, gate = workload.ssd_of(arena.engine), threading.Event()
-    catalog = ssd._worker._writer._catalog
-    readers = [(ssd._worker._reader, ("load",)), (ssd._contents._reader, ("contents",))]
+    catalog = ssd._mover._writer._catalog
+    readers = [(ssd._mover._reader, ("load",)), (ssd._mover._asked_reader, ("contents",))]
     held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
 
     def late(original: Callable[..., object], *args: object) -> object:
@@ -230,7 +218,7 @@ def _place(arena: Arena, block: int) -> tuple[Path, int, int]:
         path = arena.block_directory / f"{block // 1024:06d}" / f"c.{block % 1024}.0.0.0.0.0"
         return path, 0, path.stat().st_size
     start = block * arena.tier.stored_block_bytes
-    return arena.block_directory / "blocks", start, arena.tier.layout.block_bytes + _TRAILER_BYTES
+    return arena.block_directory / "blocks", start, arena.tier.layout.block_bytes
 
 
 def _mount(*arguments: object) -> bool:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
-from ca_jax.storage.catalog.reader import CatalogReader, namespaces
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.tiers.disk import DiskOptions
+from ca_jax.storage.tiers.formats import FORMATS
 from tests import engine_kit as kit
 from tests.reliability import workload
 
@@ -265,9 +265,9 @@ def _read_disk(directory: Path, driver: str) -> tuple[dict[str, Stored], set[int
         location = reader.block_directory
     if not (location / driver).is_dir():
         return found, set()
-    kind = SsdTier if driver == "zarr3" else RawSsdTier
+    layout = info.namespace.layout
     try:
-        tier = kind.open_existing(info.namespace.layout, location, 1)
+        tier = FORMATS[driver](layout, location, layout.stored_block_bytes, DiskOptions(only_existing=True))
     except FileNotFoundError:
         return found, set()
     stored = set(tier.stored_block_ids())
@@ -298,7 +298,7 @@ def _check_restart(
                 assert workload.is_whole(engine, chunk), f"a chunk of {len(chunk)} tokens is stored, and not served"
                 report.chunks_checked += 1
         store = kit.store_in(engine)
-        kv_ids = {key: store._ssd._contents.contents(key).token_ids.tolist() for key in infos}
+        kv_ids = {key: store._ssd._mover.contents(key).token_ids.tolist() for key in infos}
         sessions = [engine.session(session_id=info.session_id) for info in infos.values()]
         ahead = {  # Cut or rewound since their KV was written: they are noted at once, it is cut in the background.
             info.session_id

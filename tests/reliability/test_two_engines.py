@@ -12,7 +12,7 @@ from tests import engine_kit as kit
 from tests.reliability import killing, workload
 from tests.reliability.arena import Arena
 
-REFUSED = "for this engine alone, got it in use by process {} on .*; stop that one"
+REFUSED = "must be this engine's alone, got it in use by process {} on .*; stop that one"
 
 
 @pytest.mark.parametrize("driver", workload.DRIVERS)
@@ -37,7 +37,7 @@ def test_a_second_process_is_refused_whichever_is_first(tmp_path, compile_cache,
             line = nursery.line(60)
             assert line is not None
             assert line.startswith("broken CatalogLockedError"), line
-            assert f"found it in use by process {os.getpid()} on " in line
+            assert f"got it in use by process {os.getpid()} on " in line
             assert nursery.line(60) == "end"
             arena.converse()
             assert arena.take_counts().total() == 0

@@ -58,10 +58,10 @@ class TellingCatalog(Catalog):
 
     _is_nested = False
 
-    def publish(self, record, token_ids, seals, note=b""):
-        contents = Contents(token_ids=np.asarray(token_ids, np.int32), seals=seals, note=note)
+    def publish(self, record, token_ids, sums, note=b""):
+        contents = Contents(token_ids=np.asarray(token_ids, np.int32), sums=sums, note=note)
         tell(f"publish {record.key} {record.num_tokens} {workload.digest(record, contents)}")
-        published = super().publish(record, token_ids, seals, note)
+        published = super().publish(record, token_ids, sums, note)
         tell("ok")
         return published
 

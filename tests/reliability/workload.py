@@ -23,9 +23,9 @@ import numpy as np
 import ca_jax
 from ca_jax.engine import Engine
 from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
-from ca_jax.storage.catalog.reader import CatalogReader
 from ca_jax.storage.catalog.records import Contents, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.ssd import SsdIndex
@@ -37,7 +37,7 @@ DRIVERS = ("zarr3", "raw")
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, seed=9)) for num_tokens in (33, 16, 40, 25, 32, 19))
 """What contexts are made of, where there are any."""
 _PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
-_STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES + 4096  # Of either driver: trailer or checksums are a page.
+_STORED_BLOCK_BYTES = kit.BLOCK_TOKENS * kit.TOKEN_BYTES  # Whole pages.
 _KNOWN_FILES = re.compile(
     rf"{re.escape(CATALOG_NAME)}(-wal|-shm|\.corrupt-.*)?|catalog\.lock"
     rf"|{re.escape(LOG_NAME)}(-wal|-shm)?"
@@ -98,13 +98,13 @@ def ssd_of(engine: Engine) -> SsdIndex:
 def wait_for_reclaim(engine: Engine) -> None:
     """Returns when what an earlier process left behind is removed: the writing thread's first step."""
     done = threading.Event()
-    ssd_of(engine)._worker._writes.put(done.set)
+    ssd_of(engine)._mover._writes.put(done.set)
     assert done.wait(60), "the writing thread of the SSD tier does not answer"
 
 
 def reader_of(engine: Engine, directory: Path) -> CatalogReader:
     """Another reader of the engine's catalog."""
-    return CatalogReader(directory, ssd_of(engine)._contents.namespace)
+    return CatalogReader(directory, ssd_of(engine)._mover._reader.namespace)
 
 
 def wait_until_nothing_moves(engine: Engine) -> None:
@@ -153,7 +153,7 @@ def check_books(engine: Engine, directory: Path, *, fresh: bool = False) -> None
     wait_for_reclaim(engine)
     wait_until_nothing_moves(engine)
     store, ssd = store_of(engine), ssd_of(engine)
-    tier, stats, infos = ssd._space, store.stats(), store.list()
+    tier, stats, infos = ssd._mover._tier, store.stats(), store.list()
     with reader_of(engine, directory) as reader:
         problems = reader.integrity_check()
         assert problems == (), problems
@@ -186,7 +186,7 @@ def strange_files(directory: Path) -> list[str]:
 
 def digest(record: SessionRecord, contents: Contents) -> str:
     """Of all that a catalog says of a session's KV and conversation."""
-    parts = (record.block_ids.astype("<i8"), contents.token_ids.astype("<i4"), contents.seals.astype("<u8"))
-    where = repr((record.copy.places.runs, record.num_rows, record.lineage)).encode()
+    parts = (record.block_ids.astype("<i8"), contents.token_ids.astype("<i4"), contents.sums.astype("<u4"))
+    where = repr((record.places.runs, record.lineage)).encode()
     data = [np.ascontiguousarray(part).tobytes() for part in parts] + [where, contents.note]
     return hashlib.sha256(b"|".join(data)).hexdigest()[:16]

@@ -19,7 +19,7 @@ import numpy as np
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.tokens import Lineage
+from ca_jax.storage.tokens import Lineage, TokenPlaces
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype="float32", block_tokens=4)
 NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
@@ -35,12 +35,12 @@ def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray,
         tenant=f"tenant {key % 3}",
         session_id=f"session {key}",
         block_ids=np.arange(num_blocks) + 1000 * version,
-        num_tokens=num_tokens,
+        places=TokenPlaces.dense(num_tokens),
         created_s=0.0,
         last_used_s=float(version),
     )
     token_ids = np.arange(num_tokens, dtype=np.int32) + version
-    return record, token_ids, np.full((num_blocks, 3), version, np.uint64), b"note %d" % version
+    return record, token_ids, np.full((num_blocks, 3), version, np.uint32), b"note %d" % version
 
 
 def cut_of(version: int) -> tuple[np.ndarray, Lineage, bytes]:

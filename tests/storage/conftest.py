@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from ca_jax.storage import AttentionStore
 
+from .filled_store import Kept, fill
 from .store_helpers import make_store, open_gated
 
 
@@ -22,6 +24,12 @@ def store() -> AttentionStore:
 def driver(request) -> str:
     """Each kind of SSD."""
     return request.param
+
+
+@pytest.fixture
+def filled(tmp_path, driver) -> Mapping[str, Kept]:
+    """A store of four sessions in `tmp_path`, see `fill`."""
+    return fill(tmp_path, driver)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import numpy as np
 
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
-from ca_jax.storage.layout import seal_block
+from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.tiers.disk import DiskTier
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
+from ca_jax.storage.tokens import TokenPlaces
 
 from .ssd_helpers import make_blocks
 from .store_helpers import make_layout
@@ -39,8 +39,8 @@ def open_tier(path: Path, kind: str, namespace: Namespace = NAMESPACE) -> DiskTi
     """The blocks of a namespace as an engine opens them."""
     location = path / namespace.directory_name
     if kind == "raw":
-        return RawSsdTier(namespace.layout, location, NUM_BLOCKS * 2 * 4096)
-    return SsdTier(namespace.layout, location, NUM_BLOCKS * 4096)
+        return RawTier(namespace.layout, location, NUM_BLOCKS * 4096)
+    return Zarr3Tier(namespace.layout, location, NUM_BLOCKS * 4096)
 
 
 def block_file(path: Path, block: int, namespace: Namespace = NAMESPACE) -> Path:
@@ -59,18 +59,16 @@ def save(
     **fields: Any,
 ) -> Kept:
     """Writes a session's blocks and publishes it."""
-    layout = tier.layout
-    blocks = make_blocks(layout, len(block_ids), seed=seed)
+    blocks = make_blocks(tier.layout, len(block_ids), seed=seed)
     tier.write_blocks(block_ids, blocks).result()
     record = SessionRecord(
         key=key,
         block_ids=np.array(block_ids, np.int64),
-        num_tokens=num_tokens,
+        places=TokenPlaces.dense(num_tokens),
         **{"tenant": "alice", "session_id": key, "created_s": 1e9, "last_used_s": 1e9, **fields},
     )
     token_ids = np.arange(num_tokens, dtype=np.int32) + 1000 * (seed + 1)
-    seals = [seal_block(block, layout.tokens_in_block(index, num_tokens)) for index, block in enumerate(blocks)]
-    record = catalog.publish(record, token_ids, np.array(seals))
+    record = catalog.publish(record, token_ids, np.array([layer_sums(block) for block in blocks]))
     kv = np.concatenate(list(blocks), axis=2)[:, :, :num_tokens]
     return Kept(record=record, token_ids=token_ids, kv=kv)
 

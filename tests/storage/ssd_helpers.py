@@ -12,8 +12,7 @@ import tensorstore as ts
 
 from ca_jax.storage import KVLayout
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
-from ca_jax.storage.tiers.raw import RawSsdTier
-from ca_jax.storage.tiers.zarr3 import SsdTier
+from ca_jax.storage.tiers.formats import RawTier, Zarr3Tier
 
 from .store_helpers import make_kv, make_layout
 
@@ -54,11 +53,12 @@ def make_disk(kind: str, path: Path) -> Disk:
 
     def open_tier(layout: KVLayout | None = None, num_blocks: int = NUM_BLOCKS, **options: Any) -> DiskTier:
         layout, disk_options = layout or make_layout(), DiskOptions(**options)
-        if kind == "raw":  # A page for the block, one for its trailer.
-            return RawSsdTier(layout, path, num_blocks * 2 * 4096, disk_options)
+        capacity_bytes = num_blocks * layout.stored_block_bytes
+        if kind == "raw":
+            return RawTier(layout, path, capacity_bytes, disk_options)
         if kind == "memory":
-            return SsdTier(layout, "memory://kv", num_blocks * 4096, disk_options, context=context)
-        return SsdTier(layout, path, num_blocks * 4096, disk_options)
+            return Zarr3Tier(layout, "memory://kv", capacity_bytes, disk_options, context=context)
+        return Zarr3Tier(layout, path, capacity_bytes, disk_options)
 
     return Disk(kind=kind, open=open_tier, path=path)
 

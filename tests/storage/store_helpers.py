@@ -23,7 +23,7 @@ from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 BLOCK_TOKENS = 4
-SLOT_BYTES = {"zarr3": 4096, "raw": 2 * 4096}  # What a block takes on SSD.
+SLOT_BYTES = 4096  # What a block takes on SSD.
 PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -46,6 +46,17 @@ def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVL
 LAYOUT = make_layout()
 
 
+def ssd_config(directory: Path | None, num_blocks: float, **fields: Any) -> StoreConfig:
+    """The config of a store with so many blocks on SSD in a directory."""
+    return StoreConfig(
+        block_tokens=BLOCK_TOKENS,
+        ssd_dir=None if directory is None else str(directory),
+        ssd_gib=num_blocks * SLOT_BYTES / GIB,
+        ssd_free_floor_gib=0.0,
+        **fields,
+    )
+
+
 def make_store(
     num_blocks: int = 4,
     *,
@@ -59,7 +70,7 @@ def make_store(
     clock: Callable[[], float] | None = None,
     weights: str = "weights",
     timeline: Timeline = NO_TIMELINE,
-    on_fetch: Callable[[int, float], None] | None = None,
+    on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
     **fields: Any,
 ) -> AttentionStore:
     """A store of `num_blocks` blocks, each full of NaN: what nobody wrote must never show.
@@ -67,16 +78,11 @@ def make_store(
     With `ssd_dir` it has an SSD of `ssd_blocks` blocks too.
     """
     layout = make_layout(dtype)
-    config = StoreConfig(
+    config = dataclasses.replace(
+        ssd_config(ssd_dir, ssd_blocks, ssd_driver=ssd_driver, **fields),
         dram_gib=num_blocks * layout.block_bytes / GIB,
-        block_tokens=BLOCK_TOKENS,
         eviction_policy=eviction_policy,
-        ssd_dir=None if ssd_dir is None else str(ssd_dir),
-        ssd_gib=ssd_blocks * SLOT_BYTES[ssd_driver] / GIB,
-        ssd_driver=ssd_driver,
-        ssd_free_floor_gib=0.0,
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
-        **fields,
     )
     store = AttentionStore(
         layout, config, policy, clock=clock or FakeClock(), weights=weights, on_fetch=on_fetch, timeline=timeline
@@ -161,7 +167,9 @@ def ssd_tokens(store: AttentionStore, key: str) -> int:
 
 def used_blocks(store: AttentionStore) -> int:
     """Blocks of DRAM that are held."""
-    return store.stats().used_bytes // store.layout.block_bytes
+    stats = store.stats()
+    assert stats.used_bytes + stats.free_bytes == stats.capacity_bytes
+    return stats.used_bytes // store.layout.block_bytes
 
 
 def put(store: AttentionStore, key: str, num_tokens: int, *, seed: int = 0, first: int = 100, owner=None) -> np.ndarray:
@@ -191,7 +199,7 @@ def writer_stopped(store: AttentionStore):
         reached.set()
         assert go_on.wait(PATIENCE_S)
 
-    store._ssd._worker._writes.put(stop)
+    store._ssd._mover._writes.put(stop)
     assert reached.wait(PATIENCE_S)
     try:
         yield
@@ -208,6 +216,12 @@ def wait_until(store: AttentionStore, reached: Callable[[], object]) -> None:
             return
         assert store._progress.wait(PATIENCE_S), "nothing happens any more, and what was waited for is not so"
     raise AssertionError("much happens, and what was waited for does not become so")
+
+
+def begin_flush(store: AttentionStore, tier: GatedTier) -> None:
+    """Begins what is due, and waits until its writes stand before the closed gate."""
+    store.poll()
+    tier.writes.wait_held()
 
 
 class Gate:
@@ -255,11 +269,11 @@ class GatedTier:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray]) -> IoHandle:
-        return self._gated(self.reads, functools.partial(self._tier.read_blocks, block_ids, into))
+    def read_blocks(self, *arguments: Any) -> IoHandle:
+        return self._gated(self.reads, functools.partial(self._tier.read_blocks, *arguments))
 
-    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray]) -> IoHandle:
-        return self._gated(self.writes, functools.partial(self._tier.write_blocks, block_ids, blocks))
+    def write_blocks(self, *arguments: Any) -> IoHandle:
+        return self._gated(self.writes, functools.partial(self._tier.write_blocks, *arguments))
 
     def let_time_pass(self, seconds: float) -> None:
         self.now_s += seconds

@@ -23,7 +23,7 @@ def entry(dram: int, ssd: int | None = None, same: int = 0, saving: int = 0) -> 
     made.token_ids, made.places = np.zeros(dram, np.int32), TokenPlaces.dense(dram)
     made.block_ids = list(range(-(-(dram + saving) // BLOCK_TOKENS)))
     if ssd is not None:
-        made.ssd = SsdCopy(num_tokens=ssd, block_ids=np.arange(-(-ssd // BLOCK_TOKENS)))
+        made.ssd = SsdCopy(places=TokenPlaces.dense(ssd), block_ids=np.arange(-(-ssd // BLOCK_TOKENS)))
     made.num_same_tokens = same
     if saving:
         made.open_saves.append(Save(dram + saving))

@@ -26,36 +26,6 @@ def test_blocks_are_handed_out_in_runs():
     assert free.num_free == 1
 
 
-def test_the_smallest_run_that_fits_is_taken():
-    free = BlockAllocator(10)
-    free.alloc(10)
-    free.free([0, 1, 2, 5, 6])
-    assert free.alloc(2) == (5, 6)
-
-
-def test_a_sequence_goes_on_where_it_ends():
-    free = BlockAllocator(8)
-    free.alloc(8)
-    free.free([1, 4, 5, 6])
-    assert free.alloc(2, after=3) == (4, 5)
-    assert free.alloc(2, after=5) == (6, 1)
-
-
-def test_with_no_run_long_enough_the_longest_are_joined():
-    free = BlockAllocator(10)
-    free.alloc(10)
-    free.free([0, 2, 3, 4, 6, 7, 9])
-    assert free.alloc(6) == (2, 3, 4, 6, 7, 0)
-
-
-def test_too_few_free_blocks_give_none_and_take_none():
-    free = BlockAllocator(3)
-    assert free.alloc(4) is None
-    assert free.alloc(3) == (0, 1, 2)
-    assert free.alloc(1) is None
-    assert free.alloc(0) == ()
-
-
 def test_a_double_free_is_refused_and_frees_nothing():
     free = BlockAllocator(4)
     free.alloc(3)
@@ -63,23 +33,11 @@ def test_a_double_free_is_refused_and_frees_nothing():
         free.free([0, 3])
     with pytest.raises(ValueError, match="block 1 is freed twice"):
         free.free([1, 1])
-    with pytest.raises(ValueError, match="below 4, got 4"):
+    with pytest.raises(ValueError, match=r"in \[0, 4\), got 4"):
         free.free([4])
     assert free.num_free == 1
     free.free([0, 1, 2])
     assert free.alloc(4) == (0, 1, 2, 3)
-
-
-def test_named_blocks_are_taken_out_of_their_runs():
-    free = BlockAllocator(12)
-    free.take([10, 3, 4, 0])  # Free now: 1 2, 5 6 7 8 9, 11.
-    assert free.num_free == 8
-    assert free.alloc(2) == (1, 2)
-    assert free.alloc(5) == (5, 6, 7, 8, 9)
-    free.take(np.array([11], np.uint32))
-    assert free.alloc(1) is None
-    free.free(range(12))
-    assert free.alloc(12) == tuple(range(12))
 
 
 def test_taking_is_all_or_nothing():
@@ -188,10 +146,6 @@ def test_host_arrays_are_zeroed_aligned_and_of_their_own(dtype):
     assert a.flags.writeable
     a[...] = 1
     assert np.all(b == 0)
-
-
-def test_a_host_array_of_nothing_is_empty():
-    assert host_array((0, 4), np.float32).shape == (0, 4)
 
 
 def test_a_capacity_under_one_block_is_named():

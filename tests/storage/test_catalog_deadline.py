@@ -74,13 +74,13 @@ def store(open_store) -> tuple[AttentionStore, dict[str, np.ndarray]]:
 
 def wait_until_on_time(store: AttentionStore, monkeypatch) -> None:
     """Returns when all has settled, and lets the store try its SSD again at once."""
-    wait_until(store, lambda: not store._ssd.busy and not store._ssd._worker.is_late)
+    wait_until(store, lambda: not store._ssd.busy and not store._ssd._mover.is_late)
     monkeypatch.setattr(store._ssd, "_late_until_s", 0.0)
 
 
 def test_a_fetch_that_waits_for_the_catalog_is_a_miss_and_so_is_one_behind_it(store, monkeypatch):
     store, kv = store
-    with stalled(monkeypatch, store._ssd._worker._reader, "load"):
+    with stalled(monkeypatch, store._ssd._mover._reader, "load"):
         assert store.request("a")
         assert store.request("b")
         for key, first in (("a", 100), ("b", 200)):
@@ -97,7 +97,7 @@ def test_a_fetch_that_waits_for_the_catalog_is_a_miss_and_so_is_one_behind_it(st
 
 def test_a_commit_that_does_not_end_keeps_nobody_waiting_and_is_taken_in_when_it_does(store, monkeypatch, open_store):
     store, _ = store
-    catalog = store._ssd._worker._writer._catalog
+    catalog = store._ssd._mover._writer._catalog
     kv = make_kv(LAYOUT, 9, seed=3)
     with stalled(monkeypatch, catalog, "publish") as stall:
         assert save(store, "c", ids(9, 300), kv)
@@ -116,7 +116,7 @@ def test_a_commit_that_does_not_end_keeps_nobody_waiting_and_is_taken_in_when_it
 
 def test_a_change_that_does_not_end_is_late_too(store, monkeypatch):
     store, _ = store
-    with stalled(monkeypatch, store._ssd._worker._writer._catalog, "set_pinned"):
+    with stalled(monkeypatch, store._ssd._mover._writer._catalog, "set_kept"):
         store.set_pinned("a", True)
         wait_until(store, lambda: store._ssd.is_late)
         assert not store.request("b")
@@ -128,13 +128,13 @@ def test_a_change_that_does_not_end_is_late_too(store, monkeypatch):
 
 def test_who_keeps_the_books_waits_once_and_no_longer(store, monkeypatch):
     store, _ = store
-    with stalled(monkeypatch, store._ssd._contents._reader, "contents") as stall:
+    with stalled(monkeypatch, store._ssd._mover._asked_reader, "contents") as stall:
         for _ in range(2):
             with pytest.raises(CatalogLateError):
                 store.note("a")
         assert stall.num_begun == 1, "no other question is asked before the first is answered"
         assert not store.request("a"), "nothing waits for an SSD that is late"
-    store._ssd._contents._asked.result(PATIENCE_S)
+    store._ssd._mover._asked.result(PATIENCE_S)
     assert store.note("a") == b""
 
 
@@ -143,10 +143,10 @@ def test_a_session_whose_note_cannot_be_read_in_time_does_not_leave_ssd(open_sto
     put(store, "a", 9, seed=1)
     store.set_note("a", b"note of a")
     assert store.settle(PATIENCE_S)
-    with stalled(monkeypatch, store._ssd._contents._reader, "contents"):
+    with stalled(monkeypatch, store._ssd._mover._asked_reader, "contents"):
         assert save(store, "b", ids(9, 200), make_kv(LAYOUT, 9, seed=2))
         store.poll()
         assert (ssd_tokens(store, "a"), ssd_tokens(store, "b")) == (9, 0)
         assert store.stats().ssd.failed_flushes[FlushFailure.DEADLINE] == 1
-    store._ssd._contents._asked.result(PATIENCE_S)
+    store._ssd._mover._asked.result(PATIENCE_S)
     assert store.note("a") == b"note of a"

@@ -10,7 +10,7 @@ import pytest
 from ca_jax.storage import collect as housekeeping
 from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
-from ca_jax.storage.catalog.notes import LOG_NAME, NoteLog
+from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
 from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.records import Owner
@@ -20,16 +20,6 @@ from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of
 from .ssd_helpers import make_blocks
 
 NOW_S = 1e9 + 100  # When the second session has expired, and the third would have.
-
-
-@pytest.fixture(params=["zarr3", "raw"])
-def kind(request) -> str:
-    return request.param
-
-
-@pytest.fixture
-def filled(tmp_path, kind):
-    return fill(tmp_path, kind)
 
 
 def collect(path, **options):
@@ -54,15 +44,15 @@ def reasons(garbage) -> dict[str, ForgetReason]:
     return {each.key: each.reason for namespace in garbage.namespaces for each in namespace.forgotten}
 
 
-def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_expired_sessions_and_unheld_blocks_go(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.write_blocks([9, 12], make_blocks(NAMESPACE.layout, 2)).result()
     tier.close()
     garbage = collect(tmp_path)
     assert reasons(garbage) == {KEYS["second"]: ForgetReason.EXPIRED}
     first, other = garbage.namespaces
     assert (first.namespace, first.num_blocks, first.num_leftovers) == (NAMESPACE, 3, 0)
-    assert first.num_bytes == 3 * {"zarr3": 4096, "raw": 8192}[kind]
+    assert first.num_bytes == 3 * 4096
     assert (other.forgotten, other.num_blocks) == ((), 0)
     assert stored(tmp_path) == {
         "aaaa": [0, 1, 2, 5, 6, 7],
@@ -106,14 +96,14 @@ def test_a_dry_run_says_the_same_and_does_nothing(tmp_path, filled):
         assert (each.dropped, each.num_blocks, each.num_bytes) == (other.dropped, other.num_blocks, other.num_bytes)
 
 
-def test_damaged_sessions_go(tmp_path, filled, kind):
+def test_damaged_sessions_go(tmp_path, filled, driver):
     db = sqlite3.connect(tmp_path / CATALOG_NAME)
     db.execute("UPDATE sessions SET num_tokens = 3 WHERE key = ?", [KEYS["first"]])
     db.execute(
         "UPDATE contents SET token_ids = zeroblob(5) WHERE session = (SELECT id FROM sessions WHERE key = ?)",
         [KEYS["third"]],
     )
-    db.execute("UPDATE sessions SET state = 'damaged' WHERE key = ?", [KEYS["other"]])
+    db.execute("UPDATE sessions SET generation = 7 WHERE key = ?", [KEYS["other"]])
     db.commit()
     db.close()
     garbage = collect(tmp_path)
@@ -127,8 +117,8 @@ def test_damaged_sessions_go(tmp_path, filled, kind):
     assert stored(tmp_path) == {"aaaa": [], "bbbb": [], "keys": []}
 
 
-def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, kind):
-    tier = open_tier(tmp_path, kind)
+def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, driver):
+    tier = open_tier(tmp_path, driver)
     tier.delete_blocks([1]).result()
     tier.close()
     assert KEYS["first"] not in reasons(collect(tmp_path, read_blocks=False))
@@ -139,7 +129,7 @@ def test_damaged_blocks_are_looked_for_if_that_is_wanted(tmp_path, filled, kind)
 def test_only_one_tenants_sessions_are_forgotten(tmp_path, filled):
     assert reasons(collect(tmp_path, tenant="bob")) == {}
     assert reasons(collect(tmp_path, tenant="alice")) == {KEYS["second"]: ForgetReason.EXPIRED}
-    with pytest.raises(ValueError, match="one tenant, got both: 'bob'"):
+    with pytest.raises(ValueError, match="must be empty with a tenant, got 1 namespaces and 'bob'"):
         collect(tmp_path, tenant="bob", drop=(NAMESPACE,))
 
 
@@ -150,14 +140,6 @@ def test_a_dropped_namespace_is_gone(tmp_path, filled):
     assert garbage.namespaces[0].num_blocks == 7
     assert not (tmp_path / NAMESPACE.directory_name).exists()
     assert stored(tmp_path) == {"bbbb": [0, 1], "keys": [KEYS["other"]]}
-
-
-def test_all_namespaces_may_be_dropped(tmp_path, filled):
-    collect(tmp_path, drop=(NAMESPACE, OTHER_NAMESPACE))
-    assert stored(tmp_path) == {"bbbb": [], "keys": []}
-    assert files_of(tmp_path).keys() == {LOG_NAME}
-    with contextlib.closing(NoteLog(tmp_path)) as log:
-        assert log.list() == ()
 
 
 def test_leftovers_and_files_of_no_namespace_go_and_others_stay(tmp_path):
@@ -244,5 +226,5 @@ def test_namespaces_are_found_by_name_or_fingerprint(tmp_path):
         ):
             assert find_namespaces(inspector, names) == found
         for name in ("none", ""):
-            with pytest.raises(UnknownNamespaceError, match=r"(?s)got 0 for .*weights aaaa.*weights bbbb"):
+            with pytest.raises(UnknownNamespaceError, match=r"(?s)got 0 among.*weights aaaa.*weights bbbb"):
                 find_namespaces(inspector, [name])

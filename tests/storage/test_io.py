@@ -85,14 +85,6 @@ def test_the_last_operation_waits_for_all_others_and_goes_before_other_moves(que
     assert handle.done()
 
 
-def test_the_last_operation_does_not_run_after_a_failure(queue, device):
-    handle = queue.submit(device.operations("ab"), last=device.operation("z"))
-    device.end("a", OSError("broken"))
-    device.end("b")
-    assert device.begun == ["a", "b"]
-    assert handle.settled
-
-
 def test_the_first_failure_decides_and_memory_stays_taken_until_the_others_end(queue, device):
     handle = queue.submit(device.operations("abc"))
     device.end("a", OSError("broken"))
@@ -138,15 +130,6 @@ def test_no_progress_within_the_deadline_is_an_error_and_late_ends_change_nothin
     assert handle.error.reason is IoFailure.DEADLINE
 
 
-def test_done_and_wait_see_a_passed_deadline_by_themselves(queue, device, clock):
-    first, second = queue.submit(device.operations("a")), queue.submit(device.operations("b"))
-    clock.now_s = 10.0
-    assert first.done()
-    assert second.wait()
-    with pytest.raises(BlockIoError):
-        second.result()
-
-
 def test_to_stand_behind_others_that_move_is_not_to_be_late(queue, device, clock):
     queue.submit(device.operations("abcd"))
     waiting = queue.submit(device.operations("w"))
@@ -189,17 +172,6 @@ def test_a_cancelled_move_begins_nothing_more(queue, device):
     device.end("d")
     other.cancel()
     assert other.error is None
-
-
-def test_waiting_gives_up_after_its_time(queue, device):
-    handle = queue.submit(device.operations("a"))
-    assert not handle.wait(0.0)
-    assert not handle.wait_settled(0.0)
-    with pytest.raises(TimeoutError, match=r"within 0.0 s, and is still open"):
-        handle.result(0.0)
-    device.end("a")
-    assert handle.wait(0.0)
-    assert handle.wait_settled(0.0)
 
 
 def test_callbacks_are_called_once_each_in_order_and_at_once_when_late(queue, device, clock):

@@ -11,18 +11,13 @@ import pytest
 from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
 from ca_jax.storage.records import Owner
 
+from .ssd_helpers import StoppedClock
+
 OWNER = Owner(tenant="a", session_id="one")
 
 
-class Clock:
-    now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def opened(directory, clock=None, boot="today") -> NoteLog:
-    return NoteLog(directory, clock=clock or Clock(), boot=boot)
+    return NoteLog(directory, clock=clock or StoppedClock(1000.0), boot=boot)
 
 
 def test_what_was_put_is_there_for_a_process_that_follows_one_that_never_closed(tmp_path):
@@ -53,7 +48,7 @@ def test_what_another_boot_wrote_is_not_believed(tmp_path):
 
 
 def test_a_note_stays_for_its_time(tmp_path):
-    clock = Clock()
+    clock = StoppedClock(1000.0)
     log = opened(tmp_path, clock)
     log.put("brief", Owner(session_id="brief", ttl_s=10.0), b"note")
     log.put("long", Owner(session_id="long", ttl_s=1e6), b"note")
@@ -112,7 +107,7 @@ def test_what_is_removed_is_given_back_to_the_disk_and_not_readable(tmp_path):
 
 
 def test_it_says_how_much_room_lacks(tmp_path):
-    log = NoteLog(tmp_path, max_bytes=100_000, clock=Clock(), boot="today")
+    log = NoteLog(tmp_path, max_bytes=100_000, clock=StoppedClock(1000.0), boot="today")
     assert log.lacks(50_000) < 0 < log.lacks(100_000)
     log.put("k1", OWNER, os.urandom(80_000))
     assert log.lacks(30_000) > 0
@@ -120,28 +115,6 @@ def test_it_says_how_much_room_lacks(tmp_path):
     assert log.lacks(50_000) < 0
     assert log_bytes(64 << 30) == 1 << 30
     assert log_bytes(0) == 16 << 20
-
-
-def test_notes_of_version_1_are_taken_over(tmp_path):
-    with sqlite3.connect(tmp_path / LOG_NAME) as db:
-        db.executescript(
-            """
-            PRAGMA journal_mode = WAL;
-            CREATE TABLE boot (id TEXT NOT NULL);
-            CREATE TABLE notes (key TEXT PRIMARY KEY, session_id BLOB NOT NULL, tenant BLOB NOT NULL,
-              note BLOB NOT NULL, ttl_s REAL, written_s REAL NOT NULL) WITHOUT ROWID;
-            INSERT INTO boot VALUES ('today');
-            INSERT INTO notes VALUES ('k1', x'6F6E65', x'61', x'6E6F7465', NULL, 900.0);
-            INSERT INTO notes VALUES ('k2', x'6F6E65', x'62', x'6E6F7465', 10.0, 900.0);
-            PRAGMA user_version = 1;
-            """
-        )
-    db.close()
-    for _ in range(2):
-        log = opened(tmp_path)
-        assert log.list() == (Noted("k1", "a", "one"),)
-        assert log.get("k1") == b"note"
-        log.close()
 
 
 @pytest.mark.parametrize("damage", ["random", "empty", "cut", "other tables"])

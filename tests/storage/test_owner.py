@@ -11,8 +11,8 @@ from ca_jax.storage import AttentionStore
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.collect import collect_garbage, drop_session, take_over_blocks
 from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import ID_NAME, OWNER_NAME, BlocksOwnedError, claim_blocks
-from ca_jax.storage.tiers.zarr3 import SsdTier
 
 from .store_helpers import LAYOUT, assert_loads, ids, make_store, put, ssd_tokens
 
@@ -45,7 +45,7 @@ def test_another_directory_is_refused_by_name_and_destroys_nothing(open_at, tmp_
     first = open_at(tmp_path / "first")
     kv = put(first, "a", 9)
     for _ in range(2):  # The second time its catalog knows the namespace, and still no session.
-        with pytest.raises(BlocksOwnedError, match=f"got {tmp_path / 'first'} on .* claim"):
+        with pytest.raises(BlocksOwnedError, match=f"found {tmp_path / 'first'} on .* claim"):
             open_at(tmp_path / "second")
     first.close()
     first = open_at(tmp_path / "first")
@@ -100,7 +100,7 @@ def test_blocks_without_a_mark_are_adopted_by_who_knows_them_alone(open_at, tmp_
 
 
 def test_of_two_that_come_at_once_one_is_refused(tmp_path, url):
-    tier = SsdTier(LAYOUT, url, 4096)
+    tier = Zarr3Tier(LAYOUT, url, 4096)
 
     class Overtaken:
         """Between its look at the mark and its own there comes another."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -12,45 +12,27 @@ from ca_jax.storage.records import FlushFailure, Owner
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import (
+    LAYOUT,
     PATIENCE_S,
     SLOT_BYTES,
     as_bits,
+    begin_flush,
     fetch,
+    ids,
     load,
     make_kv,
-    make_layout,
     make_store,
-    open_gated,
     save,
     use,
+    used_blocks,
     wait_until,
 )
 
-LAYOUT = make_layout()
-
 
 @pytest.fixture
-def gates(monkeypatch):
-    """The gated tiers of the stores of this test."""
-    return open_gated(monkeypatch)
-
-
-@pytest.fixture
-def open_store(tmp_path):
-    """Opens stores of one directory, and closes them at the end. Who is needed last goes first, by default."""
-    with contextlib.ExitStack() as at_the_end:
-
-        def open_it(num_blocks: int = 6, **options):
-            options = {"dram_free_fraction": 0.0, "eviction_policy": "scheduler_aware", **options}
-            store = make_store(num_blocks, ssd_dir=tmp_path / "store", **options)
-            at_the_end.callback(store.close)
-            return store
-
-        yield open_it
-
-
-def ids(num_tokens: int) -> list[int]:
-    return list(range(100, 100 + num_tokens))
+def open_store(open_store):
+    """The same; who is needed last goes first, and no part of DRAM is kept free, by default."""
+    return functools.partial(open_store, dram_free_fraction=0.0, eviction_policy="scheduler_aware")
 
 
 def kv_of(num_tokens: int) -> np.ndarray:
@@ -66,10 +48,6 @@ def put(store, key: str, num_tokens: int, owner: Owner | None = None) -> None:
 def where(store, residency: Residency) -> str:
     """The keys of the sessions that are there."""
     return "".join(sorted(info.key for info in store.list() if info.residency is residency))
-
-
-def used_blocks(store) -> int:
-    return store.stats().used_bytes // store.layout.block_bytes
 
 
 def on_ssd(open_store, sizes: dict[str, int], num_blocks: int = 6, **options):
@@ -126,33 +104,6 @@ def test_waiting_jobs_are_fetched_in_the_order_of_the_queue(open_store, gates):
     for key, num_tokens in (("a", 8), ("d", 5)):
         np.testing.assert_array_equal(as_bits(load(store, key, ids(num_tokens))), as_bits(kv_of(num_tokens)))
     assert store.stats().num_hits_from_ssd == 2
-
-
-def test_urgent_jobs_are_fetched_for_before_others_and_take_their_room(open_store, gates):
-    store = on_ssd(open_store, {"a": 8, "b": 8, "c": 8}, num_blocks=4)
-    gates[1].reads.close()
-    for key, priority in (("a", 0), ("b", 1), ("c", -1)):
-        store.enqueue(key, key, priority)
-    store.poll()
-    assert where(store, Residency.PENDING) == "ac", "there is room for two"
-    gates[1].reads.open()
-    store.settle()
-    assert where(store, Residency.DRAM) == "ac"
-    store.enqueue("b again", "b", -2)
-    store.settle()
-    assert where(store, Residency.DRAM) == "bc", "a is needed last now"
-
-
-def test_prefetching_looks_as_far_as_sessions_of_average_size_fit(open_store, gates):
-    store = on_ssd(open_store, {"x": 20, "a": 4, "b": 4, "c": 4, "d": 4}, num_blocks=6)  # On average 1.8 blocks.
-    gates[1].reads.close()
-    for key in "abcd":
-        store.enqueue(key, key)
-    store.poll()
-    assert where(store, Residency.PENDING) == "abc"
-    gates[1].reads.open()
-    store.dequeue("a")
-    wait_until(store, lambda: where(store, Residency.DRAM) == "abcd")
 
 
 def test_prefetching_evicts_who_is_needed_later_and_never_who_is_needed_before(open_store):
@@ -223,16 +174,6 @@ def test_what_is_requested_stays_until_its_job_has_run(open_store):
     assert store.prepare_save("n", 0, ids(12)) is not None
 
 
-def test_what_was_requested_may_leave_for_the_next_job_of_its_session(open_store):
-    """A job behind the one that has run asks for itself, once it could run."""
-    store = on_ssd(open_store, {"a": 8}, num_blocks=4)
-    for job in (0, 1):
-        store.enqueue(job, "a")
-    fetch(store, "a")
-    store.dequeue(0)
-    assert store.prepare_save("n", 0, ids(12)) is not None
-
-
 def test_a_request_without_room_is_a_miss_and_not_waited_for(open_store):
     store = on_ssd(open_store, {"a": 8}, num_blocks=4)
     store.pin("n")
@@ -255,8 +196,7 @@ def test_a_request_waits_for_a_flush_that_will_make_room(open_store, gates):
     store = on_ssd(open_store, {"a": 8}, num_blocks=4)
     gates[1].writes.close()
     save(store, "n", ids(12), kv_of(12))
-    store.poll()
-    gates[1].writes.wait_held()
+    begin_flush(store, gates[1])
     store.enqueue(0, "a")
     assert store.request("a"), "n may leave once it is on SSD"
     assert store.residency("a") is Residency.SSD
@@ -264,35 +204,6 @@ def test_a_request_waits_for_a_flush_that_will_make_room(open_store, gates):
     fetch(store, "a")
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv_of(8)))
     assert store.residency("n") is Residency.SSD
-
-
-def test_a_session_larger_than_dram_is_no_reason_to_evict(open_store):
-    store = on_ssd(open_store, {"a": 20}, num_blocks=6)
-    store.close()
-    store = open_store(4)
-    put(store, "b", 4)
-    store.enqueue(0, "a")
-    assert not store.request("a")
-    assert load(store, "a", ids(20)) is None
-    assert store.stats().misses[MissReason.NO_ROOM] == 1
-    assert where(store, Residency.DRAM) == "b"
-
-
-def test_a_save_gives_up_the_fetch_of_its_session(open_store, gates):
-    store = on_ssd(open_store, {"a": 8}, num_blocks=6)
-    gates[1].reads.close()
-    assert store.request("a")
-    gates[1].reads.wait_held()
-    new = make_kv(LAYOUT, 9, seed=77)
-    assert save(store, "a", range(900, 909), new)
-    gates[1].reads.open()
-    assert store.settle(PATIENCE_S)
-    assert used_blocks(store) == 3
-    np.testing.assert_array_equal(as_bits(load(store, "a", range(900, 909))), as_bits(new))
-    store.close()
-    store = open_store()
-    fetch(store, "a")
-    np.testing.assert_array_equal(as_bits(load(store, "a", range(900, 909))), as_bits(new))
 
 
 # SSD full, and quotas.
@@ -307,7 +218,7 @@ def test_on_a_full_ssd_the_policy_chooses_and_waiting_sessions_stay_while_there_
     put(store, "c", 8)
     assert {info.key for info in store.list() if info.ssd_tokens} == {*"abc"} - {goes}
     stats = store.stats().ssd
-    assert (stats.num_evictions, stats.evicted_bytes) == (1, 2 * SLOT_BYTES["zarr3"])
+    assert (stats.num_evictions, stats.evicted_bytes) == (1, 2 * SLOT_BYTES)
     assert store.residency(goes) is Residency.DRAM
     put(store, "d", 16)
     assert [info.key for info in store.list() if info.ssd_tokens] == ["d"], "waiting sessions too, if need be"
@@ -327,7 +238,7 @@ def test_what_is_pinned_leaves_dram_and_not_the_ssd(open_store):
 
 
 def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):
-    store = open_store(40, quota_bytes=4 * SLOT_BYTES["zarr3"])
+    store = open_store(40, quota_bytes=4 * SLOT_BYTES)
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
     put(store, "a", 8, alice)
     put(store, "x", 8, bob)
@@ -342,7 +253,7 @@ def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):
 
 
 def test_prefetching_does_not_take_a_tenant_over_its_quota(open_store):
-    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES["zarr3"]}  # 17 blocks of DRAM, 4 of SSD.
+    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES}  # 17 blocks of DRAM, 4 of SSD.
     store = on_ssd(open_store, {"a": 16}, **options)
     with store.pinned("big"):
         assert save(store, "big", ids(64), make_kv(LAYOUT, 64))
@@ -354,7 +265,7 @@ def test_prefetching_does_not_take_a_tenant_over_its_quota(open_store):
 
 
 def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
-    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES["zarr3"]}  # 17 blocks of DRAM, 4 of SSD.
+    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES}  # 17 blocks of DRAM, 4 of SSD.
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
     store = open_store(**options)
     for key, owner in (("a", alice), ("b", alice), ("x", bob)):
@@ -371,7 +282,7 @@ def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
 
 
 def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
-    options = {"num_blocks": 60, "ssd_blocks": 20, "quota_bytes": 9 * SLOT_BYTES["zarr3"]}  # 38 blocks of DRAM.
+    options = {"num_blocks": 60, "ssd_blocks": 20, "quota_bytes": 9 * SLOT_BYTES}  # 38 blocks of DRAM.
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
     store = open_store(**options)
     hers = "abcdefghi"

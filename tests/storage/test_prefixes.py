@@ -10,7 +10,7 @@ from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
-from ca_jax.storage.tokens import Cuts, Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = BLOCK_TOKENS = 2
@@ -96,9 +96,9 @@ def test_on_ssd_it_is_the_longest_that_a_scan_of_all_blocks_finds(sessions, want
             plain = tokens[: lineage.plain_tokens(len(tokens))]
             entry = Entry(key=str(number), owner=Owner(tenant=tenant), created_s=0.0, last_used_s=0.0)
             entry.ssd = SsdCopy(
-                num_tokens=len(tokens),
+                places=TokenPlaces.dense(len(tokens)),
                 block_ids=np.arange(5),
-                cuts=Cuts.of(TokenPlaces.dense(len(tokens)), len(tokens), lineage),
+                lineage=lineage,
                 prefixes=prefix_hashes(np.array(plain), BLOCK_TOKENS),
             )
             if in_dram:

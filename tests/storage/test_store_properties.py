@@ -379,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
         wanted = [*ids_of(tokens[:num_tokens]), -1]
         owner = Owner(tenant=TENANTS[key])
         if key in self.reference or (source in self.reference and TENANTS[source] != TENANTS[key]):
-            with pytest.raises(ValueError, match=r"of which something is|got another's"):
+            with pytest.raises(ValueError, match=r"which has|got another's"):
                 self.store.copy_prefix(source, key, wanted, owner)
             return
         has_room = self.free_blocks() + self.evictable_blocks(key, source) > 0
@@ -767,7 +767,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert self.store.stats().ssd.num_lost_sessions == 0
         for key, old in before.items():
-            contents, entry = self.store._ssd._contents.contents(key), self.entry(key)
+            contents, entry = self.store._ssd._mover.contents(key), self.entry(key)
             token_ids = [] if contents is None else contents.token_ids.tolist()
             lineage = PLAIN if entry is None else entry.ssd.lineage
             matching = [

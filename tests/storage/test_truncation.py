@@ -45,23 +45,6 @@ def test_the_oldest_tokens_behind_the_first_ones_go(first, num_tokens):
         assert_serves(store, "a", 100 + kept, kv[:, :, kept], num_dropped)
 
 
-def test_any_tokens_go_and_those_that_stay_are_bit_exact():
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        store = make_store(24)
-        kv, tokens, dropped = make_kv(LAYOUT, 60, seed=int(rng.integers(99))), np.zeros(0, np.int64), 0
-        while len(tokens) < 40 and (not len(tokens) or tokens[-1] < 50):
-            new = np.arange(*([0, 9] if not len(tokens) else [tokens[-1] + 1, tokens[-1] + 1 + rng.integers(1, 9)]))
-            assert save(store, "a", 100 + new, kv[:, :, new], start_token=len(tokens))
-            tokens = np.append(tokens, new)
-            mask = rng.random(len(tokens)) < rng.random()
-            mask[-1] = False
-            tokens, dropped = tokens[~mask], dropped + int(mask.sum())
-            assert store.discard("a", mask) == len(tokens)
-            assert info(store, "a").num_dropped == dropped
-            assert_serves(store, "a", 100 + tokens, kv[:, :, tokens], dropped)
-
-
 def test_a_shortened_load_of_a_cut_session():
     store = make_store(6)
     kv = make_kv(LAYOUT, 20)
@@ -80,17 +63,6 @@ def test_a_shortened_load_of_a_cut_session():
         assert not staging[:, num_tokens:].any()
 
 
-def test_discarding_from_the_end_is_a_truncation():
-    store = make_store()
-    kv = make_kv(LAYOUT, 12)
-    save(store, "a", ids(10), kv[:, :, :10])
-    assert store.discard("a", mask_of(10, range(3, 10))) == 3
-    assert (info(store, "a").num_blocks, info(store, "a").num_dropped) == (1, 0)
-    assert save(store, "a", ids(2, 900), kv[:, :, 10:], start_token=3)
-    kept = [0, 1, 2, 10, 11]
-    assert_serves(store, "a", [100, 101, 102, 900, 901], kv[:, :, kept], 0)
-
-
 def test_a_mask_may_be_shorter_or_longer_than_what_is_stored():
     store = make_store()
     kv = make_kv(LAYOUT, 10)
@@ -102,17 +74,6 @@ def test_a_mask_may_be_shorter_or_longer_than_what_is_stored():
     assert info(store, "a").num_dropped == 3
     kept = [0, *range(3, 10)]
     assert_serves(store, "a", 100 + np.array(kept), kv[:, :, kept], 3)
-
-
-def test_discarding_all_forgets_the_session():
-    store = make_store()
-    save(store, "a", ids(10), make_kv(LAYOUT, 10))
-    assert store.discard("a", np.ones(12, bool)) == 0
-    assert store.list() == ()
-    assert used_blocks(store) == 0
-    assert store.discard("a", np.ones(12, bool)) == 0
-    assert save(store, "a", ids(4), make_kv(LAYOUT, 4)), "it begins anew"
-    assert info(store, "a").num_dropped == 0
 
 
 @pytest.mark.parametrize("wrong", [[0, 1], [[True]], True, np.zeros(3), "no", [True, None]])
@@ -136,23 +97,6 @@ def test_what_is_in_use_is_not_cut(store):
         store.discard("a", [True, False])
     store.abort_save(writing)
     assert store.discard("a", [True, False]) == 3
-
-
-def test_saves_that_are_open_go_behind_one_another_and_may_be_aborted():
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 20)
-    save(store, "a", ids(7), kv[:, :, :7])
-    store.discard("a", mask_of(7, [1, 2, 4]))  # Left are places 0, 3, 5, 6.
-    first = store.prepare_save("a", 4, ids(3, 107))
-    second = store.prepare_save("a", 7, ids(9, 110))
-    assert used_blocks(store) == 5
-    second.write_all(kv[:, :, 10:19])
-    first.write_all(kv[:, :, 7:10])
-    store.complete_save(first)
-    store.abort_save(second)
-    assert used_blocks(store) == 3
-    kept = [0, 3, 5, 6, 7, 8, 9]
-    assert_serves(store, "a", 100 + np.array(kept), kv[:, :, kept], 3)
 
 
 def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
@@ -215,20 +159,6 @@ def test_without_room_a_session_is_not_copied_together():
     store.settle()
     assert used_blocks(store) == 2
     assert_serves(store, "a", 100 + kept, kv[:, :, kept], 26)
-
-
-def test_a_tenants_quota_holds_for_copying_together_too():
-    store = make_store(20, quota_bytes=8 * LAYOUT.block_bytes)
-    kv = make_kv(LAYOUT, 32)
-    save(store, "a", ids(32), kv)
-    kept = np.arange(3, 32, 4)
-    store.discard("a", ~np.isin(np.arange(32), kept))
-    store.settle()
-    assert used_blocks(store) == 8
-    store.discard("a", mask_of(8, [5, 6]))
-    store.settle()
-    assert used_blocks(store) == 2
-    assert save(store, "a", ids(26, 300), make_kv(LAYOUT, 26), start_token=6), "what was given back is not charged"
 
 
 class SlowCopy:
@@ -332,35 +262,6 @@ def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():
     assert_serves(store, "a", [7] * 10, kv[:, :, kept[2:]], 5)
 
 
-def test_who_takes_over_a_plain_prefix_goes_on_with_it():
-    store = make_store(6)
-    kv, other = make_kv(LAYOUT, 12), make_kv(LAYOUT, 12, seed=1)
-    save(store, "a", ids(12), kv)
-    store.discard("a", mask_of(12, range(5, 8)))
-    ticket = store.prepare_load("a", ids(12), truncate=True, num_dropped=0)
-    assert ticket.num_tokens == 5
-    store.complete_load(ticket)
-    assert (info(store, "a").num_tokens, info(store, "a").num_dropped) == (5, 0)
-    save(store, "a", ids(12)[5:], other[:, :, 5:], start_token=5)
-    assert_serves(store, "a", ids(12), np.concatenate([kv[:, :, :5], other[:, :, 5:]], axis=2), 0)
-
-
-def test_a_session_that_is_saved_anew_after_cuts_stays_its_owners():
-    """Evicted and recomputed it has seen nothing that was dropped, and counts on from what its owner dropped."""
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 12)
-    ticket = store.prepare_save("a", 0, ids(12), num_dropped=40)
-    ticket.write_all(kv)
-    store.complete_save(ticket)
-    assert info(store, "a").num_dropped == 40
-    for num_dropped in (0, 40):
-        assert_serves(store, "a", ids(12), kv, num_dropped)
-    store.discard("a", mask_of(12, [6]))
-    kept = np.delete(np.arange(12), 6)
-    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 41)
-    assert_serves(store, "a", ids(6), kv[:, :, :6], 0)
-
-
 def test_a_session_leaves_dram_to_be_saved_anew(store):
     kv = make_kv(LAYOUT, 8)
     save(store, "a", ids(8), make_kv(LAYOUT, 8, seed=1))
@@ -377,16 +278,6 @@ def test_a_session_leaves_dram_to_be_saved_anew(store):
     assert_serves(store, "a", ids(8), kv, 5)
     assert_serves(store, "a", ids(3), kv[:, :, :3], 0)
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv[:, :, :3]))
-
-
-def test_a_load_makes_a_plain_session_its_callers():
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 12)
-    save(store, "a", ids(12), kv)
-    store.complete_load(store.prepare_load("a", ids(12), truncate=True, num_dropped=9))
-    store.discard("a", mask_of(12, [6]))
-    kept = np.delete(np.arange(12), 6)
-    assert_serves(store, "a", 100 + kept, kv[:, :, kept], 10)
 
 
 def test_only_what_has_seen_no_dropped_token_is_copied():

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import shutil
-import sqlite3
 
 import numpy as np
 import pytest
 
-from ca_jax.storage import AttentionStore, MissReason, Residency
-from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError
-from ca_jax.storage.catalog.reader import CatalogReader
+from ca_jax.storage import AttentionStore, Residency
+from ca_jax.storage.catalog.catalog import CatalogReader
+from ca_jax.storage.catalog.file import CatalogAccessError
 from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.inspector import StoreInspector
-from ca_jax.storage.records import FlushFailure, Owner
+from ca_jax.storage.records import FlushFailure
 from ca_jax.storage.verify import catalog_problems, read_session, verify
 
 from .store_helpers import (
@@ -24,6 +22,7 @@ from .store_helpers import (
     SLOT_BYTES,
     as_bits,
     assert_loads,
+    begin_flush,
     fetch,
     ids,
     info,
@@ -43,8 +42,8 @@ def mask_of(num_tokens: int, discarded) -> np.ndarray:
     return np.isin(np.arange(num_tokens), list(discarded))
 
 
-def used_ssd_blocks(store: AttentionStore, driver: str = "zarr3") -> int:
-    return store.stats().ssd.used_bytes // SLOT_BYTES[driver]
+def used_ssd_blocks(store: AttentionStore) -> int:
+    return store.stats().ssd.used_bytes // SLOT_BYTES
 
 
 def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
@@ -73,7 +72,7 @@ def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, i
         flushed = store.stats().ssd.flushed_bytes
         assert store.discard("a", mask_of(11, range(first, first + num_dropped)), b"cut") == len(kept)
         held = {token // 4 for token in kept.tolist()}
-        assert used_ssd_blocks(store, driver) == len(held), "blocks are not free at once"
+        assert used_ssd_blocks(store) == len(held), "blocks are not free at once"
         assert info(store, "a").num_dropped == num_dropped
         assert store.note("a") == b"cut"
         store.settle()
@@ -90,80 +89,6 @@ def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, i
         store = make_store(6, **options)
         assert_loads(store, "a", 100 + more, kv[:, :, more], num_dropped)
         store.close()
-
-
-def test_repeated_cuts_of_scattered_tokens_stay_small_on_ssd_too(open_store, directory):
-    rng = np.random.default_rng(0)
-    store = open_store(20, ssd_blocks=60)
-    kv = make_kv(LAYOUT, 8)
-    tokens: list[int] = []
-    rows: list[np.ndarray] = []
-    dropped = 0
-    for number in range(60):
-        new = range(8 * number, 8 * number + 8)
-        assert save(store, "a", list(new), kv, start_token=len(tokens))
-        tokens, rows = tokens + list(new), rows + [kv[:, :, i] for i in range(8)]
-        if len(tokens) < 24:
-            continue
-        if number % 3 == 0:  # Else it is cut before it is on SSD again.
-            store.settle()
-        mask = rng.random(len(tokens)) < 0.3
-        mask[-1] = False
-        store.discard("a", mask)
-        dropped += int(mask.sum())
-        tokens = [token for token, gone in zip(tokens, mask, strict=True) if not gone]
-        rows = [row for row, gone in zip(rows, mask, strict=True) if not gone]
-        store.settle()
-        assert used_ssd_blocks(store) <= LAYOUT.num_blocks(len(tokens)) + 2
-        assert store.stats().ssd.num_sessions == 1
-    store.close()
-    with contextlib.closing(sqlite3.connect(directory / CATALOG_NAME)) as db:
-        assert db.execute("SELECT count(*) FROM sessions").fetchone() == (1,)
-        assert db.execute("SELECT count(*) FROM contents").fetchone() == (1,)
-    assert_loads(open_store(20, ssd_blocks=60), "a", tokens, np.stack(rows, axis=2), dropped)
-
-
-def test_a_cut_session_leaves_dram_and_is_fetched(open_store, driver):
-    store = open_store(6, ssd_driver=driver)
-    kv = put(store, "a", 15)
-    store.discard("a", mask_of(15, [1, 2, 5, 9, 10]))
-    store.settle()
-    kept = np.delete(np.arange(15), [1, 2, 5, 9, 10])
-    evict(store, "a")
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 5)
-    evict(store, "a")
-    assert store.discard("a", mask_of(10, range(2, 8))) == 4
-    kept = np.delete(kept, range(2, 8))
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 11)
-    assert used_ssd_blocks(store, driver) == 2
-    assert set(store.stats().misses.values()) == {0}
-
-
-def test_rows_that_a_cut_left_at_the_end_are_written_again(open_store, driver):
-    """The last block is full on SSD, with rows whose tokens are gone: others take their places."""
-    store = open_store(6, ssd_driver=driver)
-    kv = put(store, "a", 8)
-    more = make_kv(LAYOUT, 2, seed=1)
-    assert store.discard("a", mask_of(8, [1, 6, 7])) == 5
-    assert save(store, "a", ids(2, 900), more, start_token=5)
-    store.settle()
-    assert store.stats().ssd.flushed_bytes == 3 * LAYOUT.block_bytes
-    store.close()
-    kept = np.array([0, 2, 3, 4, 5])
-    both = np.concatenate([kv[:, :, kept], more], axis=2)
-    assert_loads(open_store(6, ssd_driver=driver), "a", [*(100 + kept), 900, 901], both, 1)
-
-
-def test_what_is_copied_together_in_dram_is_written_anew(open_store, driver):
-    store = open_store(12, ssd_driver=driver)
-    kv = put(store, "a", 24)
-    kept = np.arange(3, 24, 4)
-    assert store.discard("a", ~np.isin(np.arange(24), kept)) == 6
-    assert (used_blocks(store), used_ssd_blocks(store, driver)) == (6, 6), "it is cut, and still as it was"
-    store.settle()
-    assert (used_blocks(store), used_ssd_blocks(store, driver)) == (2, 2)
-    store.close()
-    assert_loads(open_store(6, ssd_driver=driver), "a", 100 + kept, kv[:, :, kept], 18)
 
 
 def test_a_cut_that_is_copied_together_in_dram_is_durable_before_it_is_written_anew(open_store, gates, directory):
@@ -201,7 +126,7 @@ def test_a_session_is_fetched_before_the_catalog_knows_that_it_was_cut(open_stor
         found = load(store, "a", 100 + kept, 8)
         assert found is not None, store.stats().misses
         np.testing.assert_array_equal(as_bits(found), as_bits(kv[:, :, kept]))
-        assert used_ssd_blocks(store, driver) == 4
+        assert used_ssd_blocks(store) == 4
     store.settle()
     store.close()
     store = open_store(ssd_driver=driver)
@@ -236,8 +161,7 @@ def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_sto
         store.settle()
     gates[0].writes.close()
     save(store, "a", ids(13)[5:], kv[:, :, 5:13], start_token=5)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(13, [1, *range(4, 9)]), b"cut") == 7
     assert info(store, "a").num_blocks == 3, "of the second block nothing is left"
     assert save(store, "a", ids(16)[13:], kv[:, :, 13:], start_token=7)
@@ -245,7 +169,7 @@ def test_a_flush_that_is_under_way_goes_on_and_is_cut_when_it_has_ended(open_sto
     assert ssd_tokens(store, "a") == (5 if is_known else 0)
     gates[0].writes.open()
     wait_until(store, lambda: ssd_tokens(store, "a") == 6)
-    assert info(store, "a").ssd_bytes == 3 * SLOT_BYTES[driver], "of those that were just written one is free already"
+    assert info(store, "a").ssd_bytes == 3 * SLOT_BYTES, "of those that were just written one is free already"
     store.settle()
     assert ssd_tokens(store, "a") == 9
     assert set(store.stats().ssd.failed_flushes.values()) == {0}
@@ -264,8 +188,7 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     store.settle()
     gates[0].writes.close()
     save(store, "a", ids(11)[7:], kv[:, :, 7:], start_token=7)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(11, [1, 2, 8]), b"cut") == 8
     gates[0].let_time_pass(60.0)
     wait_until(store, lambda: ssd_tokens(store, "a") == 5)
@@ -283,8 +206,7 @@ def test_a_flush_whose_rows_will_be_written_again_is_given_up(open_store, gates,
     kv, more = make_kv(LAYOUT, 10), make_kv(LAYOUT, 3, seed=1)
     gates[0].writes.close()
     save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     assert store.discard("a", mask_of(10, [1, 7, 8, 9])) == 6
     assert save(store, "a", ids(3, 900), more, start_token=6)
     gates[0].writes.open()
@@ -296,59 +218,6 @@ def test_a_flush_whose_rows_will_be_written_again_is_given_up(open_store, gates,
     assert_loads(open_store(8, ssd_driver=driver), "a", [*(100 + kept), 900, 901, 902], both, 1)
 
 
-def test_a_session_that_wastes_blocks_while_it_is_flushed(open_store, gates, driver):
-    store = open_store(12, ssd_driver=driver)
-    kv, more = make_kv(LAYOUT, 24), make_kv(LAYOUT, 2, seed=1)
-    gates[0].writes.close()
-    save(store, "a", ids(24), kv)
-    store.poll()
-    gates[0].writes.wait_held()
-    kept = np.arange(3, 24, 4)
-    assert store.discard("a", ~np.isin(np.arange(24), kept)) == 6
-    store.poll()
-    assert (info(store, "a").num_blocks, used_blocks(store)) == (6, 6), "it is copied once it has been flushed"
-    assert save(store, "a", ids(2, 900), more, start_token=6)
-    gates[0].writes.open()
-    store.settle()
-    assert used_blocks(store) == 2
-    assert (ssd_tokens(store, "a"), used_ssd_blocks(store, driver)) == (8, 2)
-    store.close()
-    both = np.concatenate([kv[:, :, kept], more], axis=2)
-    assert_loads(open_store(12, ssd_driver=driver), "a", [*(100 + kept), 900, 901], both, 18)
-
-
-def test_a_session_that_is_cut_and_dropped_while_it_is_flushed(open_store, gates):
-    store = open_store(8)
-    gates[0].writes.close()
-    save(store, "a", ids(10), make_kv(LAYOUT, 10))
-    store.poll()
-    gates[0].writes.wait_held()
-    store.discard("a", mask_of(10, [1]))
-    assert store.discard("a", np.ones(9, bool)) == 0
-    gates[0].writes.open()
-    store.settle()
-    assert store.list() == ()
-    wait_until(store, lambda: not used_blocks(store) and not used_ssd_blocks(store))
-
-
-def test_a_truncation_after_a_cut_while_it_is_flushed(open_store, gates):
-    store = open_store(8)
-    kv = make_kv(LAYOUT, 10)
-    gates[0].writes.close()
-    save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
-    store.discard("a", mask_of(10, [1]), b"cut")
-    assert store.truncate("a", 5, b"truncated") == 5
-    gates[0].writes.open()
-    store.settle()
-    store.close()
-    store = open_store(8)
-    kept = np.array([0, 2, 3, 4, 5])
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 1)
-    assert store.note("a") == b"truncated"
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
     """That state gets to SSD, and stays there until the new one does."""
@@ -356,8 +225,7 @@ def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_stor
     kv, anew = make_kv(LAYOUT, 10), make_kv(LAYOUT, 12, seed=1)
     gates[0].writes.close()
     save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
+    begin_flush(store, gates[0])
     kept = np.arange(10)
     if is_cut:
         store.discard("a", mask_of(10, [1, 2]))
@@ -378,34 +246,6 @@ def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_stor
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(12))), as_bits(anew[:, :, :4]))
 
 
-def test_a_save_that_was_given_up_leaves_no_lineage_behind(open_store, gates):
-    store = open_store()
-    gates[0].writes.close()
-    save(store, "a", ids(5), make_kv(LAYOUT, 5))
-    store.poll()
-    gates[0].writes.wait_held()
-    store.leave_dram("a")
-    store.abort_save(store.prepare_save("a", 0, ids(3), num_dropped=2))
-    assert info(store, "a").num_dropped == 0
-    gates[0].writes.open()
-    store.settle()
-    assert (ssd_tokens(store, "a"), info(store, "a").num_dropped) == (5, 0)
-
-
-def test_a_session_that_left_dram_while_it_was_flushed_is_on_ssd(open_store, gates):
-    store = open_store()
-    kv = make_kv(LAYOUT, 10)
-    gates[0].writes.close()
-    save(store, "a", ids(10), kv)
-    store.poll()
-    gates[0].writes.wait_held()
-    store.leave_dram("a")
-    gates[0].writes.open()
-    store.settle()
-    assert (used_blocks(store), store.residency("a")) == (0, Residency.SSD)
-    assert_loads(store, "a", ids(10), kv)
-
-
 def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
     """In the order in which the catalog is told: what is written there is never taken for what was."""
     store = open_store(12, ssd_blocks=6, ssd_driver=driver)
@@ -416,31 +256,12 @@ def test_blocks_that_a_cut_freed_go_to_other_sessions(open_store, driver):
         save(store, "b", ids(12, 500), other)
         store.poll()
     store.settle()
-    assert used_ssd_blocks(store, driver) == 6
+    assert used_ssd_blocks(store) == 6
     store.close()
     store = open_store(12, ssd_blocks=6, ssd_driver=driver)
     kept = np.delete(np.arange(24), range(4, 16))
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 12)
     assert_loads(store, "b", ids(12, 500), other)
-
-
-def test_an_older_state_on_ssd_goes_with_the_cut_of_another(open_store, gates):
-    """Recomputed, since nobody waited for SSD: what is there is not known to be the session that is cut."""
-    store = open_store()
-    put(store, "a", 14)
-    store.set_note("a", b"note")
-    store.close()
-    store = open_store()
-    kv = make_kv(LAYOUT, 12, seed=1)
-    save(store, "a", ids(12), kv)
-    assert store.discard("a", mask_of(12, [1, 2]), b"cut") == 10
-    assert ssd_tokens(store, "a") == 0
-    store.settle()
-    store.close()
-    store = open_store()
-    kept = np.delete(np.arange(12), [1, 2])
-    assert_loads(store, "a", 100 + kept, kv[:, :, kept], 2)
-    assert store.note("a") == b"cut"
 
 
 # The catalog.
@@ -455,7 +276,7 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     def fail(*_):
         raise CatalogAccessError("there must be a disk, got none")
 
-    monkeypatch.setattr(store._ssd._worker._writer._catalog, "cut", fail)
+    monkeypatch.setattr(store._ssd._mover._writer._catalog, "cut", fail)
     assert store.discard("a", mask_of(10, [1])) == 9
     wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
     assert used_ssd_blocks(store) == 0
@@ -473,7 +294,7 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
         raise CatalogAccessError("there must be a disk, got none")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store._ssd._worker._writer._catalog, "cut", fail)
+        broken.setattr(store._ssd._mover._writer._catalog, "cut", fail)
         with writer_stopped(store):
             assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
             store.poll()  # Begins a flush that counts on what SSD has.
@@ -495,7 +316,7 @@ def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory,
     store.settle()
     if not in_dram:
         evict(store, "a")
-    catalog, seen = store._ssd._worker._writer._catalog, []
+    catalog, seen = store._ssd._mover._writer._catalog, []
 
     def commits() -> None:
         with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
@@ -514,44 +335,6 @@ def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory,
     commits()
     assert set(seen) == {(b"before", 10), (b"after", 9)}
     assert seen[:2] == [(b"before", 10), (b"after", 9)]
-
-
-def test_a_note_is_kept_with_a_cut_that_changes_nothing_on_ssd(open_store):
-    store = open_store()
-    put(store, "a", 10)
-    evict(store, "a")
-    assert store.discard("a", mask_of(30, [20, 29]), b"note") == 10
-    assert store.truncate("a", 10, None) == 10
-    store.close()
-    store = open_store()
-    assert (store.note("a"), info(store, "a").num_dropped) == (b"note", 1)
-    assert store.truncate("a", 12, b"other") == 10
-    store.close()
-    assert open_store().note("a") == b"other"
-
-
-def test_only_plain_tokens_are_found_and_served_to_others(open_store):
-    store = open_store(8)
-    kv = put(store, "a", 15, owner=Owner(tenant="alice"))
-    store.discard("a", mask_of(15, [9]))
-    store.settle()
-    store.close()
-    store = open_store(8)
-    kept = np.delete(np.arange(15), 9)
-    spelled = [*(100 + kept), 7, 7]
-    assert store.find_prefix("alice", spelled) == "a"
-    fetch(store, "a")
-    assert store.copy_prefix("a", "b", spelled, Owner(tenant="alice")) == 9
-    np.testing.assert_array_equal(as_bits(load(store, "a", spelled)), as_bits(kv[:, :, :9]))
-    np.testing.assert_array_equal(as_bits(load(store, "a", spelled, 1)), as_bits(kv[:, :, kept]))
-    store.drop("b")
-    store.discard("a", mask_of(14, [3]))
-    store.settle()
-    assert store.find_prefix("alice", ids(15)) is None
-    assert store.find_prefix("alice", np.delete(100 + kept, 3)) is None
-    assert load(store, "a", [*ids(1), 0]) is not None
-    assert load(store, "a", [0]) is None
-    assert store.stats().misses[MissReason.MISMATCH] == 1
 
 
 def test_tools_read_cut_sessions(open_store, directory, driver):
@@ -575,14 +358,14 @@ def test_tools_read_cut_sessions(open_store, directory, driver):
 def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
     """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
     seen = collections.Counter()
-    for number, num_steps in enumerate(range(0, 1200, 50)):
+    for number, num_steps in enumerate(range(0, 1200, 20)):
         directory, left = tmp_path / str(number), tmp_path / f"{number} left"
         store = make_store(8, ssd_dir=directory)
         kv = put(store, "a", 12)
         store.set_note("a", b"before")
         store.settle()
         steps = itertools.count()
-        store._ssd._worker._writer._catalog._db.set_progress_handler(
+        store._ssd._mover._writer._catalog._db.set_progress_handler(
             lambda steps=steps, stop=num_steps, there=(directory, left): (
                 shutil.copytree(*there) and None if next(steps) == stop else None
             ),

@@ -4,36 +4,41 @@ What it says is durable when the call returns, and a process killed at any momen
 Publish only what is durable itself, and reuse blocks only once `forget` or `cut` has returned.
 
     with Catalog(directory, Namespace(weights=fingerprint, layout=layout)) as catalog:
-        catalog.publish(record, token_ids, seals)
+        catalog.publish(record, token_ids, sums)
         with catalog.batch():  # One sync to disk for all of them.
             catalog.forget(keys)
-            catalog.publish(other, other_token_ids, other_seals)
+            catalog.publish(other, other_token_ids, other_sums)
 
 All calls block. They belong to one thread at a time, which may be another than the one that opened the catalog.
 
-Not here: blocks' bytes, free lists, decisions; queries (reader), the file and its failures (file).
+Not here: blocks' bytes, free lists, decisions; how records lie in the tables (records), the file and its failures
+(file).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from ca_jax.storage.catalog import file as catalog_file
-from ca_jax.storage.catalog.reader import CatalogReader
 from ca_jax.storage.catalog.records import (
+    BLOCK_ID_BYTES,
+    CONTENTS_COLUMNS,
     SESSION_COLUMNS,
     Contents,
     DamagedRecordError,
     Namespace,
+    NamespaceInfo,
+    Problem,
     SessionRecord,
     session_from_row,
     session_to_row,
@@ -42,6 +47,151 @@ from ca_jax.storage.records import check_ttl
 from ca_jax.storage.tokens import Lineage
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
+_QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
+_ALL_SESSIONS = "FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id"
+
+
+class CatalogReader:
+    """Reads the sessions of one namespace, beside an engine that writes or after one that died.
+
+    Args:
+      directory: the store's.
+      namespace: whose sessions; `namespaces` says which there are.
+
+    Raises:
+      CatalogError: the catalog cannot be opened; the kind says why. Every call may raise those that its kind names.
+    """
+
+    def __init__(self, directory: str | Path, namespace: Namespace):
+        self.directory = Path(directory)
+        """The store's."""
+        self.namespace = namespace
+        """Whose sessions these are."""
+        self._path = self.directory / catalog_file.CATALOG_NAME
+        self._db = self._open()
+        self._file_id = _file_id(self._path)
+        row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
+        self._namespace_id: int = row[0] if row else -1  # -1: nothing was ever stored in it.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def block_directory(self) -> Path:
+        """Where the namespace's blocks belong."""
+        return self.directory / self.namespace.directory_name
+
+    def load_all(self, on_damaged: Callable[[str, str], None]) -> Iterator[SessionRecord]:
+        """Every session of the namespace, in the order of first publication. Reads none of their contents.
+
+        Args:
+          on_damaged: called with key and reason for each row that is skipped since it is damaged. The key may be what
+            is damaged; `Catalog.forget` takes it as it is.
+        """
+        for row in self._all(f"SELECT {SESSION_COLUMNS} {_ALL_SESSIONS}", self._namespace_id):
+            try:
+                record = session_from_row(row)
+            except DamagedRecordError as error:
+                on_damaged(row[0], str(error))
+            else:
+                yield record
+
+    def get(self, key: str) -> SessionRecord | None:
+        """One session; None if it is not stored.
+
+        Raises:
+          DamagedRecordError: its row is damaged.
+        """
+        row = self._one(
+            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE namespace = ? AND key = ?", self._namespace_id, key
+        )
+        return session_from_row(row) if row else None
+
+    def load(self, key: str) -> tuple[SessionRecord, Contents] | None:
+        """One session and what a load of it needs, of the same state; None if it is not stored.
+
+        Raises:
+          DamagedRecordError: one of them is damaged.
+        """
+        row = self._one(
+            f"SELECT {_QUALIFIED_COLUMNS}, {CONTENTS_COLUMNS} FROM sessions LEFT JOIN contents ON session = id "
+            "WHERE namespace = ? AND key = ?",
+            self._namespace_id,
+            key,
+        )
+        if row is None:
+            return None
+        record = session_from_row(row[:-4])
+        return record, Contents.from_row(record, row[-4:], self.namespace.layout.num_layers)
+
+    def contents(self, key: str) -> Contents | None:
+        """What a load of one session needs, and its owner's note. Otherwise as `load`."""
+        found = self.load(key)
+        return None if found is None else found[1]
+
+    def has_sessions(self) -> bool:
+        """Whether the namespace has any session, sound or damaged."""
+        return self._one("SELECT 1 FROM sessions WHERE namespace = ? LIMIT 1", self._namespace_id) is not None
+
+    def integrity_check(self) -> tuple[Problem, ...]:
+        """Reads the whole file and all that is said in this namespace: seconds where much is stored.
+
+        Raises:
+          CatalogCorruptError: too damaged to be read to the end.
+        """
+        found = [Problem(key=None, found=text) for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
+
+        def report(key: str | None, reason: str) -> None:
+            found.append(Problem(key=key, found=reason))
+
+        (num_orphans,) = self._one("SELECT count(*) FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
+        if num_orphans:
+            report(None, f"contents must be of stored sessions, got {num_orphans} of others; `compact` removes them")
+        holders: dict[int, tuple[SessionRecord, bytes]] = {}  # By block: its first holder, and what that says of it.
+        for record in self.load_all(report):
+            try:
+                record.check(self.namespace.layout)
+                contents = self.contents(record.key)
+            except (DamagedRecordError, ValueError) as error:
+                report(record.key, str(error))
+                continue
+            if contents is None:
+                continue  # Gone since its row was read: an engine is at work.
+            if record.prefixes and record.prefixes != record.prefixes_of(contents.token_ids, self.namespace.layout):
+                report(record.key, "the prefix hashes must be those of its tokens, got others")
+            for block, row in zip(record.block_ids.tolist(), contents.sums, strict=False):
+                holder, sums = holders.setdefault(block, (record, row.tobytes()))
+                if holder.tenant != record.tenant:
+                    report(record.key, f"block {block} must be its tenant's, got session {holder.key!r} of another")
+                elif sums != row.tobytes():
+                    report(record.key, f"block {block} must have the checksums that session {holder.key!r} says")
+        return tuple(found)
+
+    def is_in_place(self) -> bool:
+        """Whether the directory still names the file that was opened: not if it was deleted or replaced since.
+
+        What is published to a file without a name is lost with the process. Costs one look at the directory, and never
+        raises: a directory that cannot be read names no file.
+        """
+        return self._file_id is not None and self._file_id == _file_id(self._path)
+
+    def close(self) -> None:
+        """Closes the file. May be called again."""
+        self._db.close()
+
+    def _open(self) -> sqlite3.Connection:
+        return catalog_file.open_for_reading(self.directory)
+
+    def _one(self, sql: str, *values: Any) -> Any:
+        rows = self._all(sql, *values)
+        return rows[0] if rows else None
+
+    def _all(self, sql: str, *values: Any) -> list[Any]:
+        with catalog_file.translated(self._path):
+            return self._db.execute(sql, values).fetchall()
 
 
 class Catalog(CatalogReader):
@@ -60,38 +210,47 @@ class Catalog(CatalogReader):
     """
 
     def __init__(self, directory: str | Path, namespace: Namespace):
-        self._depth = 0  # Of open transactions: a change within a batch is a part of it.
-        self._failed = False  # Whether a change within the open batch failed.
         self._lock: catalog_file.DirectoryLock | None = catalog_file.DirectoryLock(Path(directory))
         try:
             super().__init__(directory, namespace)
-            self._namespace_id = self._register()
+            if self._namespace_id < 0:
+                with self.batch():
+                    (self._namespace_id,) = self._one(
+                        "INSERT INTO namespaces (fingerprint, description, created_s) VALUES (?, ?, ?) RETURNING id",
+                        namespace.fingerprint,
+                        namespace.to_json(),
+                        time.time(),
+                    )
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Catalog:
-        return self
-
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Makes the changes of a `with` block one: durable together at its end, or, if any failed, none of them.
+        """Makes the changes of a `with` block one: durable together at its end, or none of them where it raises.
 
-        Raises:
-          CatalogError: a change within it failed, even if that was caught.
+        An error of a change within it must not be caught there. Batches may be nested: the outermost counts.
         """
-        with self._transaction():
+        if self._db.in_transaction:
             yield
+            return
+        self._all("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._all("COMMIT")
+        finally:
+            if self._db.in_transaction:  # Not after a full disk: sqlite has rolled back by itself then.
+                self._all("ROLLBACK")
 
     def publish(
-        self, record: SessionRecord, token_ids: npt.ArrayLike, seals: np.ndarray, note: bytes = b""
+        self, record: SessionRecord, token_ids: npt.ArrayLike, sums: np.ndarray, note: bytes = b""
     ) -> SessionRecord:
         """Says that a session is stored, or is stored differently. Durable.
 
         Args:
           record: the session; `generation` is counted here, and `created_s` stays what it was first.
           token_ids: `[num_tokens]`, the tokens whose KV is stored.
-          seals: uint64 `[num_blocks, L]`.
+          sums: uint32 `[num_blocks, L]`, the checksums of its blocks.
           note: what the session's owner wants kept with it.
 
         Returns:
@@ -100,17 +259,17 @@ class Catalog(CatalogReader):
         Raises:
           ValueError: the parts do not fit each other.
         """
-        layout = self._namespace.layout
+        layout = self.namespace.layout
         record.check(layout)
         tokens = np.asarray(token_ids, np.int32)
         if tokens.shape != (record.num_tokens,):
             raise ValueError(f"token_ids must be [{record.num_tokens}], got {list(tokens.shape)}")
-        if seals.shape != (record.num_blocks, layout.num_layers) or seals.dtype != np.uint64:
+        if sums.shape != (record.num_blocks, layout.num_layers) or sums.dtype != np.uint32:
             raise ValueError(
-                f"seals must be uint64[{record.num_blocks}, {layout.num_layers}], got {seals.dtype}{list(seals.shape)}"
+                f"sums must be uint32[{record.num_blocks}, {layout.num_layers}], got {sums.dtype}{list(sums.shape)}"
             )
-        with self._transaction():
-            return self._write(record, Contents(token_ids=tokens, seals=seals, note=note))
+        with self.batch():
+            return self._write(record, Contents(token_ids=tokens, sums=sums, note=note))
 
     def cut(
         self, key: str, kept: np.ndarray, lineage: Lineage | None = None, note: bytes | None = None
@@ -130,30 +289,25 @@ class Catalog(CatalogReader):
         Raises:
           ValueError: `kept` is of another number of tokens than are stored.
         """
-        with self._transaction():
+        with self.batch():
             found = self._load_sound(key)
             if found is None or not kept.any():
                 self.forget([key])
                 return None
             record, contents = found
-            copy, blocks = record.copy.keep(
-                kept, record.lineage if lineage is None else lineage, self._namespace.layout.block_tokens
+            record, blocks = record.keep(
+                kept, record.lineage if lineage is None else lineage, self.namespace.layout.block_tokens
             )
-            record = dataclasses.replace(
-                record, num_tokens=copy.num_tokens, block_ids=copy.block_ids, cuts=copy.cuts, prefixes=copy.prefixes
-            )
-            record.check(self._namespace.layout)
-            contents = dataclasses.replace(
-                contents,
+            contents = Contents(
                 token_ids=contents.token_ids[kept],
-                seals=contents.seals[blocks],
+                sums=contents.sums[blocks],
                 note=contents.note if note is None else note,
             )
             return self._write(record, contents)
 
     def set_note(self, key: str, note: bytes) -> bool:
         """Says what is kept with a session. Durable. Returns whether it is stored; not if what is said is damaged."""
-        with self._transaction():
+        with self.batch():
             found = self._load_sound(key)
             if found is None:
                 self.forget([key])
@@ -161,44 +315,18 @@ class Catalog(CatalogReader):
             self._write(found[0], dataclasses.replace(found[1], note=note))
             return True
 
-    def add_prefixes(self, record: SessionRecord) -> SessionRecord:
-        """Writes down what a session is found by that lacks it, as version 2 left it; not if its tokens cannot be read.
-
-        Returns:
-          The record as it is stored now.
-        """
-        try:
-            contents = self.contents(record.key)
-        except (DamagedRecordError, catalog_file.CatalogCorruptError):
-            contents = None
-        if contents is None:
-            return record
-        record = dataclasses.replace(record, prefixes=record.prefixes_of(contents.token_ids, self._namespace.layout))
-        with self._transaction():
-            self._all(
-                f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE namespace = ? AND key = ?",
-                *session_to_row(record),
-                self._namespace_id,
-                record.key,
-            )
-        return record
-
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
 
         Returns:
           How many of them were stored.
         """
-        num_forgotten = 0
-        with self._transaction():
+        found: list[tuple[int]] = []
+        with self.batch():
             for key in keys:
-                row = self._one(
-                    "DELETE FROM sessions WHERE namespace = ? AND key = ? RETURNING id", self._namespace_id, key
-                )
-                if row:
-                    self._replace_contents(row[0], None)
-                    num_forgotten += 1
-        return num_forgotten
+                found += self._all("SELECT id FROM sessions WHERE namespace = ? AND key = ?", self._namespace_id, key)
+            self._delete(found)
+        return len(set(found))
 
     def forget_damaged(self) -> int:
         """Says that sessions whose rows are damaged are not stored any more, and makes the index of the rows anew.
@@ -209,54 +337,44 @@ class Catalog(CatalogReader):
         Returns:
           How many rows were dropped.
         """
-        dropped: list[int] = []
+        dropped: list[tuple[int]] = []
         rows: dict[str, int] = {}
-        with self._transaction():
-            for session, *row in self._all(
-                f"SELECT id, {SESSION_COLUMNS} FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id",
-                self._namespace_id,
-            ):
+        with self.batch():
+            for session, *row in self._all(f"SELECT id, {SESSION_COLUMNS} {_ALL_SESSIONS}", self._namespace_id):
                 try:
                     key = session_from_row(tuple(row)).key
                 except DamagedRecordError:
-                    dropped.append(session)
+                    dropped.append((session,))
                     continue
                 if key in rows:
-                    dropped.append(rows[key])
+                    dropped.append((rows[key],))
                 rows[key] = session
             self._all("DROP INDEX sessions_by_key")  # With it no row could be dropped that it has under another key.
-            for session in dropped:
-                self._all("DELETE FROM sessions WHERE id = ?", session)
-                self._replace_contents(session, None)
+            self._delete(dropped)
             self._all(catalog_file.SESSION_INDEX)
         return len(dropped)
 
     def touch_used(self, times_s: Mapping[str, float]) -> None:
-        """Writes down when sessions were last used, seconds since the epoch. Not durable: a power cut may undo it."""
-        if not self._depth:
-            self._all("PRAGMA synchronous = NORMAL")
-        try:
-            with self._transaction():
-                self._many(
-                    "UPDATE sessions SET last_used_s = ? WHERE namespace = ? AND key = ?",
-                    [(used_s, self._namespace_id, key) for key, used_s in times_s.items()],
-                )
-        finally:
-            if not self._depth:
-                self._all("PRAGMA synchronous = FULL")
+        """Writes down when sessions were last used, seconds since the epoch."""
+        rows = [(used_s, self._namespace_id, key) for key, used_s in times_s.items()]
+        with self.batch(), catalog_file.translated(self._path):
+            self._db.executemany("UPDATE sessions SET last_used_s = ? WHERE namespace = ? AND key = ?", rows)
 
-    def set_pinned(self, key: str, pinned: bool) -> bool:
-        """Says whether a session is never evicted. Durable. Returns whether it is stored."""
-        return self._set(key, "pinned", int(pinned))
+    def set_kept(self, key: str, pinned: bool, ttl_s: float | None) -> bool:
+        """Says for how long a session is kept. Durable. Returns whether it is stored.
 
-    def set_ttl(self, key: str, ttl_s: float | None) -> bool:
-        """Says how long a session lives after its last use; None for ever. Durable. Returns whether it is stored.
+        Args:
+          key: the session.
+          pinned: whether it is never evicted and never expires.
+          ttl_s: how long it lives after its last use, seconds; None for ever.
 
         Raises:
           ValueError: ttl_s is negative or not finite.
         """
         check_ttl(ttl_s)
-        return self._set(key, "ttl_s", ttl_s)
+        sql = "UPDATE sessions SET pinned = ?, ttl_s = ? WHERE namespace = ? AND key = ? RETURNING id"
+        with self.batch():
+            return bool(self._all(sql, int(pinned), ttl_s, self._namespace_id, key))
 
     def drop_namespace(self, namespace: Namespace) -> int:
         """Forgets another namespace and all its sessions. Its blocks are the caller's to delete, afterwards. Durable.
@@ -267,22 +385,17 @@ class Catalog(CatalogReader):
         Raises:
           ValueError: it is this catalog's own.
         """
-        if namespace == self._namespace:
-            raise ValueError("there must be a namespace other than the one in use, got that one")
-        row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
-        if row is None:
-            return 0
-        with self._transaction():
-            sessions = self._all("DELETE FROM sessions WHERE namespace = ? RETURNING id", row[0])
-            for (session,) in sessions:
-                self._replace_contents(session, None)
-            self._all("DELETE FROM namespaces WHERE id = ?", row[0])
+        if namespace == self.namespace:
+            raise ValueError("the namespace must be another than the one in use, got that one")
+        with self.batch():
+            dropped = self._all("DELETE FROM namespaces WHERE fingerprint = ? RETURNING id", namespace.fingerprint)
+            sessions = self._all("SELECT id FROM sessions WHERE namespace = ?", *dropped[0]) if dropped else []
+            self._delete(sessions)
         return len(sessions)
 
     def compact(self) -> None:
         """Gives the space of what was forgotten back to the disk. Needs as much again while it runs; seconds a GB."""
-        with self._transaction():
-            self._all("DELETE FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
+        self._all("DELETE FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
         self._all("VACUUM")
         self._all("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -297,19 +410,7 @@ class Catalog(CatalogReader):
     # How.
 
     def _open(self) -> sqlite3.Connection:
-        return catalog_file.open_for_writing(self._directory)
-
-    def _register(self) -> int:
-        """The namespace's row, made if it is new."""
-        if self._namespace_id < 0:
-            with self._transaction():
-                self._namespace_id = self._one(
-                    "INSERT INTO namespaces (fingerprint, description, created_s) VALUES (?, ?, ?) RETURNING id",
-                    self._namespace.fingerprint,
-                    self._namespace.to_json(),
-                    time.time(),
-                )[0]
-        return self._namespace_id
+        return catalog_file.open_for_writing(self.directory)
 
     def _load_sound(self, key: str) -> tuple[SessionRecord, Contents] | None:
         try:
@@ -318,72 +419,71 @@ class Catalog(CatalogReader):
             return None
 
     def _write(self, record: SessionRecord, contents: Contents) -> SessionRecord:
+        """Writes a session's two rows, within a batch."""
         known = self._one(
             "SELECT id, generation, created_s FROM sessions WHERE namespace = ? AND key = ?",
             self._namespace_id,
             record.key,
         )
-        if known:
-            session, generation, created_s = known
-            record = dataclasses.replace(record, generation=generation + 1, created_s=created_s)
-            self._all(
-                f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE id = ?",
-                *session_to_row(record),
-                session,
-            )
-        else:
-            record = dataclasses.replace(record, generation=1)
+        session, generation, created_s = known or (None, 0, record.created_s)
+        record = dataclasses.replace(record, generation=generation + 1, created_s=created_s)
+        if session is None:
             (session,) = self._one(
                 f"INSERT INTO sessions (namespace, {SESSION_COLUMNS}) VALUES (?, {_SESSION_MARKS}) RETURNING id",
                 self._namespace_id,
                 *session_to_row(record),
             )
-        self._replace_contents(session, contents, record.key)
+        else:
+            self._all(
+                f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE id = ?",
+                *session_to_row(record),
+                session,
+            )
+        self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)", session, *contents.to_row(record.key))
         return record
 
-    def _replace_contents(self, session: int, contents: Contents | None, key: str = "") -> None:
-        """Writes a session's contents, or forgets them."""
-        if contents:
-            self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?, ?)", session, *contents.to_row(key))
-        else:
+    def _delete(self, sessions: Iterable[tuple[int]]) -> None:
+        """Deletes the two rows of sessions by their ids, within a batch."""
+        for (session,) in sessions:
+            self._all("DELETE FROM sessions WHERE id = ?", session)
             self._all("DELETE FROM contents WHERE session = ?", session)
 
-    def _set(self, key: str, column: str, value: Any) -> bool:
-        with self._transaction():
-            return bool(
-                self._all(
-                    f"UPDATE sessions SET {column} = ? WHERE namespace = ? AND key = ? RETURNING id",
-                    value,
-                    self._namespace_id,
-                    key,
-                )
-            )
 
-    def _many(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
-        with catalog_file.translated(self._path):
-            self._db.executemany(sql, rows)
+def namespaces(directory: str | Path) -> tuple[NamespaceInfo, ...]:
+    """All namespaces of a store's directory, oldest first. May be called while an engine works there.
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        if self._depth:
-            if self._failed:
-                raise catalog_file.CatalogError(
-                    "there must be a batch whose changes all succeed, got one that failed before"
-                )
-            try:
-                yield
-            except BaseException:
-                self._failed = True
-                raise
-            return
-        self._all("BEGIN IMMEDIATE")
-        self._depth, self._failed = 1, False
+    Raises:
+      CatalogError: there is no catalog, or it cannot be read; the kind says why.
+    """
+    path = Path(directory) / catalog_file.CATALOG_NAME
+    with contextlib.closing(catalog_file.open_for_reading(Path(directory))) as db, catalog_file.translated(path):
+        rows = db.execute(
+            "SELECT description, n.created_s, count(s.id), total(num_tokens), total(length(block_ids)) "
+            "FROM namespaces n LEFT JOIN sessions s ON s.namespace = n.id GROUP BY n.id ORDER BY n.id"
+        ).fetchall()
+    found = []
+    for description, created_s, num_sessions, num_tokens, table_bytes in rows:
         try:
-            yield
-            if self._failed:
-                raise catalog_file.CatalogError("there must be a batch whose changes all succeed, got one that failed")
-            self._all("COMMIT")
-        finally:
-            self._depth = 0
-            if self._db.in_transaction:  # Not after a full disk: sqlite has rolled back by itself then.
-                self._all("ROLLBACK")
+            namespace = Namespace.from_json(description)
+        except ValueError as error:
+            raise catalog_file.CatalogCorruptError(f"{path}: {error}") from error
+        num_blocks = int(table_bytes) // BLOCK_ID_BYTES
+        info = NamespaceInfo(
+            namespace=namespace,
+            created_s=created_s,
+            num_sessions=num_sessions,
+            num_tokens=int(num_tokens),
+            num_blocks=num_blocks,
+            num_bytes=num_blocks * namespace.layout.block_bytes,
+        )
+        found.append(info)
+    return tuple(found)
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """What tells a file from every other that there is; None where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -25,9 +25,8 @@ CATALOG_NAME = "catalog.sqlite3"
 """The file's name in the store's directory."""
 LOCK_NAME = "catalog.lock"
 """The lock's name beside it."""
-SCHEMA_VERSION = 3
-"""Of the tables. A catalog of version 2 is brought to this one when it is opened for writing; others are neither read
-nor changed."""
+SCHEMA_VERSION = 4
+"""Of the tables and of the blocks that they tell of. Catalogs of other versions are neither read nor changed."""
 _ASIDE = ".corrupt-"  # In the name of a catalog that was moved aside.
 _APPLICATION_ID = 0x63614A58  # "caJX"
 
@@ -48,39 +47,28 @@ CREATE TABLE sessions (
   key TEXT NOT NULL,
   tenant TEXT NOT NULL,
   session_id TEXT NOT NULL,
-  block_ids BLOB NOT NULL,  -- int64
-  num_tokens INTEGER NOT NULL,
-  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens); none for densely
-  num_rows INTEGER NOT NULL,  -- written in the blocks, with a token or no more
   num_dropped INTEGER NOT NULL,
   num_plain INTEGER,  -- leading tokens that have seen none of those; null for all
+  generation INTEGER NOT NULL,
+  block_ids BLOB NOT NULL,  -- int64
+  runs BLOB NOT NULL,  -- where the tokens lie in the blocks: uint32 pairs (place, tokens)
+  prefix_hashes BLOB NOT NULL,  -- what others find it by: of each full block
+  num_tokens INTEGER NOT NULL,
   created_s REAL NOT NULL,
   last_used_s REAL NOT NULL,
   pinned INTEGER NOT NULL,
   ttl_s REAL,
-  state TEXT NOT NULL,
-  generation INTEGER NOT NULL,
-  checksum INTEGER NOT NULL,
-  prefix_hashes BLOB NOT NULL DEFAULT x''  -- what others find it by: of each full block; none where not known
+  checksum INTEGER NOT NULL  -- of the columns from key to prefix_hashes
 );
 {SESSION_INDEX};
 -- What a load reads: large rows, by session.
 CREATE TABLE contents (
-  session INTEGER PRIMARY KEY REFERENCES sessions (id),
+  session INTEGER PRIMARY KEY,
   token_ids BLOB NOT NULL,  -- int32
-  seals BLOB NOT NULL,  -- uint64 [num_blocks, L]
-  prefixes BLOB NOT NULL,  -- of version 2, empty since
+  sums BLOB NOT NULL,  -- uint32 [num_blocks, L]: crc32c of each layer of each block
   note BLOB NOT NULL,  -- its owner's
   checksum INTEGER NOT NULL
 );
-"""
-# `Catalog.add_prefixes` then puts in what sessions are found by.
-_FROM_VERSION_2 = """
-BEGIN;
-ALTER TABLE sessions ADD COLUMN prefix_hashes BLOB NOT NULL DEFAULT x'';
-DROP TABLE prefixes;
-PRAGMA user_version = 3;
-COMMIT;
 """
 
 
@@ -128,7 +116,9 @@ class DirectoryLock:
             make_directory(directory)
             self._file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise CatalogAccessError(f"there must be a directory to write in, got {directory}: {error}") from error
+            raise CatalogAccessError(
+                f"the store must have a directory to write in, got {directory}: {error}"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
@@ -138,12 +128,12 @@ class DirectoryLock:
             holder = _describe_owner(os.pread(self._file, 1024, 0))
             self.release()
             raise CatalogLockedError(
-                f"there must be {directory} for this engine alone, got it in use by {holder}; "
+                f"{directory} must be this engine's alone, got it in use by {holder}; "
                 "stop that one, or give this one a directory of its own"
             ) from error
         except OSError as error:
             self.release()
-            raise CatalogAccessError(f"there must be a lock on {directory / LOCK_NAME}: {error}") from error
+            raise CatalogAccessError(f"{directory / LOCK_NAME} must be locked, got: {error}") from error
 
     def release(self) -> None:
         """Gives the right back. The file stays: removing it would let two engines lock two files of one name."""
@@ -163,10 +153,10 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise CatalogAccessError(f"there must be a file to write, got {path}: {error}") from error
+            raise CatalogAccessError(f"the catalog must be a file to write, got {path}: {error}") from error
         db = _connect(f"{path.absolute().as_uri()}?mode=rw")
         try:
-            is_new = _check_header(db, path, may_change=True)
+            is_new = _check_header(db, path)
             (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise CatalogAccessError(
@@ -192,7 +182,7 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
     """
     path = directory / CATALOG_NAME
     if not path.is_file():
-        raise CatalogAccessError(f"there must be a catalog, got no file {path}")
+        raise CatalogAccessError(f"the directory must hold a catalog, got no file {path}")
     try:
         return _open_checked(path, "mode=ro")
     except CatalogAccessError:
@@ -243,7 +233,7 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:  # sqlite's message quotes a name that is damaged.
-        raise CatalogCorruptError(f"there must be a catalog, got {path}: {error}") from error
+        raise CatalogCorruptError(f"the file must be a catalog, got {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF  # None: Python's own, of a wrong call.
         found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
@@ -253,7 +243,7 @@ def translated(path: Path) -> Iterator[None]:
         # may say that it is longer than sqlite takes.
         is_damage = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_TOOBIG)
         if is_damage or str(error) == "unsupported file format":
-            raise CatalogCorruptError(f"there must be a catalog, got {found}") from error
+            raise CatalogCorruptError(f"the file must be a catalog, got {found}") from error
         if code in (sqlite3.SQLITE_MISUSE, sqlite3.SQLITE_ERROR):
             raise
         raise CatalogAccessError(f"the catalog must be readable and writable, got {found}") from error
@@ -264,7 +254,7 @@ def _open_checked(path: Path, mode: str) -> sqlite3.Connection:
         db = _connect(f"{path.absolute().as_uri()}?{mode}")
         try:
             if _check_header(db, path):
-                raise CatalogAccessError(f"there must be a catalog, got {path}, which is empty")
+                raise CatalogAccessError(f"the file must be a catalog, got {path}, which is empty")
         except BaseException:
             db.close()
             raise
@@ -283,42 +273,27 @@ def _decode(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape")
 
 
-def _check_header(db: sqlite3.Connection, path: Path, *, may_change: bool = False) -> bool:
-    """Whether the file is empty; raises if it is neither that nor a catalog of this version, which it may become."""
+def _check_header(db: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file is empty; raises if it is neither that nor a catalog of this version."""
     schema = _schema_of(db)
     (application_id,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if not schema and not application_id and not version:
         return True
     if application_id != _APPLICATION_ID:
-        raise CatalogCorruptError(f"there must be a catalog, got another application's database: {path}")
-    if version == 2 and may_change:
-        _bring_from_version_2(db, path)
-        return _check_header(db, path)
+        raise CatalogCorruptError(f"the file must be a catalog, got another application's database: {path}")
     if version != SCHEMA_VERSION:
-        advice = "go on with the release that wrote it, or name another ssd_dir, which begins empty"
-        if version == 2:
-            advice = "an engine that opens it brings it to that version"
         raise CatalogVersionError(
-            f"the catalog must be of version {SCHEMA_VERSION}, got version {version}: {path}; {advice}"
+            f"the catalog must be of version {SCHEMA_VERSION}, got version {version}: {path}; go on with the release "
+            "that wrote it, or name another ssd_dir, which begins empty"
         )
     with contextlib.closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(_SCHEMA)
         if schema != _schema_of(wanted):
             raise CatalogCorruptError(
-                f"there must be the tables of version {SCHEMA_VERSION}, got {sorted(schema)}: {path}"
+                f"the catalog must have the tables of version {SCHEMA_VERSION}, got {sorted(schema)}: {path}"
             )
     return False
-
-
-def _bring_from_version_2(db: sqlite3.Connection, path: Path) -> None:
-    """Changes the tables, all or none. No row changes but for a column without a value: that takes no time."""
-    try:
-        db.executescript(_FROM_VERSION_2)
-    except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:
-            raise
-        raise CatalogCorruptError(f"there must be the tables of version 2, got others: {path}: {error}") from error
 
 
 def _schema_of(db: sqlite3.Connection) -> dict[str, str]:

@@ -52,12 +52,6 @@ CREATE TABLE parts (
 );
 CREATE INDEX parts_by_key ON parts (key);
 """
-# Of version 1, which had a row for a note.
-_FROM_1 = """
-INSERT INTO parts (key, session_id, tenant, note, ttl_s, written_s)
-  SELECT key, session_id, tenant, note, ttl_s, written_s FROM notes ORDER BY written_s;
-DROP TABLE notes;
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +198,7 @@ class NoteLog:
                 (version,) = db.execute("PRAGMA user_version").fetchone()
                 if not version or db.execute("SELECT id FROM boot").fetchall() != [(self._boot,)]:
                     return False
-                if version not in (1, _FORMAT):
+                if version != _FORMAT:
                     raise CatalogVersionError(
                         f"notes of open sessions must be of version {_FORMAT}, got version {version}: {self._path}; "
                         "end the release that wrote them, so that they get to SSD, or delete the file"
@@ -221,20 +215,12 @@ class NoteLog:
         with _transaction(self._db):
             self._db.execute("CREATE TABLE boot (id TEXT NOT NULL)")
             self._db.execute("INSERT INTO boot VALUES (?)", (self._boot,))
-            self._make_tables(self._db)
-
-    def _make_tables(self, db: sqlite3.Connection, *others: str) -> None:
-        """Within a transaction."""
-        for statement in (*_TABLES.split(";\n"), *others):
-            db.execute(statement)
-        db.execute(f"PRAGMA user_version = {_FORMAT}")
+            for statement in _TABLES.split(";\n"):
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {_FORMAT}")
 
     def _forget_old(self, db: sqlite3.Connection) -> None:
         """Forgets the notes whose time is over, and takes in whose the others are."""
-        if db.execute("PRAGMA user_version").fetchone() == (1,):
-            with _transaction(db):
-                self._make_tables(db, *_FROM_1.split(";\n"))
-            db.execute("VACUUM")  # So that what is free can be given back from now on.
         last = "SELECT key, session_id, tenant, max(id), written_s + ttl_s FROM parts GROUP BY key ORDER BY max(id)"
         for key, session_id, tenant, _, until_s in db.execute(last).fetchall():
             self._list(Noted(key, _as_text(tenant), _as_text(session_id)))

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import check_ttl
-from ca_jax.storage.tokens import Cuts, Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,6 @@ class Namespace:
     """How blocks are kept: the other way's are not this one's to read, count or overwrite."""
     location: str = ""
     """Where blocks are kept, if not beside the catalog."""
-    format_version: int = 1
-    """Of the block files."""
 
     def to_json(self) -> str:
         """The fields as canonical JSON; equal namespaces give equal text."""
@@ -55,7 +54,7 @@ class Namespace:
             fields = json.loads(text)
             return cls(**{**fields, "layout": KVLayout(**fields["layout"])})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"there must be a namespace as JSON, got {text!r}") from error
+            raise ValueError(f"a namespace must be as to_json writes it, got {text!r}") from error
 
     @property
     def fingerprint(self) -> str:
@@ -69,8 +68,8 @@ class Namespace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SessionRecord:
-    """One stored session, without what only a load needs (token ids, seals)."""
+class SessionRecord(SsdCopy):
+    """One stored session: its copy on SSD and whose it is, without what only a load needs (token ids, checksums)."""
 
     key: str
     """The store's key, hex: never the same for other tenants, weights or layouts."""
@@ -78,14 +77,6 @@ class SessionRecord:
     """Whose it is."""
     session_id: str
     """The name its owner knows it by."""
-    block_ids: np.ndarray
-    """The block table: int64 `[num_blocks]`, in token order."""
-    num_tokens: int
-    """Tokens whose KV is stored, > 0."""
-    cuts: Cuts | None = None
-    """What cutting has left of it; None if it was never cut."""
-    prefixes: bytes = b""
-    """As `SsdCopy.prefixes`; empty where they are not known."""
     created_s: float
     """When it was first saved; seconds since the epoch."""
     last_used_s: float
@@ -97,29 +88,9 @@ class SessionRecord:
     generation: int = 0
     """How many times it was published or cut; the catalog counts."""
 
-    @property
-    def copy(self) -> SsdCopy:
-        """What of the session is stored, and where."""
-        return SsdCopy(num_tokens=self.num_tokens, block_ids=self.block_ids, cuts=self.cuts, prefixes=self.prefixes)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that were written in its blocks, up to the last one."""
-        return self.copy.num_rows
-
-    @property
-    def lineage(self) -> Lineage:
-        """What was dropped from it."""
-        return self.copy.lineage
-
     def prefixes_of(self, token_ids: np.ndarray, layout: KVLayout) -> bytes:
         """`prefixes` as these tokens, int32 `[num_tokens]`, have them."""
         return prefix_hashes(token_ids[: self.lineage.plain_tokens(self.num_tokens)], layout.block_tokens)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks held."""
-        return len(self.block_ids)
 
     @property
     def expires_s(self) -> float | None:
@@ -130,8 +101,7 @@ class SessionRecord:
         """Refuses a record that cannot be.
 
         Raises:
-          ValueError: no tokens, places or rows that are not theirs, too few blocks for them, a negative or repeated
-            block id, a negative time to live.
+          ValueError: as `check_sizes`, or a negative or repeated block id.
         """
         self.check_sizes(layout)
         if self.block_ids.min() < 0 or len(np.unique(self.block_ids)) < self.num_blocks:
@@ -141,29 +111,17 @@ class SessionRecord:
         """Does all of `check` but look at the ids in the block table: that is faster for many sessions at once.
 
         Raises:
-          ValueError: no tokens, places or rows that are not theirs, too few blocks for them, a negative time to live.
+          ValueError: no tokens, too few blocks for them, a negative time to live.
         """
-        if self.num_tokens <= 0:
-            raise ValueError(f"session {self.session_id!r} must be num_tokens > 0, got {self.num_tokens}")
-        num_places = self.num_tokens if self.cuts is None else self.cuts.places.num_places
-        if self.cuts is not None and self.cuts.places.num_tokens != self.num_tokens:
+        if not self.num_tokens:
+            raise ValueError(f"session {self.session_id!r} must have at least 1 token, got none")
+        if self.block_ids.ndim != 1 or self.block_ids.dtype != np.int64:
             raise ValueError(
-                f"session {self.session_id!r} must be places of its {self.num_tokens} tokens, "
-                f"got {self.cuts.places.num_tokens}"
+                f"block_ids must be int64[num_blocks], got {self.block_ids.dtype}{list(self.block_ids.shape)}"
             )
-        block_ids = self.block_ids
-        if block_ids.ndim != 1 or block_ids.dtype != np.int64:
-            raise ValueError(f"block_ids must be int64[num_blocks], got {block_ids.dtype}{list(block_ids.shape)}")
-        if self.num_blocks < layout.num_blocks(num_places):
-            raise ValueError(
-                f"{self.num_tokens} tokens must be at least {layout.num_blocks(num_places)} blocks of "
-                f"{layout.block_tokens}, got {self.num_blocks}"
-            )
-        if self.cuts is not None and not num_places <= self.cuts.num_rows <= self.num_blocks * layout.block_tokens:
-            raise ValueError(
-                f"session {self.session_id!r} must be {num_places} to {self.num_blocks * layout.block_tokens} rows "
-                f"written, got {self.cuts.num_rows}"
-            )
+        wanted = layout.num_blocks(self.places.num_places)
+        if self.num_blocks < wanted:
+            raise ValueError(f"{self.num_tokens} tokens must have at least {wanted} blocks, got {self.num_blocks}")
         check_ttl(self.ttl_s)
 
 
@@ -198,11 +156,13 @@ class NamespaceInfo:
 BLOCK_ID_BYTES = 8
 """Of one entry of a block table."""
 SESSION_COLUMNS = (
-    "key, tenant, session_id, block_ids, num_tokens, runs, num_rows, num_dropped, num_plain, created_s, last_used_s, "
-    "pinned, ttl_s, state, generation, checksum, prefix_hashes"
+    "key, tenant, session_id, num_dropped, num_plain, generation, block_ids, runs, prefix_hashes, "
+    "num_tokens, created_s, last_used_s, pinned, ttl_s, checksum"
 )
 """Of table `sessions`, in the order of `session_to_row` and `session_from_row`."""
-_READY = "ready"  # The one state of a session's row.
+_NUM_NAMED, _NUM_CHECKED = 6, 9  # The first columns never change without a new row: names and numbers, then blobs.
+CONTENTS_COLUMNS = "token_ids, sums, note, contents.checksum"
+"""Of table `contents`, in the order of `Contents.to_row`."""
 
 
 class DamagedRecordError(CatalogError):
@@ -215,64 +175,45 @@ class Contents:
 
     token_ids: np.ndarray
     """int32 `[num_tokens]`, read-only."""
-    seals: np.ndarray
-    """uint64 `[num_blocks, L]`, read-only: a digest of each block's layer, by which a wrong block is known."""
+    sums: np.ndarray
+    """uint32 `[num_blocks, L]`, read-only: what `layer_sums` gives of each block."""
     note: bytes = b""
     """What the session's owner wants kept with it; nothing here looks into it."""
 
     def to_row(self, key: str) -> tuple[Any, ...]:
-        """Values of `token_ids, seals, prefixes, note, checksum`."""
-        blobs = (
-            np.ascontiguousarray(self.token_ids, "<i4").tobytes(),
-            np.ascontiguousarray(self.seals, "<u8").tobytes(),
-            b"",
-            self.note,
-        )
-        return (*blobs, _contents_checksum(key, *blobs))
+        """Values of `CONTENTS_COLUMNS`."""
+        blobs = (self.token_ids.astype("<i4").tobytes(), self.sums.astype("<u4").tobytes(), self.note)
+        return (*blobs, _checksum((key,), blobs))
 
+    @classmethod
+    def from_row(cls, record: SessionRecord, row: tuple[Any, ...], num_layers: int) -> Contents:
+        """The contents that `to_row` wrote.
 
-def contents_from_row(key: str, row: tuple[Any, ...], *, num_tokens: int, num_blocks: int, num_layers: int) -> Contents:
-    """The contents that `Contents.to_row` wrote.
-
-    Raises:
-      DamagedRecordError: they are others, or do not fit the sizes.
-    """
-    token_ids, seals, prefixes, note, checksum = row
-    try:
-        if checksum != _contents_checksum(key, token_ids, seals, prefixes, note):
-            raise ValueError("there must be contents that pass their checksum, got others")
-        if len(token_ids) != 4 * num_tokens or len(seals) != 8 * num_blocks * num_layers:
-            raise ValueError(
-                f"there must be {num_tokens} token ids and {num_blocks} x {num_layers} seals, "
-                f"got {len(token_ids)} and {len(seals)} bytes"
+        Raises:
+          DamagedRecordError: they are others, or do not fit the record.
+        """
+        token_ids, sums, note, checksum = row
+        try:
+            if checksum != _checksum((record.key,), row[:-1]):
+                raise ValueError("contents must pass their checksum, got others")
+            if len(token_ids) != 4 * record.num_tokens:
+                raise ValueError(f"contents must have {record.num_tokens} token ids, got {len(token_ids)} bytes")
+            return cls(
+                token_ids=np.frombuffer(token_ids, "<i4"),
+                sums=np.frombuffer(sums, "<u4").reshape(record.num_blocks, num_layers),
+                note=note,
             )
-    except (TypeError, ValueError) as error:
-        raise DamagedRecordError(f"session {key!r}: {error}") from error
-    return Contents(
-        token_ids=np.frombuffer(token_ids, "<i4"),
-        seals=np.frombuffer(seals, "<u8").reshape(num_blocks, num_layers),
-        note=note,
-    )
+        except (TypeError, ValueError) as error:
+            raise DamagedRecordError(f"session {record.key!r}: {error}") from error
 
 
 def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
     """Values of `SESSION_COLUMNS`."""
-    table = record.block_ids.astype("<i8").tobytes()
-    copy = record.copy
-    runs = b"" if copy.places.is_dense else copy.places.to_bytes()
-    cuts = (runs, copy.num_rows, copy.lineage.num_dropped, copy.lineage.num_plain)
-    named = (record.key, record.tenant, record.session_id, table, record.num_tokens, *cuts)
-    return (
-        *named,
-        record.created_s,
-        record.last_used_s,
-        int(record.pinned),
-        record.ttl_s,
-        _READY,
-        record.generation,
-        _session_checksum(*named, record.generation, record.prefixes),
-        record.prefixes,
-    )
+    lineage = record.lineage
+    named = (record.key, record.tenant, record.session_id, lineage.num_dropped, lineage.num_plain, record.generation)
+    blobs = (record.block_ids.astype("<i8").tobytes(), record.places.to_bytes(), record.prefixes)
+    mutable = (record.num_tokens, record.created_s, record.last_used_s, int(record.pinned), record.ttl_s)
+    return (*named, *blobs, *mutable, _checksum(named, blobs))
 
 
 def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
@@ -281,28 +222,21 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
     Raises:
       DamagedRecordError: it is another.
     """
-    key, tenant, session_id, table, num_tokens, runs, num_rows, num_dropped, num_plain = row[:9]
-    created_s, used_s, pinned, ttl_s, state, generation, checksum, prefixes = row[9:]
+    key, tenant, session_id, num_dropped, num_plain, generation, table, runs, prefixes = row[:_NUM_CHECKED]
+    num_tokens, created_s, used_s, pinned, ttl_s, checksum = row[_NUM_CHECKED:]
     try:
-        cut = runs, num_rows, num_dropped, num_plain
-        if checksum != _session_checksum(key, tenant, session_id, table, num_tokens, *cut, generation, prefixes):
-            raise ValueError("there must be a row that passes its checksum, got another")
-        if state != _READY:
-            raise ValueError(f"state must be {_READY!r}, got {state!r}")
-        cuts = None
-        if runs or num_rows != num_tokens or num_dropped or num_plain is not None:
-            cuts = Cuts(
-                places=TokenPlaces.from_bytes(runs) if runs else TokenPlaces.dense(num_tokens),
-                num_rows=num_rows,
-                lineage=Lineage(num_dropped, num_plain),
-            )
+        if checksum != _checksum(row[:_NUM_NAMED], row[_NUM_NAMED:_NUM_CHECKED]):
+            raise ValueError("the row must pass its checksum, got another")
+        places = TokenPlaces.from_bytes(runs)
+        if num_tokens != places.num_tokens:
+            raise ValueError(f"num_tokens must be {places.num_tokens}, got {num_tokens}")
         return SessionRecord(
             key=key,
             tenant=tenant,
             session_id=session_id,
             block_ids=np.frombuffer(table, "<i8"),
-            num_tokens=num_tokens,
-            cuts=cuts,
+            places=places,
+            lineage=Lineage(num_dropped, num_plain),
             prefixes=prefixes,
             created_s=float(created_s),
             last_used_s=float(used_s),
@@ -310,33 +244,15 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
             ttl_s=None if ttl_s is None else float(ttl_s),
             generation=generation,
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise DamagedRecordError(f"session {key!r}: {error}") from error
 
 
-def _session_checksum(
-    key: str,
-    tenant: str,
-    session_id: str,
-    table: bytes,
-    num_tokens: int,
-    runs: bytes,
-    num_rows: int,
-    num_dropped: int,
-    num_plain: int | None,
-    generation: int,
-    prefixes: bytes,
-) -> int:
-    """Of what never changes without a new row, and must not be served if it does."""
-    numbers = "\0".join(map(str, (num_tokens, num_rows, num_dropped, num_plain, generation, len(runs))))
-    named = f"{key}\0{tenant}\0{session_id}\0{numbers}"
-    checksum = zlib.crc32(table, zlib.crc32(runs, zlib.crc32(named.encode("utf-8", "surrogateescape"))))
-    return zlib.crc32(prefixes, checksum)  # Last: a row of version 2, which has none, passes as it stands.
+def _checksum(named: tuple[Any, ...], blobs: Sequence[bytes]) -> int:
+    """Of names and numbers, and of blobs and where each ends.
 
-
-def _contents_checksum(key: str, *blobs: bytes) -> int:
-    """Of the blobs and where each ends."""
-    checksum = zlib.crc32(key.encode())
-    for blob in blobs:
-        checksum = zlib.crc32(blob, zlib.crc32(len(blob).to_bytes(8, "little"), checksum))
-    return checksum
+    Raises:
+      TypeError: a blob is none.
+    """
+    text = repr((*named, *map(len, blobs)))
+    return zlib.crc32(b"".join(blobs), zlib.crc32(text.encode()))

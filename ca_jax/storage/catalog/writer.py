@@ -55,7 +55,7 @@ class CatalogWriter:
         self,
         record: SessionRecord,
         token_ids: np.ndarray,
-        new_seals: list[np.ndarray],
+        new_sums: np.ndarray,
         num_kept_blocks: int,
         note: bytes | None,
     ) -> BlockIoError | None:
@@ -64,24 +64,24 @@ class CatalogWriter:
         Args:
           record: the session.
           token_ids: int32 `[num_tokens]`.
-          new_seals: uint64 `[L]` of each block behind those that stay.
+          new_sums: uint32 `[n, L]`, the checksums of the blocks behind those that stay.
           num_kept_blocks: how many stay.
           note: what to keep with it; None keeps what is kept.
         """
         error = self.settle()
         if error is not None:
             return error
-        num_layers = self._catalog.namespace.layout.num_layers
         try:
             kept = self._catalog.contents(record.key)
-            note = note if note is not None else (kept.note if kept else b"")
-            kept_seals = kept.seals[:num_kept_blocks] if kept else np.zeros((0, num_layers))
-            if len(kept_seals) < num_kept_blocks:
+            kept_sums = np.empty_like(new_sums, shape=(0, new_sums.shape[1])) if kept is None else kept.sums
+            if len(kept_sums) < num_kept_blocks:
                 raise DamagedRecordError(
-                    f"session {record.key!r} must be {num_kept_blocks} blocks to stay, got {len(kept_seals)}"
+                    f"session {record.key!r} must have {num_kept_blocks} blocks to stay, got {len(kept_sums)}"
                 )
-            seals = np.array([*kept_seals, *new_seals], np.uint64).reshape(-1, num_layers)
-            self._catalog.publish(record, token_ids, seals, note)
+            if note is None:
+                note = b"" if kept is None else kept.note
+            sums = np.concatenate([kept_sums[:num_kept_blocks], new_sums])
+            self._catalog.publish(record, token_ids, sums, note)
         except DamagedRecordError as failure:
             return BlockIoError(IoFailure.CORRUPT, str(failure))
         except CatalogError as failure:
@@ -115,12 +115,7 @@ class CatalogWriter:
 
     def change(self, key: str, pinned: bool, ttl_s: float | None) -> BlockIoError | None:
         """Writes down a session's pin and time to live; why not, if that cannot be."""
-
-        def change() -> bool:
-            with self._catalog.batch():
-                return self._catalog.set_pinned(key, pinned) and self._catalog.set_ttl(key, ttl_s)
-
-        return self._changed(key, change)
+        return self._changed(key, lambda: self._catalog.set_kept(key, pinned, ttl_s))
 
     def set_note(self, key: str, note: bytes) -> BlockIoError | None:
         """Writes down what is kept with a session; why not, if that cannot be."""
@@ -139,7 +134,7 @@ class CatalogWriter:
         if not self._is_beyond_use:
             return
         try:
-            moved = quarantine(self._catalog.block_directory.parent)
+            moved = quarantine(self._catalog.directory)
         except CatalogError as error:
             _LOG.warning("a damaged catalog stays where it is: %s", error)
         else:
@@ -153,7 +148,7 @@ class CatalogWriter:
             _LOG.warning("a session's pin, note or time to live is not written down yet: %s", error)
             return self._failure(error)
         self._on_lost(key)
-        return BlockIoError(IoFailure.MISSING, f"the catalog must be session {key!r}, got none")
+        return BlockIoError(IoFailure.MISSING, f"the catalog must have session {key!r}, got none")
 
     def _failure(self, error: CatalogError) -> BlockIoError:
         self._is_beyond_use |= isinstance(error, CatalogCorruptError)

@@ -28,7 +28,8 @@ class BlockAllocator:
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         self._num_blocks = num_blocks
-        self._num_free = num_blocks
+        self.num_free = num_blocks
+        """Blocks that `alloc` can still hand out."""
         self._taken = bytearray(num_blocks)
         # The free blocks as runs: how many there are from each first id on. Neighbours are always merged.
         self._run_length: SortedDict[int, int] = SortedDict({0: num_blocks} if num_blocks else {})
@@ -38,11 +39,6 @@ class BlockAllocator:
     def num_blocks(self) -> int:
         """Free and taken blocks together."""
         return self._num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `alloc` can still hand out."""
-        return self._num_free
 
     def alloc(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
         """Takes `num_blocks` blocks, all or nothing.
@@ -61,8 +57,8 @@ class BlockAllocator:
           ValueError: num_blocks is negative.
         """
         if num_blocks < 0:
-            raise ValueError(f"there must be a number of blocks >= 0, got {num_blocks}")
-        if num_blocks > self._num_free:
+            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
+        if num_blocks > self.num_free:
             return None
         ids: list[int] = []
         if after is not None and after + 1 in self._run_length:
@@ -77,7 +73,7 @@ class BlockAllocator:
     def take(self, ids: Iterable[int]) -> None:
         """Takes the blocks that are named, all or nothing: those a catalog says are held.
 
-        O((n + r) log (n + r)) for n ids and r free runs; 1.7 million ids in 100,000 runs take a fraction of a second.
+        Looks at every block: 1.7 million of them, in 100,000 runs, take a fraction of a second.
 
         Args:
           ids: in any order. A numpy array of integers is taken as it is.
@@ -92,25 +88,18 @@ class BlockAllocator:
             raise ValueError(f"block ids must be integers[n], got {wanted.dtype}{list(wanted.shape)}")
         for end in (wanted[0], wanted[-1]):
             if not 0 <= end < self._num_blocks:
-                raise ValueError(f"there must be a block id in [0, {self._num_blocks}), got {end}")
+                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {end}")
         wanted = wanted.astype(np.int64)
         is_taken = np.frombuffer(self._taken, np.uint8)  # A view: what is set here is set there.
         again = wanted[is_taken[wanted] != 0].tolist() + wanted[1:][wanted[1:] == wanted[:-1]].tolist()
         if again:
             raise ValueError(f"block {again[0]} is taken twice")
         is_taken[wanted] = 1
-        self._num_free -= len(wanted)
-        # A free run goes from a start to the next end. Taking ids out ends it there, and starts it again behind them:
-        #   ------####--####----   ->   starts 0 10 16, ends 6 12 20
-        is_first = np.diff(wanted, prepend=-2) > 1
-        first, last = wanted[is_first], wanted[np.roll(is_first, -1)]
-        starts = np.fromiter(self._run_length.keys(), np.int64, len(self._run_length))
-        lengths = np.fromiter(self._run_length.values(), np.int64, len(starts))
-        ends = np.sort(np.concatenate([starts + lengths, first]))
-        starts = np.sort(np.concatenate([starts, last + 1]))
-        is_run = starts < ends
-        self._run_length = SortedDict(zip(starts[is_run].tolist(), (ends - starts)[is_run].tolist(), strict=True))
-        self._by_length = SortedList((length, start) for start, length in self._run_length.items())
+        self.num_free -= len(wanted)
+        edges = np.flatnonzero(np.diff(is_taken, prepend=1, append=1))  # Of free runs: starts and ends, in turn.
+        starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
+        self._run_length = SortedDict(zip(starts, lengths, strict=True))
+        self._by_length = SortedList(zip(lengths, starts, strict=True))
 
     def free(self, ids: Iterable[int]) -> None:
         """Gives blocks back, all or nothing.
@@ -121,7 +110,7 @@ class BlockAllocator:
         ids = sorted(ids)
         for i, block in enumerate(ids):
             if not 0 <= block < self._num_blocks:
-                raise ValueError(f"there must be a block id below {self._num_blocks}, got {block}")
+                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {block}")
             if not self._taken[block] or (i and ids[i - 1] == block):
                 raise ValueError(f"block {block} is freed twice")
         start = 0
@@ -130,14 +119,14 @@ class BlockAllocator:
             if i + 1 == len(ids) or ids[i + 1] != block + 1:
                 self._put(ids[start], i + 1 - start)
                 start = i + 1
-        self._num_free += len(ids)
+        self.num_free += len(ids)
 
     def _take(self, start: int, num_blocks: int) -> range:
         """Takes the first `num_blocks` of the free run at `start`."""
         length = self._drop_run(start)
         if length > num_blocks:
             self._add_run(start + num_blocks, length - num_blocks)
-        self._num_free -= num_blocks
+        self.num_free -= num_blocks
         self._taken[start : start + num_blocks] = b"\x01" * num_blocks
         return range(start, start + num_blocks)
 
@@ -178,7 +167,8 @@ class TenantQuota:
                 raise ValueError(f"quota must be a number of blocks >= 0, or None, got {quota}")
         self._quota_blocks = quota_blocks
         self._of_tenants = dict(of_tenants)
-        self._used: collections.Counter[str] = collections.Counter()
+        self.used: collections.Counter[str] = collections.Counter()
+        """Blocks held, by tenant; those that hold none are left out."""
 
     @classmethod
     def in_bytes(cls, quota_bytes: int | None, of_tenants: Mapping[str, int], block_bytes: int) -> TenantQuota:
@@ -188,24 +178,19 @@ class TenantQuota:
             {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants.items()},
         )
 
-    @property
-    def used(self) -> Mapping[str, int]:
-        """Blocks held, by tenant; those that hold none are left out."""
-        return self._used
-
     def charge(self, tenant: str, num_blocks: int) -> None:
         """Counts blocks that a tenant took, or gave back if negative.
 
         Raises:
           ValueError: more is given back than the tenant holds.
         """
-        used = self._used[tenant] + num_blocks
+        used = self.used[tenant] + num_blocks
         if used < 0:
-            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self._used[tenant]}")
+            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self.used[tenant]}")
         if used:
-            self._used[tenant] = used
+            self.used[tenant] = used
         else:
-            del self._used[tenant]
+            del self.used[tenant]
 
     def admits(self, tenant: str, num_blocks: int) -> bool:
         """Whether one sequence of `num_blocks` blocks fits a tenant's quota at all."""
@@ -215,7 +200,7 @@ class TenantQuota:
     def excess(self, tenant: str, wanted_blocks: int = 0) -> int:
         """Blocks of its own that a tenant has to give up before it may take `wanted_blocks` more; 0 for none."""
         quota = self._of_tenants.get(tenant, self._quota_blocks)
-        return 0 if quota is None else max(0, self._used[tenant] + wanted_blocks - quota)
+        return 0 if quota is None else max(0, self.used[tenant] + wanted_blocks - quota)
 
 
 class ChargedBlocks:
@@ -329,7 +314,7 @@ class ChargedBlocks:
                 del self._others[block]
 
     def frees(self, tables: Iterable[Sequence[int]]) -> list[int]:
-        """How many blocks would be free once sequences gave all of theirs back: after each of them, those before too.
+        """How many blocks would be free once sequences gave all their blocks back: after each, with those before.
 
         Args:
           tables: the blocks of each, in the order in which they go.

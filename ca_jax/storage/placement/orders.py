@@ -10,12 +10,10 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import heapq
-import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedDict, SortedList
 
 from ca_jax.storage.placement.policy import StoredEntry, StoreView
 from ca_jax.storage.records import check_ttl
@@ -54,7 +52,7 @@ class LookAhead:
           ValueError: the job waits already.
         """
         if job in self._ticket_of:
-            raise ValueError(f"there must be a job that does not wait yet, got {job!r}, which does")
+            raise ValueError(f"the job must not wait yet, got {job!r}, which does")
         ticket = priority * _TICKETS_PER_PRIORITY + self._num_arrived
         self._num_arrived += 1
         self._ticket_of[job] = ticket
@@ -74,7 +72,7 @@ class LookAhead:
           ValueError: the job does not wait.
         """
         if job not in self._ticket_of:
-            raise ValueError(f"there must be a waiting job, got {job!r}, which is none of the {len(self)} that wait")
+            raise ValueError(f"the job must be one of the {len(self)} that wait, got {job!r}")
         ticket = self._ticket_of.pop(job)
         key: str = self._keys.pop(ticket)
         waiting = self._waiting[key]
@@ -144,7 +142,7 @@ class TierOrders(Generic[T]):
           ValueError: it is there already.
         """
         if key in self._slots:
-            raise ValueError(f"there must be a key that the tier does not hold, got {key!r}, which it does")
+            raise ValueError(f"the key must be one that the tier does not hold, got {key!r}")
         slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
         if tenant not in self._of_tenant:
             self._of_tenant[tenant] = _Orders(self._group_of)
@@ -302,16 +300,14 @@ class _Described(Generic[T]):
 
 
 class ExpiryQueue:
-    """Sessions by when they expire. A change costs O(log n) at most, nothing is scanned.
+    """Sessions by when they expire. A change costs O(log n), nothing is scanned.
 
     Times are seconds of any one clock. Belongs to the bookkeeping thread.
     """
 
     def __init__(self) -> None:
         self._expires_s: dict[str, float] = {}
-        # At least one item for each session, none later than its expiry: one put off is only found out when it is due.
-        self._due: list[tuple[float, str]] = []
-        self._first_due: dict[str, float] = {}  # The earliest item of each session.
+        self._by_time: SortedList[tuple[float, str]] = SortedList()
 
     def __len__(self) -> int:
         return len(self._expires_s)
@@ -323,45 +319,25 @@ class ExpiryQueue:
           ValueError: ttl_s is negative or not finite.
         """
         check_ttl(ttl_s)
-        if ttl_s is None:
-            self.discard(key)
-            return
-        expires_s = used_s + ttl_s
-        self._expires_s[key] = expires_s
-        if expires_s < self._first_due.get(key, math.inf):
-            self._first_due[key] = expires_s
-            heapq.heappush(self._due, (expires_s, key))
-            self._compact()
+        self.discard(key)
+        if ttl_s is not None:
+            self._expires_s[key] = used_s + ttl_s
+            self._by_time.add((used_s + ttl_s, key))
 
     def discard(self, key: str) -> None:
         """Forgets a session, if it is known."""
-        self._expires_s.pop(key, None)
+        expires_s = self._expires_s.pop(key, None)
+        if expires_s is not None:
+            self._by_time.remove((expires_s, key))
 
     def pop_expired(self, now_s: float) -> tuple[str, ...]:
         """Takes out all sessions whose time is over at `now_s`, the longest expired first.
 
         The caller sets one again that cannot go now, since it is pinned or in use.
         """
-        expired: list[tuple[float, str]] = []
-        while self._due and self._due[0][0] <= now_s:
-            due_s, key = heapq.heappop(self._due)
-            if self._first_due.get(key) != due_s:
-                continue  # An earlier item of the session stood for this one.
-            del self._first_due[key]
-            expires_s = self._expires_s.get(key)
-            if expires_s is None:
-                continue
-            if expires_s <= now_s:
-                del self._expires_s[key]
-                expired.append((expires_s, key))
-            else:
-                self._first_due[key] = expires_s
-                heapq.heappush(self._due, (expires_s, key))
-        return tuple(key for _, key in sorted(expired))
-
-    def _compact(self) -> None:
-        """Lets go of what discarded sessions left behind, once it is most of what is kept: O(1) on average."""
-        if len(self._due) > 2 * len(self._expires_s) + 1000:
-            self._first_due = dict(self._expires_s)
-            self._due = [(expires_s, key) for key, expires_s in self._expires_s.items()]
-            heapq.heapify(self._due)
+        expired = []
+        while self._by_time and self._by_time[0][0] <= now_s:
+            _, key = self._by_time.pop(0)
+            del self._expires_s[key]
+            expired.append(key)
+        return tuple(expired)

@@ -111,7 +111,7 @@ class SchedulerAwarePolicy:
 class ReturnAwarePolicy:
     """Evicts what is worth least to keep, as far as can be learned, before what the job queue asks for.
 
-    Those without a waiting job go in the order of what a byte of theirs is expected to save each second: how soon the
+    Those without a waiting job go in the order of what each of their bytes is expected to save a second: how soon the
     session will be back, by its number of turns and the time since the last (`ReturnTimes`); tokens saved grow with
     bytes kept, so that sizes do not matter. Those with one go as with `SchedulerAwarePolicy`.
 

@@ -1,6 +1,6 @@
-"""What every tier on disk does, whichever way it keeps its files: queues of moves, checks, room on the disk, checksums.
+"""What both formats of blocks on disk share: queues of moves, checksums, room on the disk.
 
-Not here: the two kinds there are, `SsdTier` (zarr3) and `RawSsdTier` (raw).
+Not here: the formats themselves (formats), whose a block is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 import errno
 import functools
-import mmap
 import os
 import re
 import shutil
@@ -19,50 +18,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
-import crc32c
 import numpy as np
 
 from ca_jax.storage.catalog.file import make_directory
-from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.layout import KVLayout, layer_sums
 from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.io import IoHandle, IoQueue, Operation, OperationFuture, close_all
+from ca_jax.storage.tiers.io import IoHandle, IoQueue, Operation, close_all
 
-PAGE_BYTES = 4096
-"""What files are rounded up to on disk."""
-Buffer = memoryview | mmap.mmap | bytearray | bytes
 _REASONS = {
     "NOT_FOUND": IoFailure.MISSING,
     "DATA_LOSS": IoFailure.CORRUPT,
     "OUT_OF_RANGE": IoFailure.CORRUPT,
     "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
 }
-
-
-class SsdBlocks(Protocol):
-    """How many blocks there are on SSD, and which are free."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks the cap holds."""
-        ...
-
-    @property
-    def stored_block_bytes(self) -> int:
-        """What one block takes on SSD, with checksums and rounding: the unit of the cap."""
-        ...
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """The free list. At start all are, whatever is on disk: the catalog takes its own."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +45,10 @@ class DiskOptions:
     """Seconds without progress after which a move fails; see `IoQueue`."""
     free_floor_bytes: int = 0
     """Free space that stays on a local disk."""
+    max_reads: int = 4
+    """Blocks that are read at once, each by a thread of its own."""
+    max_writes: int = 8
+    """Blocks that are written at once, in a queue of their own, so that no read waits for them."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, never decreasing."""
     only_existing: bool = False
@@ -96,97 +70,117 @@ class DiskTier(abc.ABC):
 
     Args:
       layout: the shape of a block.
-      capacity_bytes: cap of what is stored, checksums and rounding included.
-      stored_block_bytes: what one block takes.
+      capacity_bytes: cap of what is stored, in whole pages.
       options: how it is opened.
-      max_reads: blocks that are read at once, each by a thread of its own on a local disk.
-      max_writes: blocks that are written at once, in a queue of their own, so that no read waits for them.
+      directory: where its files are, on a local disk; None at a URL.
 
     Raises:
-      ValueError: a capacity under one block, or a deadline or number that is not positive.
+      ValueError: a capacity under one block, a deadline or number that is not positive, a floor at a URL.
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        capacity_bytes: int,
-        stored_block_bytes: int,
-        options: DiskOptions,
-        max_reads: int,
-        max_writes: int,
+        self, layout: KVLayout, capacity_bytes: int, options: DiskOptions, directory: Path | None = None
     ) -> None:
-        self._layout = layout
+        self.layout = layout
+        """The shape of a block."""
         self._options = options
-        self._stored_block_bytes = stored_block_bytes
-        self._num_blocks = blocks_within(capacity_bytes, stored_block_bytes, layout)
+        if capacity_bytes < layout.stored_block_bytes:
+            raise ValueError(
+                f"SSD capacity must be at least one block of {layout.stored_block_bytes} bytes "
+                f"({layout.block_tokens} tokens), got {capacity_bytes} bytes"
+            )
+        self.num_blocks = capacity_bytes // layout.stored_block_bytes
+        """How many blocks the cap holds."""
+        self._space = DiskSpace(directory, options.free_floor_bytes)
         self._reads, self._writes = (
             IoQueue(max_in_flight=number, deadline_s=options.deadline_s, describe=describe, clock=options.clock)
-            for number in (max_reads, max_writes)
+            for number in (options.max_reads, options.max_writes)
         )
-        self._threads = concurrent.futures.ThreadPoolExecutor(max_reads + max_writes, thread_name_prefix="ca_jax-ssd")
-        self._space = DiskSpace(None, 0)
-        self._allocator = BlockAllocator(self._num_blocks)
+        num_threads = options.max_reads + options.max_writes
+        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="ca_jax-ssd")
 
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks the cap holds."""
-        return self._num_blocks
+    @functools.cached_property
+    def allocator(self) -> BlockAllocator:
+        """The free list. At start all blocks are free, whatever is on disk: the catalog takes its own."""
+        return BlockAllocator(self.num_blocks)
 
     @property
     def stored_block_bytes(self) -> int:
-        """What one block takes on SSD, with checksums and rounding: the unit of the cap."""
-        return self._stored_block_bytes
+        """What one block takes on SSD: the unit of the cap."""
+        return self.layout.stored_block_bytes
 
-    @property
-    def allocator(self) -> BlockAllocator:
-        """The free list. At start all blocks are free, whatever is on disk: the catalog takes its own."""
-        return self._allocator
-
-    def read_blocks(self, block_ids: Sequence[int], into: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
-        """Reads whole blocks, verifying their checksums.
+    def read_blocks(
+        self,
+        block_ids: Sequence[int],
+        into: Sequence[np.ndarray] | np.ndarray,
+        sums: np.ndarray | None = None,
+    ) -> IoHandle:
+        """Reads whole blocks, and checks that they are those that were meant.
 
         Args:
           block_ids: which.
           into: one `[L, 2, block_tokens, K, H]` for each, C-contiguous, writeable: memory that is reused, such as
             blocks of the DRAM tier. After an error they hold anything.
+          sums: what `layer_sums` gave of each, uint32 `[num_blocks, L]`; None: nothing is checked but that a block is
+            there in full.
 
         Raises:
           ValueError: an id, shape, dtype or number that does not fit, or memory that cannot be written.
         """
-        check_block_ids(block_ids, self._num_blocks)
-        check_blocks("into", into, len(block_ids), self._layout, writeable=True)
+        self._check_ids(block_ids, self.num_blocks)
+        self._check_blocks("into", into, sums, len(block_ids), writeable=True)
+
+        def read(block: int, dst: np.ndarray, wanted: np.ndarray | None) -> None:
+            self._read(block, dst)
+            if wanted is not None and not np.array_equal(found := layer_sums(dst), wanted):
+                layer = int(np.argmax(found != wanted))
+                raise BlockIoError(
+                    IoFailure.CORRUPT,
+                    f"layer {layer} of block {block} must have crc32c {wanted[layer]:#010x}, got {found[layer]:#010x}",
+                )
+
+        wanted = [None] * len(block_ids) if sums is None else list(sums)
         return self._reads.submit(
-            [functools.partial(self._read, block, dst) for block, dst in zip(block_ids, into, strict=True)]
+            [self._threaded(read, *each) for each in zip(map(int, block_ids), into, wanted, strict=True)]
         )
 
-    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[np.ndarray] | np.ndarray) -> IoHandle:
+    def write_blocks(
+        self,
+        block_ids: Sequence[int],
+        blocks: Sequence[np.ndarray] | np.ndarray,
+        sums: np.ndarray | None = None,
+    ) -> IoHandle:
         """Writes whole blocks, over whatever is there; durable, if the tier is, when the handle is done.
 
-        After an error each of the blocks is the old one, the new one, or none.
+        After an error each of the blocks is the old one, the new one, torn, or none.
 
         Args:
           block_ids: which, each once.
-          blocks: one `[L, 2, block_tokens, K, H]` for each, C-contiguous.
+          blocks: one `[L, 2, block_tokens, K, H]` for each, C-contiguous. They must stand still until it has settled.
+          sums: uint32 `[num_blocks, L]`, which gets what `layer_sums` gives of each.
 
         Raises:
-          ValueError: an id, shape, dtype or number that does not fit.
+          ValueError: an id, shape, dtype or number that does not fit, or a tier that is `only_existing`.
         """
         if self._options.only_existing:
             raise ValueError("write_blocks must have a tier that may write, got one opened with only_existing")
-        check_block_ids(block_ids, self._num_blocks, distinct=True)
-        check_blocks("blocks", blocks, len(block_ids), self._layout)
-        num_bytes = len(block_ids) * self._stored_block_bytes
+        self._check_ids(block_ids, self.num_blocks)
+        if len(set(block_ids)) < len(block_ids):
+            raise ValueError(f"each block id must be given once, got {list(block_ids)}")
+        self._check_blocks("blocks", blocks, sums, len(block_ids))
+        num_bytes = len(block_ids) * self.layout.stored_block_bytes
         error = self._space.reserve(num_bytes)
         if error is not None:
             return self._writes.failed(error)
+
+        def write(index: int, block: int, src: np.ndarray) -> None:
+            if sums is not None:
+                sums[index] = layer_sums(src)
+            self._write(block, src)
+
         handle = self._writes.submit(
-            [functools.partial(self._write, block, src) for block, src in zip(block_ids, blocks, strict=True)],
-            last=self._syncing(block_ids) if self._options.durable else None,
+            [self._threaded(write, *each) for each in zip(range(len(block_ids)), block_ids, blocks, strict=True)],
+            last=self._threaded(self._sync, block_ids) if self._options.durable else None,
         )
         handle.add_settled_callback(lambda _: self._space.release(num_bytes))
         return handle
@@ -199,8 +193,8 @@ class DiskTier(abc.ABC):
         Raises:
           ValueError: a negative id.
         """
-        check_block_ids(block_ids, None)
-        return self._writes.submit([functools.partial(self._delete, block) for block in block_ids])
+        self._check_ids(block_ids, None)
+        return self._writes.submit([self._threaded(self._delete, block) for block in block_ids])
 
     @abc.abstractmethod
     def stored_block_ids(self) -> list[int]:
@@ -229,77 +223,61 @@ class DiskTier(abc.ABC):
         self._threads.shutdown(wait=settled)
         return settled
 
-    # One block each. An operation that runs when it is called is given to `_threads`.
+    # One block each, on a thread of the tier: these block.
 
     @abc.abstractmethod
-    def _read(self, block: int, dst: np.ndarray) -> OperationFuture: ...
+    def _read(self, block: int, dst: np.ndarray) -> None: ...
 
     @abc.abstractmethod
-    def _write(self, block: int, src: np.ndarray) -> OperationFuture: ...
+    def _write(self, block: int, src: np.ndarray) -> None: ...
 
     @abc.abstractmethod
-    def _delete(self, block: int) -> OperationFuture: ...
+    def _delete(self, block: int) -> None: ...
 
     @abc.abstractmethod
-    def _syncing(self, block_ids: Sequence[int]) -> Operation | None:
-        """The operation that ends a durable write of blocks."""
+    def _sync(self, block_ids: Sequence[int]) -> None:
+        """Ends a durable write of these blocks."""
 
+    def _threaded(self, function: Callable[..., None], *args: object) -> Operation:
+        return functools.partial(self._threads.submit, function, *args)
 
-def blocks_within(capacity_bytes: int, stored_block_bytes: int, layout: KVLayout) -> int:
-    """How many blocks a cap holds.
+    def _check_capacity(self, count_stored_bytes: Callable[[], int]) -> None:
+        self._space.check_capacity(self.num_blocks * self.layout.stored_block_bytes, count_stored_bytes)
 
-    Raises:
-      ValueError: not even one.
-    """
-    if capacity_bytes < stored_block_bytes:
-        raise ValueError(
-            f"SSD capacity must be at least one block of {stored_block_bytes} bytes ({layout.block_tokens} tokens), "
-            f"got {capacity_bytes} bytes"
-        )
-    return capacity_bytes // stored_block_bytes
+    @staticmethod
+    def _check_ids(block_ids: Sequence[int], num_blocks: int | None) -> None:
+        for block in block_ids:
+            if block < 0 or (num_blocks is not None and block >= num_blocks):
+                wanted = "at least 0" if num_blocks is None else f"in [0, {num_blocks})"
+                raise ValueError(f"a block id must be {wanted}, got {block}")
 
-
-def check_block_ids(block_ids: Sequence[int], num_blocks: int | None, *, distinct: bool = False) -> None:
-    """Checks that ids are in range, and each named once if they must be.
-
-    Raises:
-      ValueError: they are not.
-    """
-    for block in block_ids:
-        if block < 0 or (num_blocks is not None and block >= num_blocks):
-            wanted = "not negative" if num_blocks is None else f"in [0, {num_blocks})"
-            raise ValueError(f"a block id must be {wanted}, got {block}")
-    if distinct and len(set(block_ids)) < len(block_ids):
-        raise ValueError(f"each block id must be given once, got {list(block_ids)}")
-
-
-def check_blocks(
-    name: str, blocks: Sequence[np.ndarray] | np.ndarray, num_blocks: int, layout: KVLayout, *, writeable: bool = False
-) -> None:
-    """Checks that there is one array of a block's shape for each id.
-
-    Raises:
-      ValueError: there is not.
-    """
-    if len(blocks) != num_blocks:
-        raise ValueError(f"{name} must be one array for each of {num_blocks} block ids, got {len(blocks)}")
-    for block in blocks:
-        _check_shape(name, block, layout.block_shape, layout)
-        _check_memory(name, block, writeable=writeable)
-
-
-def _check_shape(name: str, array: np.ndarray, shape: tuple[int, ...], layout: KVLayout) -> None:
-    if array.shape != shape or array.dtype != layout.numpy_dtype:
-        raise ValueError(f"{name} must be {layout.numpy_dtype}{list(shape)}, got {array.dtype}{list(array.shape)}")
-
-
-def _check_memory(name: str, array: np.ndarray, *, writeable: bool) -> None:
-    if not array.flags.c_contiguous or (writeable and not array.flags.writeable):
-        wanted = "C-contiguous, writeable" if writeable else "C-contiguous"
-        raise ValueError(
-            f"{name} must be {wanted} memory, got strides {array.strides}, "
-            f"{'writeable' if array.flags.writeable else 'read-only'}"
-        )
+    def _check_blocks(
+        self,
+        name: str,
+        blocks: Sequence[np.ndarray] | np.ndarray,
+        sums: np.ndarray | None,
+        num_blocks: int,
+        *,
+        writeable: bool = False,
+    ) -> None:
+        layout = self.layout
+        if len(blocks) != num_blocks:
+            raise ValueError(f"{name} must be one array for each of {num_blocks} block ids, got {len(blocks)}")
+        for block in blocks:
+            if block.shape != layout.block_shape or block.dtype != layout.numpy_dtype:
+                raise ValueError(
+                    f"{name} must be {layout.numpy_dtype}{list(layout.block_shape)}, "
+                    f"got {block.dtype}{list(block.shape)}"
+                )
+            if not block.flags.c_contiguous or (writeable and not block.flags.writeable):
+                raise ValueError(
+                    f"{name} must be C-contiguous{', writeable' if writeable else ''} memory, got strides "
+                    f"{block.strides}, {'writeable' if block.flags.writeable else 'read-only'}"
+                )
+        if sums is not None and (sums.shape != (num_blocks, layout.num_layers) or sums.dtype != np.uint32):
+            raise ValueError(
+                f"sums must be uint32[{num_blocks}, {layout.num_layers}], got {sums.dtype}{list(sums.shape)}"
+            )
 
 
 def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
@@ -338,11 +316,9 @@ class DiskSpace:
 
     def __init__(self, directory: Path | None, floor_bytes: int):
         if floor_bytes < 0:
-            raise ValueError(f"there must be a floor of free disk space >= 0 bytes, got {floor_bytes}")
+            raise ValueError(f"free_floor_bytes must be at least 0, got {floor_bytes}")
         if floor_bytes and directory is None:
-            raise ValueError(
-                f"a floor of free space must be asked of a local disk, got {floor_bytes} bytes for a remote URL"
-            )
+            raise ValueError(f"free_floor_bytes must be 0 without a local disk, got {floor_bytes} for blocks at a URL")
         self._directory = directory
         self._floor_bytes = floor_bytes
         self._reserved_bytes = 0
@@ -383,7 +359,7 @@ class DiskSpace:
             if free_bytes is not None and free_bytes - self._reserved_bytes - num_bytes < self._floor_bytes:
                 return BlockIoError(
                     IoFailure.NO_SPACE,
-                    f"there must be {num_bytes} bytes above a floor of {self._floor_bytes} in {self._directory}, got "
+                    f"{self._directory} must have {num_bytes} bytes above a floor of {self._floor_bytes}, got "
                     f"{free_bytes} free and {self._reserved_bytes} of them spoken for",
                 )
             self._reserved_bytes += num_bytes
@@ -398,66 +374,6 @@ class DiskSpace:
         return None if self._directory is None else shutil.disk_usage(self._directory).free
 
 
-def transfer(
-    call: Callable[..., int], file: int, buffers: Sequence[Buffer], offset: int = 0, direct_file: int | None = None
-) -> None:
-    """Reads or writes all of `buffers` at `offset`, by `os.preadv` or `os.pwritev`.
-
-    Args:
-      call: which of the two.
-      file: through the page cache.
-      buffers: memory in the order of the file.
-      offset: bytes from the beginning of the file.
-      direct_file: the same file past the page cache, used where all is in whole pages; None: there is none.
-
-    Raises:
-      BlockIoError: the file ends before.
-      OSError: the disk reports an error.
-    """
-    views = [np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer)]
-    direct = direct_file is not None and not any(
-        (view.ctypes.data | view.nbytes | offset) % PAGE_BYTES for view in views
-    )
-    while views:
-        num_bytes = call(direct_file if direct else file, views, offset)
-        if num_bytes <= 0:
-            raise BlockIoError(IoFailure.CORRUPT, f"the file must have more bytes at {offset}, and ends there")
-        offset += num_bytes
-        while views and num_bytes >= views[0].nbytes:
-            num_bytes -= views.pop(0).nbytes
-        if num_bytes:
-            views[0] = views[0][num_bytes:]
-            direct = direct and not num_bytes % PAGE_BYTES
-
-
-def as_bytes(array: np.ndarray) -> memoryview:
-    """The array's memory, without a copy."""
-    return array.reshape(-1, copy=False).view(np.uint8).data
-
-
-def layer_sums(block: np.ndarray) -> list[int]:
-    """The crc32c of each layer of a block."""
-    return [crc32c.crc32c(as_bytes(layer)) for layer in block]
-
-
-def check_sums(where: str, block: np.ndarray, wanted: Sequence[int]) -> None:
-    """Checks the crc32c of each layer of a block.
-
-    Raises:
-      BlockIoError: one is another.
-    """
-    for layer, (sum_wanted, found) in enumerate(zip(wanted, layer_sums(block), strict=True)):
-        if found != sum_wanted:
-            raise BlockIoError(
-                IoFailure.CORRUPT, f"layer {layer} of {where} must have crc32c {sum_wanted:#010x}, got {found:#010x}"
-            )
-
-
-def whole_pages(num_bytes: int) -> int:
-    """So many bytes, rounded up to pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def describe(exception: BaseException) -> BlockIoError:
     """Finds the reason in what an operation raised. TensorStore's is a ValueError that begins with its status."""
     if isinstance(exception, BlockIoError):
@@ -470,6 +386,4 @@ def describe(exception: BaseException) -> BlockIoError:
     message = str(exception)
     if re.search(r"os_error_code='(28|122)'", message):  # ENOSPC, EDQUOT
         return BlockIoError(IoFailure.NO_SPACE, message)
-    if re.search(r"Requested byte range .* is not valid for value of size", message):
-        return BlockIoError(IoFailure.CORRUPT, message)
     return BlockIoError(_REASONS.get(message.partition(":")[0], IoFailure.DEVICE), message)

@@ -35,37 +35,17 @@ class DramTier:
 
     def __init__(self, layout: KVLayout, capacity_bytes: int):
         _check_capacity(layout, capacity_bytes)
-        self._layout = layout
-        self._num_blocks = capacity_bytes // layout.block_bytes
-        self._allocator = BlockAllocator(self._num_blocks)
-        self._slab = host_array((self._num_blocks, *layout.block_shape), layout.numpy_dtype)
-        self._blocks = ts.array(self._slab)
-        self._closed = threading.Event()
-
-    @property
-    def layout(self) -> KVLayout:
+        self.layout = layout
         """The shape of a block."""
-        return self._layout
-
-    @property
-    def num_blocks(self) -> int:
+        self.num_blocks = capacity_bytes // layout.block_bytes
         """How many blocks the capacity holds."""
-        return self._num_blocks
-
-    @property
-    def allocator(self) -> BlockAllocator:
+        self.allocator = BlockAllocator(self.num_blocks)
         """The free list."""
-        return self._allocator
-
-    @property
-    def blocks(self) -> ts.TensorStore:
-        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab, as TensorStore sees it. For whole blocks."""
-        return self._blocks
-
-    @property
-    def slab(self) -> np.ndarray:
+        self.slab = host_array((self.num_blocks, *layout.block_shape), layout.numpy_dtype)
         """`[num_blocks, L, 2, block_tokens, K, H]`: the slab itself. For parts of blocks."""
-        return self._slab
+        self.blocks = ts.array(self.slab)
+        """`[num_blocks, L, 2, block_tokens, K, H]`: the slab, as TensorStore sees it. For whole blocks."""
+        self._closed = threading.Event()
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the slab resident, keeping what it holds; meant for a background thread. Ends early on `close`.
@@ -76,13 +56,13 @@ class DramTier:
         Returns:
           Seconds it took.
         """
-        return touch(self._slab, stopped=lambda: self._closed.is_set() or stopped())
+        return touch(self.slab, stopped=lambda: self._closed.is_set() or stopped())
 
     def close(self) -> None:
         """Lets go of the slab. No copy may be under way."""
         self._closed.set()
-        self._slab = np.zeros((0, *self._layout.block_shape), self._layout.numpy_dtype)
-        self._blocks = ts.array(self._slab)
+        self.slab = np.zeros((0, *self.layout.block_shape), self.layout.numpy_dtype)
+        self.blocks = ts.array(self.slab)
 
 
 def _check_capacity(layout: KVLayout, capacity_bytes: int) -> None:
@@ -121,7 +101,7 @@ def host_array(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     try:
         memory = mmap.mmap(-1, num_bytes + _ALIGNMENT)
     except OSError as error:
-        raise MemoryError(f"there must be {num_bytes} bytes of host memory, the system refused: {error}") from error
+        raise MemoryError(f"the system must grant {num_bytes} bytes of host memory, and refused: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without huge pages: small ones serve, slower.
             memory.madvise(mmap.MADV_HUGEPAGE)

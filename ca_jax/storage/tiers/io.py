@@ -57,8 +57,10 @@ class IoHandle:
         self._progress_s: float | None = None  # When an operation last began or ended.
         self._submitted_s = queue.clock()
         self._done = False
-        self._error: BlockIoError | None = None
-        self._settled = False
+        self.error: BlockIoError | None = None
+        """Why it failed; None while the outcome is open, and after success."""
+        self.settled = False
+        """Whether nothing of it will touch memory or blocks any more. After success always, after an error not yet."""
         self._done_callbacks: list[Callable[[IoHandle], None]] = []
         self._settled_callbacks: list[Callable[[IoHandle], None]] = []
 
@@ -66,16 +68,6 @@ class IoHandle:
         """Whether the outcome is known: success, or an error, which a passed deadline is too. Never blocks."""
         self._queue.poll(self)
         return self._done
-
-    @property
-    def error(self) -> BlockIoError | None:
-        """Why it failed; None while the outcome is open, and after success."""
-        return self._error
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing of it will touch memory or blocks any more. After success always, after an error not yet."""
-        return self._settled
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until the outcome is known, at most `timeout_s` seconds, and by the deadline at the latest.
@@ -103,7 +95,7 @@ class IoHandle:
           Whether it is.
         """
         with self._queue.changed:
-            return self._queue.changed.wait_for(lambda: self._settled, timeout_s)
+            return self._queue.changed.wait_for(lambda: self.settled, timeout_s)
 
     def result(self, timeout_s: float | None = None) -> None:
         """Blocks as `wait` does, and raises what went wrong.
@@ -114,8 +106,8 @@ class IoHandle:
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"the move must end within {timeout_s} s, and is still open")
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def cancel(self) -> None:
         """Gives the move up, if its outcome is open: what has not begun never will."""
@@ -135,7 +127,7 @@ class IoHandle:
     def add_settled_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once `settled`. Otherwise as `add_done_callback`."""
         with self._queue.changed:
-            if not self._settled:
+            if not self.settled:
                 self._settled_callbacks.append(callback)
                 return
         callback(self)
@@ -164,9 +156,9 @@ class IoQueue:
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_in_flight <= 0:
-            raise ValueError(f"there must be max_in_flight of at least 1 operation, got {max_in_flight}")
+            raise ValueError(f"max_in_flight must be at least 1 operation, got {max_in_flight}")
         if not deadline_s > 0:
-            raise ValueError(f"there must be an I/O deadline above 0 s, got {deadline_s} s")
+            raise ValueError(f"deadline_s must be above 0 s, got {deadline_s} s")
         self.clock = clock
         """Seconds, never decreasing."""
         self._max_in_flight = max_in_flight
@@ -202,8 +194,8 @@ class IoQueue:
     def failed(self, error: BlockIoError) -> IoHandle:
         """A move that failed before it began: done and settled."""
         handle = IoHandle(self, 0, None)
-        handle._done = handle._settled = True
-        handle._error = error
+        handle._done = handle.settled = True
+        handle.error = error
         return handle
 
     def poll(self, handle: IoHandle | None = None) -> None:
@@ -220,7 +212,7 @@ class IoQueue:
         with self.changed:
             if handle._done:
                 return
-            handle._error = error
+            handle.error = error
             callbacks = self._advance(handle)
         _call(handle, callbacks)
         self._start()
@@ -275,7 +267,7 @@ class IoQueue:
             handle._num_left -= 1
             self._progress_s = handle._progress_s = self.clock()
             if error is not None and not handle._done:
-                handle._error = error
+                handle.error = error
             callbacks = self._advance(handle)
         _call(handle, callbacks)
         self._start()
@@ -283,17 +275,17 @@ class IoQueue:
     def _advance(self, handle: IoHandle) -> Sequence[Callable[[IoHandle], None]]:
         """Moves a handle to its next state. Under the lock. Returns whom to call, outside of it."""
         callbacks: list[Callable[[IoHandle], None]] = []
-        if not handle._done and handle._error is None and not handle._num_left and handle._last is not None:
+        if not handle._done and handle.error is None and not handle._num_left and handle._last is not None:
             self._waiting.appendleft((handle, handle._last))
             handle._num_left, handle._last = 1, None
-        if not handle._done and (handle._error is not None or not handle._num_left):
+        if not handle._done and (handle.error is not None or not handle._num_left):
             handle._done = True
-            if handle._error is not None:  # What has not begun never will.
+            if handle.error is not None:  # What has not begun never will.
                 self._waiting = collections.deque(each for each in self._waiting if each[0] is not handle)
             callbacks += handle._done_callbacks
             handle._done_callbacks.clear()
-        if handle._done and not handle._num_running and not handle._settled:
-            handle._settled = True
+        if handle._done and not handle._num_running and not handle.settled:
+            handle.settled = True
             self._open.pop(handle, None)
             callbacks += handle._settled_callbacks
             handle._settled_callbacks.clear()
@@ -310,7 +302,7 @@ class IoQueue:
     def _late(self, handle: IoHandle) -> BlockIoError:
         return BlockIoError(
             IoFailure.DEADLINE,
-            f"there must be progress within {self._deadline_s} s, got none; {handle._num_left} operations are left, "
+            f"the move must progress within {self._deadline_s} s, and has not; {handle._num_left} operations are left, "
             f"{handle._num_running} of them begun",
         )
 

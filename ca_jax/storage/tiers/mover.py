@@ -3,16 +3,16 @@
 A third one holds both against the deadline: either may stand in the catalog for as long as the disk does. Fetches that
 wait for the catalog then fail, and all are told that the SSD is late; a flush is under way until it has ended.
 
-A *fetch* reads what to expect from the catalog, then the blocks, and verifies their seals. A *flush* makes earlier
-changes of the catalog durable, seals and writes the blocks that are not on SSD yet, and publishes the session once they
-are durable. No block that a published session refers to is ever written: what changes goes to other blocks, so that a
-process that dies at any moment leaves the old state or the new one.
+A *fetch* reads what to expect from the catalog, then the blocks, which are held against their checksums. A *flush*
+makes earlier changes of the catalog durable, writes the blocks that are not on SSD yet, and publishes the session, with
+the checksums of its blocks, once they are durable. No block that a published session refers to is ever written: what
+changes goes to other blocks, so that a process that dies at any moment leaves the old state or the new one.
 
 Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
 any later write. While one of them cannot be made durable, nothing is written at all.
 
 Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
-catalog does. `TimelyContents` reads the catalog for a thread that must not wait for a disk.
+catalog does, but `contents`, which reads the catalog for a thread that must not wait for a disk.
 
 Not here: which sessions move, and into which blocks (ssd), how the catalog is changed (catalog.writer).
 """
@@ -29,12 +29,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ca_jax.storage.catalog.catalog import Catalog
+from ca_jax.storage.catalog.catalog import Catalog, CatalogReader
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
-from ca_jax.storage.catalog.reader import CatalogReader
-from ca_jax.storage.catalog.records import Contents, DamagedRecordError, Namespace
+from ca_jax.storage.catalog.records import Contents, DamagedRecordError
 from ca_jax.storage.catalog.writer import CatalogWriter
-from ca_jax.storage.layout import seal_block, verify_block
+from ca_jax.storage.layout import layer_sums
+from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
@@ -44,6 +44,7 @@ from ca_jax.storage.tokens import Lineage
 from ca_jax.telemetry.timeline import ArgValue, Timeline, Track
 
 _POLL_S = 0.25  # How often what is under way is held against its deadline.
+_CLOSE_ASKS_S = 1.0  # A reader that does not answer in that time stays open.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
 
 
@@ -53,20 +54,18 @@ class SsdWorker:
     Args:
       tier: the blocks.
       catalog: written by the worker alone from now on.
-      reader: of the same catalog, likewise.
       prepare: run before the first write, on the writing thread, for as long as it takes.
       deadline_s: seconds without progress after which a read or change of the catalog is late.
       on_progress: called, from the threads, whenever `take_ended` has something new.
       on_fetch: given bytes and seconds, on the threads, whenever fetches have ended and none is under way.
-      timeline: gets a span of every fetch, from reading the catalog to the last seal, and of every flush, from the
-        first seal to the catalog; that of a move which fails says why.
+      timeline: gets a span of every fetch and of every flush, each from catalog to catalog; that of a move which
+        fails says why.
     """
 
     def __init__(
         self,
         tier: DiskTier,
         catalog: Catalog,
-        reader: CatalogReader,
         *,
         prepare: Callable[[], object],
         deadline_s: float,
@@ -75,9 +74,11 @@ class SsdWorker:
         timeline: Timeline,
     ) -> None:
         self._tier = tier
-        self._layout = tier.layout
+        self.layout = tier.layout
+        """See `SsdMover`."""
         self._writer = CatalogWriter(catalog, on_lost=self._lost)
-        self._reader = reader
+        self._reader, self._asked_reader = (CatalogReader(catalog.directory, catalog.namespace) for _ in range(2))
+        self._asked: concurrent.futures.Future[Contents | None] | None = None
         self._on_progress = on_progress
         self._fetching = BusyPeriods(on_fetch)
         self._timeline = timeline
@@ -86,13 +87,26 @@ class SsdWorker:
         self._bounces: list[np.ndarray] = []
         self._deadline_s = deadline_s
         self._was_late = False
-        self._num_changes = 0
+        self.num_changes = 0
+        """Changes of the catalog that were asked for and not tried yet."""
         self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
         self._lock = threading.Lock()
-        self._reads, self._writes = StepThread("ca_jax-ssd-reader"), StepThread("ca_jax-ssd-writer")
+        self._reads, self._writes, self._asks = (
+            StepThread(f"ca_jax-ssd-{does}") for does in ("reads", "writes", "asks")
+        )
         self._writes.put(prepare, timed=False)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="ca_jax-ssd-watch", daemon=True).start()
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """See `SsdMover`."""
+        return self._tier.stored_block_bytes
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """See `SsdMover`."""
+        return self._tier.allocator
 
     @property
     def is_late(self) -> bool:
@@ -137,10 +151,23 @@ class SsdWorker:
         """Has written down when sessions were last used, seconds since the epoch."""
         self._change_catalog(functools.partial(self._writer.use, times_s))
 
-    @property
-    def num_changes(self) -> int:
-        """Changes of the catalog that were asked for and not tried yet."""
-        return self._num_changes
+    def contents(self, key: str) -> Contents | None:
+        """See `SsdMover`. Until its last question is answered no other is asked."""
+        if self._asked is not None and not self._asked.done():
+            raise CatalogLateError("the catalog must answer one question at a time, and has not answered the last")
+        future = self._asked = concurrent.futures.Future[Contents | None]()
+
+        def answer() -> None:
+            try:
+                future.set_result(self._asked_reader.contents(key))
+            except BaseException as error:  # For the caller.
+                future.set_exception(error)
+
+        self._asks.put(answer)
+        try:
+            return future.result(self._deadline_s)
+        except TimeoutError:
+            raise CatalogLateError(f"the catalog must answer within {self._deadline_s} s, and did not") from None
 
     def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """The next thing that happened, in order; None where there is none."""
@@ -152,10 +179,11 @@ class SsdWorker:
         Returns:
           Whether all has settled. If not, the memory of open tasks must stay.
         """
-        threads = (self._reads, self._writes)
-        for thread in threads:
+        for thread in (self._asks, self._reads, self._writes):
             thread.end()
-        ended = [thread.join(timeout_s) for thread in threads]
+        if self._asks.join(_CLOSE_ASKS_S):  # First: the last one to close has to be one that may merge the log.
+            self._asked_reader.close()
+        ended = [thread.join(timeout_s) for thread in (self._reads, self._writes)]
         settled = self._tier.close(timeout_s)
         self._closed.set()
         if all(ended):
@@ -165,14 +193,14 @@ class SsdWorker:
 
     def _change_catalog(self, step: Callable[[], None]) -> None:
         with self._lock:
-            self._num_changes += 1
+            self.num_changes += 1
 
         def change() -> None:
             try:
                 step()
             finally:
                 with self._lock:
-                    self._num_changes -= 1
+                    self.num_changes -= 1
                 self._on_progress()
 
         self._writes.put(change)
@@ -198,25 +226,20 @@ class SsdWorker:
     # Fetching, on the reading thread.
 
     def _begin_fetch(self, task: FetchTask) -> None:
-        if task.cancelled:
-            self._end(TaskEnd(task=task, error=_cancelled()))
+        error, contents = _cancelled(task), None
+        if error is None:
+            self._mark_begin(task)
+            self._fetching.begin(task)
+            try:
+                contents = self._expected(task)
+            except BlockIoError as failure:
+                error = failure
+        error = error or _cancelled(task)
+        if error is not None or contents is None:
+            self._finish(task, error)
             return
-        self._mark_begin(task)
-        self._fetching.begin(task)
-        try:
-            contents = self._expected(task)
-        except BlockIoError as error:
-            self._end(TaskEnd(task=task, error=error))
-            return
-        if task.cancelled:
-            self._end(TaskEnd(task=task, error=_cancelled()))
-            return
-        self._move(
-            self._tier.read_blocks(task.copy.block_ids.tolist(), task.into),
-            task,
-            self._reads,
-            lambda: self._finish_fetch(task, contents),
-        )
+        handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
+        self._move(handle, task, self._reads, lambda: self._finish(task, _cancelled(task), contents))
 
     def _expected(self, task: FetchTask) -> Contents:
         """What the catalog says is in the blocks."""
@@ -227,62 +250,50 @@ class SsdWorker:
         except CatalogError as error:
             raise BlockIoError(IoFailure.CATALOG, str(error)) from error
         if found is None:
-            raise BlockIoError(IoFailure.MISSING, f"the catalog must be session {task.key!r}, got none")
+            raise BlockIoError(IoFailure.MISSING, f"the catalog must have session {task.key!r}, got none")
         # The catalog may not have been cut yet: what stays of an older state is in the same rows of the same blocks.
         record, contents = found
-        indices = task.copy.find_in(record.copy, self._layout.block_tokens)
+        indices = task.copy.find_in(record, self.layout.block_tokens)
         if indices is None:
             raise BlockIoError(
                 IoFailure.CORRUPT,
-                f"session {task.key!r} must be {task.copy.num_tokens} tokens in {task.copy.num_blocks} blocks, the "
-                f"catalog found {record.num_tokens} in {record.num_blocks}, and not these among them",
+                f"the catalog must have {task.copy.num_tokens} tokens of session {task.key!r} in "
+                f"{task.copy.num_blocks} blocks, got {record.num_tokens} in {record.num_blocks}, without these",
             )
         tokens, blocks = indices
-        return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], seals=contents.seals[blocks])
-
-    def _finish_fetch(self, task: FetchTask, contents: Contents) -> None:
-        if task.cancelled:
-            self._end(TaskEnd(task=task, error=_cancelled()))
-            return
-        for index, block in enumerate(task.into):
-            self._reads.progressed()
-            if not verify_block(block, self._layout.tokens_in_block(index, task.copy.num_rows), contents.seals[index]):
-                found = f"block {index} of session {task.key!r} must be its seal, got other bytes"
-                self._end(TaskEnd(task=task, error=BlockIoError(IoFailure.CORRUPT, found)))
-                return
-        self._end(TaskEnd(task=task, contents=contents))
+        return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], sums=contents.sums[blocks])
 
     # Flushing, on the writing thread.
 
     def _begin_flush(self, task: FlushTask) -> None:
-        error = _cancelled() if task.cancelled else self._writer.settle()
+        error = _cancelled(task) or self._writer.settle()
         if error is not None:
-            self._end(TaskEnd(task=task, error=error))
+            self._finish(task, error)
             return
         self._mark_begin(task)
-        sources = list(task.sources)
-        seals = [
-            seal_block(block, self._layout.tokens_in_block(index, task.record.num_rows))
-            for index, block in enumerate(sources, task.num_kept_blocks)
-        ]
+        num_shared, sources = task.num_shared_blocks, list(task.sources)
+        sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
+        for index in range(num_shared):
+            sums[index] = layer_sums(sources[index])
         self._writes.progressed()
-        num_published = task.num_kept_blocks + task.num_shared_blocks
-        del sources[: task.num_shared_blocks]
         bounce = None
-        if sources:  # The last one may get more tokens meanwhile, and a checksum is of bytes that stand still.
-            bounce = self._bounces.pop() if self._bounces else host_array(sources[0].shape, sources[0].dtype)
+        if (
+            len(sources) > num_shared
+        ):  # More tokens may come to the last one meanwhile, and what is written stands still.
+            bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
             np.copyto(bounce, sources[-1])
             sources[-1] = bounce
-        handle = self._tier.write_blocks(task.record.block_ids[num_published:].tolist(), sources)
+        block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
+        handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
         if bounce is not None:
             handle.add_settled_callback(lambda _: self._bounces.append(bounce))
-        self._move(handle, task, self._writes, lambda: self._publish(task, seals))
+        self._move(handle, task, self._writes, lambda: self._publish(task, sums))
 
-    def _publish(self, task: FlushTask, seals: list[np.ndarray]) -> None:
-        error = _cancelled() if task.cancelled else None
+    def _publish(self, task: FlushTask, sums: np.ndarray) -> None:
+        error = _cancelled(task)
         if error is None:
-            error = self._writer.publish(task.record, task.token_ids, seals, task.num_kept_blocks, task.note)
-        self._end(TaskEnd(task=task, error=error))
+            error = self._writer.publish(task.record, task.token_ids, sums, task.num_kept_blocks, task.note)
+        self._finish(task, error)
 
     # Both.
 
@@ -299,7 +310,7 @@ class SsdWorker:
             if handle.error is None:
                 steps.put(then)
             else:
-                self._end(TaskEnd(task=task, error=handle.error))
+                self._finish(task, handle.error)
 
         def done(handle: IoHandle) -> None:
             if handle.error is not None and not handle.settled:
@@ -307,6 +318,11 @@ class SsdWorker:
 
         handle.add_done_callback(done)
         handle.add_settled_callback(settled)
+
+    def _finish(
+        self, task: FetchTask | FlushTask, error: BlockIoError | None, contents: Contents | None = None
+    ) -> None:
+        self._end(TaskEnd(task=task, error=error, contents=contents if error is None else None))
 
     def _lost(self, key: str) -> None:
         self._ended.append(Lost(key=key))
@@ -320,7 +336,7 @@ class SsdWorker:
         if isinstance(end.task, FetchTask):
             with self._lock:
                 self._fetches.pop(end.task, None)
-            num_bytes = end.task.copy.num_blocks * self._layout.block_bytes
+            num_bytes = end.task.copy.num_blocks * self.layout.block_bytes
             self._fetching.end(end.task, num_bytes if end.error is None else None)
         self._ended.append(end)
         self._on_progress()
@@ -335,58 +351,11 @@ class SsdWorker:
             track, key, num_blocks = "fetch", end.task.key, end.task.copy.num_blocks
         else:
             track, key, num_blocks = "flush", end.task.record.key, end.task.num_written_blocks
-        args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self._layout.block_bytes}
+        args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self.layout.block_bytes}
         if end.error is not None:
             args["error"] = end.error.reason.value
         self._timeline.add(track, track, began_s, time.perf_counter(), **args)
 
 
-def _cancelled() -> BlockIoError:
-    return BlockIoError(IoFailure.CANCELLED, "the task was cancelled")
-
-
-_CLOSE_S = 1.0
-
-
-class TimelyContents:
-    """See `SsdContents`. Belongs to the bookkeeping thread.
-
-    Args:
-      reader: of the catalog; this one's from now on.
-      deadline_s: seconds after which a question is given up. Until its answer has come no other is asked.
-    """
-
-    def __init__(self, reader: CatalogReader, deadline_s: float) -> None:
-        self._reader = reader
-        self._deadline_s = deadline_s
-        self._thread = StepThread("ca_jax-ssd-catalog")
-        self._asked: concurrent.futures.Future[Contents | None] | None = None
-
-    @property
-    def namespace(self) -> Namespace:
-        """Whose sessions these are."""
-        return self._reader.namespace
-
-    def contents(self, key: str) -> Contents | None:
-        """See `SsdContents`."""
-        if self._asked is not None and not self._asked.done():
-            raise CatalogLateError("the catalog must answer one question at a time, and has not answered the last")
-        future = self._asked = concurrent.futures.Future[Contents | None]()
-
-        def answer() -> None:
-            try:
-                future.set_result(self._reader.contents(key))
-            except BaseException as error:  # For the caller.
-                future.set_exception(error)
-
-        self._thread.put(answer)
-        try:
-            return future.result(self._deadline_s)
-        except TimeoutError:
-            raise CatalogLateError(f"the catalog must answer within {self._deadline_s} s, and did not") from None
-
-    def close(self) -> None:
-        """See `SsdContents`. The file of a reader that does not answer stays open."""
-        self._thread.end()
-        if self._thread.join(_CLOSE_S):
-            self._reader.close()
+def _cancelled(task: FetchTask | FlushTask) -> BlockIoError | None:
+    return BlockIoError(IoFailure.CANCELLED, "the task was cancelled") if task.cancelled else None

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from ca_jax.storage.catalog.records import Contents, SessionRecord
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.tokens import Lineage, SsdCopy
 
@@ -40,7 +42,7 @@ class FlushTask:
     num_kept_blocks: int
     """Leading full blocks that are published already, and stay."""
     num_shared_blocks: int = 0
-    """Full blocks behind them that are published already as another session's: they are sealed, and not written."""
+    """Full blocks behind them that are published already as another session's: they are not written."""
     sources: Sequence[np.ndarray]
     """Memory of the blocks that are not kept, in order: not to be rewritten until the task has settled, but for the
     last one, of which only tokens behind the session's may change."""
@@ -89,7 +91,25 @@ class Changed:
 
 
 class SsdMover(Protocol):
-    """Does tasks, and changes of the catalog in the order in which they were asked for. Nothing here waits."""
+    """Blocks on SSD: does tasks, and changes of the catalog in the order in which they were asked for.
+
+    Nothing here waits but `contents`, and that no longer than the deadline.
+    """
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        ...
+
+    @property
+    def stored_block_bytes(self) -> int:
+        """What one block takes on SSD: the unit of the cap."""
+        ...
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The free list."""
+        ...
 
     @property
     def num_changes(self) -> int:
@@ -134,6 +154,15 @@ class SsdMover(Protocol):
         """Has written down when sessions were last used, seconds since the epoch."""
         ...
 
+    def contents(self, key: str) -> Contents | None:
+        """What the catalog keeps with a session; None where it knows none.
+
+        Raises:
+          CatalogLateError: it has not answered in time.
+          CatalogError: it cannot be read.
+        """
+        ...
+
     def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """The next thing that happened, in order; None where there is none."""
         ...
@@ -144,20 +173,4 @@ class SsdMover(Protocol):
         Returns:
           Whether all has settled. If not, the memory of open tasks must stay.
         """
-        ...
-
-
-class SsdContents(Protocol):
-    """What is kept with sessions on SSD, for the bookkeeping thread, which waits for no disk beyond the deadline.
-
-    Raises:
-      CatalogLateError: the catalog has not answered in time; by each call.
-    """
-
-    def contents(self, key: str) -> Contents | None:
-        """What is kept with a session; None where it is unknown."""
-        ...
-
-    def close(self) -> object:
-        """Lets go of files."""
         ...
