@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx2
@@ -22,6 +24,7 @@ from ca_jax.server.config import ServerConfig
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState
 from ca_jax.server.tenants import Tenants
+from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 
 MODEL = "tiny"
@@ -117,6 +120,38 @@ def starting(
         served.should_exit = True
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+
+
+def ssd_store(directory: Any, **changes: Any) -> StoreConfig:
+    """A store with an SSD tier in a directory."""
+    sizes = {"dram_gib": 0.05, "ssd_gib": 0.2, "ssd_free_floor_gib": 0.0, "block_tokens": kit.BLOCK_TOKENS}
+    return StoreConfig(ssd_dir=str(directory), **{**sizes, **changes})
+
+
+def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A coroutine as a test: run in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **options: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **options), DEADLINE_S))
+
+    return run
+
+
+def wait_until_idle(server: Running) -> None:
+    """Waits until nothing runs, also of what the engine's thread had not been told yet."""
+    obeyed = threading.Event()
+    server.service.loop.tell(lambda engine: obeyed.set())
+    assert obeyed.wait(DEADLINE_S)
+    service = server.service
+    server.wait_until(lambda: service.num_requests == service.loop.num_live == sum(server.engine.num_jobs) == 0)
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits in an event loop for what other threads bring about."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.002)
 
 
 def user(content: str) -> dict[str, str]:

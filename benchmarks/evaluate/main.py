@@ -22,7 +22,6 @@ from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
 from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
 from benchmarks.evaluate.plots import draw
 from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, RagConfig, run_rag
-from ca_jax.evaluation.rag_methods import Blends
 from benchmarks.evaluate.rag_deviation import run_deviation
 from benchmarks.evaluate.rag_gate import GateConfig, run_gate
 from benchmarks.evaluate.tables import Report, print_report
@@ -33,6 +32,7 @@ from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.items import Chunking
+from ca_jax.evaluation.rag_methods import Blends
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import (
     ConfigFlags,

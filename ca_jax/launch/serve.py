@@ -37,7 +37,7 @@ from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
-from ca_jax.server.hosts import is_loopback
+from ca_jax.server.guards import is_loopback
 from ca_jax.server.tenants import Tenants
 
 FLAGS = flags.FLAGS

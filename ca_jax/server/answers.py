@@ -1,10 +1,10 @@
-"""Bodies of answers, whole and as chunks of a stream, in OpenAI's shapes.
+"""Bodies of answers in OpenAI's shapes, whole and as chunks of a stream, log-probabilities included.
 
 Chunks are written as text at once: they are most of what the server does for a token.
 
-Not here: bodies of requests (`bodies`), errors.
+Not here: bodies of requests (`bodies`), errors, computing log-probabilities (`ca_jax.device.sampling`).
 Source: OpenAI's API reference (CreateChatCompletionResponse, CreateChatCompletionStreamResponse,
-CreateCompletionResponse).
+CreateCompletionResponse, ChatCompletionTokenLogprob).
 """
 
 from __future__ import annotations
@@ -12,73 +12,58 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason, Usage
 
 DONE = "data: [DONE]\n\n"
 """What ends a stream."""
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "length"}
+Session = dict[str, str]
+"""The project's own fields of an answer: a session's name, and where it stands behind the answer. Empty without one."""
+_SECONDS = ("ttft_s", "queued_s", "load_s", "load_stall_s", "prefill_s", "decode_s")  # Of the first answer's `Usage`.
+_COUNTS = ("dropped_tokens", "num_dropped", "repaired_tokens", "missed_chunks")
 
 
 def finish_reason(reason: FinishReason | None) -> str:
     """OpenAI's word for why an answer ended; one that was given up was cut short."""
-    return _REASONS.get(reason or FinishReason.CANCELLED, "length")
+    return "stop" if reason is FinishReason.STOP else "length"
 
 
 def usage_body(usages: Sequence[Usage], num_choices: int = 1) -> dict[str, Any]:
-    """What a request took; `ca_jax` says more than OpenAI's fields: where KV came from, and what the first answer took.
+    """What a request took. `ca_jax` adds to OpenAI's fields where KV came from, and what the first answer took.
 
     Args:
       usages: of all answers, those to one prompt side by side.
       num_choices: answers to one prompt, whose tokens count once.
     """
-    of_prompts = usages[::num_choices]
-    prompt = sum(usage.prompt_tokens for usage in of_prompts)
-    completion = sum(usage.completion_tokens for usage in usages)
-    by_tier: dict[str, int] = {}
+    of_prompts, first = usages[::num_choices], usages[0]
+    by_tier: Counter[str] = Counter()
     for usage in of_prompts:
-        for tier, num_tokens in usage.cached_tokens.items():
-            by_tier[tier] = by_tier.get(tier, 0) + num_tokens
-    first = usages[0]
+        by_tier.update(usage.cached_tokens)
+    counts = usage_counts(
+        sum(usage.prompt_tokens for usage in of_prompts), sum(usage.completion_tokens for usage in usages)
+    )
+    no_predictions = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(by_tier.values()), "audio_tokens": 0},
-        "completion_tokens_details": {
-            "reasoning_tokens": 0,
-            "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
-        },
+        **counts,
+        "prompt_tokens_details": {"cached_tokens": by_tier.total(), "audio_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0, **no_predictions},
         "ca_jax": {
-            "cached_tokens": by_tier,
-            "ttft_s": round(first.ttft_s, 6),
-            "queued_s": round(first.queued_s, 6),
-            "load_s": round(first.load_s, 6),
-            "load_stall_s": round(first.load_stall_s, 6),
-            "prefill_s": round(first.prefill_s, 6),
-            "decode_s": round(first.decode_s, 6),
-            "dropped_tokens": first.dropped_tokens,
-            "num_dropped": first.num_dropped,
-            "repaired_tokens": first.repaired_tokens,
-            "missed_chunks": first.missed_chunks,
+            "cached_tokens": dict(by_tier),
+            **{name: round(getattr(first, name), 6) for name in _SECONDS},
+            **{name: getattr(first, name) for name in _COUNTS},
         },
     }
 
 
-def usage_so_far(prompt_tokens: int, completion_tokens: int) -> str:
-    """What one answer took by the middle of a stream, as JSON."""
-    return (
-        f'{{"prompt_tokens": {prompt_tokens}, "completion_tokens": {completion_tokens}, '
-        f'"total_tokens": {prompt_tokens + completion_tokens}}}'
-    )
-
-
-Session = dict[str, str]
-"""Fields of our own in an answer: a session's name, and where it stands behind the answer. Without one, none."""
+def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Tokens of a prompt and of what was generated so far."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 class Writer:
@@ -91,38 +76,24 @@ class Writer:
 
     def __init__(self, kind: str, model: str) -> None:
         self._is_chat = kind == "chat.completion"
-        self._object = kind
-        self.response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        """Names the answer."""
-        self._created = int(time.time())
-        self._model = model
-        name = f"{kind}.chunk" if self._is_chat else kind
-        head = {"id": self.response_id, "object": name, "created": self._created, "model": model}
-        self._head = json.dumps(head)[:-1]
+        response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+        self._chunk_head = json.dumps({**self._head, "object": f"{kind}.chunk" if self._is_chat else kind})[:-1]
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], session: Session) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        body = {
-            "id": self.response_id,
-            "object": self._object,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": usage,
-        }
-        return {**body, **session}
+        return {**self._head, "choices": choices, "usage": usage, **session}
 
     def choice(self, index: int, text: str, reason: str, logprobs: Any = None) -> dict[str, Any]:
-        """One answer."""
+        """One of its choices."""
+        said: dict[str, Any] = {"text": text}
         if self._is_chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def first(self, index: int, usage: str | None, session: Session) -> str:
         """The chunk that begins an answer of a chat."""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return self._chunk(index, json.dumps(delta), None, None, usage, session)
+        return self._chunk(index, '{"role": "assistant", "content": "", "refusal": null}', None, None, usage, session)
 
     def piece(
         self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
@@ -135,23 +106,23 @@ class Writer:
           reason: why it ended, if it has.
           logprobs: of the new tokens, where they are asked for.
           usage: as JSON; None: the field is not there.
-          session: what is said of the session.
+          session: fields of the session.
         """
+        said = json.dumps(text)
         if self._is_chat:
-            said = f'{{"content": {json.dumps(text)}}}' if text or reason is None else "{}"
-            return self._chunk(index, said, reason, logprobs, usage, session)
-        return self._chunk(index, json.dumps(text), reason, logprobs, usage, session)
+            said = f'{{"content": {said}}}' if text or reason is None else "{}"
+        return self._chunk(index, said, reason, logprobs, usage, session)
 
     def last(self, usage: dict[str, Any]) -> str:
         """The chunk with usage, behind all answers."""
-        return f'data: {self._head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
+        return f'data: {self._chunk_head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
 
     def _chunk(
         self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
     ) -> str:
         name = "delta" if self._is_chat else "text"
         parts = [
-            f'data: {self._head}, "choices": [{{"index": {index}, "{name}": {said}, "logprobs": ',
+            f'data: {self._chunk_head}, "choices": [{{"index": {index}, "{name}": {said}, "logprobs": ',
             "null" if logprobs is None else json.dumps(logprobs),
             ', "finish_reason": ',
             "null" if reason is None else f'"{reason}"',
@@ -166,3 +137,46 @@ class Writer:
 def error_event(body: dict[str, Any]) -> str:
     """An error in the middle of a stream, as OpenAI's clients understand it."""
     return f"data: {json.dumps(body)}\n\n"
+
+
+def chat_logprobs(tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: int | None = None) -> dict[str, Any]:
+    """Log-probabilities of a chat's tokens `[start, stop)`: of each and of the likeliest, with their bytes."""
+
+    def described(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = None if tokenizer is None else tokenizer.token_bytes(token_id)
+        token = _token_text(tokenizer, token_id)
+        return {"token": token, "logprob": logprob, "bytes": None if raw is None else list(raw)}
+
+    content = []
+    for drawn in job.token_logprobs[start:stop]:
+        top = [described(token_id, logprob) for token_id, logprob in drawn.top]
+        content.append({**described(drawn.token_id, drawn.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: int | None = None
+) -> dict[str, Any]:
+    """The same for a plain completion; offsets are of characters of the answer."""
+    each = job.token_logprobs[start:stop]
+    offsets, offset = [], sum(map(len, job.token_texts[:start]))
+    for text in job.token_texts[start : start + len(each)]:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": [_token_text(tokenizer, drawn.token_id) for drawn in each],
+        "token_logprobs": [drawn.logprob for drawn in each],
+        "top_logprobs": [{_token_text(tokenizer, token_id): lp for token_id, lp in drawn.top} for drawn in each],
+        "text_offset": offsets,
+    }
+
+
+def _token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    """A token's text; its bytes where they are no text by themselves, as OpenAI writes them."""
+    if tokenizer is None:
+        return f"token_id:{token_id}"
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return tokenizer.token_text(token_id) if raw is None else raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or b"")

@@ -1,45 +1,56 @@
-"""The server's routes.
+"""The server as an ASGI application: its life, health, metrics, the page at `/`, and OpenAPI's description of it.
 
 Serving begins when the engine is loaded and warm: until then, and from when the server is told to stop, `/health` and
 everything that needs the engine answer with status 503.
 
-Not here: what a request does (`service`, `openai_routes`, `session_routes`), flags and sockets (`launch.serve`).
+The page needs no key and no engine: it asks for a key, and says that the server is starting. The browser is told to let
+it ask nobody but this server.
+
+Not here: what a request does (`service`), the other routes (`openai_routes`, `session_routes`, `live`), flags and
+sockets (`launch.serve`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
+import importlib.resources
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import fastapi
-import fastapi.exceptions
-import starlette.exceptions
-import starlette.routing
-from asgi_correlation_id import CorrelationIdMiddleware, correlation_id
+from asgi_correlation_id import CorrelationIdMiddleware
 from fastapi.responses import JSONResponse, Response
 
 from ca_jax.engine import Engine
-from ca_jax.errors import CaJaxError
-from ca_jax.server import live_routes, openai_routes, page_routes, session_routes
-from ca_jax.server.bodies import UNSERVED
-from ca_jax.server.body_limit import BodyLimit
+from ca_jax.server import live, openai_routes, session_routes
 from ca_jax.server.config import ServerConfig
-from ca_jax.server.description import OBJECT, answers, describe
-from ca_jax.server.errors import ApiError, as_api_error
-from ca_jax.server.hosts import HostCheck
+from ca_jax.server.errors import OBJECT, ApiError, add_error_handlers, responses
+from ca_jax.server.guards import BodyLimit, HostCheck
 from ca_jax.server.metrics import CONTENT_TYPE, RequestMetrics
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState, TheService, TheTenant, state_of
 from ca_jax.server.tenants import Tenants
 
 _LOG = logging.getLogger(__name__)
-_WITH_HEAD = ("/health", "/metrics")  # What else takes HEAD, which the description leaves out.
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it is told again.
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)  # A client's own name of a request, which it gets back.
+_ROUTES = fastapi.APIRouter(tags=["server"])
+_PAGE_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 def make_app(
@@ -49,7 +60,7 @@ def make_app(
     *,
     on_failure: Callable[[], None] = lambda: None,
 ) -> fastapi.FastAPI:
-    """The server as an ASGI application. It makes the engine when it starts and closes it when it ends.
+    """The application. It makes the engine when it starts and closes it when it ends.
 
     Args:
       make_engine: loads, warms up and returns the engine; called on a thread of its own.
@@ -68,7 +79,10 @@ def make_app(
         finally:
             with contextlib.suppress(asyncio.CancelledError):
                 await making
-            await _stop(state)
+            if state.service is not None:
+                await state.service.stop()
+            if state.engine is not None:  # Saves what is not saved.
+                await asyncio.to_thread(state.engine.close)
 
     app = fastapi.FastAPI(
         title="ca_jax",
@@ -78,23 +92,17 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
-    app.state.server = state
-    app.include_router(openai_routes.ROUTES)
-    app.include_router(session_routes.ROUTES)
-    app.include_router(live_routes.ROUTES)
-    app.include_router(page_routes.ROUTES)
-    _add_plain_routes(app)
-    _add_error_handlers(app)
-    describe(app, tenants.asks_for_keys)
+    app.state.server, app.state.readings = state, live.Readings()
+    for routes in (openai_routes.ROUTES, session_routes.ROUTES, live.ROUTES, _ROUTES):
+        app.include_router(routes)
+    add_error_handlers(app, lambda status: state.service.metrics.refuse(status) if state.service else None)
+    _describe(app, tenants.asks_for_keys)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if config.allowed_hosts or not tenants.asks_for_keys:
         app.add_middleware(HostCheck, allowed=config.allowed_hosts)
-    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=_is_request_id)
+    is_request_id: Callable[[str], bool] = lambda text: _REQUEST_ID.fullmatch(text) is not None  # noqa: E731
+    app.add_middleware(CorrelationIdMiddleware, header_name="X-Request-ID", validator=is_request_id)
     return app
-
-
-def _is_request_id(text: str) -> bool:
-    return _REQUEST_ID.fullmatch(text) is not None
 
 
 async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failure: Callable[[], None]) -> None:
@@ -110,98 +118,72 @@ async def _start(state: ServerState, make_engine: Callable[[], Engine], on_failu
         on_failure()
 
 
-async def _stop(state: ServerState) -> None:
-    """Ends what runs and saves what is not saved."""
-    if state.service is not None:
-        await state.service.stop()
-    if state.engine is not None:
-        await asyncio.to_thread(state.engine.close)
+def _describe(app: fastapi.FastAPI, asks_for_keys: bool) -> None:
+    """Has an application describe itself as it is: wrong fields are a 400 here, and keys are asked for or not."""
+    describe_routes = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        described = describe_routes()
+        for operation in (each for operations in described["paths"].values() for each in operations.values()):
+            operation["responses"].pop("422", None)
+            if not asks_for_keys:
+                operation["responses"].pop("401", None)
+            elif "401" in operation["responses"]:
+                operation["security"] = [{"key": []}]
+        components = described["components"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            components["schemas"].pop(name, None)
+        if asks_for_keys:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_plain_routes(app: fastapi.FastAPI) -> None:
-    unready = answers() | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", tags=["server"], responses=unready)
-    async def health(request: fastapi.Request) -> JSONResponse:
-        """Whether requests are served: 200 once the engine is loaded and warm, and while it is not stuck."""
-        state = state_of(request)
-        told = {"status": state.status}
-        step_s = 0.0 if state.service is None else state.service.loop.step_s
-        if told["status"] == "ok" and step_s > state.config.max_step_s:
-            told = {"status": "stuck", "reason": f"the engine has been at one step for {step_s:.0f} seconds"}
-        return JSONResponse(told, 200 if told["status"] == "ok" else 503)
-
-    text = {"text/plain": {"schema": {"type": "string"}}}
-
-    @app.head("/metrics", include_in_schema=False)
-    @app.get("/metrics", tags=["server"], response_class=Response, responses=answers(401, 403, 503, content=text))
-    async def metrics(tenant: TheTenant, service: TheService) -> Response:
-        """What Prometheus reads: of all tenants. Where keys are asked for, one whose tenant may is."""
-        if not tenant.metrics:
-            raise ApiError(403, "metrics must be read with a key whose tenant may (metrics = true)", code="not_allowed")
-        return Response(await service.read_metrics(), media_type=CONTENT_TYPE)
+_UNREADY = responses() | {503: {"description": "Not ready, or not any more.", "content": OBJECT}}
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
-def _add_error_handlers(app: fastapi.FastAPI) -> None:
-    def told(request: fastapi.Request, error: ApiError) -> JSONResponse:
-        state = state_of(request)
-        if state.service is not None:
-            state.service.metrics.refuse(error.status)
-        return JSONResponse(error.body(), error.status, error.headers())
-
-    Handler = Callable[[fastapi.Request, Any], Awaitable[JSONResponse]]
-
-    async def known(request: fastapi.Request, error: ApiError | CaJaxError) -> JSONResponse:
-        return told(request, as_api_error(error))
-
-    async def invalid(request: fastapi.Request, error: fastapi.exceptions.RequestValidationError) -> JSONResponse:
-        return told(request, invalid_body(error))
-
-    async def of_http(request: fastapi.Request, error: starlette.exceptions.HTTPException) -> JSONResponse:
-        if error.status_code == 400 and "parsing the body" in str(error.detail):
-            return told(request, ApiError(400, "the body must be JSON", code="invalid_json"))
-        response = told(request, ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-        response.headers.update(error.headers or {})
-        if error.status_code == 405:  # Each of a path's routes knows of its own method alone.
-            known = response.headers.get("Allow", "").split(", ")
-            response.headers["Allow"] = ", ".join(sorted({*known, *_methods_of(request)} - {""}))
-        return response
-
-    async def unknown(request: fastapi.Request, error: Exception) -> JSONResponse:
-        _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
-        return told(request, as_api_error(error))
-
-    handlers: dict[Any, Handler] = {
-        ApiError: known,
-        CaJaxError: known,
-        fastapi.exceptions.RequestValidationError: invalid,
-        starlette.exceptions.HTTPException: of_http,
-        Exception: unknown,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+@_ROUTES.head("/health", include_in_schema=False)
+@_ROUTES.get("/health", responses=_UNREADY)
+async def health(request: fastapi.Request) -> JSONResponse:
+    """Whether requests are served: 200 once the engine is loaded and warm, and while it is not stuck."""
+    state = state_of(request)
+    body = {"status": state.status}
+    step_s = 0.0 if state.service is None else state.service.loop.step_s
+    if body["status"] == "ok" and step_s > state.config.max_step_s:
+        body = {"status": "stuck", "reason": f"the engine has been at one step for {step_s:.0f} seconds"}
+    return JSONResponse(body, 200 if body["status"] == "ok" else 503)
 
 
-def _methods_of(request: fastapi.Request) -> set[str]:
-    """The methods that a request's path takes, as the server's description says."""
-    described: dict[str, Any] = request.app.openapi()["paths"]
-    matches = (path for path in described if starlette.routing.compile_path(path)[0].match(request.url.path))
-    found = {method.upper() for path in matches for method in described[path]}
-    return found | {"HEAD"} if request.url.path in _WITH_HEAD else found
+@_ROUTES.head("/metrics", include_in_schema=False)
+@_ROUTES.get("/metrics", response_class=Response, responses=responses(401, 403, 503, content=_TEXT))
+async def metrics(tenant: TheTenant, service: TheService) -> Response:
+    """Metrics of all tenants, for Prometheus. Where keys are asked for, the key's tenant must have the right to."""
+    if not tenant.metrics:
+        raise ApiError(403, "metrics must be read with a key whose tenant may (metrics = true)", code="not_allowed")
+    return Response(await service.read_metrics(), media_type=CONTENT_TYPE)
 
 
-def invalid_body(error: fastapi.exceptions.RequestValidationError) -> ApiError:
-    """What is wrong with a request's fields: the first that is, named as a path."""
-    first = min(error.errors(), key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
-    path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]
-    param = ".".join(path) or None
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body must be JSON, got something else", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"not a field that is served: {param}", code="unknown_parameter", param=param)
-    if first["type"] == "missing":
-        return ApiError(400, f"missing field: {param or 'the body'}", code="missing_required_parameter", param=param)
-    if path and path[0] in UNSERVED:
-        return ApiError(400, f"not served: {param}", code="unsupported_parameter", param=param)
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", code="invalid_value", param=param)
+@_ROUTES.get("/", include_in_schema=False)
+async def page() -> Response:
+    """Chat, and the store at work."""
+    return await page_file("index.html")
+
+
+@_ROUTES.get("/page/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    """A file that the page is made of."""
+    files = _page_files()
+    if name not in files:
+        raise ApiError(404, f"the page has no file {name!r}")
+    return Response(files[name], media_type=_PAGE_TYPES[name.rpartition(".")[2]], headers=_PAGE_HEADERS)
+
+
+@functools.cache
+def _page_files() -> dict[str, bytes]:
+    """Every file of the page by its name."""
+    files = importlib.resources.files("ca_jax.server") / "page"
+    return {file.name: file.read_bytes() for file in files.iterdir() if file.name.rpartition(".")[2] in _PAGE_TYPES}

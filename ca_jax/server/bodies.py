@@ -1,9 +1,9 @@
-"""Bodies of requests: OpenAI's fields, those of them that are served, and a few of our own.
+"""Bodies of requests: those of OpenAI's fields that are served, and a few of our own.
 
 A field that is not served is named in the error, unless its value asks for nothing. Fields that say nothing about the
 answer (who asks, how it is billed) are taken and not looked at.
 
-Not here: bodies of answers (`answers`), what a request does (`chat`, `completions`).
+Not here: bodies of answers (`answers`), what a request does (`service`).
 Source: OpenAI's API reference (createChatCompletion, createCompletion).
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from ca_jax.server.errors import ApiError
+from ca_jax.server.errors import invalid
 from ca_jax.turns.conversations import Message
 from ca_jax.turns.requests import SamplingParams
 
@@ -26,16 +26,9 @@ _Tokens = Annotated[int, Field(ge=1)]
 _OfTokens = Field(max_length=1024, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}})
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Chunks = Annotated[list[str | list[int]], Field(min_length=1)]
+# Fields that the engine takes as they are, with a default of its own.
+_SAMPLED = ("min_tokens", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
-
-
-UNSERVED = frozenset(
-    {
-        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
-        *("modalities", "echo", "suffix", "best_of"),
-    }
-)
-"""OpenAI's fields that are taken where they ask for nothing, and are an error otherwise."""
 
 
 class _Body(pydantic.BaseModel):
@@ -139,30 +132,21 @@ class Sampling(_Body):
     def check(self) -> None:
         """Raises ApiError where fields do not go together."""
         if self.stream_options is not None and not self.stream:
-            raise ApiError(
-                400, "stream_options must come with stream=true", param="stream_options", code="invalid_value"
-            )
+            raise invalid("stream_options", "stream_options must come with stream=true")
 
     def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """How the answer of a number is drawn; each of several with a seed of its own."""
-        seed = secrets.randbits(32) if self.seed is None else (self.seed + choice) % 2**32
-        bias = tuple((_token_id(token), value) for token, value in (self.logit_bias or {}).items())
+        as_they_are = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
+            **as_they_are,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
             top_p=max(1.0 if self.top_p is None else self.top_p, 1e-6),  # OpenAI's 0 is the likeliest token alone.
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            logit_bias=bias,
-            seed=seed,
+            logit_bias=tuple((_token_id(token), value) for token, value in (self.logit_bias or {}).items()),
+            seed=secrets.randbits(32) if self.seed is None else (self.seed + choice) % 2**32,
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
         )
 
@@ -215,16 +199,13 @@ class ChatRequest(Sampling):
         """Raises ApiError where fields do not go together."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError(400, "top_logprobs must come with logprobs=true", param="top_logprobs", code="invalid_value")
+            raise invalid("top_logprobs", "top_logprobs must come with logprobs=true")
         if self.session_state is not None and self.session_id is None:
-            raise ApiError(
-                400, "session_state must come with a session_id", param="session_state", code="invalid_value"
-            )
+            raise invalid("session_state", "session_state must come with a session_id")
         if self.context is not None and self.messages[-1].context is not None:
-            message = "context must be given once, got it with the last message and beside it"
-            raise ApiError(400, message, param="context", code="invalid_value")
+            raise invalid("context", "context must be given once, got it with the last message and beside it")
         if self.session_id is not None and self.num_choices > 1:
-            raise ApiError(400, f"n must be 1 with a session_id, got {self.n}", param="n", code="invalid_value")
+            raise invalid("n", f"n must be 1 with a session_id, got {self.n}")
 
     def history(self) -> list[Message]:
         """What was said, the request's context with its last message."""
@@ -237,6 +218,11 @@ class ChatRequest(Sampling):
     def token_limit(self) -> int | None:
         """Most tokens of an answer, if it says."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for."""
+        return self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -259,6 +245,16 @@ class CompletionRequest(Sampling):
     suffix: Literal[""] | None = Field(None, description="Not served.")
     best_of: Literal[1] | None = Field(None, description="Not served.")
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for, to all prompts."""
+        return len(self.prompts()) * self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As of a chat."""
+        return self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or as token ids."""
         if isinstance(self.prompt, str):
@@ -270,7 +266,7 @@ class CompletionRequest(Sampling):
 
 def _token_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise ApiError(400, f"logit_bias must be token ids, got {text!r}", param="logit_bias", code="invalid_value")
+        raise invalid("logit_bias", f"logit_bias must be token ids, got {text!r}")
     return int(text)
 
 

@@ -1,7 +1,7 @@
 """The engine's own thread, and the one way to it from the event loop.
 
-Whatever is asked of the engine is done between two of its steps, by its thread: no coroutine ever waits for its lock,
-and none is resumed more than once a step. What a step has drawn goes to all its listeners in one call.
+The engine's thread runs whatever is asked of it between two steps: no coroutine ever waits for the engine's lock, and
+none is resumed more than once a step. What a step has drawn goes to all listeners in one call.
 
     coroutine   call(fn) ------> |                 future <--+
                 submit(fn) ----> | engine's thread           |  one call_soon_threadsafe a step
@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError
@@ -89,6 +89,8 @@ class LiveJob:
     """Where what it gives goes."""
     num_prompt_tokens: int
     """Of the job, when it was submitted."""
+    num_delivered: int = 0
+    """Tokens of it that were; the engine's thread's."""
     ended: bool = False
     """Whether the event loop knows that it has ended."""
     state: str | None = None
@@ -99,9 +101,9 @@ class EngineLoop:
     """Runs an engine on a thread of its own. Made and called in the event loop, until `stop`.
 
     Args:
-      engine: nobody else may run it. It is not closed by this.
-      on_ended: told of each job that has ended, by the engine's thread, before its listener is, who finds what it gives
-        in `LiveJob.state`.
+      engine: nobody else may run it. The loop does not close it.
+      on_ended: called with each job that has ended, by the engine's thread, before its listener knows; what it returns
+        is `LiveJob.state`.
     """
 
     def __init__(self, engine: Engine, on_ended: Callable[[Job], str | None] = lambda job: None) -> None:
@@ -114,8 +116,8 @@ class EngineLoop:
         self._failure: Exception | None = None
         self._on_ended = on_ended
         self._live: dict[Job, LiveJob] = {}  # The engine's thread's.
-        self._given: dict[Job, int] = {}  # Tokens of each that were delivered; the engine's thread's.
-        self._num_live = 0
+        self._num_begun = 0  # Jobs; the engine's thread's.
+        self._num_ended = 0  # The event loop's.
         self._num_jobs = 0  # Of the engine, as its thread saw them last.
         self._since_s: float | None = None  # When its thread began what it does; None while nothing is asked of it.
         self._thread = threading.Thread(target=self._run, name="ca_jax-engine", daemon=True)
@@ -124,12 +126,12 @@ class EngineLoop:
     @property
     def num_live(self) -> int:
         """Jobs that were submitted and have not ended, as far as the event loop knows."""
-        return self._num_live
+        return self._num_begun - self._num_ended
 
     @property
     def num_jobs(self) -> int:
         """Jobs that wait or run, those of chunks that a context has computed among them."""
-        return max(self._num_live, self._num_jobs)
+        return max(self.num_live, self._num_jobs)
 
     @property
     def step_s(self) -> float:
@@ -143,9 +145,9 @@ class EngineLoop:
         return self._failure
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """What a function of the engine gives, run by its thread between two steps.
+        """Has the engine's thread run a function between two steps, and returns what it gives.
 
-        Not run any more where its caller is cancelled before that.
+        The function does not run if the caller is cancelled before that.
 
         Raises:
           SessionClosedError: the loop was stopped.
@@ -159,15 +161,19 @@ class EngineLoop:
             try:
                 result = function(self._engine)
             except BaseException as error:
-                self._post(_set_error, future, error)
+                self._post(settle, future.set_exception, error)
             else:
-                self._post(_set_result, future, result)
+                self._post(settle, future.set_result, result)
+
+        def settle(set_it: Callable[[Any], None], value: object) -> None:
+            if not future.done():
+                set_it(value)
 
         self._ask(run)
         return await future
 
     async def submit(self, function: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
-        """The jobs that a function queues, run by the engine's thread; what they give comes by the feed.
+        """Has the engine's thread run a function that queues jobs; their parts come by the feed.
 
         A caller that is cancelled while it waits for this leaves no job behind.
 
@@ -175,33 +181,27 @@ class EngineLoop:
           SessionClosedError: the loop was stopped.
           Exception: whatever the function raises.
         """
-        future: asyncio.Future[list[LiveJob]] = self._events.create_future()
+        lives: list[LiveJob] = []
 
-        def begin() -> None:
-            if future.cancelled():
-                return
-            try:
-                jobs = function(self._engine)
-            except BaseException as error:
-                self._post(_set_error, future, error)
-                return
-            lives = [LiveJob(job, index, feed, job.num_prompt_tokens) for index, job in enumerate(jobs)]
+        def begin(engine: Engine) -> None:
+            lives.extend(LiveJob(job, i, feed, job.num_prompt_tokens) for i, job in enumerate(function(engine)))
+            self._live.update((live.job, live) for live in lives)
+            self._num_begun += len(lives)
+            self._num_jobs = sum(engine.num_jobs)
+
+        def cancel_all(engine: Engine) -> None:  # That have begun by then.
             for live in lives:
-                self._live[live.job], self._given[live.job] = live, 0
-            self._num_jobs = sum(self._engine.num_jobs)
-            self._post(self._begun, future, lives)
+                engine.cancel(live.job)
 
-        self._ask(begin)
         try:
-            return await future
+            await self.call(begin)
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:  # It came at the same time.
-                for live in future.result():
-                    self.cancel(live)
+            self.tell(cancel_all)
             raise
+        return lives
 
     def cancel(self, live: LiveJob) -> None:
-        """Has a job end, soon, if it has not. Does not wait."""
+        """Cancels a job that has not ended. Does not wait."""
         if not live.ended:
             self.tell(lambda engine: engine.cancel(live.job))
 
@@ -217,14 +217,6 @@ class EngineLoop:
         self._asked.set()
         self._engine.wake()
         await asyncio.to_thread(self._thread.join)
-
-    def _begun(self, future: asyncio.Future[list[LiveJob]], lives: list[LiveJob]) -> None:
-        self._num_live += len(lives)
-        if future.cancelled():
-            for live in lives:
-                self.cancel(live)
-        else:
-            future.set_result(lives)
 
     def _ask(self, command: Callable[[], object]) -> None:
         with self._lock:
@@ -282,21 +274,21 @@ class EngineLoop:
         parts: list[tuple[LiveJob, Part]] = []
         for job, live in tuple(self._live.items()):
             num_tokens = len(job.output_ids)
-            if num_tokens == self._given[job] and not job.done:
+            if num_tokens == live.num_delivered and not job.done:
                 continue
-            self._given[job] = num_tokens
+            live.num_delivered = num_tokens
             done = job.done  # Before its text is taken.
             text = "".join(job.pieces.popleft() for _ in range(len(job.pieces)))
             parts.append((live, Part(text, num_tokens, done)))
             if done:
-                del self._live[job], self._given[job]
+                del self._live[job]
                 live.state = self._on_ended(job)
         if parts:
             self._post(self._hand_out, parts)
 
     def _hand_out(self, parts: list[tuple[LiveJob, Part]]) -> None:
         for live, part in parts:
-            self._num_live -= part.done
+            self._num_ended += part.done
             live.ended = part.done
             live.feed.add(live, part)
 
@@ -313,13 +305,3 @@ def _logged() -> Iterator[None]:
         yield
     except Exception:
         _LOG.exception("at the end of the engine's thread")
-
-
-def _set_result(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _set_error(future: asyncio.Future[T], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)

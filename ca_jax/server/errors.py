@@ -1,34 +1,60 @@
-"""Errors as OpenAI's API tells them: a status, and a body `{"error": {message, type, param, code}}`.
+"""Errors as OpenAI's API reports them: a status, and a body `{"error": {message, type, param, code}}`.
 
-Nothing of the server's inside is told: an error that is nobody's fault but ours says that it is, and no more.
+An error that is the server's own fault says so, and nothing of its inside.
 
 Not here: what is raised inside (`ca_jax.errors`).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
-from ca_jax.errors import (
-    CaJaxError,
-    ContextWindowError,
-    EmptyMessageError,
-    InvalidRequestError,
-    SessionBusyError,
-    SessionClosedError,
-    SessionMovedError,
-    TenantError,
-    UnknownSessionError,
-)
+import fastapi
+import pydantic
+import starlette.exceptions
+import starlette.routing
+from asgi_correlation_id import correlation_id
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from ca_jax import errors
 from ca_jax.storage.catalog.file import CatalogLateError
+
+_LOG = logging.getLogger(__name__)
+_UNSERVED = frozenset(
+    {
+        *("tools", "tool_choice", "functions", "function_call", "store", "service_tier", "response_format"),
+        *("modalities", "echo", "suffix", "best_of"),
+    }
+)
+"""OpenAI's fields that are taken where they ask for nothing, and are an error otherwise."""
+WITH_HEAD = ("/health", "/metrics")
+"""Paths that also take HEAD, which the description leaves out."""
+_NOT_AGAIN = (408, 409)
+"""Statuses that OpenAI's clients retry by themselves unless told not to: the same deadline would pass again, and a
+session that has moved on, or still answers, has to be looked at first."""
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_KNOWN: tuple[tuple[type[errors.CaJaxError], int, str], ...] = (
+    (errors.ContextWindowError, 400, "context_length_exceeded"),
+    (errors.EmptyMessageError, 400, "empty_message"),
+    (errors.InvalidRequestError, 400, "invalid_value"),
+    (errors.SessionBusyError, 409, "session_busy"),
+    (errors.SessionMovedError, 409, "session_moved"),
+    (errors.TenantError, 404, "session_not_found"),  # Other tenants' sessions look like sessions that do not exist.
+    (errors.UnknownSessionError, 404, "session_not_found"),
+    (errors.SessionClosedError, 503, "shutting_down"),
+    (CatalogLateError, 503, "store_late"),
+)
 
 
 class ApiError(Exception):
-    """A request that is not served.
+    """A request that is refused.
 
     Args:
       status: of HTTP.
-      message: what was wanted and found.
+      message: what must be, and what was got.
       code: a word for programs.
       param: the field of the request that is at fault.
       retry_after_s: when to try again.
@@ -51,49 +77,138 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
-        """What the client is told."""
-        told = {"message": self.message, "type": _type_of(self.status), "param": self.param, "code": self.code}
-        return {"error": told}
+        """The body of the answer."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """What is told beside the body."""
+        """Its headers."""
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status in _NOT_AGAIN:
             headers["X-Should-Retry"] = "false"
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """What a client is told of an error that serving it gave.
+def invalid(param: str | None, message: str) -> ApiError:
+    """The error of a field whose value is wrong."""
+    return ApiError(400, message, param=param, code="invalid_value")
 
-    Args:
-      error: what was raised.
-      param: the field of the request that most likely is at fault.
-    """
+
+def too_late() -> ApiError:
+    """The error of a request whose deadline has passed."""
+    return ApiError(408, "the answer was not there in time", code="timeout")
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The error that a client gets for one that was raised while it was served."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code in _KNOWN:
         if isinstance(error, kind):
-            return ApiError(status, str(error), code=code, param=param if status == 400 else None)
+            return ApiError(status, str(error), code=code)
     return ApiError(500, "the server met an error that is not this request's fault", code="internal_error")
 
 
-_NOT_AGAIN = (408, 409)
-"""Statuses after which OpenAI's clients ask again by themselves unless they are told not to: the same deadline would
-run out again, and a session that has moved on, or still answers, is to be looked at first."""
-_KNOWN: tuple[tuple[type[CaJaxError], int, str | None], ...] = (
-    (ContextWindowError, 400, "context_length_exceeded"),
-    (EmptyMessageError, 400, "empty_message"),
-    (InvalidRequestError, 400, "invalid_value"),
-    (SessionBusyError, 409, "session_busy"),
-    (SessionMovedError, 409, "session_moved"),
-    (TenantError, 404, "session_not_found"),  # As of one that does not exist: ids of others are not told.
-    (UnknownSessionError, 404, "session_not_found"),
-    (SessionClosedError, 503, "shutting_down"),
-    (CatalogLateError, 503, "store_late"),
-)
+def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> None:
+    """Has an application answer errors in this shape.
+
+    Args:
+      app: which.
+      count: is called with the status of each.
+    """
+
+    def answer(error: ApiError) -> JSONResponse:
+        count(error.status)
+        return JSONResponse(error.body(), error.status, error.headers())
+
+    async def of_request(request: fastapi.Request, error: Exception) -> JSONResponse:
+        return answer(as_api_error(error))
+
+    async def of_body(request: fastapi.Request, error: Any) -> JSONResponse:
+        return answer(invalid_body(error))
+
+    async def of_http(request: fastapi.Request, error: Any) -> JSONResponse:
+        if error.status_code == 400 and "parsing the body" in error.detail:
+            return answer(ApiError(400, "the body must be JSON", code="invalid_json"))
+        response = answer(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405:  # Starlette's header names the methods of one route of the path.
+            methods = {*response.headers.get("Allow", "").split(", "), *_methods_of(request)}
+            response.headers["Allow"] = ", ".join(sorted(methods - {""}))
+        return response
+
+    async def of_server(request: fastapi.Request, error: Exception) -> JSONResponse:
+        _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
+        return answer(as_api_error(error))
+
+    app.add_exception_handler(ApiError, of_request)
+    app.add_exception_handler(errors.CaJaxError, of_request)
+    app.add_exception_handler(RequestValidationError, of_body)
+    app.add_exception_handler(starlette.exceptions.HTTPException, of_http)
+    app.add_exception_handler(Exception, of_server)
 
 
-def _type_of(status: int) -> str:
-    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    return types.get(status, "invalid_request_error" if status < 500 else "server_error")
+def _methods_of(request: fastapi.Request) -> set[str]:
+    """The methods that a request's path takes, by the server's description."""
+    described: dict[str, Any] = request.app.openapi()["paths"]
+    matches = (path for path in described if starlette.routing.compile_path(path)[0].match(request.url.path))
+    methods = {method.upper() for path in matches for method in described[path]}
+    return methods | {"HEAD"} if request.url.path in WITH_HEAD else methods
+
+
+def invalid_body(error: RequestValidationError) -> ApiError:
+    """The error of a request's first wrong field, named as a path; unknown fields come first."""
+    first = min(error.errors(), key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
+    path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]
+    param = ".".join(path) or None
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body must be JSON, got something else", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"not a field that is served: {param}", code="unknown_parameter", param=param)
+    if first["type"] == "missing":
+        return ApiError(400, f"missing field: {param or 'the body'}", code="missing_required_parameter", param=param)
+    if path and path[0] in _UNSERVED:
+        return ApiError(400, f"not served: {param}", code="unsupported_parameter", param=param)
+    return invalid(param, f"{param or 'the body'}: {first['msg']}")
+
+
+# What OpenAPI says of answers.
+
+
+class ErrorDetail(pydantic.BaseModel):
+    """What went wrong."""
+
+    message: str = pydantic.Field(description="What must be, and what was got.")
+    type: str = pydantic.Field(description="What kind of error it is, for programs.")
+    param: str | None = pydantic.Field(description="The field of the request that is at fault.")
+    code: str | None = pydantic.Field(description="Which error it is, for programs.")
+
+
+class ErrorAnswer(pydantic.BaseModel):
+    """Every error, as OpenAI's API has them."""
+
+    error: ErrorDetail
+
+
+_COMES_AGAIN: dict[str, Any] = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+_STATUSES: dict[int, dict[str, Any]] = {
+    400: {"description": "A body that is no JSON, or a field that is wrong, unknown or not served."},
+    401: {"description": "No key, or one that is not known."},
+    403: {"description": "The key's tenant may not."},
+    404: {"description": "No such model or session."},
+    408: {"description": "The answer was not there in time."},
+    409: {"description": "A turn of the session runs, or it does not stand where the request says."},
+    413: {"description": "The body is too large."},
+    429: {"description": "Too many requests.", "headers": _COMES_AGAIN},
+    503: {"description": "Not ready, or not any more.", "headers": _COMES_AGAIN},
+}
+OBJECT: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+"""Content of an answer that is an object."""
+
+
+def responses(
+    *statuses: int, status: int = 200, model: type[Any] | None = None, content: dict[str, Any] = OBJECT
+) -> dict[int | str, dict[str, Any]]:
+    """What a route answers, as FastAPI takes it: a `model` or other `content`, or an error of one of `statuses`."""
+    described: dict[int | str, dict[str, Any]] = {status: {"content": content} if model is None else {"model": model}}
+    return described | {each: {"model": ErrorAnswer, **_STATUSES[each]} for each in statuses}

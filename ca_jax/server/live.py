@@ -1,4 +1,4 @@
-"""What engine and store are doing at one moment, as one tenant may see it.
+"""What engine and store are doing at one moment, as one tenant may see it: as one answer, and as server-sent events.
 
     LiveSnapshot
       tiers     DRAM and SSD: how full, sessions, evictions
@@ -7,26 +7,43 @@
       session   of one conversation: where each of its blocks is, and the timeline of its last turn
 
 Jobs of other tenants are counted and shown without a name. Everything is read by the engine's thread, between two
-steps; it costs what is shown, not what is stored.
+steps; it costs what is shown, not what is stored. Viewers of the same get the same: the engine is asked once for all of
+them, and not more often than the shortest interval.
 
-Not here: the routes (`live_routes`), the page (`page`), totals for Prometheus (`metrics`).
+Not here: the page that shows it (`page`), totals for Prometheus (`metrics`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Annotated, Any
+
+import fastapi
+import pydantic
+from fastapi.responses import Response
 
 from ca_jax.engine import Engine
+from ca_jax.errors import CaJaxError
 from ca_jax.kv.rates import Rates, TransferRate
+from ca_jax.server.errors import ApiError, responses
 from ca_jax.server.router import client_name, engine_name
+from ca_jax.server.service import Service
+from ca_jax.server.state import EventStream, KeyedRoute, ServerState, TheService, TheTenant, state_of
+from ca_jax.server.tenants import Tenant
 from ca_jax.session import Session
-from ca_jax.storage.records import StoreStats
+from ca_jax.storage.records import BlockTiers, StoreStats
 from ca_jax.turns.jobs import Job
 
-_MAX_WAITING = 64
-"""Most waiting jobs that are shown one by one: more cells than a row of them has room for say nothing more."""
+ROUTES = fastapi.APIRouter(tags=["live"], route_class=KeyedRoute)
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+_LOOK_S = 0.5  # How often a stream without news sees whether the server stops.
+_ALIVE_S = 15.0  # How often it sends something nevertheless, so that a broken connection is noticed.
+_MAX_WAITING = 64  # Waiting jobs that are shown one by one: more cells than a row of them has room for.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,31 +79,31 @@ class LiveMove:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveRunning:
-    """A job in a decode slot."""
+class _LiveJob:
+    """What is shown of any job."""
 
-    slot: int
-    """Which."""
     session_id: str | None
     """Whose turn; None for another tenant's, or a chunk."""
     is_own: bool
     """Whether it is the viewer's tenant's."""
-    phase: str
-    """`prefill` or `decode`."""
     num_tokens: int
     """Of its context so far; 0 for another tenant's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveWaiting:
+class LiveRunning(_LiveJob):
+    """A job in a decode slot."""
+
+    slot: int
+    """Which."""
+    phase: str
+    """`prefill` or `decode`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveWaiting(_LiveJob):
     """A job that waits for a slot."""
 
-    session_id: str | None
-    """Whose turn; None for another tenant's, or a chunk."""
-    is_own: bool
-    """Whether it is the viewer's tenant's."""
-    num_tokens: int
-    """Of its prompt; 0 for another tenant's."""
     residency: str
     """Where the KV is that it will load: `dram`, `ssd`, `pending` or `absent`."""
     in_prefetch_window: bool
@@ -107,20 +124,6 @@ class LiveQueue:
     """Length of the look-ahead prefetch window; it may be longer than the queue."""
     eviction_window_jobs: int
     """Length of the look-ahead eviction window."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LiveBlock:
-    """Where one block of the session's KV is."""
-
-    first_token: int
-    """The first of its tokens, counted from the session's first."""
-    dram_tokens: int
-    """Its tokens in DRAM."""
-    ssd_tokens: int
-    """Of its tokens, those on SSD."""
-    saving_tokens: int
-    """Tokens behind those in DRAM that are being saved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,8 +190,8 @@ class LiveSession:
     """Bytes of its blocks there."""
     block_tokens: int
     """Tokens in a block."""
-    blocks: list[LiveBlock]
-    """Each block, in token order."""
+    blocks: list[BlockTiers]
+    """Each block, in token order; first tokens are counted from the session's first."""
     turn: LiveTurn | None
     """Its last turn, since it was opened."""
 
@@ -228,7 +231,10 @@ def read_live(engine: Engine, tenant: str, session_id: str | None = None) -> Liv
     return LiveSnapshot(
         at_s=time.perf_counter(),
         num_slots=engine.config.max_batch_size,
-        running=[_running(job, tenant) for job in running],
+        running=[
+            LiveRunning(**_job(job, tenant), slot=job.slot or 0, phase="decode" if job.output_ids else "prefill")
+            for job in running
+        ],
         queue=_queue(engine, waiting, tenant),
         tiers=list(_tiers(stats)),
         moves=list(_moves(stats, engine.rates)),
@@ -238,38 +244,31 @@ def read_live(engine: Engine, tenant: str, session_id: str | None = None) -> Liv
 
 
 def _tiers(stats: StoreStats) -> Iterator[LiveTier]:
-    yield LiveTier(
-        name="dram",
-        used_bytes=stats.used_bytes,
-        capacity_bytes=stats.capacity_bytes,
-        num_sessions=stats.num_dram_sessions,
-        num_evictions=stats.num_evictions,
-        num_hits=stats.num_hits - stats.num_hits_from_ssd,
-    )
-    if stats.ssd is not None:
-        yield LiveTier(
-            name="ssd",
-            used_bytes=stats.ssd.used_bytes,
-            capacity_bytes=stats.ssd.capacity_bytes,
-            num_sessions=stats.ssd.num_sessions,
-            num_evictions=stats.ssd.num_evictions,
-            num_hits=stats.num_hits_from_ssd,
-        )
+    num_hits = {"dram": stats.num_hits - stats.num_hits_from_ssd, "ssd": stats.num_hits_from_ssd}
+    for name, tier in (("dram", stats), ("ssd", stats.ssd)):
+        if tier is not None:
+            yield LiveTier(
+                name=name,
+                used_bytes=tier.used_bytes,
+                capacity_bytes=tier.capacity_bytes,
+                num_sessions=stats.num_dram_sessions if name == "dram" else tier.num_sessions,
+                num_evictions=tier.num_evictions,
+                num_hits=num_hits[name],
+            )
 
 
 def _moves(stats: StoreStats, rates: Rates | None) -> Iterator[LiveMove]:
     ssd = stats.ssd
-    told = [("load", stats.loaded_bytes, stats.num_hits), ("save", stats.saved_bytes, stats.num_saves)]
+    moves = [("load", stats.loaded_bytes, stats.num_hits), ("save", stats.saved_bytes, stats.num_saves)]
     if ssd is not None:
-        told += [("fetch", ssd.fetched_bytes, ssd.num_fetches), ("flush", ssd.flushed_bytes, ssd.num_flushes)]
-    for name, num_bytes, num_moves in told:
-        yield LiveMove(
-            name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=_speed(rates, name, num_bytes, num_moves)
-        )
+        moves += [("fetch", ssd.fetched_bytes, ssd.num_fetches), ("flush", ssd.flushed_bytes, ssd.num_flushes)]
+    for name, num_bytes, num_moves in moves:
+        speed = _speed(rates, name, num_bytes, num_moves)
+        yield LiveMove(name=name, num_bytes=num_bytes, num_moves=num_moves, bytes_per_s=speed)
 
 
 def _speed(rates: Rates | None, name: str, num_bytes: int, num_moves: int) -> float | None:
-    """How fast as much as was moved on average moves; of loads and saves, which go layer by layer, a layer of that."""
+    """Bytes per second of a move of average size; of loads and saves, which go layer by layer, of a layer of it."""
     rate: TransferRate | None = getattr(rates, name, None)
     if rates is None or rate is None or not num_bytes:
         return None
@@ -278,28 +277,22 @@ def _speed(rates: Rates | None, name: str, num_bytes: int, num_moves: int) -> fl
     return each / seconds if seconds else None
 
 
-def _running(job: Job, tenant: str) -> LiveRunning:
-    is_own = _tenant_of(job) == tenant
-    return LiveRunning(
-        slot=job.slot or 0,
-        session_id=_name_of(job, tenant),
-        is_own=is_own,
-        phase="decode" if job.output_ids else "prefill",
-        num_tokens=job.num_tokens if is_own else 0,
-    )
+def _job(job: Job, tenant: str) -> dict[str, Any]:
+    """The fields of `_LiveJob`."""
+    is_own = (job.tenant if job.session is None else job.session.tenant) == tenant
+    name = client_name(tenant, job.session.session_id) if is_own and job.session is not None else None
+    return {"session_id": name, "is_own": is_own, "num_tokens": job.num_tokens if is_own else 0}
 
 
 def _queue(engine: Engine, jobs: tuple[Job, ...], tenant: str) -> LiveQueue:
     windows = engine.stored.windows
     waiting = []
     for job in jobs[:_MAX_WAITING]:
-        is_own, kv = _tenant_of(job) == tenant, engine.stored.queued(job)
+        kv = engine.stored.queued(job)
         position = None if kv is None else kv.position
         waiting.append(
             LiveWaiting(
-                session_id=_name_of(job, tenant),
-                is_own=is_own,
-                num_tokens=job.num_tokens if is_own else 0,
+                **_job(job, tenant),
                 residency="absent" if kv is None else kv.residency.value,
                 in_prefetch_window=position is not None and position < windows.prefetch_jobs,
                 in_eviction_window=position is not None and position < windows.eviction_jobs,
@@ -332,15 +325,7 @@ def _session(engine: Engine, tenant: str, session_id: str) -> LiveSession | None
         ssd_tokens=0 if stored is None else stored.ssd_tokens,
         ssd_bytes=0 if stored is None else stored.ssd_bytes,
         block_tokens=engine.config.store.block_tokens,
-        blocks=[
-            LiveBlock(
-                first_token=num_slid + block.first_token,
-                dram_tokens=block.dram_tokens,
-                ssd_tokens=block.ssd_tokens,
-                saving_tokens=block.saving_tokens,
-            )
-            for block in blocks
-        ],
+        blocks=[dataclasses.replace(block, first_token=num_slid + block.first_token) for block in blocks],
         turn=None if opened is None else _turn(opened),
     )
 
@@ -396,16 +381,94 @@ def _spans(job: Job) -> Iterator[LiveSpan]:
         yield span("save", saves.begun_s, (saves.published_s or saves.begun_s) if saves.ended else None)
 
 
-def _tenant_of(job: Job) -> str:
-    return job.tenant if job.session is None else job.session.tenant
-
-
-def _name_of(job: Job, tenant: str) -> str | None:
-    if job.session is None or job.session.tenant != tenant:
-        return None
-    return client_name(tenant, job.session.session_id)
-
-
 def _rounded(seconds: float) -> float:
     """To the microsecond: beyond that there is nothing to tell, and much to send."""
     return round(seconds, 6)
+
+
+# The routes.
+
+
+_JSON = pydantic.TypeAdapter(LiveSnapshot)
+_SessionId = Annotated[
+    str | None,
+    fastapi.Query(min_length=1, max_length=256, description="The conversation whose blocks and last turn are shown."),
+]
+
+
+class Readings:
+    """The latest snapshot of each view, for all who look at the same. Belongs to the event loop of one server."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[str, str | None], tuple[float, asyncio.Future[bytes]]] = {}
+
+    async def read(self, service: Service, tenant: Tenant, session_id: str | None) -> bytes:
+        """A snapshot as JSON, no older than the shortest interval.
+
+        Raises:
+          ApiError: as of `Service.ask`.
+          SessionClosedError: the server is shutting down.
+        """
+
+        async def ask() -> bytes:
+            snapshot = await service.ask(tenant, lambda engine: read_live(engine, tenant.domain, session_id))
+            return _JSON.dump_json(snapshot)
+
+        now_s, view = time.monotonic(), (tenant.domain, session_id)
+        for each, (at_s, reading) in tuple(self._latest.items()):
+            if reading.done() and now_s - at_s >= _MIN_INTERVAL_S:
+                del self._latest[each]
+        if view not in self._latest:
+            self._latest[view] = now_s, asyncio.ensure_future(ask())
+        return await asyncio.shield(self._latest[view][1])  # Others may wait for it when this one goes.
+
+
+@ROUTES.get("/live/snapshot", responses=responses(400, 401, 408, 429, 503, model=LiveSnapshot))
+async def live_snapshot(
+    request: fastapi.Request, service: TheService, tenant: TheTenant, session_id: _SessionId = None
+) -> Response:
+    """What engine and store are doing now: tiers, job queue, and one conversation of the caller's."""
+    readings: Readings = request.app.state.readings
+    return Response(await readings.read(service, tenant, session_id), media_type="application/json")
+
+
+@ROUTES.get("/live", include_in_schema=False)  # It never ends: what reads the schema and tries each route would wait.
+async def live(
+    request: fastapi.Request,
+    service: TheService,
+    tenant: TheTenant,
+    session_id: _SessionId = None,
+    interval_s: Annotated[float, fastapi.Query(ge=_MIN_INTERVAL_S, le=_MAX_INTERVAL_S)] = 0.25,
+    once: bool = False,
+) -> Response:
+    """The same as server-sent events, whenever something has changed; with `once` as one answer."""
+    if once:
+        return await live_snapshot(request, service, tenant, session_id)
+    readings: Readings = request.app.state.readings
+    async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(service.looking(tenant, is_stream=True))
+        read = functools.partial(readings.read, service, tenant, session_id)
+        first = await read()  # So that what is wrong is a status.
+        return EventStream(_events(state_of(request), read, interval_s, first), stack.pop_all(), None)
+
+
+async def _events(
+    state: ServerState, read: Callable[[], Awaitable[bytes]], interval_s: float, snapshot: bytes
+) -> AsyncIterator[bytes]:
+    sent, sent_s = b"", 0.0
+    with contextlib.suppress(CaJaxError, ApiError):  # The server is shutting down, or busy: the client comes again.
+        while True:
+            news = snapshot.partition(b",")[2]  # All behind the time, which is the first field.
+            if news != sent:
+                sent, sent_s = news, time.monotonic()
+                yield b"data: " + snapshot + b"\n\n"
+            elif time.monotonic() - sent_s >= _ALIVE_S:
+                sent_s = time.monotonic()
+                yield b": alive\n\n"
+            left_s = interval_s
+            while left_s > 0 and not state.stopping:
+                await asyncio.sleep(min(left_s, _LOOK_S))
+                left_s -= _LOOK_S
+            if state.stopping:
+                return
+            snapshot = await read()

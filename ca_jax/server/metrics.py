@@ -1,6 +1,7 @@
 """What a Prometheus server reads: requests by the names that vLLM's dashboards ask for, and the store by tier.
 
-Histograms are filled as requests end. Everything else is read off engine and store when it is asked for.
+Histograms are filled as requests end. Everything else is read off engine and store when it is asked for; a metric is a
+row of the tables here.
 
 Not here: counting itself (`ca_jax.telemetry.metrics`, `storage.records`), the route (`app`).
 """
@@ -11,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import prometheus_client
@@ -21,7 +22,7 @@ from prometheus_client.registry import Collector
 from ca_jax.engine import Engine
 from ca_jax.kv.rates import Rates
 from ca_jax.server.answers import finish_reason
-from ca_jax.storage.records import GAP_BOUNDS_S, GapHistogram, StoreStats
+from ca_jax.storage.records import GAP_BOUNDS_S, SsdStats, StoreStats
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
@@ -32,6 +33,37 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20)
 _WHOLE_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("time_to_first_token_seconds", "From a request to its first token.", _TTFT_S),
+    ("inter_token_latency_seconds", "Between two tokens of an answer.", _TPOT_S),
+    ("request_time_per_output_token_seconds", "Mean time between tokens, by request.", _TPOT_S),
+    ("e2e_request_latency_seconds", "From a request to its last token.", _WHOLE_S),
+    ("request_queue_time_seconds", "That a request waited for a slot.", _WHOLE_S),
+    ("request_prefill_time_seconds", "Of a request's prefill.", _WHOLE_S),
+    ("request_decode_time_seconds", "From first token to last.", _WHOLE_S),
+    ("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS),
+    ("request_generation_tokens", "Tokens of an answer.", _TOKENS),
+)
+_ENGINE_COUNTERS = (  # By fields of `EngineMetrics`, whose times end in `_s`.
+    ("turns", "Turns that ended well."),
+    ("cancelled", "Turns that were given up."),
+    ("loaded_histories", "Turns whose stored history was loaded whole."),
+    ("mixed_histories", "Turns whose stored history was loaded in part and recomputed behind that."),
+    ("recomputed_histories", "Turns whose stored history was recomputed, predicted to be faster."),
+    ("truncations", "Times tokens left a conversation whose context was full."),
+    ("dropped_tokens", "Tokens that left then."),
+    ("blended_turns", "Turns whose context was made of stored chunks."),
+    ("computed_chunks", "Chunks that were computed alone, to be stored."),
+    ("loaded_chunks", "Chunks of contexts whose stored KV was loaded."),
+    ("missed_chunks", "Chunks of contexts of which nothing was stored."),
+    ("failed_loads", "Loads that broke and were recomputed."),
+    ("failed_saves", "Saves that broke and were given up."),
+    ("refused_notes", "States of conversations that the log of notes did not take."),
+    ("load_stall_seconds", "Seconds in which compute waited for a load."),
+    ("write_stall_seconds", "Seconds in which compute waited for room in the write buffer."),
+    ("prefill_seconds", "Seconds of prefills."),
+    ("decode_seconds", "Seconds of decode steps."),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,35 +103,23 @@ class RequestMetrics:
     """
 
     def __init__(self, model: str) -> None:
-        self._registry = prometheus_client.CollectorRegistry()
+        registry = self._registry = prometheus_client.CollectorRegistry()
         self._model = model
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
-            made = prometheus_client.Histogram(name, text, ["model_name"], buckets=buckets, registry=self._registry)
-            return made.labels(model)
-
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "From a request to its first token.", _TTFT_S)
-        self._tpot = histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", _TPOT_S)
-        self._mean_tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time between tokens, by request.", _TPOT_S
-        )
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "From a request to its last token.", _WHOLE_S)
-        self._queued = histogram("vllm:request_queue_time_seconds", "That a request waited for a slot.", _WHOLE_S)
-        self._prefill = histogram("vllm:request_prefill_time_seconds", "Of a request's prefill.", _WHOLE_S)
-        self._decode = histogram("vllm:request_decode_time_seconds", "From first token to last.", _WHOLE_S)
-        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
-        self._generated = histogram("vllm:request_generation_tokens", "Tokens of an answer.", _TOKENS)
+        self._histograms = {
+            name: prometheus_client.Histogram(
+                f"vllm:{name}", text, ["model_name"], buckets=bounds, registry=registry
+            ).labels(model)
+            for name, text, bounds in _HISTOGRAMS
+        }
+        labels = ["model_name", "finished_reason"]
         self._ended = prometheus_client.Counter(
-            "vllm:request_success",
-            "Answers that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+            "vllm:request_success", "Answers that ended, by reason.", labels, registry=registry
         )
         self._refused = prometheus_client.Counter(
-            "ca_jax:requests_refused", "Requests that were not served, by status.", ["status"], registry=self._registry
+            "ca_jax:requests_refused", "Requests that were not served, by status.", ["status"], registry=registry
         )
         self._reader = _Reader(model)
-        self._registry.register(self._reader)
+        registry.register(self._reader)
 
     def add(self, job: Job) -> None:
         """Takes in a job that has ended; also one whose client went away or that was too late: an abort."""
@@ -108,18 +128,22 @@ class RequestMetrics:
         if not job.output_ids:
             return
         usage = job.usage()
-        self._ttft.observe(usage.ttft_s)
-        self._queued.observe(usage.queued_s)
-        self._prefill.observe(usage.prefill_s)
-        self._decode.observe(usage.decode_s)
-        self._whole.observe(usage.ttft_s + usage.decode_s)
-        self._prompt.observe(usage.prompt_tokens)
-        self._generated.observe(usage.completion_tokens)
+        observed = {
+            "time_to_first_token_seconds": usage.ttft_s,
+            "request_queue_time_seconds": usage.queued_s,
+            "request_prefill_time_seconds": usage.prefill_s,
+            "request_decode_time_seconds": usage.decode_s,
+            "e2e_request_latency_seconds": usage.ttft_s + usage.decode_s,
+            "request_prompt_tokens": usage.prompt_tokens,
+            "request_generation_tokens": usage.completion_tokens,
+        }
         times = usage.token_times_s
-        for before, after in itertools.pairwise(times):
-            self._tpot.observe(after - before)
         if len(times) > 1:
-            self._mean_tpot.observe((times[-1] - times[0]) / (len(times) - 1))
+            observed["request_time_per_output_token_seconds"] = (times[-1] - times[0]) / (len(times) - 1)
+        for name, value in observed.items():
+            self._histograms[name].observe(value)
+        for before, after in itertools.pairwise(times):
+            self._histograms["inter_token_latency_seconds"].observe(after - before)
 
     def refuse(self, status: int) -> None:
         """Counts a request that was not served."""
@@ -143,13 +167,17 @@ class _Reader(Collector):
         if self.reading is None:
             return
         age_s = time.monotonic() - self.reading.at_s
-        yield GaugeMetricFamily("ca_jax:reading_age_seconds", "Since engine and store said what is told.", value=age_s)
+        yield _gauge("ca_jax:reading_age_seconds", "Since engine and store said what is told.", age_s)
         yield from self._of_engine(self.reading)
         yield from _of_store(self.reading.store)
-        yield from _of_rates(self.reading)
+        rates = self.reading.rates
+        if rates is not None:
+            lines = [(move, getattr(rates, move)) for move in ("load", "save", "fetch")]
+            known = {move: line.bytes_per_s for move, line in lines if line and math.isfinite(line.bytes_per_s)}
+            yield _gauge("ca_jax:bytes_per_second", "How fast KV moves, as measured.", known, "move")
 
     def _of_engine(self, reading: Reading) -> Iterator[Metric]:
-        counted, model, store = reading.engine, self._model, reading.store
+        counted, store = reading.engine, reading.store
         dram_used = store.used_bytes / store.capacity_bytes if store.capacity_bytes else 0.0
         for name, text, value in (
             ("vllm:num_requests_running", "Answers that are being generated.", reading.num_running),
@@ -157,122 +185,75 @@ class _Reader(Collector):
             ("vllm:kv_cache_usage_perc", "Share of the decode slots' room that is taken.", reading.slots_used),
             ("vllm:cpu_cache_usage_perc", "Share of the store's DRAM that is taken.", dram_used),
         ):
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([model], value)
-            yield gauge
-        for name, text, value in (
+            yield _gauge(name, text, {self._model: value}, "model_name")
+        for name, text, count in (
             ("vllm:prompt_tokens", "Tokens of prompts.", counted.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", counted.completion_tokens),
             ("vllm:prefix_cache_queries", "Tokens of prompts that KV was looked up for.", counted.prompt_tokens),
             ("vllm:prefix_cache_hits", "Of those, tokens whose KV was loaded.", counted.cached_tokens),
         ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([model], value)
-            yield counter
-        for name, text in (
-            ("turns", "Turns that ended well."),
-            ("cancelled", "Turns that were given up."),
-            ("loaded_histories", "Turns whose stored history was loaded whole."),
-            ("mixed_histories", "Turns whose stored history was loaded in part and recomputed behind that."),
-            ("recomputed_histories", "Turns whose stored history was recomputed, predicted to be faster."),
-            ("truncations", "Times tokens left a conversation whose context was full."),
-            ("dropped_tokens", "Tokens that left then."),
-            ("blended_turns", "Turns whose context was made of stored chunks."),
-            ("computed_chunks", "Chunks that were computed alone, to be stored."),
-            ("loaded_chunks", "Chunks of contexts whose stored KV was loaded."),
-            ("missed_chunks", "Chunks of contexts of which nothing was stored."),
-            ("failed_loads", "Loads that broke and were recomputed."),
-            ("failed_saves", "Saves that broke and were given up."),
-            ("refused_notes", "States of conversations that the log of notes did not take."),
-        ):
-            yield CounterMetricFamily(f"ca_jax:{name}", text, value=getattr(counted, name))
-        for name, text in (
-            ("load_stall", "Seconds in which compute waited for a load."),
-            ("write_stall", "Seconds in which compute waited for room in the write buffer."),
-            ("prefill", "Seconds of prefills."),
-            ("decode", "Seconds of decode steps."),
-        ):
-            yield CounterMetricFamily(f"ca_jax:{name}_seconds", text, value=getattr(counted, f"{name}_s"))
+            yield _counter(name, text, {self._model: count}, "model_name")
+        for name, text in _ENGINE_COUNTERS:
+            yield _counter(f"ca_jax:{name}", text, getattr(counted, name.replace("_seconds", "_s")))
 
 
 def _of_store(stats: StoreStats) -> Iterator[Metric]:
     ssd = stats.ssd
-    tiers = [("dram", stats), *([] if ssd is None else [("ssd", ssd)])]
-    sessions = GaugeMetricFamily(
-        "ca_jax:tier_sessions", "Sessions in a tier; one in both counts in both.", labels=["tier"]
-    )
-    sessions.add_metric(["dram"], stats.num_dram_sessions)
-    if ssd is not None:
-        sessions.add_metric(["ssd"], ssd.num_sessions)
-    yield sessions
-    for name, text, field in (
-        ("tier_capacity_bytes", "Bytes that a tier holds at most.", "capacity_bytes"),
-        ("tier_used_bytes", "Bytes that a tier holds.", "used_bytes"),
+    tiers: dict[str, StoreStats | SsdStats] = {"dram": stats} if ssd is None else {"dram": stats, "ssd": ssd}
+    sessions = {"dram": stats.num_dram_sessions} | ({} if ssd is None else {"ssd": ssd.num_sessions})
+    yield _gauge("ca_jax:tier_sessions", "Sessions in a tier; one in both counts in both.", sessions, "tier")
+    for make, name, text, field in (
+        (_gauge, "tier_capacity_bytes", "Bytes that a tier holds at most.", "capacity_bytes"),
+        (_gauge, "tier_used_bytes", "Bytes that a tier holds.", "used_bytes"),
+        (_counter, "tier_evictions", "Sessions evicted from a tier.", "num_evictions"),
+        (_counter, "tier_evicted_bytes", "Bytes of their blocks.", "evicted_bytes"),
     ):
-        gauge = GaugeMetricFamily(f"ca_jax:{name}", text, labels=["tier"])
-        for tier, sizes in tiers:
-            gauge.add_metric([tier], getattr(sizes, field))
-        yield gauge
-    for name, text, field in (
-        ("tier_evictions", "Sessions evicted from a tier.", "num_evictions"),
-        ("tier_evicted_bytes", "Bytes of their blocks.", "evicted_bytes"),
-    ):
-        counter = CounterMetricFamily(f"ca_jax:{name}", text, labels=["tier"])
-        for tier, sizes in tiers:
-            counter.add_metric([tier], getattr(sizes, field))
-        yield counter
-    gaps = HistogramMetricFamily(
-        "ca_jax:evict_to_reuse_seconds",
-        "From a session's eviction from a tier until it was must be again.",
-        labels=["tier"],
-    )
-    observed = [("dram", stats.evict_to_reuse), *([] if ssd is None else [("ssd", ssd.evict_to_reuse)])]
-    for tier, each in observed:
-        gaps.add_metric([tier], _buckets(each), each.sum_s)
+        yield make(f"ca_jax:{name}", text, {tier: getattr(each, field) for tier, each in tiers.items()}, "tier")
+    text = "From a session's eviction from a tier until it was needed again."
+    gaps = HistogramMetricFamily("ca_jax:evict_to_reuse_seconds", text, labels=["tier"])
+    for tier, each in tiers.items():  # Each bucket counts with all that are smaller.
+        cumulative = itertools.accumulate(each.evict_to_reuse.counts)
+        buckets = list(zip([*map(str, GAP_BOUNDS_S), "+Inf"], cumulative, strict=True))
+        gaps.add_metric([tier], buckets, each.evict_to_reuse.sum_s)
     yield gaps
-    hits = CounterMetricFamily("ca_jax:store_hits", "Loads that were completed, by where KV was.", labels=["tier"])
-    hits.add_metric(["dram"], stats.num_hits - stats.num_hits_from_ssd)
-    hits.add_metric(["ssd"], stats.num_hits_from_ssd)
-    yield hits
-    by_reason: list[tuple[str, str, Mapping[Any, int]]] = [
-        ("store_misses", "Loads that served nothing, by reason.", stats.misses),
-        ("skipped_saves", "Saves that did not begin, by reason.", stats.skipped_saves),
-        *([] if ssd is None else [("failed_flushes", "Flushes that failed, by reason.", ssd.failed_flushes)]),
-    ]
-    for name, text, counts in by_reason:
-        counter = CounterMetricFamily(f"ca_jax:{name}", text, labels=["reason"])
-        for reason, count in counts.items():
-            counter.add_metric([str(reason)], count)
-        yield counter
-    plain = [
-        ("saves", "Saves that were published.", stats.num_saves),
-        ("saved_bytes", "Bytes saved to DRAM.", stats.saved_bytes),
-        ("loaded_bytes", "Bytes loaded from DRAM.", stats.loaded_bytes),
-        ("expired_sessions", "Sessions whose time to live was over.", stats.num_expired),
-    ]
+    hits = {"dram": stats.num_hits - stats.num_hits_from_ssd, "ssd": stats.num_hits_from_ssd}
+    yield _counter("ca_jax:store_hits", "Loads that were completed, by where KV was.", hits, "tier")
+    yield _counter("ca_jax:store_misses", "Loads that served nothing, by reason.", stats.misses, "reason")
+    yield _counter("ca_jax:skipped_saves", "Saves that did not begin, by reason.", stats.skipped_saves, "reason")
+    yield _counter("ca_jax:saves", "Saves that were published.", stats.num_saves)
+    yield _counter("ca_jax:saved_bytes", "Bytes saved to DRAM.", stats.saved_bytes)
+    yield _counter("ca_jax:loaded_bytes", "Bytes loaded from DRAM.", stats.loaded_bytes)
+    yield _counter("ca_jax:expired_sessions", "Sessions whose time to live was over.", stats.num_expired)
     if ssd is not None:
-        plain += [
-            ("fetches", "Sessions fetched from SSD.", ssd.num_fetches),
-            ("fetched_bytes", "Bytes fetched from SSD.", ssd.fetched_bytes),
-            ("flushes", "Sessions written to SSD.", ssd.num_flushes),
-            ("flushed_bytes", "Bytes written to SSD.", ssd.flushed_bytes),
-        ]
-    for name, text, value in plain:
-        yield CounterMetricFamily(f"ca_jax:{name}", text, value=value)
+        yield _counter("ca_jax:failed_flushes", "Flushes that failed, by reason.", ssd.failed_flushes, "reason")
+        yield _counter("ca_jax:fetches", "Sessions fetched from SSD.", ssd.num_fetches)
+        yield _counter("ca_jax:fetched_bytes", "Bytes fetched from SSD.", ssd.fetched_bytes)
+        yield _counter("ca_jax:flushes", "Sessions written to SSD.", ssd.num_flushes)
+        yield _counter("ca_jax:flushed_bytes", "Bytes written to SSD.", ssd.flushed_bytes)
 
 
-def _buckets(gaps: GapHistogram) -> list[tuple[str, float]]:
-    """As Prometheus counts: each bucket with all that are smaller."""
-    bounds = [*map(str, GAP_BOUNDS_S), "+Inf"]
-    return list(zip(bounds, itertools.accumulate(gaps.counts), strict=True))
+_Values = float | Mapping[Any, float]
+"""The value of a metric, or its values by that of its one label."""
 
 
-def _of_rates(reading: Reading) -> Iterator[Metric]:
-    if reading.rates is None:
-        return
-    gauge = GaugeMetricFamily("ca_jax:bytes_per_second", "How fast KV moves, as measured.", labels=["move"])
-    for move in ("load", "save", "fetch"):
-        line = getattr(reading.rates, move)
-        if line is not None and math.isfinite(line.bytes_per_s):
-            gauge.add_metric([move], line.bytes_per_s)
-    yield gauge
+def _gauge(name: str, text: str, values: _Values, label: str | None = None) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=_labels(label)), values)
+
+
+def _counter(name: str, text: str, values: _Values, label: str | None = None) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=_labels(label)), values)
+
+
+def _labels(label: str | None) -> list[str]:
+    return [] if label is None else [label]
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
+    rows: Iterable[tuple[list[str], float]] = (
+        [([], values)]
+        if not isinstance(values, Mapping)
+        else (([str(value_of_label)], value) for value_of_label, value in values.items())
+    )
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family

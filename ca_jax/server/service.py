@@ -1,6 +1,6 @@
-"""Requests to jobs: who may come in, which conversations go on, how long it may take, and what comes of it.
+"""Turns requests into jobs: admission, the conversations they go on with, deadlines, and their answers.
 
-Not here: HTTP (`app`), bodies (`bodies`, `answers`), the engine's thread (`engine_loop`).
+Not here: HTTP (`app`, the routes), bodies (`bodies`, `answers`), the engine's thread (`engine_loop`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from ca_jax.engine import Engine
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
 from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
-from ca_jax.server.errors import ApiError
+from ca_jax.server.errors import ApiError, invalid, too_late
 from ca_jax.server.metrics import Reading, RequestMetrics
 from ca_jax.server.router import Router
 from ca_jax.server.tenants import Tenant, Tenants
-from ca_jax.server.waiting import too_late
 from ca_jax.serving.prompts import context_ids, prompt_ids
 from ca_jax.session import Session
 from ca_jax.turns.jobs import Job
@@ -49,7 +48,7 @@ class Turns:
     sessions: list[Session]
     """Whose turns they are."""
     feed: Feed
-    """Where what they give comes."""
+    """Where their parts come."""
 
     def parts(self, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
         """What each step gave, until all have ended; see `Feed.parts`."""
@@ -97,13 +96,12 @@ class Service:
         self._num_requests = 0
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
-        self._told: list[float] = []  # When those come again that were told to, the first of them first: a heap.
+        self._told: list[float] = []  # When the clients that were told to come again will: a heap.
         self._seconds: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)  # In a slot, by answer.
         self._ended_s = 0.0  # When the last one ended, or the first of those began that are there.
 
     async def begin(self) -> None:
         """Learns where the conversations stand that were stored before; then requests may come."""
-
         self._last = await self.loop.call(Reading.of)
         names = await self.loop.call(lambda engine: engine.stored.names())
         for tenant in self._tenants:
@@ -126,7 +124,7 @@ class Service:
 
     @contextlib.contextmanager
     def admitted(self, tenant: Tenant, num_answers: int, priority: int | None = None) -> Iterator[None]:
-        """Counts a request in for as long as it is served, each of its answers by itself.
+        """Admits a request for as long as it is served, and counts each of its answers.
 
         Raises:
           ApiError: it asks for more than it ever may have (400, 403), its tenant has too many now (429, with a time to
@@ -135,8 +133,7 @@ class Service:
         self._check_serving()
         most = min(self.config.max_choices, tenant.max_requests or self.config.max_choices)
         if num_answers > most:
-            message = f"the answers of one request must be at most {most}, got {num_answers}"
-            raise ApiError(400, message, param="n", code="invalid_value")
+            raise invalid("n", f"the answers of one request must be at most {most}, got {num_answers}")
         if priority is not None and priority < tenant.best_priority:
             message = f"priority must be at least {tenant.best_priority} for this key's tenant, got {priority}"
             raise ApiError(403, message, param="priority", code="priority_not_allowed")
@@ -153,7 +150,7 @@ class Service:
 
     @contextlib.contextmanager
     def looking(self, tenant: Tenant, *, is_stream: bool = False) -> Iterator[None]:
-        """Counts in what asks the engine for something else than answers, for as long as it does.
+        """Admits a request that asks the engine for something else than answers, for as long as it does.
 
         Raises:
           ApiError: its tenant has too many (429), or the server is shutting down (503).
@@ -185,7 +182,7 @@ class Service:
     async def read_metrics(self) -> bytes:
         """What Prometheus reads. The engine's thread is asked once for all who ask meanwhile.
 
-        Where it does not answer at once they are given what it said before, and how old that is.
+        If it does not answer at once they get its last answer, and how old that is.
         """
         if self._reading is None or self._reading.done():
             self._reading = asyncio.ensure_future(self.loop.call(Reading.of))
@@ -282,10 +279,10 @@ class Service:
         texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
-            each = texts.get(num_chars(chunks), self._chunk_ids, chunks)
+            each = texts.get(num_chars(chunks), context_ids, self._model, chunks)
             if (num_tokens := sum(map(len, each))) > self.config.max_chunk_tokens:
-                message = f"chunks must be at most {self.config.max_chunk_tokens} tokens together, got {num_tokens}"
-                raise ApiError(400, message, param="chunks", code="invalid_value")
+                most = self.config.max_chunk_tokens
+                raise invalid("chunks", f"chunks must be at most {most} tokens together, got {num_tokens}")
             return engine.submit_chunks(each, tenant=tenant.domain, tier=tier)
 
         async with self._running(submit, self._checked_chunks(chunks, "chunks")) as (lives, feed):
@@ -304,7 +301,7 @@ class Service:
         self._text_threads.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, job: Job) -> str | None:
-        """Notes a job that has ended, whether anybody still listens or not, and says where its conversation stands.
+        """Takes note of a job that has ended, even if nobody listens any more; where its conversation stands now.
 
         For the engine's thread.
         """
@@ -347,9 +344,6 @@ class Service:
     def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
         return [prompt_ids(self._model, prompt) for prompt in prompts]
 
-    def _chunk_ids(self, chunks: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        return context_ids(self._model, chunks)
-
     async def _submitted(self, submit: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
         """As `EngineLoop.submit`; what it needs of texts first is made on a thread for that."""
         while True:
@@ -376,14 +370,14 @@ class Service:
     def _checked_chunks(self, chunks: Sequence[object], param: str) -> int:
         """How many chunks a request gives; raises ApiError where it may not give so many."""
         if len(chunks) > self.config.max_chunks:
-            message = f"{param} must be at most {self.config.max_chunks} chunks, got {len(chunks)}"
-            raise ApiError(400, message, param=param, code="invalid_value")
+            raise invalid(param, f"{param} must be at most {self.config.max_chunks} chunks, got {len(chunks)}")
         return len(chunks)
 
     def _make_wait(self, num_jobs: int) -> None:
-        """Refuses jobs for which the queue has no place; one is kept for each request that was told to come again.
+        """Refuses jobs that the queue has no place for.
 
-        Whoever finished would take it otherwise, being there first.
+        A place is kept for each client that was told to come again: clients that have just been answered would
+        otherwise take every place, being there first.
 
         Raises:
           ApiError: there is none (429, with a time to come again).
@@ -396,7 +390,7 @@ class Service:
             heapq.heappop(self._told)
         num_there, most = self._num_there, self.config.max_queue
         if not num_there:
-            self._told.clear()  # Who comes finds a place, for as long as no others do.
+            self._told.clear()  # Every client finds a place now.
             self._ended_s = time.monotonic()
             return
         num_kept = 0 if comes_again or num_there < self._slots else len(self._told)
@@ -413,9 +407,9 @@ class Service:
         return self.loop.num_jobs + self._num_coming
 
     def _busy(self, why: str, num_before: int) -> ApiError:
-        """How long to wait: until so many answers have ended, by what the latest took of a slot's time.
+        """The error that says how long to wait: until so many answers have ended, by the latest ones' time in a slot.
 
-        Where none has ended for longer than that (a step compiles, say), as long again.
+        If none has ended for longer than that (a step compiles, say), as long again.
         """
         typical_s = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 1.0
         wait_s = max(typical_s * num_before / self._slots, time.monotonic() - self._ended_s)

@@ -1,25 +1,25 @@
-"""Our own routes: conversations by name, and chunks of text that are computed in advance.
+"""The project's own routes: conversations by name, and chunks of text that are computed in advance.
 
-Not here: answering (`openai_routes`), what goes when the store is full (`ca_jax.storage`).
+Not here: answering (`openai_routes`), what leaves when the store is full (`ca_jax.storage`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import fastapi
-from fastapi.responses import JSONResponse
+import pydantic
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 
 from ca_jax.engine import Engine
 from ca_jax.errors import UnknownSessionError
 from ca_jax.server.bodies import Discard, NewChunks, NewSession, SessionChange
-from ca_jax.server.description import ListedSession, SessionList, ShownSession, answers
-from ca_jax.server.errors import ApiError
+from ca_jax.server.errors import ApiError, responses, too_late
 from ca_jax.server.router import client_name, engine_name
 from ca_jax.server.service import Service
-from ca_jax.server.state import KeyedRoute, TheService, TheTenant
+from ca_jax.server.state import KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
-from ca_jax.server.waiting import too_late, while_connected
 from ca_jax.turns.conversations import Conversation
 
 ROUTES = fastapi.APIRouter(prefix="/v1", tags=["sessions"], route_class=KeyedRoute)
@@ -27,53 +27,98 @@ _MOST_LISTED = 100
 _TITLE_CHARS = 80  # Of an open conversation's first message of the user, which a list shows it by.
 
 
-@ROUTES.get("/sessions", responses=answers(400, 401, 404, 408, 429, 503, model=SessionList))
+class StoredAnswer(pydantic.BaseModel):
+    """What the store holds of a session."""
+
+    model_config = pydantic.ConfigDict(from_attributes=True)
+
+    tier: str = Field(validation_alias="residency", description="Where its KV is: dram, ssd, pending or absent.")
+    num_tokens: int
+    dram_bytes: int = Field(validation_alias="num_bytes")
+    dram_blocks: int = Field(validation_alias="num_blocks")
+    ssd_tokens: int
+    ssd_bytes: int
+    pinned: bool
+    created_s: float
+    last_used_s: float
+    ttl_s: float | None
+
+
+class ListedSession(pydantic.BaseModel):
+    """A session as a list shows it."""
+
+    id: str
+    object: Literal["session"]
+    num_tokens: int
+    busy: bool = Field(description="Whether a turn of it runs.")
+    stored: StoredAnswer | None
+    num_dropped: int = Field(0, description="Tokens that a truncation has dropped; of open ones.")
+    session_state: str = Field("", description="Where it stands, as its latest answer said; of open ones.")
+    title: str = Field("", description="How its first message of the user begins; of open ones.")
+
+
+class ShownSession(ListedSession):
+    """A session with what was said in it."""
+
+    messages: list[dict[str, Any]] = Field(description="Each with its role, content and, if any, context.")
+
+
+class SessionList(pydantic.BaseModel):
+    """Sessions of a tenant, a page of them."""
+
+    object: Literal["list"]
+    data: list[ListedSession]
+    first_id: str | None = Field(description="The first one's id; null where there is none.")
+    last_id: str | None = Field(description="The last one's: what `after` is for the next page.")
+    has_more: bool = Field(description="Whether others follow.")
+
+
+@ROUTES.get("/sessions", responses=responses(400, 401, 404, 408, 429, 503, model=SessionList))
 async def list_sessions(
     service: TheService,
     tenant: TheTenant,
     limit: Annotated[int, fastapi.Query(ge=1, le=_MOST_LISTED, description="Most of them.")] = 20,
     after: Annotated[str | None, fastapi.Query(max_length=256, description="The id behind which they begin.")] = None,
-) -> JSONResponse:
+) -> Response:
     """Conversations of the caller's tenant: open ones, then stored ones, those that are newer first."""
 
-    def read(engine: Engine) -> tuple[list[dict[str, Any]], bool]:
+    def read(engine: Engine) -> tuple[list[ListedSession], bool]:
         opened = {each.session_id: each for each in reversed(engine.sessions) if each.tenant == tenant.domain}
         behind = None if after is None else engine_name(tenant.domain, after)
         names = engine.stored.page(opened, limit + 1, after=behind, tenant=tenant.domain)
         said = {name: opened[name].conversation if name in opened else None for name in names[:limit]}
-        return [_described(engine, tenant, name, said[name]) for name in said], len(names) > limit
+        return [ListedSession(**_fields(engine, tenant, name, said[name])) for name in said], len(names) > limit
 
     data, has_more = await service.ask(tenant, read)
-    ids = [each["id"] for each in data]
-    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return JSONResponse({"object": "list", "data": data, **ends, "has_more": has_more})
+    ids: list[str | None] = [each.id for each in data] or [None]
+    return _answer(SessionList(object="list", data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more))
 
 
 @ROUTES.post(
-    "/sessions", status_code=201, responses=answers(400, 401, 408, 413, 429, 503, status=201, model=ListedSession)
+    "/sessions", status_code=201, responses=responses(400, 401, 408, 413, 429, 503, status=201, model=ListedSession)
 )
-async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> JSONResponse:
+async def new_session(body: NewSession, service: TheService, tenant: TheTenant) -> Response:
     """Begins a conversation of a name, with a system message."""
 
-    def begin(engine: Engine) -> dict[str, Any]:
+    def begin(engine: Engine) -> ListedSession:
         session = service.router.begin(tenant.domain, body.session_id, system=body.system, ttl_s=body.ttl_s)
-        return _described(engine, tenant, session.session_id, session.conversation)
+        return ListedSession(**_fields(engine, tenant, session.session_id, session.conversation))
 
-    return JSONResponse(await service.ask(tenant, begin), 201)
+    return _answer(await service.ask(tenant, begin), 201)
 
 
-@ROUTES.get("/sessions/{session_id}", responses=answers(401, 404, 408, 429, 503, model=ShownSession))
-async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
+@ROUTES.get("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503, model=ShownSession))
+async def show_session(session_id: str, service: TheService, tenant: TheTenant) -> Response:
     """One conversation: its messages, and where its KV is."""
-    return JSONResponse(await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id)))
+    return _answer(await service.ask(tenant, lambda engine: _shown(service, engine, tenant, session_id)))
 
 
-@ROUTES.post("/sessions/{session_id}", responses=answers(400, 401, 403, 404, 408, 413, 429, 503, model=ShownSession))
-async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> JSONResponse:
-    """Pins a conversation in the store, lets it go like others again, or says how long it is kept."""
+@ROUTES.post("/sessions/{session_id}", responses=responses(400, 401, 403, 404, 408, 413, 429, 503, model=ShownSession))
+async def change_session(session_id: str, body: SessionChange, service: TheService, tenant: TheTenant) -> Response:
+    """Pins a conversation in the store, unpins it, or says how long it is kept."""
     name = engine_name(tenant.domain, session_id)
 
-    def change(engine: Engine) -> dict[str, Any]:
+    def change(engine: Engine) -> ShownSession:
         _shown(service, engine, tenant, session_id)
         if body.pinned and tenant.max_pinned is not None:
             pinned = engine.stored.pinned(tenant=tenant.domain)
@@ -86,24 +131,24 @@ async def change_session(session_id: str, body: SessionChange, service: TheServi
             engine.stored.set_ttl(name, body.ttl_s, tenant=tenant.domain)
         return _shown(service, engine, tenant, session_id)
 
-    return JSONResponse(await service.ask(tenant, change))
+    return _answer(await service.ask(tenant, change))
 
 
 @ROUTES.post(
-    "/sessions/{session_id}/discard", responses=answers(400, 401, 404, 408, 409, 413, 429, 503, model=ShownSession)
+    "/sessions/{session_id}/discard", responses=responses(400, 401, 404, 408, 409, 413, 429, 503, model=ShownSession)
 )
-async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> JSONResponse:
+async def discard_tokens(session_id: str, body: Discard, service: TheService, tenant: TheTenant) -> Response:
     """Forgets tokens of a conversation, from `start` to before `stop`; the others stay as they are."""
 
-    def discard(engine: Engine) -> dict[str, Any]:
+    def discard(engine: Engine) -> ShownSession:
         session = service.router.find(tenant.domain, session_id)
         session.discard(range(body.start, min(body.stop, body.start + len(session.token_ids) + 1)))
         return _shown(service, engine, tenant, session_id)
 
-    return JSONResponse(await service.ask(tenant, discard))
+    return _answer(await service.ask(tenant, discard))
 
 
-@ROUTES.delete("/sessions/{session_id}", responses=answers(401, 404, 408, 429, 503))
+@ROUTES.delete("/sessions/{session_id}", responses=responses(401, 404, 408, 429, 503))
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
@@ -116,7 +161,7 @@ async def delete_session(session_id: str, service: TheService, tenant: TheTenant
     return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
-@ROUTES.post("/chunks", responses=answers(400, 401, 408, 413, 429, 503))
+@ROUTES.post("/chunks", responses=responses(400, 401, 408, 413, 429, 503))
 async def precompute_chunks(
     body: NewChunks, request: fastapi.Request, service: TheService, tenant: TheTenant
 ) -> JSONResponse:
@@ -130,39 +175,31 @@ async def precompute_chunks(
     return JSONResponse({"object": "chunks", "num_chunks": len(body.chunks), "num_computed": num_computed})
 
 
-def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> dict[str, Any]:
+def _shown(service: Service, engine: Engine, tenant: Tenant, session_id: str) -> ShownSession:
     conversation = service.router.look(tenant.domain, session_id)
     if conversation is None:
         raise UnknownSessionError(f"there must be a session of that name, got {session_id!r}")
-    described = _described(engine, tenant, engine_name(tenant.domain, session_id), conversation)
-    return {**described, "messages": conversation.messages}
+    fields = _fields(engine, tenant, engine_name(tenant.domain, session_id), conversation)
+    return ShownSession(**fields, messages=conversation.messages)
 
 
-def _described(engine: Engine, tenant: Tenant, name: str, conversation: Conversation | None) -> dict[str, Any]:
+def _fields(engine: Engine, tenant: Tenant, name: str, conversation: Conversation | None) -> dict[str, Any]:
     """A session of the engine's `name`, with what its conversation says where that is given."""
     stored, session = engine.stored.find(name, tenant=tenant.domain), engine.opened(name, tenant=tenant.domain)
-    described: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "id": client_name(tenant.domain, name),
         "object": "session",
         "num_tokens": 0 if stored is None else stored.num_tokens,
         "busy": session is not None and session.is_busy,
-        "stored": None,
+        "stored": None if stored is None else StoredAnswer.model_validate(stored),
     }
     if conversation is not None:
         said = next((message["content"] for message in conversation.messages if message["role"] == "user"), "")
-        described |= {"num_tokens": len(conversation.token_ids), "num_dropped": conversation.num_dropped}
-        described |= {"title": said[:_TITLE_CHARS], "session_state": conversation.chain}
-    if stored is not None:
-        described["stored"] = {
-            "tier": stored.residency.value,
-            "num_tokens": stored.num_tokens,
-            "dram_bytes": stored.num_bytes,
-            "dram_blocks": stored.num_blocks,
-            "ssd_tokens": stored.ssd_tokens,
-            "ssd_bytes": stored.ssd_bytes,
-            "pinned": stored.pinned,
-            "created_s": stored.created_s,
-            "last_used_s": stored.last_used_s,
-            "ttl_s": stored.ttl_s,
-        }
-    return described
+        fields |= {"num_tokens": len(conversation.token_ids), "num_dropped": conversation.num_dropped}
+        fields |= {"title": said[:_TITLE_CHARS], "session_state": conversation.chain}
+    return fields
+
+
+def _answer(body: pydantic.BaseModel, status: int = 200) -> Response:
+    """Fields that nothing is known of are left out."""
+    return Response(body.model_dump_json(exclude_unset=True), status, media_type="application/json")

@@ -1,16 +1,20 @@
-"""What the routes of one server share.
+"""What the routes of one server share: its state, whose a request is, streams, and clients that go away.
 
-Not here: the routes.
+Not here: the routes, deadlines (`service`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Annotated, Any, TypeVar
 
 import fastapi
 import fastapi.routing
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ca_jax.engine import Engine
 from ca_jax.server.config import ServerConfig
@@ -18,10 +22,13 @@ from ca_jax.server.errors import ApiError
 from ca_jax.server.service import Service
 from ca_jax.server.tenants import Tenant, Tenants
 
+_READING_S = 5.0  # How much longer than its deadline a client may read what was sent before.
+T = TypeVar("T")
+
 
 @dataclasses.dataclass
 class ServerState:
-    """Of one server."""
+    """The state of one server."""
 
     config: ServerConfig
     tenants: Tenants
@@ -51,21 +58,9 @@ class ServerState:
 
 
 def state_of(request: fastapi.Request) -> ServerState:
-    """Of the server that a request came to."""
+    """The state of the server that a request came to."""
     state: ServerState = request.app.state.server
     return state
-
-
-def service_of(request: fastapi.Request) -> Service:
-    """Who serves.
-
-    Raises:
-      ApiError: nobody does, yet or any more.
-    """
-    state = state_of(request)
-    if state.service is None or state.status != "ok":
-        raise ApiError(503, f"the server is not ready: {state.status}", code="not_ready", retry_after_s=1)
-    return state.service
 
 
 def tenant_of(request: fastapi.Request) -> Tenant:
@@ -78,14 +73,13 @@ def tenant_of(request: fastapi.Request) -> Tenant:
     tenant = state_of(request).tenants.of_header(authorization)
     if tenant is None:
         found = "none" if authorization is None else "another"
-        raise ApiError(
-            401, f"the key must be a known one, as 'Authorization: Bearer KEY'; got {found}", code="invalid_api_key"
-        )
+        message = f"the key must be a known one, as 'Authorization: Bearer KEY'; got {found}"
+        raise ApiError(401, message, code="invalid_api_key")
     return tenant
 
 
 class KeyedRoute(fastapi.routing.APIRoute):
-    """A route that looks at the key before the body: without one nothing is parsed, whatever was sent."""
+    """A route that looks at the key before the body: without a key nothing is parsed, whatever was sent."""
 
     def get_route_handler(self) -> Callable[[fastapi.Request], Coroutine[Any, Any, fastapi.Response]]:
         """As FastAPI says."""
@@ -98,8 +92,14 @@ class KeyedRoute(fastapi.routing.APIRoute):
         return checked
 
 
+# Coroutines: FastAPI sends all other functions to a pool of threads, which is two hops a request.
+
+
 async def _the_service(request: fastapi.Request) -> Service:
-    return service_of(request)  # FastAPI sends what is no coroutine to a pool of threads: two hops of each request.
+    state = state_of(request)
+    if state.service is None or state.status != "ok":
+        raise ApiError(503, f"the server is not ready: {state.status}", code="not_ready", retry_after_s=1)
+    return state.service
 
 
 async def _the_tenant(request: fastapi.Request) -> Tenant:
@@ -109,4 +109,53 @@ async def _the_tenant(request: fastapi.Request) -> Tenant:
 TheTenant = Annotated[Tenant, fastapi.Depends(_the_tenant)]
 """Whose a request is."""
 TheService = Annotated[Service, fastapi.Depends(_the_service)]
-"""Who serves it."""
+"""What serves it."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events.
+
+    Args:
+      events: as they are sent.
+      ends: is closed with the response, however that ends.
+      until_s: when the events end, seconds of the event loop's clock; a client has a little longer to read them.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[str] | AsyncIterator[bytes], ends: contextlib.AsyncExitStack, until_s: float | None
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._ends = ends
+        self._until_s = None if until_s is None else until_s + _READING_S
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request; as ASGI says."""
+        async with self._ends:
+            with contextlib.suppress(TimeoutError):  # The connection is closed then.
+                async with asyncio.timeout_at(self._until_s):
+                    await super().__call__(scope, receive, send)
+
+
+async def while_connected(request: fastapi.Request, answering: Awaitable[T]) -> T:
+    """Waits for an answer, and cancels it if its client goes away.
+
+    Raises:
+      ApiError: the client went away (499, which nobody reads).
+      Exception: whatever the answer raises.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, leaving = asyncio.ensure_future(answering), asyncio.create_task(left())
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client went away", code="client_disconnected")
+        return task.result()
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)

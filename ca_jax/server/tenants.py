@@ -15,31 +15,34 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
+import pydantic.dataclasses
+from pydantic import Field
 
 from ca_jax.storage.config import GIB
 
-_FIELDS = {"keys", "keys_sha256", "salt", "quota_gib", "max_requests", "best_priority", "max_pinned", "metrics"}
 _BEST_PRIORITY = -1000  # That a body may name.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"strict": True})
 class Tenant:
-    """Who shares a store without meeting others' KV."""
+    """Users of a store who share KV with each other and with no other tenant."""
 
     name: str = ""
     """As the server's file has it."""
     salt: str = ""
     """Of its keys: what was stored under another salt is not found any more."""
-    quota_gib: float | None = None
+    quota_gib: Annotated[float, Field(gt=0)] | None = None
     """Most it may hold in DRAM, and on SSD, GiB; None: as the store's config says."""
-    max_requests: int | None = None
+    max_requests: Annotated[int, Field(gt=0)] | None = None
     """Most answers of it that are generated at a time, a request of `n` answers being n; None: no limit but the
     server's."""
-    best_priority: int = 0
+    best_priority: Annotated[int, Field(ge=_BEST_PRIORITY)] = 0
     """Lowest, and so best, `priority` that its requests may name; 0 is that of requests that name none."""
-    max_pinned: int | None = 0
+    max_pinned: Annotated[int, Field(ge=0)] | None = 0
     """Most sessions that it may pin in the store; None: no limit."""
     metrics: bool = False
     """Whether its keys read `/metrics`, which counts what all tenants do."""
@@ -145,50 +148,31 @@ class Tenants:
         return cls(keys)
 
 
+class _Keys(pydantic.BaseModel):
+    """The keys of a tenant's table."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    keys: list[Annotated[str, Field(min_length=8)]] = []
+    keys_sha256: list[Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")]] = []
+
+
 def _keys_of(name: str, table: Any) -> list[tuple[bytes, Tenant]]:
     if not isinstance(table, Mapping):
         raise ValueError(f"there must be a table for each tenant, got {name} = {table!r}")
     if not _NAME.fullmatch(name):
         raise ValueError(f"a tenant's name must be 1 to 64 letters, digits, _, . or -, got {name!r}")
-    if unknown := sorted(table.keys() - _FIELDS):
-        raise ValueError(f"tenant {name}: fields must be of {', '.join(sorted(_FIELDS))}; got {', '.join(unknown)}")
-    salt, quota, most = table.get("salt", ""), table.get("quota_gib"), table.get("max_requests")
-    if not isinstance(salt, str):
-        raise ValueError(f"tenant {name}: salt must be a text, got {salt!r}")
-    if quota is not None and not (isinstance(quota, int | float) and quota > 0):
-        raise ValueError(f"tenant {name}: quota_gib must be a number above 0, got {quota!r}")
-    if most is not None and not (isinstance(most, int) and most > 0):
-        raise ValueError(f"tenant {name}: max_requests must be a whole number above 0, got {most!r}")
-    priority, pinned, metrics = table.get("best_priority", 0), table.get("max_pinned", 0), table.get("metrics", False)
-    if type(priority) is not int or priority < _BEST_PRIORITY:
-        raise ValueError(f"tenant {name}: best_priority must be a whole number from {_BEST_PRIORITY}, got {priority!r}")
-    if type(pinned) is not int or pinned < 0:
-        raise ValueError(f"tenant {name}: max_pinned must be a whole number from 0, got {pinned!r}")
-    if not isinstance(metrics, bool):
-        raise ValueError(f"tenant {name}: metrics must be true or false, got {metrics!r}")
-    tenant = Tenant(
-        name=name,
-        salt=salt,
-        quota_gib=quota,
-        max_requests=most,
-        best_priority=priority,
-        max_pinned=pinned,
-        metrics=metrics,
-    )
-    digests = []
-    for key in _texts(name, table, "keys"):
-        if len(key) < 8:
-            raise ValueError(f"tenant {name}: keys must be at least 8 characters each, got one of {len(key)}")
-        digests.append(hashlib.sha256(key.encode()).digest())
-    for number, text in enumerate(_texts(name, table, "keys_sha256"), 1):
-        if not re.fullmatch("[0-9a-fA-F]{64}", text):
-            raise ValueError(f"tenant {name}: keys_sha256 must be 64 hex digits each, got others in number {number}")
-        digests.append(bytes.fromhex(text))
-    return [(digest, tenant) for digest in digests]
-
-
-def _texts(name: str, table: Mapping[str, Any], field: str) -> list[str]:
-    found = table.get(field, [])
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise ValueError(f"tenant {name}: {field} must be a list of texts, got {found!r}")
-    return found
+    known = {*_Keys.model_fields, *(field.name for field in dataclasses.fields(Tenant))} - {"name"}
+    if unknown := sorted(table.keys() - known):
+        raise ValueError(f"tenant {name}: fields must be of {', '.join(sorted(known))}; got {', '.join(unknown)}")
+    try:
+        found = _Keys(**{field: table[field] for field in _Keys.model_fields if field in table})
+        tenant = Tenant(name=name, **{field: table[field] for field in table if field not in _Keys.model_fields})
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        field, *place = first["loc"]
+        where = f"{field} number {int(place[0]) + 1}" if place else field
+        got = "" if str(field).startswith("keys") else f", got {first['input']!r}"  # No log shows keys.
+        raise ValueError(f"tenant {name}: {where} must {first['msg'].partition(' should ')[2]}{got}") from None
+    digests = [hashlib.sha256(key.encode()).digest() for key in found.keys]
+    return [(digest, tenant) for digest in (*digests, *map(bytes.fromhex, found.keys_sha256))]

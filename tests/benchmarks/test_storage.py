@@ -13,13 +13,13 @@ from benchmarks.host_turns import TurnRow
 from benchmarks.suites import policy as policies
 from benchmarks.suites import store as stores
 from benchmarks.suites.policy import DecisionRow, LoopRow, PolicyBenchConfig, PrefixRow, StartupRow
-from tests.reliability.workload import DRIVERS
 from benchmarks.suites.store import StoreBenchConfig, StoreRow
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers.formats import RawTier
 from tests.benchmarks.conftest import steps
+from tests.reliability.workload import DRIVERS
 
 STORE_SIZES = {
     "num_layers": 3,

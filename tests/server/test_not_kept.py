@@ -12,11 +12,9 @@ import numpy as np
 import openai
 import pytest
 
-from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server.test_under_load import wait_until_idle
-from tests.server_kit import assistant, cached, chat, text_of, user
+from tests.server_kit import assistant, cached, chat, ssd_store, text_of, user, wait_until_idle
 
 SECRET = "the word is xylophonequartz"
 CONTEXT = "a paper on vexillology and jackdaws"
@@ -29,10 +27,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def server(directory):
-    store = StoreConfig(
-        dram_gib=0.05, ssd_dir=str(directory), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
-    )
-    with sk.running(store=store, max_batch_size=1) as running:
+    with sk.running(store=ssd_store(directory), max_batch_size=1) as running:
         yield running
 
 

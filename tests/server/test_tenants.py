@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import hashlib
 import random
@@ -12,10 +11,8 @@ import openai
 import pytest
 
 from ca_jax.server.tenants import EVERYBODY, Tenant, Tenants
-from ca_jax.storage.config import StoreConfig
-from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server_kit import assistant, chat, text_of, user
+from tests.server_kit import assistant, chat, ssd_store, text_of, user
 
 A, B, C = "sk-of-lab-a-1", "sk-of-lab-a-2", "sk-of-lab-b"
 FILE = f"""
@@ -65,20 +62,21 @@ def test_a_key_says_whose_a_request_is(tenants):
     ("text", "match"),
     [
         ("keys = 3", "there must be a table for each tenant"),
-        ("[a", "must be TOML"),
+        ("[a", "it must be TOML"),
         ("", "at least one tenant with a key"),
         ("[a]\n", "at least one tenant with a key"),
         ('["a/b"]\nkeys = ["12345678"]', "a tenant's name must be"),
         ('[a]\nkey = ["12345678"]', "tenant a: fields must be of best_priority, keys, .*, salt; got key"),
-        ('[a]\nkeys = "12345678"', "keys must be a list of texts"),
-        ('[a]\nkeys = ["short"]', "at least 8 characters each, got one of 5"),
-        ('[a]\nkeys_sha256 = ["12345678"]', "64 hex digits each, got others in number 1"),
-        ('[a]\nkeys = ["12345678"]\nquota_gib = 0', "quota_gib must be a number above 0"),
-        ('[a]\nkeys = ["12345678"]\nmax_requests = 1.5', "max_requests must be a whole number"),
-        ('[a]\nkeys = ["12345678"]\nsalt = 1', "salt must be a text"),
-        ('[a]\nkeys = ["12345678"]\nbest_priority = true', "best_priority must be a whole number from -1000, got True"),
-        ('[a]\nkeys = ["12345678"]\nmax_pinned = -1', "max_pinned must be a whole number from 0, got -1"),
-        ('[a]\nkeys = ["12345678"]\nmetrics = 1', "metrics must be true or false, got 1"),
+        ('[a]\nkeys = "12345678"', "tenant a: keys must be a valid list$"),
+        ('[a]\nkeys = ["12345678", "short"]', "tenant a: keys number 2 must have at least 8 characters$"),
+        ('[a]\nkeys_sha256 = ["12345678"]', "keys_sha256 number 1 must match pattern .*64"),
+        ('[a]\nkeys = ["12345678"]\nquota_gib = 0', "quota_gib must be greater than 0, got 0"),
+        ('[a]\nkeys = ["12345678"]\nmax_requests = 1.5', "max_requests must be a valid integer, got 1.5"),
+        ('[a]\nkeys = ["12345678"]\nsalt = 1', "salt must be a valid string, got 1"),
+        ('[a]\nkeys = ["12345678"]\nbest_priority = true', "best_priority must be a valid integer, got True"),
+        ('[a]\nkeys = ["12345678"]\nbest_priority = -1001', "best_priority must be greater than or equal to -1000"),
+        ('[a]\nkeys = ["12345678"]\nmax_pinned = -1', "max_pinned must be greater than or equal to 0, got -1"),
+        ('[a]\nkeys = ["12345678"]\nmetrics = 1', "metrics must be a valid boolean, got 1"),
         ('[a]\nkeys = ["12345678"]\n[b]\nkeys = ["12345678"]', "each key must be there once"),
     ],
 )
@@ -102,19 +100,6 @@ def test_a_quota_reaches_its_tenant_whatever_the_salt_or_is_refused_by_name(tmp_
     with pytest.raises(ValueError, match="got 'a'"):
         Tenants().quotas({"a": 5000})
     assert Tenants().quotas({"": 5000}) == {"": 5000}, "without keys everybody is one tenant"
-
-
-def test_no_key_and_wrong_keys_are_refused_everywhere_but_where_nothing_is_told(server):
-    paths = [("GET", "/v1/models"), ("GET", "/v1/sessions"), ("POST", "/v1/chat/completions"), ("POST", "/v1/chunks")]
-    for method, path in paths:
-        for key in (None, "sk-nobody", "\u00e9"):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
-            for body in (b"{}", b"{not json"):
-                with server.http() as http:
-                    answer = http.request(method, path, content=body, headers=headers)
-                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-                assert answer.headers["WWW-Authenticate"] == "Bearer"
-    assert sk.health(server.url) == {"status": "ok"}
 
 
 def test_tenants_do_not_meet(server):
@@ -180,9 +165,6 @@ def work_of(server, store, client, content):
 
 @pytest.mark.parametrize("tier", ["dram", "ssd"])
 def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenants, tier, tmp_path):
-    on_ssd = StoreConfig(
-        dram_gib=0.05, ssd_dir=str(tmp_path), ssd_gib=0.2, ssd_free_floor_gib=0.0, block_tokens=kit.BLOCK_TOKENS
-    )
     stores = []
 
     def wrap(store):
@@ -192,7 +174,7 @@ def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenan
     draw = random.Random(5)
     theirs, nobodys, own, first = ("".join(draw.choices("abcdefgh ", k=300)) for _ in range(4))
     with (
-        sk.running(tenants, store=on_ssd, store_wrapper=wrap) as server,
+        sk.running(tenants, store=ssd_store(tmp_path), store_wrapper=wrap) as server,
         server.client(A) as victim,
         server.client(C) as prober,
     ):
@@ -217,19 +199,3 @@ def test_what_another_tenant_has_stored_is_as_much_work_as_what_nobody_has(tenan
     for of_hit, cached in ((of_own, cached_own), (of_victims, cached_victims)):
         assert cached > 256
         assert (of_hit["cached_tokens"], of_hit["hits"], of_hit["fetches"]) == (cached, 1, int(tier == "ssd"))
-
-
-def test_a_tenant_has_so_many_requests_at_a_time(server):
-    with (
-        server.client(A, max_retries=0) as client,
-        server.client(C) as other,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
-        long = [pool.submit(chat, client, [user(f"long {i}")], 300) for i in range(2)]
-        server.wait_until(lambda: server.service.num_requests == 2)
-        with pytest.raises(openai.RateLimitError, match="this key's tenant may have 2 answers at a time") as told:
-            chat(client, [user("short")])
-        assert int(told.value.response.headers["Retry-After"]) >= 1
-        assert told.value.code == "rate_limit_exceeded"
-        assert text_of(chat(other, [user("short")]))
-        assert all(each.result().usage.completion_tokens == 300 for each in long)

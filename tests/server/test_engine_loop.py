@@ -1,0 +1,155 @@
+"""The engine's thread and the way to it, without a socket: all that is asked runs between two steps."""
+
+import asyncio
+import contextlib
+import functools
+import threading
+
+import pytest
+
+from ca_jax.errors import SessionClosedError
+from ca_jax.server.engine_loop import EngineLoop, Feed
+from ca_jax.turns.requests import FinishReason, SamplingParams
+from tests import engine_kit as kit
+from tests.server_kit import DEADLINE_S, on_loop, user, wait_until
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with kit.small_engine(max_batch_size=2) as engine:
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def looping(engine, **options):
+    loop = EngineLoop(engine, **options)
+    try:
+        yield loop
+    finally:
+        await loop.stop()
+
+
+def turn(engine, text="hello", max_tokens=8):
+    return [engine.session().submit([user(text)], sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))]
+
+
+def hold(loop):
+    """Has the engine's thread do nothing until the event that this gives is set."""
+    let_go = threading.Event()
+    loop.tell(lambda engine: let_go.wait(DEADLINE_S))
+    return let_go
+
+
+@on_loop
+async def test_what_is_called_runs_on_the_engines_thread_and_gives_or_raises(engine):
+    async with looping(engine) as loop:
+        thread = await loop.call(lambda engine: threading.current_thread())
+        assert thread is not threading.current_thread()
+        assert await loop.call(lambda found: found) is engine
+        with pytest.raises(ZeroDivisionError):
+            await loop.call(lambda engine: 1 / 0)
+        assert loop.failure is None, "that is the caller's error alone"
+    with pytest.raises(SessionClosedError, match="shutting down"):
+        await loop.call(lambda engine: None)
+
+
+@on_loop
+async def test_parts_come_in_order_and_all_of_a_step_by_one_call(engine, monkeypatch):
+    calls, ended = [], []
+    async with looping(engine, on_ended=lambda job: ended.append(job) or "behind it") as loop:
+        post = asyncio.get_running_loop().call_soon_threadsafe
+        monkeypatch.setattr(
+            asyncio.get_running_loop(), "call_soon_threadsafe", lambda *args: calls.append(args) or post(*args)
+        )
+        feed = Feed()
+        lives = await loop.submit(lambda engine: turn(engine, "one") + turn(engine, "two"), feed)
+        texts, counts = ["", ""], [[], []]
+        async for live, part in feed.parts(2):
+            texts[live.index] += part.text
+            counts[live.index].append(part.num_tokens)
+            assert live.state == ("behind it" if part.done else None)
+        assert loop.num_live == 0
+    assert texts == ["".join(live.job.token_texts) for live in lives]
+    assert all(each == sorted(set(each)) and each[-1] == 8 for each in counts)
+    assert [live.job for live in lives] == sorted(ended, key=[live.job for live in lives].index)
+    assert len(calls) < sum(map(len, counts)), "listeners of one step are resumed together"
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@on_loop
+async def test_a_caller_that_is_cancelled_leaves_no_job_behind(engine, is_begun):
+    async with looping(engine) as loop:
+        submitted, begun = [], threading.Event()
+
+        def submit(engine):
+            submitted.extend(turn(engine, max_tokens=400))
+            begun.set()
+            return submitted
+
+        let_go = hold(loop)
+        waiting = asyncio.ensure_future(loop.submit(submit, Feed()))
+        await asyncio.sleep(0)
+        if is_begun:  # And the event loop does not know yet.
+            let_go.set()
+            assert begun.wait(DEADLINE_S)
+        waiting.cancel()
+        let_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await wait_until(lambda: loop.num_jobs == 0)
+    assert len(submitted) == is_begun
+    assert all(job.finish_reason is FinishReason.CANCELLED for job in submitted)
+
+
+@on_loop
+async def test_a_job_is_cancelled_and_its_listener_gets_what_there_was(engine):
+    async with looping(engine) as loop:
+        feed = Feed()
+        [live] = await loop.submit(functools.partial(turn, max_tokens=400), feed)
+        parts = []
+        async for _, part in feed.parts(1):
+            parts.append(part)
+            loop.cancel(live)
+        assert 1 <= parts[-1].num_tokens < 400
+        assert live.ended
+        loop.cancel(live)  # Nothing is left to be cancelled.
+
+
+@on_loop
+async def test_a_listener_gives_up_at_its_deadline(engine):
+    async with looping(engine) as loop:
+        let_go, feed = hold(loop), Feed()
+        submitting = asyncio.ensure_future(loop.submit(turn, feed))
+        with pytest.raises(TimeoutError):
+            async for _ in feed.parts(1, until_s=asyncio.get_running_loop().time()):
+                pass
+        assert loop.step_s > 0, "it is at one step for so long"
+        let_go.set()
+        await submitting
+        await wait_until(lambda: loop.step_s == 0 and loop.num_jobs == 0)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_the_end_cancels_what_runs_and_answers_everybody(breaks):
+    @on_loop
+    async def run(engine):
+        loop, feed = EngineLoop(engine), Feed()
+        [live] = await loop.submit(functools.partial(turn, max_tokens=400), feed)
+        if breaks:
+            engine.step = lambda: 1 / 0
+            loop.tell(lambda engine: None)
+            await wait_until(lambda: loop.failure is not None)
+            with pytest.raises(ZeroDivisionError):
+                async for _ in feed.parts(1):
+                    pass
+            with pytest.raises(SessionClosedError, match="the engine is broken"):
+                await loop.call(lambda engine: None)
+            del engine.step
+        await loop.stop()
+        if not breaks:
+            parts = [part async for _, part in feed.parts(1)]
+            assert parts[-1].done
+        assert live.job.done
+
+    with kit.small_engine() as engine:
+        run(engine)

@@ -1,0 +1,339 @@
+"""Which conversation a request goes on with: by name, by its whole history, edited, branched, truncated, restarted.
+
+Without a socket: the router is asked as the service asks it, and the engine runs what it finds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, UnknownSessionError
+from ca_jax.server.router import Router
+from ca_jax.turns.requests import SamplingParams
+from ca_jax.turns.text_work import Texts
+from tests import engine_kit as kit
+from tests.server_kit import assistant, ssd_store, user
+
+WINDOW = 256
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a request came to."""
+
+    session: object
+    prompt: list[int]
+    text: str
+    cached: int
+
+    @property
+    def name(self):
+        return self.session.session_id
+
+    @property
+    def state(self):
+        return self.session.conversation.chain
+
+    @property
+    def prompt_text(self):
+        return kit.tiny_model().tokenizer.decode(self.prompt, skip_special_tokens=False)
+
+
+class Rig:
+    """A router over an engine, which answers what the router finds."""
+
+    def __init__(self, engine, max_open_sessions=64):
+        self.engine = engine
+        self.router = Router(engine, max_open_sessions)
+
+    def ask(self, messages, name=None, state=None, *, tenant="", may_drop=True, is_known=True, **sampling):
+        messages = [user(messages)] if isinstance(messages, str) else list(messages)
+        router = self.router if is_known else Router(self.engine, 1)
+        if name is None:
+            found = router.by_history(tenant, messages, Texts(), may_drop=may_drop)
+        else:
+            found = router.by_id(tenant, name, messages, Texts(), state)
+        job = found.session.submit(found.messages, sampling=SamplingParams(**{"max_tokens": 8} | sampling))
+        router.goes_on(found)
+        while not job.done:
+            self.engine.step()
+        assert job.error is None
+        router.ended(job)
+        self.engine.wait_for_saves()
+        num_cached = job.usage().num_cached_tokens
+        return Answer(found.session, [*job.slid_ids, *job.prompt_ids], "".join(job.token_texts), num_cached)
+
+    def talk(self, texts, **options):
+        """A conversation as OpenAI's clients hold it: the history, its last answer included, and the answers."""
+        history, answers = [], []
+        for text in texts:
+            history.append(user(text))
+            answers.append(self.ask(history, **options))
+            history.append(assistant(answers[-1].text))
+        return history, answers
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with kit.small_engine(context_window=WINDOW) as engine:
+        yield engine
+
+
+@pytest.fixture
+def rig(engine):
+    yield Rig(engine)
+    for session in engine.sessions:
+        session.close()
+
+
+def ids_of(messages):
+    template = kit.tiny_model().tokenizer.chat_template
+    return kit.tiny_model().tokenizer.encode(template.first_turn(messages), add_bos=False)
+
+
+def test_a_whole_history_goes_on_in_its_session_and_prefills_what_is_new(rig):
+    history, answers = rig.talk(["who are you", "and who am i", "are we alone"])
+    assert len({answer.name for answer in answers}) == 1
+    for number, answer in enumerate(answers):
+        asked = history[: 2 * number + 1]
+        assert answer.prompt == ids_of(asked)
+        held = len(answers[number - 1].prompt) + 8 if number else 0
+        assert answer.cached == max(held - 1, 0), "all but the last token, whose KV nobody has computed"
+
+
+def test_a_name_goes_on_with_what_is_new_alone_or_with_all_of_it(rig):
+    history, [first] = rig.talk(["count with me"])
+    second = rig.ask("further", first.name)
+    assert second.prompt == ids_of([*history, user("further")])
+    history += [user("further"), assistant(second.text), user("stop")]
+    third = rig.ask(history, first.name)
+    assert (third.name, third.prompt) == (first.name, ids_of(history))
+    with pytest.raises(InvalidRequestError, match="must be what is new to session"):
+        rig.ask([user("count with me"), assistant("no"), user("further")], first.name)
+    with pytest.raises(UnknownSessionError, match="'nobody'"):
+        rig.ask("further", "nobody")
+
+
+def test_a_name_can_be_held_to_where_the_conversation_stood(rig):
+    first = rig.ask("one")
+    state = first.state
+    rig.ask("two", first.name, state)
+    with pytest.raises(SessionMovedError, match="behind 4 messages"):
+        rig.ask("three", first.name, state)
+    assert rig.ask("three", first.name, first.state).name == first.name
+    assert len(first.session.messages) == 6
+
+
+def test_edited_and_branched_histories_fork_and_all_live_on(rig):
+    history, answers = rig.talk(["a story of the sea", "of a whale", "of an island"])
+    regenerated = rig.ask(history[:5], temperature=1.0, seed=3, top_k=4)
+    edited = rig.ask([*history[:2], user("of a ship"), *history[3:4], user("of an island")])
+    changed = [*history[:3], assistant(f"{history[3]['content'][:4]}?"), user("go on")]
+    assert len({each.name for each in (answers[0], regenerated, edited, rig.ask(changed))}) == 4
+    assert rig.ask(changed).cached >= len(ids_of(changed[:3])) // kit.BLOCK_TOKENS * kit.BLOCK_TOKENS
+    first = rig.ask([*history, user("the end")])
+    other = rig.ask([*history[:5], assistant(regenerated.text), user("the end")])
+    assert (first.name, other.name) == (answers[0].name, regenerated.name)
+    assert other.prompt == ids_of([*history[:5], assistant(regenerated.text), user("the end")])
+    assert other.cached > len(regenerated.prompt)
+
+
+def test_a_conversation_that_is_busy_is_forked_and_refused_by_name(rig):
+    history, [first] = rig.talk(["two roads"])
+    running = first.session.submit([user("one")])
+    assert rig.ask([*history, user("the other")]).name != first.name
+    assert running.done or running.output_ids
+    while not running.done:
+        with pytest.raises(SessionBusyError):
+            rig.ask("the other", first.name)
+        rig.engine.step()
+
+
+def test_what_was_dropped_by_hand_is_not_missing_from_a_whole_history(rig):
+    history, [answer] = rig.talk(["one two three four five six"])
+    answer.session.discard(range(4, 24))
+    anew = rig.ask([*history, user("seven")])
+    assert anew.name != answer.name
+    assert anew.prompt == ids_of([*history, user("seven")])
+
+
+def long_talk(rig, num_turns=7):
+    return rig.talk([f"turn {number} " + "tell me more of it " * 2 for number in range(num_turns)])
+
+
+@pytest.mark.parametrize("num_turns", [4, 7, 12])
+def test_a_history_longer_than_the_window_is_cut_alike_whether_it_is_known_or_not(rig, num_turns):
+    history, answers = long_talk(rig, num_turns)
+    asked = [*history, user("so?")]
+    told = rig.ask(asked, is_known=False)
+    known = rig.ask(asked)
+    assert (known.name, known.prompt) == (answers[-1].name, told.prompt)
+    assert known.cached > 100, "its KV is used"
+    assert known.session.conversation.num_dropped == told.session.conversation.num_dropped > 0
+    again = rig.ask(history[:-1])
+    assert again.name != known.name, "to regenerate an answer is another conversation"
+    assert again.prompt == answers[-1].prompt
+    early = rig.ask([*history[:4], user("another way")])
+    assert early.prompt == ids_of([*history[:4], user("another way")]), "a branch has what has left since"
+    assert rig.ask(asked, may_drop=False, is_known=True).name != known.name
+
+
+def test_two_who_said_the_same_do_not_meet_by_name(rig):
+    history, [first] = rig.talk(["hello"])
+    other = rig.ask([*history, user("mine: NAME")])
+    assert other.name == first.name, "it said all of it"
+    for state in (None, "of before"):
+        with pytest.raises(SessionMovedError):
+            rig.ask("and mine", first.name, state)
+    mine = rig.ask([*history, user("and mine")])
+    assert mine.name != first.name
+    assert "NAME" not in mine.prompt_text
+    assert rig.ask("on", first.name, other.state).name == first.name
+
+
+def test_one_who_goes_on_by_name_is_not_disturbed_by_who_sends_the_history(rig):
+    history, [first] = rig.talk(["hello there"])
+    second = rig.ask("and on", first.name)
+    other = rig.ask([*history, user("and on"), assistant(second.text), user("mine: NAME")])
+    assert other.name != first.name
+    assert other.cached > 0
+    third = rig.ask("further", first.name)
+    assert third.name == first.name
+    assert "NAME" not in third.prompt_text
+
+
+def test_tenants_share_neither_names_nor_histories(rig):
+    history, [first] = rig.talk(["the same"], tenant="a")
+    assert rig.ask([*history, user("on")], tenant="b").cached == 0
+    begun = rig.router.begin("b", "mine")
+    with pytest.raises(InvalidRequestError, match="must be a name that is not taken, got 'mine'"):
+        rig.router.begin("b", "mine")
+    assert rig.router.begin("a", "mine").session_id != begun.session_id
+    with pytest.raises(UnknownSessionError):
+        rig.router.find("b", first.name.removeprefix("a/"))
+    assert rig.router.look("b", first.name.removeprefix("a/")) is None
+    assert rig.router.find("a", "mine") is not begun
+
+
+def test_open_and_known_conversations_are_bounded_and_the_least_recently_used_leave(tmp_path):
+    with kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path)) as engine:
+        rig = Rig(engine, max_open_sessions=2)
+        held = [rig.talk([f"number {number}"], tenant="few") for number in range(rig.router.max_known + 2)]
+        assert len(engine.sessions) == 2
+        assert rig.router.num_states == rig.router.max_known
+        rig.talk(["of another"], tenant="other")
+        names = [answers[0].name for _, answers in held]
+        for number, is_known in ((0, False), (5, True), (-1, True)):
+            followed = rig.ask([*held[number][0], user("more")], tenant="few")
+            assert (followed.name == names[number]) == is_known
+        rig.router.let_go([followed.session])
+        assert rig.ask([*held[-1][0], user("more")], tenant="few").name != names[-1], "it is forgotten"
+
+
+def test_conversations_are_found_by_another_router_of_the_same_store(tmp_path):
+    with kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path)) as engine:
+        rig = Rig(engine)
+        history, answers = rig.talk(["remember the number nine", "and the colour blue"])
+        named = rig.ask("by name")
+        rig.ask("on", named.name)
+        shared, [first] = rig.talk(["hello"])
+        rig.ask([*shared, user("mine: NAME")])
+    with kit.small_engine(context_window=WINDOW, store=ssd_store(tmp_path)) as engine:
+        rig = Rig(engine)
+        for tenant, name in engine.stored.names():
+            rig.router.learn(tenant, name, engine)
+        assert not engine.sessions, "none is opened by that"
+        asked = [*history, user("what was it")]
+        followed = rig.ask(asked)
+        assert (followed.name, followed.prompt) == (answers[0].name, ids_of(asked))
+        assert followed.cached == len(answers[-1].prompt) + 7
+        assert rig.ask("more", named.name).name == named.name
+        with pytest.raises(SessionMovedError):
+            rig.ask("and mine", first.name)
+
+
+# Whatever several clients do, a prompt is what its own client has said.
+
+
+ANSWER = {"max_tokens": 2, "logit_bias": ((ord("x"), 100.0),)}  # All get the same: only texts differ.
+VISIBLE = st.sampled_from(["a", "b", "c" * 150])  # What several clients may say alike; some of it overflows soon.
+CONTEXTS = st.none() | st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=2)
+OPERATIONS = st.tuples(
+    st.sampled_from(["say", "say", "say", "name", "edit", "bare", "steal", "drop"]),
+    st.integers(0, 2),
+    VISIBLE,
+    CONTEXTS,
+    st.integers(0, 5),
+)
+
+
+@dataclasses.dataclass
+class Client:
+    """One of a tenant's: what it has said, and the name of its latest conversation."""
+
+    number: int
+    history: list = dataclasses.field(default_factory=list)
+    name: str = ""
+    by_name: list = dataclasses.field(default_factory=list)
+
+    def message(self, text, context):
+        """A message over documents of its own: in capitals that nobody else uses."""
+        if context is None:
+            return user(text)
+        chunks = [chr(ord("A") + 3 * self.number + which) * 5 for which, _ in context]
+        given = [list(chunk.encode()) if ids else chunk for chunk, (_, ids) in zip(chunks, context, strict=True)]
+        return {**user(text), "context": given}
+
+
+def letters(text):
+    return {letter for letter in text if letter.isupper()}
+
+
+def documents(messages):
+    chunks = [chunk for message in messages for chunk in message.get("context", [])]
+    return letters("".join(chunk if isinstance(chunk, str) else bytes(chunk).decode() for chunk in chunks))
+
+
+def without_context(history):
+    return [{"role": each["role"], "content": each["content"]} for each in history]
+
+
+@settings(max_examples=40, deadline=None)
+@given(operations=st.lists(OPERATIONS, min_size=4, max_size=14))
+def test_a_prompt_holds_its_own_clients_text_alone(engine, operations):
+    rig, clients = Rig(engine, 32), [Client(number) for number in range(3)]
+    for what, who, text, context, place in operations:
+        client = clients[who]
+        if what == "drop":
+            session = engine.find_session(client.name) if client.name else None
+            if session is not None and len(session.token_ids) > 12:
+                session.discard([place + 4])
+            continue
+        if what == "name" and client.name:
+            with contextlib.suppress(SessionMovedError):
+                message = client.message(text, context)
+                found = rig.ask([message], client.name, **ANSWER)
+                client.by_name.append(message)
+                assert letters(found.prompt_text) <= documents(client.by_name)
+            continue
+        if what == "edit":
+            client.history = client.history[: 2 * (place % (1 + len(client.history) // 2))]
+        if what == "bare":  # It forgets what it had asked over: a history of another conversation.
+            client.history = without_context(client.history)
+        if what == "steal":  # It says what others have said, as far as it has seen that.
+            client.history = without_context(clients[place % 3].history)
+        client.history.append(client.message(text, context))
+        found = rig.ask(client.history, **ANSWER)
+        assert letters(found.prompt_text) <= documents(client.history), "somebody else's, or not said this time"
+        alone = engine.session().submit(list(client.history), sampling=SamplingParams(**ANSWER))
+        assert found.prompt == alone.prompt_ids, "the request alone says what the prompt is"
+        engine.cancel(alone)
+        client.name, client.by_name = found.name, list(client.history)
+        client.history.append(assistant("xx"))
+    for session in engine.sessions:
+        session.close()
