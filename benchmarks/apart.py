@@ -22,7 +22,7 @@ from ca_jax.device.transfer import to_host
 from ca_jax.engine import Engine
 from ca_jax.kv.fused_ticket import FusedTicket
 from ca_jax.kv.histories import History
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.session import Session

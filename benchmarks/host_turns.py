@@ -32,7 +32,7 @@ from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import Conversation, chain_of
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason, SamplingParams
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 
 _HISTORIES = (1_000, 100_000)  # Tokens.
 _NEW_TOKENS = 50  # Of a message, and of an answer.

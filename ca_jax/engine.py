@@ -46,7 +46,7 @@ from ca_jax.telemetry.wakeup import Wakeup
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Completion, SamplingParams, Truncation, TurnRequest
-from ca_jax.turns.text_work import Texts, TextWork
+from ca_jax.turns.text import Texts, TextWork
 
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
 _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.

@@ -19,7 +19,7 @@ from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, Usage
-from ca_jax.turns.text_work import Texts
+from ca_jax.turns.text import Texts
 
 
 class Host(Protocol):

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ca_jax.device import transfer
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
-from ca_jax.kv.layer_loader import LayerLoader
+from ca_jax.kv.load import LayerLoader
+from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore

@@ -20,8 +20,8 @@ import ca_jax
 from ca_jax.device import memory as device_memory
 from ca_jax.device import steps
 from ca_jax.device.transfer import params_to_device
-from ca_jax.kv.layer_loader import LayerLoad
-from ca_jax.kv.turn_saver import TurnSaver
+from ca_jax.kv.load import LayerLoad
+from ca_jax.kv.save import TurnSaver
 from ca_jax.models import sharding as shardings
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params

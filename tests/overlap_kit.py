@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.paced import ControlledStore, Transfer, Transfers
 from ca_jax.engine import Engine
-from ca_jax.kv.read_buffer import ReadBuffer, Region
+from ca_jax.kv.load import ReadBuffer, Region
 from ca_jax.session import Answer, Session
 from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit

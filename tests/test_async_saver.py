@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.paced import ControlledStore
 from ca_jax.device.transfer import to_device
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
+from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore

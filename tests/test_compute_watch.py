@@ -9,7 +9,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from ca_jax.device.compute_watch import ComputeWatch
+from ca_jax.device.runtime import ComputeWatch
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 PATIENCE_S = 60

@@ -13,7 +13,7 @@ from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
 from ca_jax.testing import tiny
-from ca_jax.turns import text_work
+from ca_jax.turns import text as text_work
 from tests import engine_kit as kit
 from tests import overlap_kit
 from tests import server_kit as sk

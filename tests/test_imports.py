@@ -65,7 +65,7 @@ WITHOUT_JAX = {
         "session",
     ),
     *("simulate.clock", "simulate.config", "simulate.fitted", "simulate.paper", "simulate.server", "simulate.traces"),
-    *("kv.costs", "kv.blend_costs", "kv.rates", "kv.rate_meter", "kv.read_buffer", "serving.scheduler"),
+    *("kv.costs", "kv.blend_costs", "kv.rates", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

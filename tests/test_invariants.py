@@ -18,10 +18,10 @@ import pytest
 import ca_jax
 from ca_jax.device.slots import DecodeSlots
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.kv import costs, layer_loader
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart
-from ca_jax.kv.layer_loader import LayerLoader, StagingInUseError
-from ca_jax.kv.read_buffer import ReadBuffer
+from ca_jax.kv import costs
+from ca_jax.kv import load as layer_loader
+from ca_jax.kv.load import LayerLoader, ReadBuffer, StagingInUseError
+from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart
 from ca_jax.models import rope
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.config import GIB, StoreConfig

@@ -16,8 +16,9 @@ import pytest
 
 from benchmarks.paced import ControlledStore, Future, PacedLink, Transfer, Transfers
 from ca_jax.device import transfer
-from ca_jax.kv import costs, layer_loader
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, LoadError, StagingInUseError
+from ca_jax.kv import costs
+from ca_jax.kv import load as layer_loader
+from ca_jax.kv.load import LayerLoad, LayerLoader, LoadError, StagingInUseError
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore

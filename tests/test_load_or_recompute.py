@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.kv.rate_meter import RateMeter
-from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv.rates import PrefillRate, RateMeter, Rates, TransferRate
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL

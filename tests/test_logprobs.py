@@ -16,7 +16,7 @@ import scipy.special
 
 import ca_jax
 from ca_jax.config import EngineConfig
-from ca_jax.device import sampling
+from ca_jax.device import sampler as sampling
 from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import FinishReason, SamplingParams, TokenLogprob
 from tests import engine_kit as kit

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
-from ca_jax.kv.layer_loader import LayerLoad
-from ca_jax.kv.rate_meter import RateMeter
-from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
+from ca_jax.kv.load import LayerLoad
+from ca_jax.kv.rates import PrefillRate, RateMeter, Rates, TransferRate
 from ca_jax.session import Answer, Session
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import Residency

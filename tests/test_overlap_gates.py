@@ -16,8 +16,7 @@ import pytest
 from ca_jax.device import transfer
 from ca_jax.device.transfer import to_device
 from ca_jax.engine import Engine
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader, _Stage
-from ca_jax.kv.read_buffer import ReadBuffer
+from ca_jax.kv.load import LayerLoad, LayerLoader, ReadBuffer, _Stage
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
-from ca_jax.device import sampling, steps, transfer
+from ca_jax.device import sampler as sampling
+from ca_jax.device import steps, transfer
 from ca_jax.device.slots import DecodeSlots
 from ca_jax.engine import Engine
 from ca_jax.kv.histories import Histories
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
+from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving.prefilling import Prefilling
 from ca_jax.session import Answer, Session

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from ca_jax.kv.rate_meter import RateMeter
-from ca_jax.kv.rates import Rates
+from ca_jax.kv.rates import RateMeter, Rates
 
 NUM_LAYERS, LAYER_TOKEN_BYTES = 4, 1000
 

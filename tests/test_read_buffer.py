@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ca_jax.kv.read_buffer import ReadBuffer
+from ca_jax.kv.load import ReadBuffer
 
 UNIT = 128  # What sizes are rounded up to.
 SIZE = 8 * UNIT

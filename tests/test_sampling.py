@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.device import sampling
+from ca_jax.device import sampler as sampling
 from ca_jax.device.sampler import Sampler
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit

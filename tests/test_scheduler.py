@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import SamplingParams
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 
 NUM_SLOTS = 3
 MAX_OVERTAKEN = 32

@@ -8,7 +8,7 @@ import pytest
 
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import SamplingParams, Usage
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 from tests import engine_kit as kit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 
 
 class Pieces:

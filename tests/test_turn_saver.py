@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ca_jax.device.transfer import to_device
-from ca_jax.kv.async_saver import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError
-from ca_jax.kv.turn_saver import TurnKV, TurnSaver
+from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError, TurnKV, TurnSaver
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.records import Owner

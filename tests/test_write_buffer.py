@@ -11,8 +11,7 @@ import pytest
 from benchmarks.paced import ControlledStore
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import to_device
-from ca_jax.kv.async_saver import AsyncSaver
-from ca_jax.kv.turn_saver import TurnKV, TurnSaver
+from ca_jax.kv.save import AsyncSaver, TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout

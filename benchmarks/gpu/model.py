@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.engines import random_ids
 from benchmarks.gpu.rows import MATMUL_FLOOR, ROOFLINE_FLOOR, Findings, Floor, GpuBenchConfig, Probes
-from ca_jax.device import sampling
 from ca_jax.device.runner import Prefill, Runner
+from ca_jax.device.sampler import greedy
 from ca_jax.device.slots import RunnerSizes
 from ca_jax.models import attention
 from ca_jax.models.transformer import Transformer
@@ -169,7 +169,7 @@ class RunnerBench:
         """Decodes greedily, and waits for the last tokens; `lengths` grow in place."""
         for _ in range(num_steps):
             logits, _, _ = self._runner.slots.decode(tokens, lengths.copy())
-            tokens = sampling.greedy(logits)
+            tokens = greedy(logits)
             lengths += 1
         return jax.block_until_ready(tokens)
 

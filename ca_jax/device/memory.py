@@ -1,6 +1,6 @@
 """What the engine's buffers take of the device, and whether that fits.
 
-Not here: the buffers themselves (layer_loader, write_buffer, runner).
+Not here: the buffers themselves (kv.load, kv.write_buffer, runner).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ take long enough by themselves, and each length is compiled for."""
 
 
 class LayerSource(Protocol):
-    """Where a prefill takes its history from, layer by layer; see `layer_loader.LayerLoad`."""
+    """Where a prefill takes its history from, layer by layer; see `kv.load.LayerLoad`."""
 
     def layer(self, layer: int) -> jax.Array:
         """Unrotated KV `[2, S, K, H]`, or in int8 `[2, S, K, H + 2]`, S as `Runner.padded_history` says."""

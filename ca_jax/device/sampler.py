@@ -1,6 +1,9 @@
-"""The sampling parameters of the decode slots, kept on the device as long as the batch stays the same.
+"""Drawing tokens: the jitted draw, and the parameters of each decode slot that it takes.
 
-Not here: how a token is drawn (sampling), when an answer ends (engine).
+A draw depends on the seed and on how many tokens are before the drawn one, and on nothing else: the same turn gives the
+same answer in any batch.
+
+Not here: what may be asked for (turns.requests), logits (runner, slots).
 """
 
 from __future__ import annotations
@@ -11,12 +14,160 @@ from collections.abc import Collection
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ca_jax.device import sampling
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.models.sharding import ModelSharding, replicated
 from ca_jax.turns.requests import MAX_LOGPROBS, SamplingParams, TokenLogprob
+
+FILTERED = -1e30
+"""Logit of a token that may not be drawn."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerRows:
+    """Sampling parameters of B rows, as arrays."""
+
+    temperature: jax.Array
+    """f32 `[B]`; 0 means greedy."""
+    top_k: jax.Array
+    """i32 `[B]`; 0 means all."""
+    top_p: jax.Array
+    """f32 `[B]` in (0, 1]; 1 means all."""
+    min_p: jax.Array
+    """f32 `[B]` in [0, 1): smallest probability kept, as a share of the largest."""
+    repetition_penalty: jax.Array
+    """f32 `[B]`; 1 means none (Keskar et al., 2019)."""
+    seed: jax.Array
+    """u32 `[B]`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LogProbabilities:
+    """How likely B drawn tokens were to the model, and what it held likeliest. All natural logarithms."""
+
+    drawn: jax.Array
+    """f32 `[B]`, of the drawn token."""
+    top_ids: jax.Array
+    """i32 `[B, n]`, the likeliest tokens, likeliest first; of equals the lower id."""
+    top: jax.Array
+    """f32 `[B, n]`, theirs."""
+
+
+@jax.jit
+def greedy(logits: jax.Array) -> jax.Array:
+    """The likeliest token of each row: f32 `[B, V]` to i32 `[B]`."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@jax.jit
+def sample(
+    logits: jax.Array,
+    rows: SamplerRows,
+    seen: jax.Array,
+    first_slot: jax.Array,
+    positions: jax.Array,
+    addends: jax.Array | None = None,
+) -> jax.Array:
+    """Draws a token per row, in the order of Hugging Face's processors: penalty, temperature, top-k, top-p, min-p.
+
+    What is added to logits comes right behind the repetition penalty.
+
+    Args:
+      logits: f32 `[B, V]`.
+      rows: parameters of the B rows.
+      seen: bool `[slots, V]`, tokens the repetition penalty applies to.
+      first_slot: i32 scalar, the slot that row 0 is.
+      positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
+      addends: f32 `[slots, V]`, biases less presence and frequency penalties; None where all are 0.
+
+    Returns:
+      i32 `[B]`.
+    """
+    num_rows = logits.shape[0]
+    seen = jax.lax.dynamic_slice_in_dim(seen, first_slot, num_rows, 0)
+    penalty = rows.repetition_penalty[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if addends is not None:
+        logits = logits + jax.lax.dynamic_slice_in_dim(addends, first_slot, num_rows, 0)
+    best = jnp.argmax(logits, axis=-1)
+
+    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    filtered = jnp.any((rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1)))
+    scaled = jax.lax.cond(filtered, _likeliest, lambda scaled, rows: scaled, scaled, rows)
+    floor = jnp.max(scaled, axis=-1) + jnp.log(rows.min_p)  # Minus infinity where there is none.
+    scaled = jnp.where(scaled >= floor[:, None], scaled, FILTERED)
+
+    def draw(seed: jax.Array, position: jax.Array, row: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jnp.argmax(row + jax.random.gumbel(key, row.shape))
+
+    drawn = jax.vmap(draw)(rows.seed, positions, scaled)
+    return jnp.where(rows.temperature > 0, drawn, best).astype(jnp.int32)
+
+
+def _likeliest(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
+    """Filters all but the top k, and of these all but the top p. Equally likely tokens go together.
+
+    Nothing is sorted, which would take a hundred milliseconds for eight rows of 49,152 on a CPU: the least value that
+    stays is found bit by bit, as an integer in the order of the floats.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(scaled == 0, 0.0, scaled), jnp.uint32)  # -0 is 0.
+    sign = jnp.uint32(1 << 31)
+    ordered = jnp.where(bits >= sign, ~bits, bits | sign)
+    least = _greatest(ordered, jnp.ones_like(scaled), rows.top_k.astype(scaled.dtype))
+    scaled = jnp.where(ordered >= jnp.where(rows.top_k > 0, least, 0)[:, None], scaled, FILTERED)
+    least = _greatest(ordered, jax.nn.softmax(scaled, axis=-1), rows.top_p)
+    return jnp.where(ordered >= jnp.where(rows.top_p < 1, least, 0)[:, None], scaled, FILTERED)
+
+
+def _greatest(ordered: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The greatest number that entries of so much weight reach: u32 `[B, V]`, f32 `[B, V]`, f32 `[B]` to u32 `[B]`."""
+
+    def narrow(step: jax.Array, found: jax.Array) -> jax.Array:
+        tried = found | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        weight = jnp.sum(jnp.where(ordered >= tried[:, None], weights, 0), axis=-1)
+        return jnp.where(weight >= wanted, tried, found)
+
+    return jax.lax.fori_loop(0, 32, narrow, jnp.zeros(ordered.shape[0], jnp.uint32))
+
+
+@partial(jax.jit, static_argnames=("num_top",))
+def log_probabilities(logits: jax.Array, drawn: jax.Array, num_top: int) -> LogProbabilities:
+    """How likely drawn tokens were by the model's own distribution, whatever they were drawn from.
+
+    That is the softmax of the logits as they are: before penalties, biases, temperature and filters.
+
+    Args:
+      logits: f32 `[B, V]`.
+      drawn: i32 `[B]`.
+      num_top: static, how many of the likeliest tokens are wanted, at most V.
+    """
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, top_ids = jax.lax.top_k(logprobs, num_top)
+    return LogProbabilities(jnp.take_along_axis(logprobs, drawn[:, None], axis=-1)[:, 0], top_ids, top)
+
+
+@jax.jit
+def mark_seen(seen: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+    """Adds one token to one row: bool `[slots, V]`, i32 scalars."""
+    return seen.at[row, token].set(True)
+
+
+@partial(jax.jit, donate_argnames=("addends",))
+def set_addend(addends: jax.Array, row: jax.Array, token: jax.Array, value: jax.Array) -> jax.Array:
+    """Replaces one number: f32 `[slots, V]`, which is donated, i32 scalars, f32 scalar."""
+    return addends.at[row, token].set(value)
+
+
+@jax.jit
+def set_row(values: jax.Array, row: jax.Array, new: jax.Array) -> jax.Array:
+    """Replaces one row: `[slots, V]`, i32 scalar, `[V]` of the same dtype."""
+    return values.at[row].set(new)
+
 
 _NEVER = -1e9  # Added to a logit.
 
@@ -52,7 +203,7 @@ class Draw:
 
     tokens: jax.Array
     """i32 `[n]`."""
-    logprobs: sampling.LogProbabilities | None
+    logprobs: LogProbabilities | None
     """Of the same logits; None where no row's answer is to have it."""
 
     def wait(self) -> Drawn:
@@ -81,7 +232,7 @@ class Sampler:
         self._counts: list[collections.Counter[int]] = [collections.Counter() for _ in range(num_slots)]
         self._barred: list[tuple[int, ...]] = [()] * num_slots  # stop tokens that are not to be drawn yet
         self._drawn = [0] * num_slots  # tokens of each answer that have any barred
-        self._rows: dict[tuple[int, int], sampling.SamplerRows] = {}
+        self._rows: dict[tuple[int, int], SamplerRows] = {}
 
     def set_slot(self, slot: int, params: SamplingParams, token_ids: list[int], stop_ids: Collection[int] = ()) -> None:
         """Gives a slot to an answer whose prompt is `token_ids`, and that ends with any of `stop_ids`."""
@@ -99,7 +250,7 @@ class Sampler:
         present = np.zeros(self._vocab_size, bool)
         if params.repetition_penalty != 1.0:
             present[token_ids] = True
-        self._seen = sampling.set_row(self._seen, self._to_device(slot, np.int32), self._to_device(present))
+        self._seen = set_row(self._seen, self._to_device(slot, np.int32), self._to_device(present))
 
     def free_slot(self, slot: int) -> None:
         """Forgets a slot's parameters."""
@@ -140,17 +291,17 @@ class Sampler:
         slots = range(first_slot, first_slot + num_rows)
         used = [params for slot in slots if (params := self._params[slot]) is not None]
         if self._seen is None or all(_is_greedy(params) for params in used):
-            tokens = sampling.greedy(logits)
+            tokens = greedy(logits)
         else:
             rows = self._rows.get((first_slot, num_rows))
             if rows is None:
                 rows = self._rows[first_slot, num_rows] = self._rows_of(slots)
             first, places = self._to_device(first_slot, np.int32), self._to_device(positions, np.int32)
             addends = self._addends if any(_adds(params) for params in used) else None
-            tokens = sampling.sample(logits, rows, self._seen, first, places, addends)
+            tokens = sample(logits, rows, self._seen, first, places, addends)
         if all(params.logprobs is None for params in used):
             return Draw(tokens, None)
-        return Draw(tokens, sampling.log_probabilities(logits, tokens, self._num_top))
+        return Draw(tokens, log_probabilities(logits, tokens, self._num_top))
 
     def warmup(self, batch_sizes: tuple[int, ...]) -> None:
         """Compiles drawing for these numbers of rows. All slots must be free; drawing is then as if never called.
@@ -174,12 +325,12 @@ class Sampler:
             return
         at, drawn = self._to_device(slot, np.int32), self._to_device(token, np.int32)
         if params.repetition_penalty != 1.0 and self._seen is not None:
-            self._seen = sampling.mark_seen(self._seen, at, drawn)
+            self._seen = mark_seen(self._seen, at, drawn)
         if _penalises_answer(params) and self._addends is not None:
             self._counts[slot][token] += 1
             penalty = params.presence_penalty + params.frequency_penalty * self._counts[slot][token]
             value = self._to_device(dict(params.logit_bias).get(token, 0.0) - penalty, np.float32)
-            self._addends = sampling.set_addend(self._addends, at, drawn, value)
+            self._addends = set_addend(self._addends, at, drawn, value)
         if params.min_tokens:
             self._drawn[slot] += 1
             if self._drawn[slot] == params.min_tokens:
@@ -194,7 +345,7 @@ class Sampler:
             if self._addends is not None:
                 value = self._to_device(biases.get(token, 0.0), np.float32)
                 at, barred = self._to_device(slot, np.int32), self._to_device(token, np.int32)
-                self._addends = sampling.set_addend(self._addends, at, barred, value)
+                self._addends = set_addend(self._addends, at, barred, value)
         self._barred[slot] = ()
 
     def _set_addends(self, slot: int, params: SamplingParams) -> None:
@@ -208,12 +359,12 @@ class Sampler:
         for token, bias in params.logit_bias:
             row[token] = bias
         row[list(self._barred[slot])] = _NEVER
-        self._addends = sampling.set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
+        self._addends = set_row(self._addends, self._to_device(slot, np.int32), self._to_device(row))
         (self._added.add if _adds(params) else self._added.discard)(slot)
 
-    def _rows_of(self, slots: range) -> sampling.SamplerRows:
+    def _rows_of(self, slots: range) -> SamplerRows:
         filled = [self._params[slot] or SamplingParams() for slot in slots]
-        return sampling.SamplerRows(
+        return SamplerRows(
             temperature=self._to_device([row.temperature for row in filled], np.float32),
             top_k=self._to_device([row.top_k for row in filled], np.int32),
             top_p=self._to_device([row.top_p for row in filled], np.float32),

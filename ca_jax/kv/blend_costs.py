@@ -8,7 +8,7 @@ loaded, some tokens of the layer before are computed anew, and the new tokens be
 
 Where a blend takes no longer than a load, it is free but for the last one: so many tokens are computed anew.
 
-Not here: rates and how they are fitted (rates), sessions' own histories (costs), which tokens (fusion).
+Not here: rates and how they are fitted (rates), sessions' own histories (costs), which tokens (recompute).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1.
 """
 

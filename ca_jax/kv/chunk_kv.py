@@ -4,7 +4,7 @@ A chunk is found by its tokens: the key is a hash of them, the tenant, the weigh
 session's KV, and moves between the tiers like one: jobs that wait for it say so, so that it is fetched early and
 evicted late.
 
-Not here: how chunks become a context (fusion), loads (histories), who computes one that is missing (engine).
+Not here: how chunks become a context (recompute), loads (histories), who computes one that is missing (engine).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ca_jax.kv.turn_saver import TurnKV, TurnSaver
+from ca_jax.kv.save import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.storage.records import MissReason, Owner, Residency
 from ca_jax.storage.store import AttentionStore

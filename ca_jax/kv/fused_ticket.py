@@ -3,7 +3,7 @@
     places     0 .. 120   120 .. 140   140 .. 652   652 .. 1164   1164 .. 1676
     read from  session    nothing      chunk        nothing       chunk
 
-Not here: which entries (chunk_kv), staging (layer_loader), what is computed in the room between (fusion).
+Not here: which entries (chunk_kv), staging (load), what is computed in the room between (recompute).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The first of the waiting jobs has its history opened early (`preload`), while others run; every job has it when its turn
 has come (`open`). Measured rates decide how much of it is loaded and how much recomputed.
 
-Not here: staging and copies (layer_loader), arithmetic (costs), what is stored (storage), saving (write_buffer).
+Not here: staging and copies (load), arithmetic (costs), what is stored (storage), saving (write_buffer).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ca_jax.device.runtime import Runtime
 from ca_jax.kv import blend_costs, costs
 from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.kv.fused_ticket import FusedTicket
-from ca_jax.kv.layer_loader import LayerLoad, LayerLoader
 from ca_jax.kv.layout import kept_window
-from ca_jax.kv.rate_meter import RateMeter
+from ca_jax.kv.load import LayerLoad, LayerLoader
+from ca_jax.kv.rates import RateMeter
 from ca_jax.storage.config import GIB
 from ca_jax.storage.records import MissReason, Residency
 from ca_jax.storage.store import AttentionStore

@@ -21,15 +21,14 @@ from ca_jax.device.processes import all_agree
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads, own_part, to_device
-from ca_jax.kv.async_saver import AsyncSaver, LayerPart
 from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.kv.histories import Histories, History
 from ca_jax.kv.kept_conversations import KeptConversations
-from ca_jax.kv.layer_loader import LayerLoader
 from ca_jax.kv.layout import kept_window
-from ca_jax.kv.rate_meter import RateMeter
+from ca_jax.kv.load import LayerLoader
+from ca_jax.kv.rates import RateMeter
+from ca_jax.kv.save import AsyncSaver, LayerPart, TurnKV, TurnSaver
 from ca_jax.kv.sliding import SlidingKV
-from ca_jax.kv.turn_saver import TurnKV, TurnSaver
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.catalog.file import CatalogError

@@ -3,7 +3,7 @@
 All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros instead, and its end
 tells the others: then nobody uses what it gave.
 
-Not here: loading (layer_loader), agreeing (processes), beginning anew (prefilling).
+Not here: loading (load), agreeing (processes), beginning anew (prefilling).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import jax
 
 from ca_jax.device.runner import Runner
-from ca_jax.kv.layer_loader import LayerLoad
+from ca_jax.kv.load import LayerLoad
 
 _LOG = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A turn's saver is opened by its prefill and ended with the turn; what is not in the store by then goes on by itself, and
 its slot is free. The next turn of the session waits for it.
 
-Not here: one turn's groups (turn_saver), copies (async_saver), room (storage).
+Not here: one turn's groups and copies (save), room (storage).
 Source: asynchronous saving with a write buffer, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.2.
 """
 
@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 
 from ca_jax.config import EngineConfig
-from ca_jax.kv.async_saver import AsyncSaver, SaveAbandonedError
-from ca_jax.kv.turn_saver import TurnKV, TurnSaver
+from ca_jax.kv.save import AsyncSaver, SaveAbandonedError, TurnKV, TurnSaver
 from ca_jax.storage.config import GIB
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import TicketState

@@ -35,7 +35,7 @@ from ca_jax.session import Session
 from ca_jax.storage.catalog.file import CatalogLateError
 from ca_jax.turns.conversations import OTHERWISE, Conversation, Message, chain_of
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.text_work import MESSAGE_CHARS, Texts, num_chars
+from ca_jax.turns.text import MESSAGE_CHARS, Texts, num_chars
 
 _BY_NAME, _BY_HISTORY = "name", "history"  # Of `Conversation.reached`.
 _KNOWN_PER_OPEN = 16  # Conversations found by their history, for each that may be open: others are found by name.

@@ -30,7 +30,7 @@ from ca_jax.serving.prompts import context_ids, prompt_ids
 from ca_jax.session import Session
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import Usage
-from ca_jax.turns.text_work import Texts, TextWork, num_chars
+from ca_jax.turns.text import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
 _KEPT_TIMES = 64  # Of the latest answers: how long others will have to wait is told by them.

@@ -21,8 +21,8 @@ from ca_jax.device.runtime import Runtime
 from ca_jax.device.sampler import Drawn, Sampler
 from ca_jax.device.transfer import to_host_memory
 from ca_jax.kv import costs
+from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import warm_up
 from ca_jax.serving.prefilling import Prefilling

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.compute_watch import ComputeWatch
 from ca_jax.device.memory import check_buffers
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner
-from ca_jax.device.runtime import Runtime
+from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.device.slots import RunnerSizes
 from ca_jax.kv.layout import kept_window, kv_layout

@@ -3,7 +3,7 @@
 A pass runs some of the new tokens through all layers. Each layer's history is taken from the load just before it is
 dispatched, and its new KV handed to be saved right after. Between passes other jobs decode.
 
-Not here: which job and how many tokens (engine), staging (layer_loader), jitted code (steps).
+Not here: which job and how many tokens (engine), staging (load), jitted code (steps).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ca_jax.device.runtime import Runtime
 from ca_jax.errors import ProcessesError
 from ca_jax.kv import costs
 from ca_jax.kv.histories import History
-from ca_jax.kv.layer_loader import LayerLoad, LoadError
+from ca_jax.kv.load import LayerLoad, LoadError
+from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.kv.shared_load import SharedLoad
-from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.truncator import Truncator

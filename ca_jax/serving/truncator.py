@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ca_jax.device.runner import Runner
 from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.kv.turn_saver import TurnSaver
 from ca_jax.overflow.config import OverflowConfig, leaving_at_once, num_leaving, oldest_first
 from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discarded
 from ca_jax.recompute.drift import Drift

@@ -21,8 +21,7 @@ from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
 from ca_jax.turns.jobs import Job, TurnSession
 from ca_jax.turns.requests import SamplingParams, TurnRequest
-from ca_jax.turns.text_output import TextOutput
-from ca_jax.turns.text_work import MESSAGE_CHARS, Texts, num_chars
+from ca_jax.turns.text import MESSAGE_CHARS, TextOutput, Texts, num_chars
 
 
 class TurnBuilder:

@@ -36,7 +36,7 @@ from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import SamplingParams
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 
 RECOMPUTE = "recompute"
 """No store: every history is computed again."""

@@ -16,7 +16,7 @@ import numpy as np
 from ca_jax.turns.chunks import ChunkSpan
 from ca_jax.turns.conversations import Conversation, Message
 from ca_jax.turns.requests import Completion, FinishReason, SamplingParams, TokenLogprob, Usage
-from ca_jax.turns.text_output import TextOutput
+from ca_jax.turns.text import TextOutput
 
 _job_ids = itertools.count()
 

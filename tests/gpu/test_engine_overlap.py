@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.kv.async_saver import AsyncSaver
+from ca_jax.kv.save import AsyncSaver
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionMovedError, UnknownSessionError
 from ca_jax.server.router import Router
 from ca_jax.turns.requests import SamplingParams
-from ca_jax.turns.text_work import Texts
+from ca_jax.turns.text import Texts
 from tests import engine_kit as kit
 from tests.server_kit import assistant, ssd_store, user
 
