@@ -98,38 +98,6 @@ def test_heavy_hitters_by_hand():
     assert HeavyHitters(recent_ratio=1.0).choose(make_context(10, 4, attention=attention)).tolist() == [0, 1, 2, 3]
 
 
-def test_sinks_by_hand():
-    assert SinksAndRecent().choose(make_context(10, 3)).tolist() == [4, 5, 6]
-    assert SinksAndRecent().choose(make_context(10, 3, keep_first=6)).tolist() == [6, 7, 8]
-    assert SinksAndRecent().choose(make_context(10, 8)).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
-
-
-@pytest.mark.parametrize("discarder", DISCARDERS.values(), ids=DISCARDERS)
-def test_none_leave_all_leave_and_all_kept(discarder):
-    attention = np.arange(5)
-    assert discarder.choose(make_context(5, 0, attention=attention)).tolist() == []
-    assert discarder.choose(make_context(5, 5, attention=attention)).tolist() == [0, 1, 2, 3, 4]
-    assert discarder.choose(make_context(5, 4, keep_first=5, attention=attention)).tolist() == []
-    assert discarder.choose(make_context(0, 0, attention=[])).tolist() == []
-
-
-def test_heavy_hitters_want_attention():
-    assert [discarder.name for discarder in DISCARDERS.values() if discarder.needs_attention] == ["heavy_hitters"]
-    with pytest.raises(ValueError, match="heavy_hitters must be the attention that each token received, got none"):
-        HeavyHitters().choose(make_context(5, 2))
-
-
-def test_a_discarder_by_name():
-    assert {name: type(make_discarder(name)) for name in ("oldest", "sinks", "heavy_hitters")} == {
-        "oldest": OldestFirst,
-        "sinks": SinksAndRecent,
-        "heavy_hitters": HeavyHitters,
-    }
-    assert all(discarder.name == name for name, discarder in DISCARDERS.items())
-    with pytest.raises(ValueError, match="there must be one of oldest, sinks, heavy_hitters; got 'newest'"):
-        make_discarder("newest")
-
-
 def test_a_discarder_of_ones_own_sees_the_kv():
     class Shortest:
         """Keys of the smallest norm in the first layer leave."""
@@ -149,34 +117,38 @@ def test_a_discarder_of_ones_own_sees_the_kv():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_leaving": 6}, "num_leaving must be 0 to 5 tokens, got 6"),
-        ({"num_leaving": -1}, "num_leaving must be 0 to 5 tokens, got -1"),
-        ({"keep_first": -1}, "keep_first must be a number of tokens >= 0, got -1"),
-        ({"attention": np.zeros(4)}, r"attention must have the shape \(5,\), got \(4,\)"),
-        ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention must be finite numbers, got nan"),
-        ({"kv": kv.empty(tiny_config(), 1, 4)}, r"room for 5 tokens, got lengths of shape \(1,\) and room for 4"),
-        ({"kv": kv.empty(tiny_config(), 2, 5)}, r"one sequence with room for 5 tokens, got lengths of shape \(2,\)"),
-    ],
-)
-def test_a_context_that_contradicts_itself_is_refused(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        DiscardContext(**{"num_tokens": 5, "num_leaving": 2, **kwargs})
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SinksAndRecent(num_sinks=-1), "num_sinks must be a number of tokens >= 0, got -1"),
-        (lambda: HeavyHitters(num_sinks=-2), "num_sinks must be a number of tokens >= 0, got -2"),
-        (lambda: HeavyHitters(recent_ratio=1.5), r"recent_ratio must be a share of the tokens in \[0, 1\], got 1.5"),
-        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio must be a share .* found nan"),
+        *(
+            (lambda fields=fields: DiscardContext(**{"num_tokens": 5, "num_leaving": 2, **fields}), message)
+            for fields, message in (
+                ({"num_leaving": 6}, "num_leaving .*got 6"),
+                ({"num_leaving": -1}, "num_leaving .*got -1"),
+                ({"keep_first": -1}, "keep_first .*got -1"),
+                ({"attention": np.zeros(4)}, r"attention .*\(5,\), got \(4,\)"),
+                ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention .*nan"),
+                ({"kv": kv.empty(tiny_config(), 1, 4)}, r"shape \(1,\) and room for 4"),
+                ({"kv": kv.empty(tiny_config(), 2, 5)}, r"shape \(2,\)"),
+            )
+        ),
+        (lambda: SinksAndRecent(num_sinks=-1), "num_sinks .*got -1"),
+        (lambda: HeavyHitters(num_sinks=-2), "num_sinks .*got -2"),
+        (lambda: HeavyHitters(recent_ratio=1.5), "recent_ratio .*got 1.5"),
+        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio .*nan"),
+        (lambda: HeavyHitters().choose(make_context(5, 2)), "heavy_hitters .*attention"),
+        (lambda: make_discarder("newest"), "oldest, sinks, heavy_hitters; got 'newest'"),
     ],
 )
-def test_settings_outside_their_range_are_refused(make, message):
+def test_what_cannot_be_chosen_from_or_by_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_discarders_are_known_by_their_names():
+    kinds = {"oldest": OldestFirst, "sinks": SinksAndRecent, "heavy_hitters": HeavyHitters}
+    assert {name: type(make_discarder(name)) for name in DISCARDERS} == kinds
+    assert [name for name, each in DISCARDERS.items() if each.needs_attention] == ["heavy_hitters"]
+    assert all(discarder.name == name for name, discarder in DISCARDERS.items())
 
 
 @given(
@@ -190,39 +162,25 @@ def test_a_mask_and_its_positions_in_any_order_name_the_same(mask, seed):
         assert found.tolist() == mask
 
 
-def test_what_is_returned_is_a_copy():
-    mask = np.array([True, False])
-    check_discarded(mask, 2)[:] = False
-    assert mask.tolist() == [True, False]
-
-
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ([0, 5], "there must be positions of a context of 5 tokens, got 5$"),
-        ([-1, 2], "there must be positions of a context of 5 tokens, got -1$"),
-        (np.array([2**64 - 1], np.uint64), "found 18446744073709551615$"),
-        (list(range(3, 12)), "found 5, 6, 7, 8, 9 and 2 more$"),
-        ([3, 1, 3], "there must be each position once, got repeats of 3$"),
-        ([0, 1, 2, 3, 4], "there must be fewer than all, got all 5$"),
-        ([True] * 5, "there must be fewer than all, got all 5$"),
-        ([True] * 4, "bool mask of 5 tokens, got a mask of 4$"),
-        (np.zeros(0, bool), "bool mask of 5 tokens, got a mask of 0$"),
-        ([0.0, 1.0], r"found an array of shape \(2,\) and dtype float64$"),
-        (np.zeros((2, 5), bool), r"found an array of shape \(2, 5\) and dtype bool$"),
-        (3, r"found an array of shape \(\) and dtype int64$"),
-        ({1, 2}, r"found an array of shape \(\) and dtype object$"),
-        ([2**70], r"found an array of shape \(1,\) and dtype object$"),
-        ([[1], [2, 3]], "found what makes no array: "),
+        ([0, 5], "5 tokens, got 5$"),
+        ([-1, 2], "5 tokens, got -1$"),
+        (np.array([2**64 - 1], np.uint64), "18446744073709551615$"),
+        (list(range(3, 12)), "5, 6, 7, 8, 9 and 2 more$"),
+        ([3, 1, 3], "once, .* 3$"),
+        ([0, 1, 2, 3, 4], "all 5$"),
+        ([True] * 5, "all 5$"),
+        ([True] * 4, "5 tokens, .* 4$"),
+        (np.zeros(0, bool), "5 tokens, .* 0$"),
+        ([0.0, 1.0], r"shape \(2,\) and dtype float64$"),
+        (np.zeros((2, 5), bool), r"shape \(2, 5\) and dtype bool$"),
+        (3, r"shape \(\) and dtype int64$"),
+        ({1, 2}, r"shape \(\) and dtype object$"),
+        ([[1], [2, 3]], "makes no array"),
     ],
 )
 def test_what_cannot_be_discarded_is_refused(named, message):
     with pytest.raises(InvalidRequestError, match=message):
         check_discarded(named, 5)
-
-
-def test_nothing_may_be_discarded_of_anything_and_nothing_else_of_nothing():
-    assert check_discarded([], 3).tolist() == [False] * 3
-    assert check_discarded([], 0).tolist() == []
-    with pytest.raises(InvalidRequestError, match="of a context of 0 tokens, got 0"):
-        check_discarded([0], 0)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving, oldest_first
-from ca_jax.overflow.discarding import HeavyHitters, OldestFirst, SinksAndRecent
+from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
 
 
 def leaving(window: int, num_tokens: int, num_wanted: int, **config: object) -> int:
@@ -58,13 +57,6 @@ def test_as_many_leave_as_make_room_and_no_share_more(window, num_tokens, num_wa
         assert num_tokens - max(0, count - share) + num_wanted > window or count == may_leave % share, "a share less"
 
 
-@given(num_tokens=st.integers(0, 200), count=st.integers(0, 200), keep_first=st.integers(0, 30))
-def test_the_oldest_leave_behind_the_first(num_tokens, count, keep_first):
-    mask = oldest_first(num_tokens, count, keep_first)
-    assert (mask.dtype, mask.shape) == (np.bool_, (num_tokens,))
-    assert np.flatnonzero(mask).tolist() == list(range(num_tokens))[keep_first:][:count]
-
-
 @pytest.mark.parametrize(
     ("turn_starts", "num_needed", "stop"),
     [
@@ -85,12 +77,6 @@ def test_whole_turns_leave_up_to_the_nearest_that_makes_room(turn_starts, num_ne
     assert np.flatnonzero(mask).tolist() == list(range(4, stop))
 
 
-def test_tokens_leave_one_by_one_where_no_turn_makes_room():
-    """The turn that runs fills the window: it is not to be emptied since it has no turn behind it."""
-    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 4], 1)).tolist() == list(range(4, 54))
-    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 30], 40)).tolist() == list(range(4, 54))
-
-
 @given(
     num_tokens=st.integers(1, 120),
     count=st.integers(1, 120),
@@ -108,43 +94,3 @@ def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, k
         nearest = min(abs(start - min(keep_first + count, num_tokens)) for start in fitting)
         assert stop in fitting
         assert abs(stop - min(keep_first + count, num_tokens)) == nearest
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"method": "cb"}, "overflow method must be one of ca, tt, of, nkvt; got 'cb'"),
-        ({"truncation_ratio": 0.0}, r"truncation_ratio must be a share of the window in \(0, 1\], got 0.0"),
-        ({"truncation_ratio": 1.01}, "found 1.01"),
-        ({"truncation_ratio": float("nan")}, "found nan"),
-        ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
-        ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),
-        ({"anchor_tokens": 1.5}, "anchor_tokens must be a number of tokens >= 0, got 1.5"),
-        ({"repair_ratio": -0.1}, r"repair_ratio must be a share of the tokens in \[0, 1\], got -0.1"),
-        ({"repair_ratio": 1.5}, "found 1.5"),
-        ({"repair": "all"}, "repair must be one of none, deviating, spread; got 'all'"),
-        ({"discarder": "youngest"}, "token discarder must be one of oldest, sinks, heavy_hitters; got 'youngest'"),
-        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns must be the oldest to leave first, got .* 'sinks'"),
-        ({"whole_turns": True, "discarder": HeavyHitters()}, "found the discarder 'heavy_hitters'"),
-        ({"method": "nkvt", "discarder": "heavy_hitters"}, "nkvt must be a discarder that asks for no attention"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        OverflowConfig(**values)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_bounds_are_in_range(method):
-    config = OverflowConfig(
-        method=method, truncation_ratio=1, keep_first_tokens=0, anchor_tokens=0, repair_ratio=1, whole_turns=True
-    )
-    assert config.token_discarder == OldestFirst()
-    assert OverflowConfig(discarder=SinksAndRecent(num_sinks=2)).token_discarder == SinksAndRecent(num_sinks=2)
-
-
-def test_first_tokens_are_fewer_than_the_window():
-    config = OverflowConfig(keep_first_tokens=64)
-    config.check_window(65)
-    with pytest.raises(ValueError, match="keep_first_tokens must be fewer than the context window of 64 tokens, got 6"):
-        config.check_window(64)

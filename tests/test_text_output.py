@@ -72,22 +72,6 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(pieces, stop):
         assert not held or any(string.startswith(held) for string in stop)
 
 
-def test_after_a_stop_string_nothing_comes():
-    output, shown = feed(["one ", "st", "op", " more"], ("stop",), rest="rest")
-    assert shown == ["one ", "", "", "", ""]
-    assert output.stopped
-
-
-def test_of_two_stop_strings_the_one_that_begins_first_counts():
-    assert feed(["xaabby"], ("bb", "aab"))[0].text == "x"
-
-
-def test_without_stop_strings_every_piece_goes_out_at_once():
-    output, shown = feed(["a", "", "b"], (), rest="c")
-    assert shown == ["a", "", "b", "c"]
-    assert (output.text, output.stopped) == ("abc", False)
-
-
 def test_without_tokenizer_there_is_no_text():
     output = TextOutput(None, ("stop",))
     assert (output.push(5), output.finish(), output.text, output.stopped) == ("", "", "", False)

@@ -61,25 +61,6 @@ def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_
         assert (measured.turns, measured.prefill_passes, measured.failed_saves, measured.loaded_histories) == (0,) * 4
 
 
-def test_warming_up_again_measures_anew():
-    with kit.small_engine() as engine:
-        warm_up(engine)
-        first = engine.rates
-        assert engine.rates is first
-        warm_up(engine)
-        assert engine.rates is not first
-
-
-def test_an_engine_serves_after_its_rates_were_measured():
-    with kit.small_engine() as engine:
-        warm_up(engine)
-        session = engine.session()
-        for message in ("Hello.", "Go on."):
-            answer = kit.say(session, message, 6)
-            assert answer == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 6)
-        assert session.usage.num_cached_tokens > 0
-
-
 @pytest.mark.parametrize("store", [kit.STORE_OFF, kit.store_of(2)], ids=["off", "two blocks"])
 def test_without_room_in_the_store_there_are_no_rates_and_turns_run_all_the_same(store):
     with kit.small_engine(store=store, max_tpot_ms=1.0, recompute_if_faster=True) as engine:
@@ -109,16 +90,3 @@ def test_a_measurement_that_breaks_is_left_out(num_broken):
         warm_up(engine)
         assert engine.store_stats().used_bytes == 0
         kit.say(engine.session(), "Hello.", 3)
-
-
-def test_a_load_that_breaks_while_it_is_measured_leaves_nothing_held():
-    transfers = Counted(num_broken=1)
-    with kit.small_engine(store_wrapper=lambda store: ControlledStore(store, loads=transfers)) as engine:
-        warm_up(engine)
-        assert engine.metrics.failed_loads == 1
-        stats = engine.store_stats()
-        assert (stats.num_sessions, stats.used_bytes) == (0, 0)
-        session = engine.session()
-        for message in ("Hello.", "Go on."):
-            kit.say(session, message, 3)
-        assert session.usage.num_cached_tokens > 0
