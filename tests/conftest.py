@@ -20,7 +20,7 @@ os.environ.setdefault("PJRT_NPROC", "16")
 os.environ.setdefault("NPROC", "16")
 # What is compiled is kept for other workers, for processes that tests start, and for the next run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "xla"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 

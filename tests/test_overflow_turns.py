@@ -196,17 +196,6 @@ def test_a_name_that_is_used_again_begins_anew(tmp_path):
 # Beside it.
 
 
-def test_dropped_blocks_are_free_at_once():
-    with ok.engine_of(ok.config(0, 0.5)) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(120), 4)
-        engine.wait_for_saves()
-        before = engine.store_stats().used_bytes
-        pair.session.discard(np.arange(64))
-        block_bytes = kit.BLOCK_TOKENS * kit.TOKEN_BYTES
-        assert before - engine.store_stats().used_bytes == 4 * block_bytes
-
-
 def test_without_overflow_a_full_window_is_the_end():
     with ok.engine_of(None) as engine:
         session = engine.session()

@@ -22,7 +22,6 @@ from ca_jax.errors import ProcessesError, TenantError
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.storage.config import shard_config
 from ca_jax.storage.records import MissReason, StoreStats
-from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.testing.controlled_store import ControlledStore
 from ca_jax.testing.paced import Transfer
@@ -252,20 +251,3 @@ def test_the_store_of_one_process_is_refused_by_two(tmp_path):
     kit.small_engine(store=store).close()
     with pytest.raises(ValueError, match="store of 2 processes, got that of 1 process"):
         shard_config(store, 0, 2)
-
-
-def test_store_wrappers_get_the_shard(tmp_path):
-    """A store that is off has no directory, and nothing to lack."""
-    seen: list[AttentionStore] = []
-
-    def run(processes: ThreadProcesses) -> list:
-        def wrapper(store: AttentionStore) -> AttentionStore:
-            seen.append(store)
-            return store
-
-        found = talk(processes, store=kit.STORE_OFF, store_wrapper=wrapper)
-        assert not any(found.cached)
-        return found.answers
-
-    assert run_together(2, run) == [expected()[0]] * 2
-    assert len(seen) == 2

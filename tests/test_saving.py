@@ -154,31 +154,6 @@ def test_saves_that_are_handed_in_together_are_written_and_come_back_in_order(ga
     assert threading.current_thread() not in gated.done
 
 
-def test_a_part_may_begin_within_its_array_and_anywhere_within_its_save(rig):
-    ticket = rig.prepare("s", 7)
-    for layer in LAYERS:
-        kv = to_device(np.concatenate([PADDING[layer, :, :1], KV[layer, :, :7]], axis=1))
-        rig.saver.add(ticket, LayerPart(layer, kv, 3, token_offset=4, first=5))
-        rig.saver.add(ticket, LayerPart(layer, kv, 4, token_offset=0, first=1))
-    rig.saver.end(ticket)
-    assert rig.publish() == []
-    rig.expect_stored(7)
-
-
-def test_decoded_tokens_are_gathered_from_their_rows(rig):
-    ticket, rows = rig.prepare("s"), (2, 0, 1, 1, 2, 0)
-    steps = []
-    for token, row in enumerate(rows):
-        step = np.stack([PADDING[:, :, token]] * 3, axis=2)
-        step[:, :, row] = KV[:, :, token]
-        steps.append(to_device(step))
-    part = DecodedPart(tuple(steps), rows)
-    assert part.num_bytes == 6 * LAYOUT.token_bytes, "its share of what three sessions decoded"
-    rig.saver.submit(ticket, [part])
-    assert rig.publish() == []
-    rig.expect_stored(6)
-
-
 def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
     a, b = gated.prepare("a"), gated.prepare("b")
     gated.saver.submit(a, parts())
@@ -506,18 +481,6 @@ def test_what_was_given_up_with_its_session_says_nothing_of_the_turn_behind_it(g
     gated.buffer.end(turn)
     gated.buffer.settle()
     gated.expect_stored(4, "a")
-
-
-def test_settling_gives_up_what_the_store_has_no_room_for_in_the_end(rig):
-    settled = []
-    rig.store.settle = lambda: settled.append(None) or len(settled) < 3
-    rig.is_room_coming = True
-    rig.buffer.end(rig.begin_turn("a", 3))
-    rig.buffer.settle()
-    assert len(settled) == 3
-    assert (rig.buffer.is_unsaved("a"), rig.num_waiting) == (False, 0)
-    rig.expect_stored(0, "a")
-    assert not any(info.pinned for info in rig.store.list())
 
 
 @pytest.mark.parametrize("breaks", [True, False])
