@@ -78,7 +78,7 @@ blend: setup ## Redo results/blend.md, every table and plot; hours. DATA=DIR has
 	PYTHON=$(BIN)/python tools/blend.sh "$(DATA)" $(TASKS)
 
 test: lint ## Lint, types and all tests but the long ones
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup ## The long forms of the tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -121,7 +121,7 @@ count: ## Print files and lines of the package and of the tests
 	done
 
 clean: ## Remove caches and build leftovers
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .cache/xla .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find ca_jax tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the environment

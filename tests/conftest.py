@@ -1,19 +1,36 @@
-"""What every test shares: the environment jax starts in, and where data that is not in the repository lies."""
+"""What every test shares: the environment jax starts in, an engine, stores, and where data outside this folder is."""
 
 import gc
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from ca_jax import Engine, StoreConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Before jax is imported: XLA sizes its thread pools by these, and with fewer threads than virtual devices times
 # computations in flight, collectives wait for each other for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 os.environ.setdefault("NPROC", "16")
+# What is compiled is kept for other workers, for processes that tests start, and for the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Files of few tests that take long, each with processes or models of its own.
+_LONG = {"test_mesh", "test_two_processes", "test_golden", "test_llama_numerics", "test_chat", "test_demo"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what takes longest, so that no worker is left with it alone at the end."""
+    items.sort(key=lambda item: item.path.stem not in _LONG)
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +46,23 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip("wants the data in ../shared/data, which is not there")
     return path
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator["Engine"]:
+    """`engine_kit.small_engine`, for tests that use sessions of their own, leave it idle and change nothing of it."""
+    from tests import engine_kit
+
+    with engine_kit.small_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(params=["dram", "ssd"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> "StoreConfig":
+    """A store in DRAM alone, and one that has an SSD too."""
+    from tests import engine_kit
+
+    return engine_kit.store_of(1000) if request.param == "dram" else engine_kit.ssd_store(tmp_path / "store")
 
 
 _MANY_MAPS = 40_000  # Of the 65,530 that Linux gives a process by default: compiling fails, or crashes, without one.

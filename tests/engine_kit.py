@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,26 @@ import numpy as np
 
 import ca_jax
 from ca_jax.config import EngineConfig
+from ca_jax.device.processes import Processes
+from ca_jax.device.transfer import params_to_device
 from ca_jax.engine import Engine
+from ca_jax.models.transformer import Transformer
 from ca_jax.pretrained import LoadedModel
 from ca_jax.session import Session
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.testing import tiny
+from ca_jax.turns.requests import Usage
+from tests.tolerances import LOGITS_ATOL
 
 WINDOW = 512
 BLOCK_TOKENS = 16
+NUM_LAYERS = tiny.tiny_config().num_layers
 TOKEN_BYTES = tiny.tiny_config().kv_bytes_per_token(itemsize=4)
+SSD_FILE_BYTES = 8192
+"""On top of a block's KV, at most, on SSD."""
+ATOL = LOGITS_ATOL["float32"]
 
 SMALL = EngineConfig(
     dtype="float32",
@@ -45,8 +54,15 @@ STORE_OFF = StoreConfig(dram_gib=0, block_tokens=BLOCK_TOKENS)
 
 
 def store_of(num_blocks: int) -> StoreConfig:
-    """A store of so many blocks."""
+    """A store of so many blocks, in DRAM alone."""
     return StoreConfig(dram_gib=num_blocks * BLOCK_TOKENS * TOKEN_BYTES / GIB, block_tokens=BLOCK_TOKENS)
+
+
+def ssd_store(directory: object, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes: object) -> StoreConfig:
+    """A store of so many blocks in DRAM and, at least, on SSD."""
+    block_bytes = BLOCK_TOKENS * TOKEN_BYTES + SSD_FILE_BYTES
+    tier = {"ssd_dir": str(directory), "ssd_gib": ssd_blocks * block_bytes / GIB, "ssd_free_floor_gib": 0.0}
+    return dataclasses.replace(store_of(dram_blocks), **{**tier, **changes})
 
 
 def write_tiny_model(directory: str | os.PathLike[str]) -> None:
@@ -66,14 +82,34 @@ def tiny_model() -> LoadedModel:
         return ca_jax.load_model(directory, dtype="float32")
 
 
+@functools.cache
+def model_of(*, seed: int = 1, fingerprint: str = "", **changes: object) -> LoadedModel:
+    """A tiny model without tokenizer, whose config differs so from that of the others.
+
+    Args:
+      seed: of its weights.
+      fingerprint: of these; as the changes are written where it is not given.
+      **changes: of the config.
+    """
+    config = tiny.tiny_config(**{"max_positions": WINDOW, **changes})
+    params = params_to_device(tiny.tiny_params(config, seed=seed))
+    fingerprint = fingerprint or repr((seed, sorted(changes.items())))
+    return LoadedModel(
+        name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint=fingerprint
+    )
+
+
 def small_engine(
+    model: LoadedModel | None = None,
     *,
     timeline: Timeline = NO_TIMELINE,
     store_wrapper: Callable[[AttentionStore], AttentionStore] | None = None,
+    processes: Processes | None = None,
     **changes: object,
 ) -> Engine:
-    """An engine of the tiny model, with `SMALL` but for the changes."""
-    return Engine(tiny_model(), dataclasses.replace(SMALL, **changes), timeline=timeline, store_wrapper=store_wrapper)
+    """An engine of the tiny model, or of another, with `SMALL` but for the changes."""
+    config = dataclasses.replace(SMALL, **changes)
+    return Engine(model or tiny_model(), config, timeline=timeline, store_wrapper=store_wrapper, processes=processes)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -81,17 +117,20 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((num_tokens, seed)).integers(0x20, 0x7F, num_tokens).tolist()
 
 
+# What the model says, without an engine.
+
+
 @functools.partial(jax.jit, static_argnames=("model",))
 def _pass(model, params, tokens):
     return model.apply(params, tokens, jnp.arange(tokens.shape[1])[None])
 
 
-def full_pass(token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def full_pass(token_ids: Sequence[int], model: LoadedModel | None = None) -> tuple[np.ndarray, np.ndarray]:
     """One pass over all tokens, without engine, history or buckets: logits `[T, V]` and unrotated KV `[L, 2, T, K, H]`.
 
     Padded behind to one length, which no token sees, so that it compiles once.
     """
-    model = tiny_model()
+    model = model or tiny_model()
     padded = np.zeros((1, WINDOW), np.int32)
     padded[0, : len(token_ids)] = token_ids
     logits, kv = _pass(model.model, model.params, padded)
@@ -99,12 +138,38 @@ def full_pass(token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(logits)[0, : len(token_ids)], layers[:, :, : len(token_ids)]
 
 
-def greedy_answer(token_ids: list[int], max_tokens: int) -> list[int]:
+def greedy_answer(token_ids: Sequence[int], max_tokens: int, model: LoadedModel | None = None) -> list[int]:
     """The greedy answer to a prompt, by a full pass for each token."""
     ids = list(token_ids)
     for _ in range(max_tokens):
-        ids.append(int(full_pass(ids)[0][-1].argmax()))
+        ids.append(int(full_pass(ids, model)[0][-1].argmax()))
     return ids[len(token_ids) :]
+
+
+def num_wrong(token_ids: Sequence[int], answers: Iterable[range], model: LoadedModel | None = None) -> int:
+    """How many tokens at these places are not the likeliest there, by one pass without engine, store or buckets.
+
+    Of tokens whose logits differ by no more than rounding each is right.
+    """
+    logits = full_pass(token_ids, model)[0]
+    places = np.array([place for places in answers for place in places], int)
+    chosen = logits[places - 1, np.asarray(token_ids)[places]]
+    return int(np.sum(~(chosen >= logits[places - 1].max(-1) - ATOL)))
+
+
+def last_answer(session: Session) -> range:
+    """Where the last turn's generated tokens are."""
+    return range(session.usage.prompt_tokens, len(session.token_ids))
+
+
+def expect_right(*sessions: Session, model: LoadedModel | None = None) -> None:
+    """Checks that the last answers are the greedy ones."""
+    for session in sessions:
+        wrong = num_wrong(session.token_ids, [last_answer(session)], model)
+        assert wrong == 0, f"{session.session_id} answered wrongly"
+
+
+# Turns.
 
 
 def drain(*answers: Iterator[str]) -> list[str]:
@@ -131,6 +196,19 @@ def say(session: Session, message: str | list[int], max_tokens: int = 12, **opti
 def converse(session: Session, messages: Iterable[str | list[int]], max_tokens: int = 12) -> list[list[int]]:
     """Sends turns one after the other; the generated tokens of each."""
     return [say(session, message, max_tokens) for message in messages]
+
+
+def check_turn(
+    session: Session, message: str | list[int], max_tokens: int = 12, *, model: LoadedModel | None = None
+) -> Usage:
+    """Sends a turn to its end and checks its answer against a full pass; what the turn used."""
+    before = session.token_ids
+    answer = say(session, message, max_tokens)
+    assert len(answer) == max_tokens
+    if not isinstance(message, str):
+        assert session.token_ids == [*before, *message, *answer]
+    expect_right(session, model=model)
+    return session.usage
 
 
 def store_in(engine: Engine) -> AttentionStore:

@@ -37,9 +37,9 @@ class RoundedCache(ok.SlicedCache):
         self.kv[:, :, places] = as_kept(self.kv[:, :, places])
         self.is_rounded[:] = True
 
-    def keep(self, kept: np.ndarray, *, keeps_positions: bool = False) -> None:
+    def keep(self, kept: np.ndarray) -> None:
         """See `SlicedCache`."""
-        super().keep(kept, keeps_positions=keeps_positions)
+        super().keep(kept)
         self.is_rounded = self.is_rounded[np.flatnonzero(kept)]
 
     def compute_anew(self, num_tokens: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,25 +21,23 @@ from ca_jax.device import steps
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv.load import LayerLoad
 from ca_jax.kv.save import TurnSaver
-from ca_jax.models import sharding as shardings
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params
-from ca_jax.models.sharding import ModelSharding, model_sharding
+from ca_jax.models.sharding import model_sharding
 from ca_jax.models.transformer import Transformer
 from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
-from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.config import GIB
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
 
 WINDOW = 256
 BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
-MESHES = [(1, 1), (1, 2), (2, 2), (1, 4), (1, 8)]  # data, tensor
+MESHES = [(1, 2), (2, 2), (1, 8)]  # data, tensor
 TURNS = [(60, 9), (120, 9), (59, 9), (50, 9), (40, 9)]
 """New tokens and tokens of the answer of each; the second takes two passes, the third overflows."""
 SHORT = [(60, 8), (50, 8)]
@@ -48,45 +45,21 @@ SHORT = [(60, 8), (50, 8)]
 on_meshes = pytest.mark.parametrize(("data", "tensor"), MESHES, ids=[f"{data}x{tensor}" for data, tensor in MESHES])
 
 
+SIZES = {"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 8, "head_dim": 8, "max_positions": kit.WINDOW}
+
+
 def config_of(num_kv_heads: int = 8, **changes: object) -> ModelConfig:
-    return tiny.tiny_config(
-        **{
-            "num_layers": 2,
-            "embed_dim": 32,
-            "mlp_dim": 64,
-            "num_heads": 8,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": 8,
-            "max_positions": WINDOW,
-        }
-        | changes
-    )
+    return tiny.tiny_config(**{**SIZES, "num_kv_heads": num_kv_heads, **changes})
 
 
-@functools.cache
-def model_of(num_kv_heads: int = 8, **changes: int) -> LoadedModel:
+def model_of(num_kv_heads: int = 8, **changes: object) -> LoadedModel:
     """A model on one device."""
-    config = config_of(num_kv_heads, **changes)
-    params = params_to_device(tiny.tiny_params(config, seed=1))
-    return LoadedModel(
-        name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint="tiny"
-    )
+    return kit.model_of(**{**SIZES, "num_kv_heads": num_kv_heads, **changes})
 
 
 def engine_of(data: int, tensor: int, model: LoadedModel | None = None, **changes: object) -> ca_jax.Engine:
-    config = dataclasses.replace(
-        kit.SMALL,
-        context_window=WINDOW,
-        max_batch_size=4,
-        data_parallel_size=data,
-        tensor_parallel_size=tensor,
-        **changes,
-    )
-    return ca_jax.Engine(model or model_of(), config)
-
-
-def ssd_store(directory: object) -> StoreConfig:
-    return dataclasses.replace(kit.SMALL.store, ssd_dir=str(directory), ssd_gib=0.1, ssd_free_floor_gib=0.0)
+    sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
+    return kit.small_engine(model or model_of(), context_window=WINDOW, max_batch_size=4, **sizes, **changes)
 
 
 def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int = 0) -> list[list[int]]:
@@ -95,29 +68,20 @@ def talk(engine: ca_jax.Engine, turns: list[tuple[int, int]] = TURNS, start: int
     return [kit.say(session, kit.prompt(n, start + i), max_tokens) for i, (n, max_tokens) in enumerate(turns)]
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
-def _logits(model, params, tokens):
-    return model.apply(params, tokens, jnp.arange(WINDOW)[None])[0]
-
-
-def answers_of(model: LoadedModel, turns: list[tuple[int, int]]) -> list[list[int]]:
-    """What a model on one device answers, by a pass over all tokens for each: no engine, no reuse."""
-    ids, answers = [], []
-    for turn, (num_new, max_tokens) in enumerate(turns):
-        ids += kit.prompt(num_new, turn)
-        for _ in range(max_tokens):
-            padded = np.zeros((1, WINDOW), np.int32)
-            padded[0, : len(ids)] = ids
-            ids.append(int(_logits(model.model, model.params, padded)[0, len(ids) - 1].argmax()))
-        answers.append(ids[-max_tokens:])
-    return answers
+def expect_greedy(answers: list[list[int]], model: LoadedModel, turns: list[tuple[int, int]]) -> None:
+    """What a model on one device answers, by a pass over all tokens: no engine, no reuse."""
+    ids, places = [], []
+    for turn, ((num_new, max_tokens), answer) in enumerate(zip(turns, answers, strict=True)):
+        ids += [*kit.prompt(num_new, turn), *answer]
+        places.append(range(len(ids) - max_tokens, len(ids)))
+    assert kit.num_wrong(ids, places, model) == 0
 
 
 @functools.cache
 def answers_of_one_device() -> list[list[int]]:
     with engine_of(1, 1) as engine:
         answers = talk(engine)
-        assert answers[:2] == answers_of(model_of(), TURNS[:2])  # Up to where its context is cut.
+        expect_greedy(answers[:2], model_of(), TURNS[:2])  # Up to where its context is cut.
         assert engine.metrics.truncations == 1
         assert engine.sessions[0].usage.num_cached_tokens > 0
     return answers
@@ -131,37 +95,77 @@ def eight_devices() -> None:
 # Tokens.
 
 
+@pytest.fixture
+def passing(monkeypatch) -> dict[str, list[jax.Array]]:
+    """A history's layers on their way in, and new KV on its way out, prefilled and decoded."""
+    seen: dict[str, list[jax.Array]] = {"loaded": [], "prefilled": [], "decoded": []}
+
+    def layer(self, index, original=LayerLoad.layer):
+        seen["loaded"].append(original(self, index))
+        return seen["loaded"][-1]
+
+    def add_layer(self, index, kv, original=TurnSaver.add_layer):
+        seen["prefilled"].append(kv)
+        original(self, index, kv)
+
+    def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
+        seen["decoded"].append(kv)
+        original(self, token, kv, row)
+
+    monkeypatch.setattr(LayerLoad, "layer", layer)
+    monkeypatch.setattr(TurnSaver, "add_layer", add_layer)
+    monkeypatch.setattr(TurnSaver, "add_decoded", add_decoded)
+    return seen
+
+
 @on_meshes
-def test_the_tokens_are_those_of_one_device(data, tensor):
+def test_the_tokens_are_those_of_one_device_and_each_holds_its_share(data, tensor, passing):
     """Turns with reuse, one of which overflows, where every transfer that is not asked for is an error."""
     expected = answers_of_one_device()
+    for arrays in passing.values():
+        arrays.clear()
     with jax.transfer_guard("disallow"), engine_of(data, tensor) as engine:
         assert talk(engine) == expected
         assert engine.metrics.truncations == 1
         assert engine.sessions[0].usage.num_cached_tokens > 0
         assert engine.metrics.failed_saves == engine.metrics.failed_loads == 0
+        slots, params = engine._runner.slots, engine.model.params
+        num_bytes = 2 * 2 * 4 * 8 * 512 * 8 * 4
+        assert slots.num_bytes == num_bytes // (data * tensor)
+        shares = {
+            "slots": (jax.tree.leaves(slots.buffers), data * tensor),
+            "weights": ([leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1], tensor),
+            "loaded": (passing["loaded"], tensor),
+            "prefilled": (passing["prefilled"], tensor),
+            "decoded": (passing["decoded"], data * tensor),
+        }
+        for name, (arrays, num_parts) in shares.items():
+            assert arrays, name
+            for array in arrays:
+                shards = array.addressable_shards
+                assert len(shards) == data * tensor, name
+                assert {shard.data.nbytes for shard in shards} == {array.nbytes // num_parts}, name
 
 
-@pytest.mark.parametrize("driver", ["zarr3", "raw"])
-def test_what_one_mesh_stored_on_ssd_others_go_on_from(driver, tmp_path):
+def test_what_one_mesh_stored_on_ssd_others_go_on_from(tmp_path):
     """One conversation, a turn on each mesh, each in an engine of its own over the same directory."""
-    store = dataclasses.replace(ssd_store(tmp_path), ssd_driver=driver)
     expected = answers_of_one_device()
-    meshes = [(1, 2), (1, 4), (1, 1), (2, 2), (1, 8)]
-    for turn, (data, tensor) in enumerate(meshes):
-        with engine_of(data, tensor, store=store) as engine:
+    for turn, (data, tensor) in enumerate([(1, 2), (1, 4), (1, 1), (2, 2), (1, 8)]):
+        with engine_of(data, tensor, store=kit.ssd_store(tmp_path)) as engine:
             num_known = len(engine.session(session_id="one").token_ids)
             assert talk(engine, TURNS[turn : turn + 1], start=turn) == expected[turn : turn + 1]
             usage = engine.sessions[0].usage
             num_cached = num_known - usage.dropped_tokens - 1 if turn else 0
             assert usage.cached_tokens == {"ssd" if turn else "dram": num_cached}
-    assert len(meshes) == len(TURNS)
 
 
-@functools.cache
-def blended_on_one_device() -> list[list[int]]:
-    with engine_of(1, 1, model_of(num_layers=4), blend=BLEND) as engine:
-        return blended(engine)
+def test_chunks_are_blended_as_on_one_device():
+    model = model_of(num_layers=4)
+    with engine_of(1, 1, model, blend=BLEND) as engine:
+        expected = blended(engine)
+    for data, tensor in MESHES[1:]:
+        with jax.transfer_guard("disallow"), engine_of(data, tensor, model, blend=BLEND) as engine:
+            assert blended(engine) == expected
 
 
 def blended(engine: ca_jax.Engine) -> list[list[int]]:
@@ -176,16 +180,9 @@ def blended(engine: ca_jax.Engine) -> list[list[int]]:
     return answers
 
 
-@on_meshes
-def test_chunks_are_blended_as_on_one_device(data, tensor):
-    expected = blended_on_one_device()
-    with jax.transfer_guard("disallow"), engine_of(data, tensor, model_of(num_layers=4), blend=BLEND) as engine:
-        assert blended(engine) == expected
-
-
 def test_kv_kept_in_int8_is_sharded_by_heads_and_read_on_any_mesh(tmp_path):
     """A turn on each mesh, over what the one before it wrote; on one of them devices share heads."""
-    model, store = model_of(2), ssd_store(tmp_path)
+    model, store = model_of(2), kit.ssd_store(tmp_path)
     with engine_of(1, 1, model, kv_rest_dtype="int8") as engine:
         expected = talk(engine, TURNS[:3])
     for turn, (data, tensor) in enumerate([(2, 2), (1, 4), (1, 1)]):
@@ -204,7 +201,7 @@ def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
     """Each device has the one KV head that its query heads share, and no other."""
     model = model_of(num_kv_heads)
     with engine_of(data, tensor, model) as engine:
-        assert talk(engine, TURNS[:2]) == answers_of(model, TURNS[:2])
+        expect_greedy(talk(engine, TURNS[:2]), model, TURNS[:2])
         runner = engine._runner
         keys, kv = runner.slots.buffers.keys[0], runner.empty_kv(16)
         wq = engine.model.params["params"]["layer_0"]["attn"]["wq"]
@@ -223,7 +220,7 @@ def test_fewer_kv_heads_than_shards(num_kv_heads, data, tensor):
 def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
     model = model_of(**odd)
     with engine_of(1, 2, model) as engine:
-        assert talk(engine, SHORT) == answers_of(model, SHORT)
+        expect_greedy(talk(engine, SHORT), model, SHORT)
         params = engine.model.params["params"]
         whole = {"vocab_size": params["embed"]["embedding"], "mlp_dim": params["layer_0"]["mlp"]["w_down"]}
         for name, leaf in whole.items():
@@ -265,7 +262,7 @@ def test_every_family_on_a_mesh(name):
     params = params_to_device(flax.traverse_util.unflatten_dict(leaves))
     model = dataclasses.replace(model_of(), config=config, model=Transformer(config), params=params)
     with engine_of(2, 2, model) as engine:
-        assert talk(engine, SHORT) == answers_of(model, SHORT)
+        expect_greedy(talk(engine, SHORT), model, SHORT)
         assert engine.sessions[0].usage.num_cached_tokens > 0
         matrices = [leaf for leaf in jax.tree.leaves(engine.model.params) if leaf.ndim > 1]
         num_divided = sum(leaf.addressable_shards[0].data.shape != leaf.shape for leaf in matrices)
@@ -302,7 +299,7 @@ def test_jobs_together_on_two_parts_of_the_slots():
     found, logprobs = answers(2, 2)
     assert found == expected
     assert logprobs.shape == (40, 4)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=LOGITS_ATOL["float32"], rtol=0)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=kit.ATOL, rtol=0)
 
 
 REPAIRS = {
@@ -335,47 +332,6 @@ def test_every_way_to_overflow(name, tmp_path):
 # Where everything lies.
 
 
-@on_meshes
-def test_each_device_holds_its_share(data, tensor, monkeypatch):
-    """Of weights, slots, a history on its way in, and new KV on its way out."""
-    loaded, saved = [], []
-
-    def layer(self, index, original=LayerLoad.layer):
-        loaded.append(original(self, index))
-        return loaded[-1]
-
-    def add_layer(self, index, kv, original=TurnSaver.add_layer):
-        saved.append(kv)
-        original(self, index, kv)
-
-    def add_decoded(self, token, kv, row, original=TurnSaver.add_decoded):
-        saved.append(kv)
-        original(self, token, kv, row)
-
-    monkeypatch.setattr(LayerLoad, "layer", layer)
-    monkeypatch.setattr(TurnSaver, "add_layer", add_layer)
-    monkeypatch.setattr(TurnSaver, "add_decoded", add_decoded)
-    with engine_of(data, tensor) as engine:
-        talk(engine, TURNS[:2])
-        slots, params = engine._runner.slots, engine.model.params
-        num_bytes = 2 * 2 * 4 * 8 * 512 * 8 * 4
-        assert slots.num_bytes == num_bytes // (data * tensor)
-        matrices = [leaf for leaf in jax.tree.leaves(params) if leaf.ndim > 1]
-        shares = {
-            "slots": (jax.tree.leaves(slots.buffers), data * tensor),
-            "weights": (matrices, tensor),
-            "loaded": (loaded, tensor),
-            "prefilled": ([kv for kv in saved if kv.ndim == 4], tensor),
-            "decoded": ([kv for kv in saved if kv.ndim == 5], data * tensor),
-        }
-        for name, (arrays, num_parts) in shares.items():
-            assert arrays, name
-            for array in arrays:
-                shards = array.addressable_shards
-                assert len(shards) == data * tensor, name
-                assert {shard.data.nbytes for shard in shards} == {array.nbytes // num_parts}, name
-
-
 def test_buffers_are_held_against_what_each_device_has(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 2)
     with pytest.raises(ValueError, match=r"write_buffer_gib must be at most the device's 0.50 GiB of memory, got 1"):
@@ -384,7 +340,7 @@ def test_buffers_are_held_against_what_each_device_has(monkeypatch):
     monkeypatch.setattr(device_memory, "device_memory_bytes", lambda: GIB // 4)
     with pytest.raises(ValueError, match=r"got .*, 0\.25 for write_buffer_gib, .* for the decode slots"):
         engine_of(1, 4)
-    with pytest.raises(ValueError, match=r"there must be at most 4 times a device's 0\.25 GiB of memory, got 2"):
+    with pytest.raises(ValueError, match=r"4 times a device's 0\.25 GiB of memory, got 2"):
         engine_of(1, 4, write_buffer_gib=2.0)
 
 
@@ -497,40 +453,26 @@ def test_one_device_is_no_mesh():
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "data", "tensor", "message"),
+    ("changes", "data", "tensor", "message"),
     [
-        (8, 1, 3, "tensor_parallel_size must be one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; got 3"),
-        (8, 1, 16, "tensor_parallel_size must be one of 1, 2, 4, 8, for 8 query heads on 8 KV heads; got 16"),
-        (2, 4, 4, "data_parallel_size=4 times tensor_parallel_size=4 must be 16 devices, got 8"),
+        ({}, 1, 3, "tensor_parallel_size must be one of 1, 2, 4, 8, .*got 3"),
+        ({}, 1, 16, "tensor_parallel_size must be one of 1, 2, 4, 8, .*got 16"),
+        ({"num_kv_heads": 3, "num_heads": 9}, 1, 2, "one of 1, 3, 9, .*got 2"),
+        ({"num_kv_heads": 2}, 4, 4, "data_parallel_size=4 .*tensor_parallel_size=4 .*16 .*8"),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused_before_anything_is_compiled(num_kv_heads, data, tensor, message):
-    model = model_of(num_kv_heads)
+def test_a_mesh_that_cannot_be_is_refused_before_anything_is_compiled(changes, data, tensor, message):
+    model = model_of(**changes)
     with CompileCounter() as counter, pytest.raises(ValueError, match=message):
         engine_of(data, tensor, model)
     assert counter.count == 0
-
-
-def test_heads_that_only_few_sizes_divide():
-    config = config_of(3, num_heads=9)
-    with pytest.raises(ValueError, match="there must be one of 1, 3, 9, for 9 query heads on 3 KV heads; got 2"):
-        model_sharding(config, tensor_parallel_size=2)
 
 
 def test_a_model_on_another_mesh_is_refused():
     layout = functools.partial(model_sharding, tensor_parallel_size=2)
     model = model_of().laid_out(layout)
     assert model.laid_out(layout) is model
-    with pytest.raises(ValueError, match=r"there must be a model on .*'tensor': 4.*, got one on .*'tensor': 2"):
+    with pytest.raises(ValueError, match=r"'tensor': 4.*, got .*'tensor': 2"):
         engine_of(1, 4, model)
-    with pytest.raises(ValueError, match="there must be a model on one device, got one on"):
+    with pytest.raises(ValueError, match="one device, got"):
         engine_of(1, 1, model)
-
-
-def test_every_rule_is_of_axes_that_a_mesh_has():
-    assert {axis for axes in shardings.RULES.values() for axis in axes} == set(shardings.MESH_AXES)
-    sharding = model_sharding(config_of(), data_parallel_size=2, tensor_parallel_size=4)
-    assert isinstance(sharding, ModelSharding)
-    assert hash(sharding) == hash(model_sharding(config_of(), data_parallel_size=2, tensor_parallel_size=4))
-    x = jnp.ones((4, 6))
-    assert shardings.constrain(x, None, ("batch",)) is x

@@ -8,9 +8,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,11 @@ from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
 from ca_jax.recompute.recomputer import Recomputer
 from ca_jax.session import Session
-from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
 
 WINDOW = 128
 """Of nearly all tests: eight blocks, so that few tokens overflow it."""
-ATOL = LOGITS_ATOL["float32"]
+ATOL = kit.ATOL
 _STEP = 32
 _REPAIR_STEP = 8  # Repaired tokens are a multiple of it.
 
@@ -129,6 +126,8 @@ class Conversation:
         self.turn_starts: list[int] = []
         self.num_to_repair = 0  # First tokens that the next prefill computes anew.
         self.num_cached = 0  # Of the last turn's prompt, tokens that needed no compute.
+        self.num_cuts = 0  # Truncations so far.
+        self.num_dropped = 0  # Tokens that left so far, by hand too.
         self.logits: list[np.ndarray] = []  # Of the last answer, one row for each token.
 
     @property
@@ -212,11 +211,13 @@ class Conversation:
             discarded[self.overflow.discarder.choices.popleft()] = True
         else:
             discarded[first:stop] = True
+        self.num_cuts += 1
         self._drop(discarded)
 
     def _drop(self, discarded: np.ndarray, *, by_hand: bool = False) -> None:
         """Drops tokens, and does to what stays what is to be done at once: nothing, in the method of the paper."""
         num_run, overflow = len(self.cache.token_ids), self.overflow
+        self.num_dropped += int(discarded.sum())
         self.pending = [token for token, leaves in zip(self.pending, discarded[num_run:], strict=True) if not leaves]
         self.cache.keep(~discarded[:num_run])
         self.turn_starts = [int((~discarded[:start]).sum()) for start in self.turn_starts]
@@ -274,23 +275,6 @@ def config(keep_first: int = 4, ratio: float = 0.5, **changes: object) -> Overfl
     return plain(keep_first_tokens=keep_first, truncation_ratio=ratio, **changes)
 
 
-def dram_store(num_blocks: int = 1000) -> StoreConfig:
-    """A store of so many blocks, in DRAM alone."""
-    return kit.store_of(num_blocks)
-
-
-def ssd_store(directory: object, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes: object) -> StoreConfig:
-    """A store of so many blocks in DRAM and, at least, on SSD."""
-    block_bytes = kit.BLOCK_TOKENS * kit.TOKEN_BYTES
-    return dataclasses.replace(
-        kit.store_of(dram_blocks),
-        ssd_dir=str(directory),
-        ssd_gib=ssd_blocks * block_bytes / GIB,
-        ssd_free_floor_gib=0.0,
-        **changes,
-    )
-
-
 def engine_of(overflow: OverflowConfig | None, *, window: int = WINDOW, **changes: object) -> Engine:
     """An engine of the tiny model under a small window."""
     return kit.small_engine(overflow=overflow, context_window=window, **changes)
@@ -299,9 +283,8 @@ def engine_of(overflow: OverflowConfig | None, *, window: int = WINDOW, **change
 def say(session: Session, token_ids: Sequence[int], max_tokens: int) -> list[int]:
     """Sends a turn to its end; all of its generated tokens, those too that have left meanwhile."""
     answer = session.send_ids(token_ids, max_tokens=max_tokens)
-    job = answer._job
     kit.drain(answer)
-    return job.output_ids
+    return answer.job.output_ids
 
 
 @contextlib.contextmanager
@@ -321,6 +304,18 @@ def recorded_logits(engine: Engine) -> Iterator[list[np.ndarray]]:
         del sampler.start
 
 
+def expected_repaired(overflow: OverflowConfig, num_tokens: int) -> int:
+    """How many of so many first tokens a turn says that it has repaired, where that needs no choice."""
+    if overflow.repair_ratio == 1:
+        return num_tokens
+    return max(min(overflow.anchor_tokens, num_tokens), int(overflow.repair_ratio * num_tokens) // 8 * 8)
+
+
+Step = int | tuple[int, int] | tuple[str, int] | Callable[[int], np.ndarray]
+"""Of a conversation: a prompt of so many tokens; the same and its answer's tokens; `lose` or `rewind`, and how many
+tokens stay; or what is discarded by hand: a mask, bool `[T]`, of as many tokens as there are."""
+
+
 class Pair:
     """A session and its reference, which are to stay the same.
 
@@ -329,6 +324,7 @@ class Pair:
       session: a new one if not given.
       reference: of a session that has begun.
       drift: what the config's file has.
+      atol: of logits.
     """
 
     def __init__(
@@ -337,35 +333,67 @@ class Pair:
         session: Session | None = None,
         reference: Conversation | None = None,
         drift: Drift | None = None,
+        *,
+        atol: float = ATOL,
     ) -> None:
         overflow = engine.config.overflow or OverflowConfig()
         self.engine = engine
         self.session = session or engine.session()
         self.reference = reference or Conversation(overflow, engine.window, drift, engine.model)
+        self.atol = atol
 
     def turn(self, token_ids: Sequence[int], max_tokens: int) -> None:
         """A turn of both: the same tokens, from the same logits."""
+        num_dropped = self.reference.num_dropped
         with recorded_logits(self.engine) as logits:
             answer = say(self.session, token_ids, max_tokens)
         expected = self.reference.say(token_ids, max_tokens)
-        np.testing.assert_allclose(logits, self.reference.logits, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(logits, self.reference.logits, rtol=0, atol=self.atol)
         assert answer == expected
         assert self.session.token_ids == self.reference.token_ids
-        assert self.session.usage.num_cached_tokens == self.reference.num_cached, "only what is new is computed"
+        usage = self.session.usage
+        assert (usage.completion_tokens, usage.dropped_tokens) == (
+            len(expected),
+            self.reference.num_dropped - num_dropped,
+        )
+        if self.reference.overflow.method not in ("tt", "of"):
+            assert usage.num_cached_tokens == self.reference.num_cached, "only what is new is computed"
 
     def turns(self, *prompt_tokens: int, max_tokens: int = 8, seed: int = 0) -> None:
         """Turns with prompts of so many tokens."""
         for index, num_tokens in enumerate(prompt_tokens):
             self.turn(kit.prompt(num_tokens, seed + index), max_tokens)
 
+    def play(self, *steps: Step) -> None:
+        """Steps one after the other; what is stored behind each turn is the reference's KV."""
+        for index, step in enumerate(steps):
+            if callable(step):
+                self.discard(step(len(self.session.token_ids)))
+            elif isinstance(step, tuple) and isinstance(step[0], str):
+                getattr(self, step[0])(step[1])
+            else:
+                num_tokens, max_tokens = step if isinstance(step, tuple) else (step, 8)
+                self.turn(kit.prompt(num_tokens, seed=index), max_tokens)
+                self.expect_stored_kv()
+
     def discard(self, discarded: np.ndarray) -> None:
         """Tokens leave by hand, bool `[T]`."""
-        self.session.discard(discarded)
+        assert self.session.discard(discarded) == (~discarded).sum()
         self.reference.discard(discarded)
         assert self.session.token_ids == self.reference.token_ids
+        assert self.session.num_dropped == self.reference.num_dropped
 
-    def expect_stored_kv(self, num_tokens: int | None = None) -> None:
-        """What is stored is the reference's KV: all of it, or the first tokens'."""
+    def lose(self, num_tokens: int) -> None:
+        """The KV of all but the first tokens is lost."""
+        self.engine.truncate_stored(self.session, num_tokens)
+        self.reference.forget(num_tokens)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Goes back to the first tokens."""
+        self.session.rewind(num_tokens)
+        self.reference.rewind(num_tokens)
+
+    def expect_stored_kv(self) -> None:
+        """What is stored is the reference's KV."""
         stored, expected = kit.stored_kv(self.engine, self.session), self.reference.cache.kv
-        assert stored.shape[2] == (expected.shape[2] if num_tokens is None else num_tokens)
-        np.testing.assert_allclose(stored, expected[:, :, : stored.shape[2]], rtol=0, atol=ATOL)
+        np.testing.assert_allclose(stored, expected, rtol=0, atol=self.atol)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,15 +18,13 @@ import numpy as np
 from benchmarks.paced import ControlledStore, Transfer, Transfers
 from ca_jax.engine import Engine
 from ca_jax.kv.load import ReadBuffer, Region
-from ca_jax.session import Answer, Session
+from ca_jax.session import Answer
 from ca_jax.storage.store import AttentionStore
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
 from tests.transfers_kit import DelayedTransfers, GatedTransfers
 
 PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
-NUM_LAYERS = kit.tiny.tiny_config().num_layers
-REGION_BYTES = 256 * kit.TOKEN_BYTES // NUM_LAYERS
+REGION_BYTES = 256 * kit.TOKEN_BYTES // kit.NUM_LAYERS
 """Staging of one layer of a history of up to 256 tokens."""
 NAN_BYTE = 0xFF
 """Everywhere it is NaN, in floats of any width and in the scale of an int8 row."""
@@ -35,7 +33,7 @@ NAN_BYTE = 0xFF
 # Memory that nobody may read.
 
 
-def poison(engine: Engine, *, staged_layers: int = 2 * NUM_LAYERS) -> None:
+def poison(engine: Engine, *, staged_layers: int = 2 * kit.NUM_LAYERS) -> None:
     """Fills all memory that is not in use with NaN, now and whenever some is let go of.
 
     Blocks of DRAM when they are free, regions of the read buffer when they are given back, decode slots when their job
@@ -145,28 +143,6 @@ def in_thread(action: Callable[[], object]) -> Iterator[None]:
 
 
 # Answers.
-
-
-def num_wrong(token_ids: Sequence[int], answers: Iterable[range]) -> int:
-    """How many tokens at these places are not the likeliest there, by one pass without engine, store or buckets.
-
-    Of tokens whose logits differ by no more than rounding each is right.
-    """
-    logits = kit.full_pass(list(token_ids))[0]
-    places = np.array([place for places in answers for place in places], int)
-    chosen = logits[places - 1, np.asarray(token_ids)[places]]
-    return int(np.sum(~(chosen >= logits[places - 1].max(-1) - LOGITS_ATOL["float32"])))
-
-
-def last_answer(session: Session) -> range:
-    """Where the last turn's generated tokens are."""
-    return range(session.usage.prompt_tokens, len(session.token_ids))
-
-
-def expect_right(*sessions: Session) -> None:
-    """Checks the last answers."""
-    for session in sessions:
-        assert num_wrong(session.token_ids, [last_answer(session)]) == 0, f"{session.session_id} answered wrongly"
 
 
 def take(answer: Answer, num_pieces: int) -> None:

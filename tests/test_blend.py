@@ -21,9 +21,8 @@ from ca_jax.recompute.plan import Plan, plan_repair, repair_plan
 from ca_jax.recompute.recomputer import Recomputer
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
-from tests.tolerances import LOGITS_ATOL
+from tests import engine_kit as kit
 
-ATOL = LOGITS_ATOL["float32"]
 CONFIG = tiny.tiny_config()
 NUM_LAYERS = CONFIG.num_layers
 NUM_TOKENS = 96
@@ -85,7 +84,14 @@ def blended(plan: Plan, x: jax.Array, kv: np.ndarray) -> np.ndarray:
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(found, expected, atol=kit.ATOL, rtol=0)
+
+
+def blend_layer(layer: int, x: np.ndarray, chosen: np.ndarray, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """One layer of chosen tokens: what goes into the next, and KV."""
+    places = jnp.asarray(chosen, jnp.int32)
+    found = recompute_layer(CONFIG, params()[0][layer], jnp.asarray(x), places, jnp.asarray(stored), table())
+    return np.asarray(found[0]), np.asarray(found[1])
 
 
 # One layer.
@@ -94,13 +100,11 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 def test_a_layer_of_all_tokens_is_that_of_a_prefill_whatever_was_stored():
     x, kv = fresh(token_ids())
     stored = noise()
-    for layer, layer_params in enumerate(params()[0]):
-        out, new = recompute_layer(
-            CONFIG, layer_params, jnp.asarray(x[layer]), jnp.arange(NUM_TOKENS), jnp.asarray(stored[layer]), table()
-        )
-        assert_close(np.asarray(out), x[layer + 1])
-        assert_close(np.asarray(new)[:, :NUM_TOKENS], kv[layer])
-        np.testing.assert_array_equal(np.asarray(new)[:, NUM_TOKENS:], stored[layer, :, NUM_TOKENS:])
+    for layer in range(NUM_LAYERS):
+        out, new = blend_layer(layer, x[layer], np.arange(NUM_TOKENS), stored[layer])
+        assert_close(out, x[layer + 1])
+        assert_close(new[:, :NUM_TOKENS], kv[layer])
+        np.testing.assert_array_equal(new[:, NUM_TOKENS:], stored[layer, :, NUM_TOKENS:])
 
 
 @pytest.mark.parametrize("chosen", [[0], [95], [0, 1, 2, 3], [5, 17, 18, 60, 95]], ids=str)
@@ -109,18 +113,11 @@ def test_chosen_tokens_take_the_places_of_their_own_and_of_no_other(chosen):
     x, kv = fresh(token_ids())
     stored, layer = stale(kv, np.nan), 1
     stored[:, :, chosen] = noise()[:, :, chosen]
-    out, new = recompute_layer(
-        CONFIG,
-        params()[0][layer],
-        jnp.asarray(x[layer][:, chosen]),
-        jnp.asarray(chosen, jnp.int32),
-        jnp.asarray(stored[layer]),
-        table(),
-    )
-    assert_close(np.asarray(out), x[layer + 1][:, chosen])
-    assert_close(np.asarray(new)[:, chosen], kv[layer][:, chosen])
+    out, new = blend_layer(layer, x[layer][:, chosen], chosen, stored[layer])
+    assert_close(out, x[layer + 1][:, chosen])
+    assert_close(new[:, chosen], kv[layer][:, chosen])
     others = np.setdiff1d(np.arange(CAPACITY), chosen)
-    np.testing.assert_array_equal(np.asarray(new)[:, others], stored[layer][:, others])
+    np.testing.assert_array_equal(new[:, others], stored[layer][:, others])
 
 
 def test_a_token_sees_what_is_stored_before_it_and_nothing_behind():
@@ -128,8 +125,7 @@ def test_a_token_sees_what_is_stored_before_it_and_nothing_behind():
     chosen, layer = np.array([10, 40]), 2
 
     def out_of(stored: np.ndarray) -> np.ndarray:
-        arguments = jnp.asarray(x[layer][:, chosen]), jnp.asarray(chosen, jnp.int32), jnp.asarray(stored)
-        return np.asarray(recompute_layer(CONFIG, params()[0][layer], *arguments, table())[0])[0]
+        return blend_layer(layer, x[layer][:, chosen], chosen, stored)[0][0]
 
     before = out_of(stale(kv, np.nan)[layer])
     changed = stale(kv)[layer]
@@ -155,13 +151,6 @@ def test_deviation_is_the_squared_distance_of_unrotated_kv(layer):
         CONFIG, params()[0][layer], jnp.asarray(x[layer][:, positions]), jnp.asarray(positions), jnp.asarray(stored)
     )
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-4)
-
-
-def test_what_is_stored_as_it_should_be_does_not_deviate():
-    x, kv = fresh(token_ids())
-    positions = jnp.arange(NUM_TOKENS)
-    found = kv_deviation(CONFIG, params()[0][1], jnp.asarray(x[1]), positions, jnp.asarray(stale(kv)[1]))
-    np.testing.assert_allclose(np.asarray(found), 0, atol=1e-6)
 
 
 # How many.
@@ -204,17 +193,11 @@ def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_tokens, ratio,
         ({"ratio": 1.0}, (100,) * 4),
         ({"ratio": 0.0}, (0,) * 4),
         ({"ratio": 0.0, "num_first": 1}, (8,) * 4),
-        ({"ratio": 0.0, "num_first": 97}, (100,) * 4),
         ({"ratio": 0.25, "num_first": 20}, (24,) * 4),  # All of it would go into the first layer.
         ({"ratio": 0.5}, (100, 32, 32, 32)),  # 33 of each further layer, rounded down.
         ({"ratio": 0.5, "num_first": 60}, (100, 64, 64, 64)),
         ({"ratio": 0.5, "check_layers": 0}, (48,) * 4),
-        ({"ratio": 0.5, "check_layers": 2}, (0,) * 4),
         ({"ratio": 0.75, "check_layers": 2}, (100, 100, 48, 48)),
-        ({"ratio": 0.75, "check_layers": 4}, (0,) * 4),
-        ({"ratio": 0.75, "num_layers": 1}, (0,)),
-        ({"ratio": 1.0, "num_layers": 1}, (100,)),
-        ({"ratio": 0.5, "num_tokens": 3}, (0,) * 4),
         ({"ratio": 0.0, "num_tokens": 3, "num_first": 2}, (3,) * 4),
     ],
 )
@@ -228,11 +211,11 @@ def test_counts_of_each_layer(values, counts):
     ("values", "message"),
     [
         ({"num_layers": 0}, "got 0, 10 and 0"),
-        ({"num_tokens": 0}, "there must be layers, tokens, and 0 or more first ones; got 2, 0 and 0"),
+        ({"num_tokens": 0}, "got 2, 0 and 0"),
         ({"num_first": -1}, "got 2, 10 and -1"),
-        ({"ratio": 1.1}, r"ratio must be a share of the tokens in \[0, 1\], got 1.1"),
-        ({"ratio": float("nan")}, "got nan"),
-        ({"check_layers": 3}, "check_layers must be 0 to 2 layers, got 3"),
+        ({"ratio": 1.1}, "ratio .*got 1.1"),
+        ({"ratio": float("nan")}, "ratio .*got nan"),
+        ({"check_layers": 3}, "check_layers .*got 3"),
     ],
 )
 def test_a_plan_out_of_range_is_refused(values, message):
@@ -240,10 +223,11 @@ def test_a_plan_out_of_range_is_refused(values, message):
         plan_repair(**{"num_layers": 2, "num_tokens": 10, "ratio": 0.5, **values})
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 20, 31, 33, 90])
+@pytest.mark.parametrize("num_tokens", [1, 20, 33, 90])
 def test_a_repair_of_few_tokens_compiles_nothing_that_one_of_many_has_not(num_tokens):
     def repair(num_tokens: int) -> int:
-        plan = repair_plan(OverflowConfig(anchor_tokens=32, repair_ratio=0.1), NUM_LAYERS, num_tokens, CAPACITY)
+        overflow = OverflowConfig(anchor_tokens=32, repair_ratio=0.1)
+        plan = repair_plan(overflow, NUM_LAYERS, num_tokens, CAPACITY)
         recomputer = Recomputer(CONFIG, params()[0], table(), plan, embedded(token_ids()))
         with CompileCounter() as compiles:
             for layer, kv in enumerate(noise()):
@@ -261,23 +245,26 @@ def plan_of(num_tokens: int, ratio: float, num_first: int = 0) -> Plan:
     return plan_repair(num_layers=NUM_LAYERS, num_tokens=num_tokens, ratio=ratio, num_first=num_first)
 
 
-def test_all_tokens_anew_are_a_prefill():
+@pytest.mark.parametrize(
+    ("ratio", "num_first", "spreads", "num_anew"),
+    [
+        (0.0, 0, False, 0),
+        (0.0, 1, False, 8),
+        (0.0, 33, False, 40),
+        (0.0, 96, False, 96),
+        (1.0, 0, False, 96),
+        (1.0, 0, True, 96),
+        (0.05, 40, True, 40),  # How first tokens move is not how others do.
+    ],
+)
+def test_first_tokens_anew_are_a_prefill_of_these_alone_and_all_else_stands(ratio, num_first, spreads, num_anew):
     tokens = token_ids()
-    found = blended(plan_of(NUM_TOKENS, 1.0), embedded(tokens), noise())
-    assert_close(found[:, :, :NUM_TOKENS], fresh(tokens)[1])
-    np.testing.assert_array_equal(found[:, :, NUM_TOKENS:], noise()[:, :, NUM_TOKENS:])
-
-
-@pytest.mark.parametrize(("num_first", "num_anew"), [(1, 8), (16, 16), (33, 40), (96, 96)])
-def test_first_tokens_anew_are_a_prefill_of_these_alone_and_all_else_stands(num_first, num_anew):
-    tokens = token_ids()
-    found = blended(plan_of(NUM_TOKENS, 0.0, num_first), embedded(tokens), noise())
-    assert_close(found[:, :, :num_anew], fresh(tokens[:num_anew])[1])
-    np.testing.assert_array_equal(found[:, :, num_anew:], noise()[:, :, num_anew:])
-
-
-def test_nothing_anew_is_what_was_stored():
-    np.testing.assert_array_equal(blended(plan_of(NUM_TOKENS, 0.0), embedded(token_ids()), noise()), noise())
+    plan = plan_repair(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=ratio, num_first=num_first, spreads=spreads)
+    stored = noise()
+    found = blended(plan, embedded(tokens, CAPACITY if spreads else None), stored)
+    if num_anew:
+        assert_close(found[:, :, :num_anew], fresh(tokens[:num_anew])[1])
+    np.testing.assert_array_equal(found[:, :, num_anew:], stored[:, :, num_anew:])
 
 
 def kept_of_a_longer_context(num_dropped: int = 32) -> tuple[np.ndarray, np.ndarray]:
@@ -304,15 +291,8 @@ def test_tokens_that_deviate_most_are_computed_anew_over_what_stands(num_first):
     others = np.setdiff1d(np.arange(CAPACITY), chosen)
     x_of_chosen = x[1][:, chosen]
     for layer in (1, 2):
-        x_of_chosen, expected = recompute_layer(
-            CONFIG,
-            params()[0][layer],
-            jnp.asarray(x_of_chosen),
-            jnp.asarray(chosen, jnp.int32),
-            jnp.asarray(stored[layer]),
-            table(),
-        )
-        assert_close(found[layer][:, chosen], np.asarray(expected)[:, chosen])
+        x_of_chosen, expected = blend_layer(layer, x_of_chosen, chosen, stored[layer])
+        assert_close(found[layer][:, chosen], expected[:, chosen])
         np.testing.assert_array_equal(found[layer][:, others], stored[layer][:, others])
     assert np.isin(np.arange(4), chosen).all() == (num_first == 4)
 
@@ -330,17 +310,6 @@ def test_padding_behind_the_tokens_is_never_chosen_nor_written(ratio, num_first)
     assert_close(padded[:, :, :num_tokens], exact[:, :, :num_tokens])
     if ratio == 1:
         assert_close(exact[:, :, :num_tokens], fresh(tokens[:num_tokens])[1])
-
-
-def test_half_precision_stays_half():
-    config, layers = CONFIG, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params()[0])
-    x = embedded(token_ids()).astype(jnp.bfloat16)
-    kv = jnp.asarray(noise()[0], jnp.bfloat16)
-    out, new = recompute_layer(config, layers[0], x, jnp.arange(NUM_TOKENS), kv, table())
-    assert (out.dtype, new.dtype) == (jnp.bfloat16, jnp.bfloat16)
-    np.testing.assert_array_equal(
-        np.asarray(new[:, NUM_TOKENS:], np.float32), np.asarray(kv[:, NUM_TOKENS:], np.float32)
-    )
 
 
 # Tokens evenly apart, as which all others move.
@@ -380,43 +349,33 @@ def moved_by_least_squares(new, positions, kv, start, stop, min_place=16):
     return out
 
 
-def masks(positions: np.ndarray, start: int, stop: int) -> tuple[jax.Array, jax.Array]:
-    """Which tokens say how others move, where those from `start` up to `stop` do: none of the first 16."""
-    place = np.arange(CAPACITY)
-    return jnp.asarray(np.asarray(positions) >= max(start, 16)), jnp.asarray((place >= start) & (place < stop))
+def carried(new: np.ndarray, positions: np.ndarray, kv: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """All tokens from `start` up to `stop` moved as these did, of which the first 16 say nothing."""
+    place, positions = np.arange(CAPACITY), np.asarray(positions)
+    fits, moves = positions >= max(start, 16), (place >= start) & (place < stop)
+    return np.asarray(carry_along(*map(jnp.asarray, (new, positions, kv, fits, moves))))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, CAPACITY), (4, NUM_TOKENS), (30, 31)])
 def test_others_move_by_the_map_that_fits_best(start, stop):
     kv, positions = noise()[0], np.arange(3, NUM_TOKENS, 4)
     new = kv[:, positions] + noise(1)[0][:, : len(positions)] + 3 * kv[:, positions, :, ::-1]
-    found = carry_along(jnp.asarray(new), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, start, stop))
+    found = carried(new, positions, kv, start, stop)
     wanted = moved_by_least_squares(new, positions, kv, start, stop)
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
+    assert_close(found, wanted)
     assert np.abs(wanted[:, start:stop] - kv[:, start:stop]).max() > 1
-    np.testing.assert_array_equal(np.asarray(found)[:, :start], kv[:, :start])
-    np.testing.assert_array_equal(np.asarray(found)[:, stop:], kv[:, stop:])
+    np.testing.assert_array_equal(found[:, :start], kv[:, :start])
+    np.testing.assert_array_equal(found[:, stop:], kv[:, stop:])
 
 
 @pytest.mark.parametrize("positions", [np.arange(0, NUM_TOKENS, 8), np.array([90]), np.arange(8)])
 def test_what_all_move_by_is_what_others_move_by(positions):
     """By nothing, where nobody says it: first tokens do not."""
     kv, by = noise()[0], noise(1)[0][:, :1]
-    found = carry_along(
-        jnp.asarray(kv[:, positions] + by), jnp.asarray(positions), jnp.asarray(kv), *masks(positions, 4, NUM_TOKENS)
-    )
     wanted = kv.copy()
     if positions.max() >= 16:
         wanted[:, 4:NUM_TOKENS] += by
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=ATOL)
-
-
-def test_all_tokens_spread_are_a_prefill():
-    tokens = token_ids()
-    plan = plan_repair(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=1.0, spreads=True)
-    found = blended(plan, embedded(tokens, CAPACITY), noise())
-    np.testing.assert_allclose(found[:, :, :NUM_TOKENS], fresh(tokens)[1], rtol=0, atol=ATOL)
-    np.testing.assert_array_equal(found[:, :, NUM_TOKENS:], noise()[:, :, NUM_TOKENS:])
+    assert_close(carried(kv[:, positions] + by, positions, kv, 4, NUM_TOKENS), wanted)
 
 
 @pytest.mark.parametrize("num_first", [0, 5])
@@ -427,21 +386,10 @@ def test_spread_tokens_are_computed_over_what_has_moved(num_first):
         num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.3, num_first=num_first, spreads=True, carries_from=4
     )
     found = blended(plan, embedded(tokens, CAPACITY), kv)
-    places = jnp.asarray(plan.first_rows)
+    places = plan.first_rows
     x = embedded(tokens)[:, places]
     for layer, wanted in enumerate(kv):
-        out, alone = recompute_layer(CONFIG, params()[0][layer], x, places, jnp.asarray(wanted), table())
-        moved = carry_along(alone[:, places], places, jnp.asarray(wanted), *masks(plan.first_rows, 4, NUM_TOKENS))
-        out, fused = recompute_layer(CONFIG, params()[0][layer], x, places, moved, table())
-        np.testing.assert_allclose(found[layer], np.asarray(fused), rtol=0, atol=ATOL)
-        x = out
-
-
-def test_how_first_tokens_move_is_not_how_others_do():
-    tokens = token_ids()
-    kv = stale(fresh(tokens)[1] + 0.3 * noise()[:, :, :NUM_TOKENS])
-    plan = plan_repair(num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS, ratio=0.05, num_first=40, spreads=True)
-    assert plan.first_rows.tolist() == list(range(40))
-    found = blended(plan, embedded(tokens, CAPACITY), kv)
-    np.testing.assert_array_equal(found[:, :, 40:], kv[:, :, 40:])
-    np.testing.assert_allclose(found[:, :, :40], fresh(tokens)[1][:, :, :40], rtol=0, atol=ATOL)
+        _, alone = blend_layer(layer, x, places, wanted)
+        moved = carried(alone[:, places], places, wanted, 4, NUM_TOKENS)
+        x, fused = blend_layer(layer, x, places, moved)
+        assert_close(found[layer], fused)

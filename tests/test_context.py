@@ -9,25 +9,29 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ca_jax import BlendConfig
 from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
 from ca_jax.kv.rates import PrefillRate, Rates, TransferRate
-from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.records import Residency
 from tests import engine_kit as kit
-from tests.test_engine_ssd import ssd_store
+from tests import overflow_kit as ok
 
 A, B, C = kit.prompt(70, 1), kit.prompt(33, 2), kit.prompt(48, 3)
 ONE = kit.prompt(1, 4)
 QUESTION = kit.prompt(20, 5)
 WHOLE, REUSE, SOME = (BlendConfig(recompute_ratio=ratio) for ratio in (1.0, 0.0, 0.15))
-RECOMPUTE = BlendConfig(mode="recompute")
-MODES = [WHOLE, BlendConfig(mode="prefix"), RECOMPUTE]
+
+
+def answer_over(kv: np.ndarray, new_ids: list[int], max_tokens: int) -> list[int]:
+    """The greedy answer to new tokens behind KV `[L, 2, T, K, H]`."""
+    cache, answer = ok.SlicedCache(kit.WINDOW), []
+    cache.kv, cache.token_ids = kv, [0] * kv.shape[2]
+    while len(answer) < max_tokens:
+        answer.append(int(cache.feed(answer[-1:] or new_ids).argmax()))
+    return answer
 
 
 def joined(*chunks: list[int]) -> list[int]:
@@ -39,35 +43,24 @@ def alone(*chunks: list[int]) -> np.ndarray:
     return np.concatenate([kit.full_pass(chunk)[1] for chunk in chunks], axis=2)
 
 
-def answer_over(kv: np.ndarray, new_ids: list[int], max_tokens: int) -> list[int]:
-    """The greedy answer to new tokens behind KV `[L, 2, T, K, H]`, by the model over all of it for each token."""
-    model, ids = kit.tiny_model(), list(new_ids)
-    layers = tuple(LayerKV(jnp.asarray(k[None]), jnp.asarray(v[None])) for k, v in kv)
-    history = KVCache(layers, jnp.array([kv.shape[2]], jnp.int32))
-    for _ in range(max_tokens):
-        positions = jnp.arange(kv.shape[2], kv.shape[2] + len(ids))[None]
-        logits, _ = model.model.apply(model.params, jnp.array([ids]), positions, history)
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(new_ids) :]
-
-
-@pytest.mark.parametrize("blend", MODES, ids=lambda blend: f"{blend.mode}-{blend.recompute_ratio}")
-@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE), (A,)])
+@pytest.mark.parametrize("context", [(A, B, C), (B, B, A, B), (ONE, A, ONE), (A,)])
+@pytest.mark.parametrize(
+    "blend", [WHOLE, BlendConfig(mode="prefix"), BlendConfig(mode="recompute")], ids=lambda blend: blend.mode
+)
 def test_what_is_exact_answers_as_one_pass_over_all(blend, context):
     prompt = joined(*context, QUESTION)
-    expected = kit.greedy_answer(prompt, 8)
     with kit.small_engine(blend=blend) as engine:
         engine.precompute(context)
         session = engine.session()
-        assert kit.say(session, QUESTION, 8, context=context) == expected
+        assert kit.say(session, QUESTION, 8, context=context) == kit.greedy_answer(prompt, 8)
         assert session.token_ids[: len(prompt)] == prompt
-        np.testing.assert_allclose(
-            kit.stored_kv(engine, session)[:, :, : len(prompt)], kit.full_pass(prompt)[1], atol=1e-4
-        )
+        stored = kit.stored_kv(engine, session)[:, :, : len(prompt)]
+        np.testing.assert_allclose(stored, kit.full_pass(prompt)[1], atol=1e-4)
 
 
-@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE)])
+@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE), (A,)])
 def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
+    """Also behind a history, and of the turn behind it."""
     kv = alone(*context)
     with kit.small_engine(blend=REUSE) as engine:
         assert engine.precompute(context) == len({tuple(chunk) for chunk in context})
@@ -76,21 +69,34 @@ def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
         assert session.usage.num_cached_tokens == kv.shape[2]
         assert not session.usage.repaired_tokens
         np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, : kv.shape[2]], kv, atol=1e-5)
+        later = engine.session()
+        kit.say(later, kit.prompt(30, 6), 8)
+        history = later.token_ids
+        kv = np.concatenate([kit.full_pass(history)[1], kv], axis=2)
+        assert kit.say(later, QUESTION, 8, context=context) == answer_over(kv, QUESTION, 8)
+        assert later.usage.num_cached_tokens == kv.shape[2] - 1, "all but the last token of the turn before"
+        np.testing.assert_allclose(kit.stored_kv(engine, later)[:, :, : kv.shape[2]], kv, atol=1e-4)
+        then = later.token_ids[kv.shape[2] :]
+        assert kit.say(later, B, 8) == answer_over(kv, then + B, 8)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
-def test_a_single_chunk_at_the_start_is_a_prefix(ratio):
-    with kit.small_engine(blend=BlendConfig(recompute_ratio=ratio)) as engine:
-        engine.precompute([A])
+@pytest.mark.parametrize("selection", ["hkvd", "spread"])
+@pytest.mark.parametrize("context", [(B, A), (C, B, A), (A, A), (ONE, ONE, B), (ONE,), (C, ONE)])
+def test_any_order_of_what_was_all_seen_before(context, selection):
+    """Chunks that were not computed before are computed first, and once; a single one is a prefix."""
+    with kit.small_engine(blend=dataclasses.replace(SOME, selection=selection)) as engine:
+        kit.say(engine.session(), QUESTION, 2, context=[A, B, A])
+        assert engine.metrics.computed_chunks == 2
+        assert engine.precompute([A, B, C, ONE]) == 2
+        loaded = engine.metrics.loaded_chunks
         session = engine.session()
-        assert kit.say(session, QUESTION, 8, context=[A]) == kit.greedy_answer(joined(A, QUESTION), 8)
-        assert session.usage.num_cached_tokens == len(A)
-        assert not session.usage.repaired_tokens
-        following = kit.say(session, B, 8)
-        assert following == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 8)
-        other = engine.session()  # It is KV like any other: whoever has the same tokens may begin with it.
-        assert kit.stored_kv(engine, session).shape[2] > len(A)
-        assert other.token_ids == []
+        answer = kit.say(session, QUESTION, 8, context=context)
+        assert engine.metrics.loaded_chunks == loaded + len(context)
+        assert engine.metrics.missed_chunks == 0
+        assert session.usage.num_cached_tokens == sum(map(len, context))
+        if len(context) == 1:
+            assert answer == kit.greedy_answer(joined(*context, QUESTION), 8)
+            assert not session.usage.repaired_tokens
 
 
 def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
@@ -103,7 +109,7 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
     num_tokens = sum(map(len, context))
     assert usage.num_cached_tokens == num_tokens
     assert usage.missed_chunks == 0
-    num_layers = kit.tiny.tiny_config().num_layers
+    num_layers = kit.NUM_LAYERS
     assert 0 < usage.repaired_tokens <= (0.15 + 1 / num_layers) * num_tokens  # One layer checks.
     as_stored, as_computed = alone(*context), kit.full_pass(joined(*context))[1]
     np.testing.assert_allclose(kv[:, :, : len(A)], as_computed[:, :, : len(A)], atol=1e-5)
@@ -114,41 +120,73 @@ def test_some_tokens_are_computed_anew_and_the_first_chunk_is_none_of_them():
     assert gone[0] < gone[1]
 
 
-@pytest.mark.parametrize("selection", ["hkvd", "spread"])
-@pytest.mark.parametrize("context", [(B, A), (C, B, A), (A, A), (ONE, ONE, B), (ONE,), (C, ONE)])
-def test_any_order_of_what_was_all_seen_before(context, selection):
-    with kit.small_engine(blend=dataclasses.replace(SOME, selection=selection)) as engine:
-        engine.precompute([A, B, C, ONE])
-        loaded = engine.metrics.loaded_chunks
-        session = engine.session()
-        kit.say(session, QUESTION, 8, context=context)
-        assert engine.metrics.loaded_chunks == loaded + len(context)
-        assert engine.metrics.missed_chunks == 0
-        assert session.usage.num_cached_tokens == sum(map(len, context))
-
-
-def test_chunks_that_were_not_precomputed_are_computed_first_and_once():
-    with kit.small_engine(blend=SOME) as engine:
-        kit.say(engine.session(), QUESTION, 4, context=[A, B, A])
-        assert engine.metrics.computed_chunks == 2
-        kit.say(engine.session(), QUESTION, 4, context=[B, C])
-        assert engine.metrics.computed_chunks == 3
-        assert engine.metrics.missed_chunks == 0
-        assert engine.precompute([A, B, C]) == 0
-
-
 def test_turns_with_the_same_chunk_at_once_compute_it_once():
     with kit.small_engine(blend=REUSE) as engine:
         sessions = [engine.session() for _ in range(4)]
-        answers = [session.send_ids(QUESTION, context=[A, B], max_tokens=6) for session in sessions]
-        kit.drain(*answers)
+        kit.drain(*(session.send_ids(QUESTION, context=[A, B], max_tokens=6) for session in sessions))
         assert engine.metrics.computed_chunks == 2
         expected = answer_over(alone(A, B), QUESTION, 6)
         assert all(session.token_ids[-6:] == expected for session in sessions)
 
 
+def test_chunks_are_kept_in_the_tier_that_is_asked_for_and_fetched_for_the_turn(tmp_path):
+    with kit.small_engine(blend=REUSE, store=kit.ssd_store(tmp_path)) as engine:
+        engine.precompute([A], tier="dram")
+        engine.precompute([A, B], tier="ssd")
+        for _ in range(3):
+            engine.wait_for_saves()
+            engine.keep()
+        found = {info.num_tokens: info.residency for info in engine.stored.list()}
+        assert found == {len(A): Residency.DRAM, len(B): Residency.SSD}
+        session = engine.session()
+        assert kit.say(session, QUESTION, 8, context=[B, A]) == answer_over(alone(B, A), QUESTION, 8)
+        assert session.usage.cached_tokens["ssd"] >= len(B)
+        assert session.usage.num_cached_tokens == len(A + B)
+
+
+def test_the_window_may_overflow_before_a_context_and_behind_it():
+    with kit.small_engine(blend=WHOLE) as engine:
+        session = engine.session()
+        kit.say(session, kit.prompt(400), 8)
+        kit.say(session, QUESTION, 8, context=[A, B, C])
+        assert session.usage.dropped_tokens > 0
+        assert session.usage.num_cached_tokens >= len(A + B + C)
+        num_dropped = session.num_dropped
+        while session.num_dropped == num_dropped:
+            kit.say(session, kit.prompt(100, len(session.token_ids)), 8)
+        kv = kit.stored_kv(engine, session)
+        assert np.isfinite(kv).all()
+        assert kv.shape[2] >= len(session.token_ids) - 1
+        kit.say(session, QUESTION, 8, context=[C])
+        assert session.usage.num_cached_tokens > len(C)
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "says"),
+    [
+        ([], EmptyMessageError, "at least one chunk"),
+        ("text", InvalidRequestError, "list"),
+        ([A, []], EmptyMessageError, "chunk 2 of 2"),
+        ([A, "  \n"], EmptyMessageError, "chunk 2 of 2"),
+        ([[10**6]], InvalidRequestError, "1000000"),
+        ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 1 of 1"),
+        ([kit.prompt(300, 1), kit.prompt(300, 2)], ContextWindowError, "109 tokens"),
+    ],
+)
+def test_bad_contexts_are_named_and_change_nothing(engine, context, error, says):
+    session, num_computed = engine.session(), engine.metrics.computed_chunks
+    with pytest.raises(error, match=says):
+        session.send_ids(QUESTION, context=context)
+    if error is not ContextWindowError or len(context) == 1:
+        with pytest.raises(error, match=says):
+            engine.precompute(context)
+    assert session.token_ids == []
+    assert engine.metrics.computed_chunks == num_computed
+    kit.check_turn(session, QUESTION, 4)
+
+
 def test_following_turns_go_on_from_what_was_blended(tmp_path):
-    store = ssd_store(tmp_path)
+    store = kit.ssd_store(tmp_path)
     with kit.small_engine(blend=REUSE, store=store) as engine:
         session = engine.session(session_id="one")
         kit.say(session, QUESTION, 8, context=[A, B])
@@ -167,28 +205,8 @@ def test_following_turns_go_on_from_what_was_blended(tmp_path):
         assert engine.metrics.computed_chunks == 0  # Chunks outlive their engine too.
 
 
-def test_context_in_a_later_turn_stands_behind_the_history():
-    with kit.small_engine(blend=REUSE) as engine:
-        session = engine.session()
-        kit.say(session, C, 8)
-        history = session.token_ids
-        answer = kit.say(session, QUESTION, 8, context=[A, B])
-        own = kit.full_pass(history)[1][:, :, :-1]  # The last token's KV was not computed when its turn ended.
-        last = KVCache(
-            tuple(LayerKV(jnp.asarray(k[None]), jnp.asarray(v[None])) for k, v in own),
-            jnp.array([own.shape[2]], jnp.int32),
-        )
-        assert last.capacity == len(history) - 1
-        fused = np.concatenate([kit.full_pass(history)[1], alone(A, B)], axis=2)
-        assert answer == answer_over(fused, QUESTION, 8)
-        assert session.usage.num_cached_tokens == len(history) - 1 + len(A) + len(B)
-        np.testing.assert_allclose(kit.stored_kv(engine, session)[:, :, : fused.shape[2]], fused, atol=1e-4)
-        then = session.token_ids
-        assert kit.say(session, B, 8) == answer_over(fused, then[fused.shape[2] :] + B, 8)
-
-
 def test_blended_kv_is_never_served_as_that_of_the_same_text(tmp_path):
-    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
+    with kit.small_engine(blend=REUSE, store=kit.ssd_store(tmp_path)) as engine:
         kit.say(engine.session(), QUESTION, 8, context=[A, B])
         engine.wait_for_saves()
         prompt = joined(A, B, QUESTION)
@@ -231,61 +249,6 @@ def test_a_chunk_that_was_dropped_meanwhile_is_computed_in_its_place():
         np.testing.assert_allclose(kv[:, :, len(A + B) : len(A + B + C)], alone(C), atol=1e-5)
 
 
-def test_the_window_may_overflow_behind_a_context():
-    with kit.small_engine(blend=REUSE) as engine:
-        session = engine.session()
-        kit.say(session, QUESTION, 8, context=[A, B, C])
-        while not session.num_dropped:
-            kit.say(session, kit.prompt(100, len(session.token_ids)), 8)
-        kv = kit.stored_kv(engine, session)
-        assert np.isfinite(kv).all()
-        assert kv.shape[2] >= len(session.token_ids) - 1
-        kit.say(session, QUESTION, 8, context=[C])
-        assert session.usage.num_cached_tokens > len(C)
-
-
-def test_a_context_pushes_older_turns_out_of_the_window():
-    with kit.small_engine(blend=WHOLE) as engine:
-        session = engine.session()
-        kit.say(session, kit.prompt(400), 8)
-        kit.say(session, QUESTION, 8, context=[A, B, C])
-        assert session.usage.dropped_tokens > 0
-        assert session.usage.num_cached_tokens >= len(A + B + C)
-
-
-@pytest.mark.parametrize(
-    ("context", "error", "says"),
-    [
-        ([], EmptyMessageError, "at least one chunk"),
-        ("text", InvalidRequestError, "list"),
-        ([A, []], EmptyMessageError, "chunk 2 of 2"),
-        ([A, "  \n"], EmptyMessageError, "chunk 2 of 2"),
-        ([[10**6]], InvalidRequestError, "1000000"),
-        ([kit.prompt(kit.WINDOW)], ContextWindowError, "chunk 1 of 1"),
-        ([kit.prompt(300, 1), kit.prompt(300, 2)], ContextWindowError, "leave out 109 tokens"),
-    ],
-)
-def test_bad_contexts_are_named_and_change_nothing(context, error, says):
-    with kit.small_engine() as engine:
-        session = engine.session()
-        with pytest.raises(error, match=says):
-            session.send_ids(QUESTION, context=context)
-        assert session.token_ids == []
-        assert not engine.metrics.computed_chunks
-        assert len(kit.say(session, QUESTION, 4)) == 4
-
-
-def test_precompute_says_what_it_cannot_take():
-    with kit.small_engine() as engine:
-        for chunks, error in (
-            ([], EmptyMessageError),
-            ([[]], EmptyMessageError),
-            ([kit.prompt(512)], ContextWindowError),
-        ):
-            with pytest.raises(error):
-                engine.precompute(chunks)
-
-
 def test_texts_make_a_turn_like_any_other():
     texts = ["The sky is green.", "Grass is blue.\n"]
     with kit.small_engine(blend=WHOLE) as engine:
@@ -300,29 +263,6 @@ def test_texts_make_a_turn_like_any_other():
         assert session.usage.num_cached_tokens == sum(len(each) for each in ("The sky is green.\n\n", texts[1]))
 
 
-def test_kv_of_chunks_in_int8_is_that_of_chunks_rounded():
-    with kit.small_engine(blend=REUSE, kv_rest_dtype="int8") as engine:
-        session = engine.session()
-        answer = kit.say(session, QUESTION, 8, context=[A, B])
-        assert len(answer) == 8
-        assert session.usage.num_cached_tokens == len(A + B)
-    with kit.small_engine(blend=WHOLE, kv_rest_dtype="int8") as engine:
-        assert kit.say(engine.session(), QUESTION, 8, context=[A, B]) == kit.greedy_answer(A + B + QUESTION, 8)
-
-
-def test_a_chunk_on_ssd_alone_is_fetched_for_the_turn(tmp_path):
-    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
-        engine.precompute([A, B])
-        engine.wait_for_saves()
-        keys = [engine._kv.chunks.key(chunk, "") for chunk in (A, B)]
-        for key in keys:
-            engine._kv.store.leave_dram(key)
-        assert [engine._kv.store.residency(key) for key in keys] == [Residency.SSD] * 2
-        session = engine.session()
-        assert kit.say(session, QUESTION, 8, context=[B, A]) == answer_over(alone(B, A), QUESTION, 8)
-        assert session.usage.cached_tokens == {"ssd": len(A + B)}
-
-
 def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
     with kit.small_engine(blend=REUSE, max_batch_size=1) as engine:
         busy = engine.session().send_ids(C, max_tokens=30)
@@ -335,43 +275,17 @@ def test_a_turn_given_up_in_the_queue_leaves_nothing_behind():
         assert len(engine._kv.store._placement._look_ahead) == 0
 
 
-def test_a_config_that_checks_more_layers_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="check_layers"):
-        kit.small_engine(blend=BlendConfig(check_layers=99))
-    assert dataclasses.replace(SOME, check_layers=2).check_layers == 2
-
-
-def test_a_store_config_of_nothing_is_not_asked_to_keep_chunks():
-    with kit.small_engine(store=StoreConfig(dram_gib=0, block_tokens=kit.BLOCK_TOKENS)) as engine:
-        assert engine.precompute([A]) == 0
-        assert not engine.metrics.computed_chunks
-
-
-def test_chunks_for_ssd_leave_dram_once_they_are_there(tmp_path):
-    with kit.small_engine(blend=REUSE, store=ssd_store(tmp_path)) as engine:
-        engine.precompute([A], tier="dram")
-        engine.precompute([A, B], tier="ssd")
-        for _ in range(3):
-            engine.wait_for_saves()
-            engine.keep()
-        found = {info.num_tokens: info.residency for info in engine.stored.list()}
-        assert found == {len(A): Residency.DRAM, len(B): Residency.SSD}
-        session = engine.session()
-        assert kit.say(session, QUESTION, 8, context=[A, B]) == answer_over(alone(A, B), QUESTION, 8)
-
-
 def rates_of(load_bytes_per_s: float) -> Rates:
     """As if measured: a layer's prefill takes a millisecond a thousand tokens."""
     link = TransferRate(fixed_s=0.0, bytes_per_s=load_bytes_per_s)
-    prefill = PrefillRate(fixed_s=0.0, token_s=1e-6 * kit.tiny.tiny_config().num_layers, pair_s=0.0)
-    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
-    num_layers = kit.tiny.tiny_config().num_layers
-    return Rates(num_layers=num_layers, layer_token_bytes=layer_bytes, load=link, save=link, prefill=prefill)
+    prefill = PrefillRate(fixed_s=0.0, token_s=1e-6 * kit.NUM_LAYERS, pair_s=0.0)
+    layer_bytes = kit.TOKEN_BYTES // kit.NUM_LAYERS
+    return Rates(num_layers=kit.NUM_LAYERS, layer_token_bytes=layer_bytes, load=link, save=link, prefill=prefill)
 
 
 @pytest.mark.parametrize(("microseconds_a_token", "ratio"), [(0.01, 0.15), (0.5, 0.5), (2.0, 1.0)])
 def test_the_ratio_is_what_hides_behind_loading_as_measured(microseconds_a_token, ratio, monkeypatch):
-    layer_bytes = kit.TOKEN_BYTES // kit.tiny.tiny_config().num_layers
+    layer_bytes = kit.TOKEN_BYTES // kit.NUM_LAYERS
     with kit.small_engine() as engine:
         engine.precompute([A, B, C])
         monkeypatch.setattr(type(engine._kv.meter), "rates", rates_of(layer_bytes / (microseconds_a_token * 1e-6)))

@@ -66,27 +66,6 @@ def test_it_comes_back_as_it_was(token_ids, messages, turn_starts, rest):
     assert Conversation.from_bytes(conversation.to_bytes()) == conversation
 
 
-def test_every_field_is_among_the_bytes():
-    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == GOOD.keys() - {"format"}
-    found = Conversation.from_bytes(packed(GOOD))
-    assert found.generation == 7
-    assert found == Conversation(
-        token_ids=[1, 2, 3],
-        messages=[{"role": "user", "content": "hi"}],
-        turn_starts=[(0, 0)],
-        num_dropped=5,
-        lineage=4,
-        attention=[0.5, 0.25],
-        num_to_repair=2,
-        num_slid=1,
-        to_drift=[2, 1],
-        chain="0123abcd",
-        states=[("0123abcd", 3)],
-        cut_by="a rule",
-        reached="name",
-    )
-
-
 def test_one_that_was_truncated_naively_is_refused():
     plain = {**GOOD, "format": 5, "positions": ""}
     assert Conversation.from_bytes(packed(plain)) == Conversation.from_bytes(packed(GOOD))
@@ -115,19 +94,14 @@ def test_one_of_an_older_format_is_found_by_no_history_and_goes_on_by_name(numbe
         assert (other.states, other.token_ids) == ([], [1, 2, 3])
 
 
-def test_it_is_smaller_than_its_text():
-    messages = [{"role": "user", "content": "the same words again and again " * 20}] * 50
-    conversation = Conversation(token_ids=list(range(5000)), messages=messages, turn_starts=[(0, 0)])
-    assert len(conversation.to_bytes()) < len(json.dumps(messages)) / 2
-
-
 @given(st.binary(max_size=60))
 @example(b"")
 @example(zlib.compress(b""))
 @example(zlib.compress(b"\xff\xfe\x00"))
 @example(packed(GOOD)[:-3])
 @example(zlib.compress(b"[" * 100_000))
-@example(packed(GOOD).replace(packed(GOOD)[5:7], b"\x00\x00"))
+@example(packed([]))
+@example(packed(None))
 def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError):  # noqa: PT011 - whatever they are
         Conversation.from_bytes(data)
@@ -135,18 +109,9 @@ def test_other_bytes_are_refused(data):
 
 @given(field=st.sampled_from([*GOOD]), value=JSON)
 @example(field="token_ids", value=[float("inf")])
-@example(field="token_ids", value=[float("nan")])
-@example(field="messages", value=[{"role": "user"}])
 @example(field="messages", value=[{"role": "user", "content": "", "context": [None]}])
-@example(field="states", value=[["a"]])
-@example(field="messages", value=None)
 @example(field="turn_starts", value=[[1, 2, 3]])
-@example(field="format", value=1)
-@example(field="num_dropped", value=1.5)
-@example(field="lineage", value=None)
 @example(field="num_to_repair", value=float("inf"))
-@example(field="to_drift", value=[float("inf")])
-@example(field="attention", value=[[1.0]])
 def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_formed(field, value):
     try:
         found = Conversation.from_bytes(packed({**GOOD, field: value}))
@@ -161,14 +126,17 @@ def test_fields_that_are_not_what_they_should_be_are_refused_or_come_out_well_fo
     assert all(type(received) is float for received in found.attention)
 
 
-@pytest.mark.parametrize("missing", sorted(GOOD.keys() - {"generation"}))
-def test_a_field_that_is_missing_is_named(missing):
-    with pytest.raises(ValueError, match=missing):
-        Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
-
-
-def test_another_version_is_named():
-    with pytest.raises(ValueError, match="a conversation must be of format 6, got 1"):
+def test_every_field_is_among_the_bytes_and_one_that_is_missing_or_of_another_version_is_named():
+    assert {field.name for field in dataclasses.fields(Conversation)} - {"stem"} == GOOD.keys() - {"format"}
+    found = Conversation.from_bytes(packed(GOOD))
+    assert (found.token_ids, found.attention) == ([1, 2, 3], [0.5, 0.25])
+    assert (found.turn_starts, found.states) == ([(0, 0)], [("0123abcd", 3)])
+    as_written = {*GOOD} - {"format", "token_ids", "attention", "turn_starts", "states"}
+    assert {name: getattr(found, name) for name in as_written} == {name: GOOD[name] for name in as_written}
+    for missing in GOOD.keys() - {"generation"}:
+        with pytest.raises(ValueError, match=missing):
+            Conversation.from_bytes(packed({name: value for name, value in GOOD.items() if name != missing}))
+    with pytest.raises(ValueError, match="format 6, got 1"):
         Conversation.from_bytes(packed({**GOOD, "format": 1}))
 
 
@@ -208,7 +176,7 @@ def test_with_what_was_added_behind_it_it_is_what_it_has_become(data):
         assert (found, found.generation) == (before, before.generation)
 
 
-def test_what_is_added_is_as_large_as_what_is_new():
+def test_what_is_added_is_as_large_as_what_is_new_and_of_one_state_alone():
     before = of_turns(*[10] * 200)
     after = before.with_turn([*before.token_ids, *range(10)], as_messages("a message"), "an answer")
     assert len(after.added_to(before)) < 1000 < len(before.to_bytes())
@@ -216,21 +184,10 @@ def test_what_is_added_is_as_large_as_what_is_new():
     assert before.added_to(after) is None
     other = before.with_turn(before.token_ids, as_messages("a message"), "", attention=np.ones(2000))
     assert other.added_to(before) is None, "attention changes for all tokens"
-
-
-def test_what_is_added_to_another_state_is_refused():
-    before = of_turns(10, 20)
-    after = before.with_turn([*before.token_ids, 7], as_messages("a message"), "an answer")
-    with pytest.raises(ValueError, match="an addition must come behind"):
+    with pytest.raises(ValueError, match="must come behind"):
         Conversation.from_bytes(of_turns(10).to_bytes() + after.added_to(before))
     with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
         Conversation.from_bytes(before.to_bytes() + after.added_to(before)[:-9])
-
-
-@pytest.mark.parametrize("value", [[], "text", 3, None])
-def test_json_that_is_no_object_is_refused(value):
-    with pytest.raises(ValueError, match="the bytes must be a conversation, got"):
-        Conversation.from_bytes(packed(value))
 
 
 # As it grows, is rewound, and loses tokens.
@@ -265,32 +222,27 @@ def messages_of(*numbers: int) -> list[dict[str, str]]:
 
 def test_a_turn_goes_behind_what_there_is():
     before = dataclasses.replace(of_turns(10), num_dropped=3, lineage=2, num_to_repair=4, to_drift=[3])
-    after = before.with_turn(list(range(30)), as_messages("message 1"), "answer 1")
+    said_next, attention = as_messages("message 1"), np.array([0.5] * 29, np.float32)
+    after = before.with_turn(list(range(30)), said_next, "answer 1", attention=attention)
     assert after == Conversation(
         token_ids=list(range(30)),
         messages=messages_of(0, 1),
         turn_starts=[(0, 1), (10, 3)],
         num_dropped=3,
         lineage=2,
+        attention=[0.5] * 29 + [0.0],
         num_to_repair=4,
         to_drift=[3],
         chain=chain_of(messages_of(0, 1)),
         states=[(chain_of(messages_of(0)), 10), (chain_of(messages_of(0, 1)), 30)],
     )
     assert before.messages == messages_of(0)  # As it was.
-
-
-def test_a_turn_brings_the_attention_that_is_known():
-    after = of_turns(3).with_turn([7, 8, 9, 1, 2], [], "", attention=np.array([0.5, 2, 1, 0.25], np.float32))
-    assert after.attention == [0.5, 2.0, 1.0, 0.25, 0.0]
     assert padded([0.5, 0.25], 1).tolist() == [0.5]
-    assert padded([], 2).tolist() == [0.0, 0.0]
-    assert of_turns(3).attention == []
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "turns"),
-    [(0, ()), (1, (0,)), (10, (0,)), (11, (0, 1)), (30, (0, 1)), (31, (0, 1, 2)), (60, (0, 1, 2))],
+    [(0, ()), (1, (0,)), (10, (0,)), (11, (0, 1)), (60, (0, 1, 2))],
 )
 def test_what_is_taken_has_the_messages_of_its_turns(num_tokens, turns):
     whole = dataclasses.replace(
@@ -354,14 +306,13 @@ def test_states_are_those_since_tokens_left_and_a_rule_is_that_of_every_cut():
         (range(4, 10), (1, 2), [4, 24]),  # What is left of the first turn is before what left.
         (range(10), (1, 2), [0, 20]),
         (range(9), (0, 1, 2), [0, 1, 21]),
-        (range(4, 29), (1, 2), [4, 5]),
         (range(4, 30), (2,), [4]),
-        (range(4, 60), (), []),
         (range(12, 30), (0, 2), [0, 12]),  # The first turn is whole, though it is before what left.
         (range(10, 30), (0, 2), [0, 10]),
         (range(30, 60), (0, 1), [0, 10]),
         ([5], (0, 1, 2), [0, 9, 29]),
         ([0, 10, 30, 59], (0, 1, 2), [0, 9, 28]),
+        (range(60), (), []),
         ([*range(2, 10), *range(30, 60)], (1,), [2]),
     ],
 )
@@ -373,13 +324,6 @@ def test_a_turn_that_left_takes_its_messages_with_it(gone, turns, starts):
     assert left.turn_starts == [(start, 1 + 2 * index) for index, start in enumerate(starts)]
     assert left.num_dropped == len(gone)
     assert whole == of_turns(10, 20, 30)
-
-
-def test_a_conversation_without_turns_loses_tokens_alone():
-    bare = Conversation(token_ids=[5, 6, 7], messages=[SYSTEM], turn_starts=[])
-    assert bare.cut(mask(3, 0)) == Conversation(
-        token_ids=[6, 7], messages=[SYSTEM], turn_starts=[], num_dropped=1, lineage=1, cut_by=OTHERWISE
-    )
 
 
 @pytest.mark.parametrize(
@@ -420,12 +364,6 @@ def test_two_cuts_are_one(data):
     assert len(twice.messages) == 1 + 2 * len(twice.turn_starts)
 
 
-def test_attention_goes_with_its_tokens():
-    whole = dataclasses.replace(of_turns(5), attention=[3.0, 1.0, 2.0])
-    assert whole.cut(mask(5, 0, 3)).attention == [1.0, 2.0, 0.0]
-    assert of_turns(5).cut(mask(5, 0)).attention == []
-
-
 @pytest.mark.parametrize(
     ("num_to_repair", "gone", "left"), [(0, (1,), 0), (6, (1, 2), 4), (6, (6, 7), 6), (10, (9,), 9), (12, (0,), 9)]
 )
@@ -445,11 +383,3 @@ def test_each_cut_adds_what_drifts_and_takes_from_what_did():
     assert (whole.with_kv_of(0).to_drift, whole.with_kv_of(0).num_to_repair) == ([], 0)
     running = of_turns(4).with_repair(6, drifts=True).cut(mask(4, 0), others=mask(4, 0))  # Two of its are the turn's.
     assert (running.to_drift, running.num_to_repair) == ([4], 4)
-
-
-@pytest.mark.parametrize("others", [None, 0, 3])
-def test_all_of_it_may_leave(others):
-    """A new turn begins where the first tokens that stay were in its way."""
-    left = of_turns(4, 4).cut(np.ones(8, bool), others=None if others is None else np.zeros(others, bool))
-    assert (left.token_ids, left.messages, left.turn_starts, left.num_dropped) == ([], [SYSTEM], [], 8)
-    assert left.lineage == (8 if others else 0)

@@ -1,7 +1,7 @@
 """Drift as a file and as a sum: what comes back, what is refused, which tokens it is added to."""
 
 import dataclasses
-import zipfile
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,93 +42,58 @@ def test_it_comes_back_as_it_was_from_the_file_that_was_named(tmp_path, name):
     }
 
 
-def test_a_home_directory_may_be_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    a_drift().save("~/drift.npz")
-    assert Drift.load("~/drift.npz").window == 512
-    assert (tmp_path / "drift.npz").is_file()
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.npz"):
-        Drift.load(tmp_path / "none.npz")
-
-
-def write_bytes(content: bytes):
-    return lambda path: path.write_bytes(content)
-
-
-def write_cut(path):
+def saved(path: Path) -> bytes:
     a_drift().save(path)
-    path.write_bytes(path.read_bytes()[:-200])
+    return path.read_bytes()
 
 
-def write_damaged(path):
+def with_bit_turned(path: Path) -> bytes:
     """The sums of a zip file say that this is not what was written."""
-    a_drift().save(path)
-    content = bytearray(path.read_bytes())
+    content = bytearray(saved(path))
     content[300] ^= 0xFF
-    path.write_bytes(content)
+    return bytes(content)
 
 
-def write_changed(**changes):
-    def write(path):
-        with path.open("wb") as file:
-            np.savez(file, **{**as_saved(a_drift()), **changes})
-
-    return write
-
-
-def write_without(field):
-    def write(path):
-        with path.open("wb") as file:
-            np.savez(file, **{name: value for name, value in as_saved(a_drift()).items() if name != field})
-
-    return write
-
-
-def write_npy(path):
-    with path.open("wb") as file:
-        np.save(file, normal(*SHAPE))
-
-
-def write_zip(path):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("values.npy", b"no array")
+def arrays(**changes: object):
+    """Such a file, but for some fields; without those that are None."""
+    fields = {**as_saved(a_drift()), **changes}
+    return lambda path: np.savez(path, **{name: value for name, value in fields.items() if value is not None})
 
 
 WRONG = {
-    "empty": write_bytes(b""),
-    "text": write_bytes(b"drift\n"),
-    "begins like a zip": write_bytes(b"PK\x03\x04" + bytes(100)),
-    "cut short": write_cut,
-    "damaged": write_damaged,
-    "an array alone": write_npy,
-    "a zip of others": write_zip,
+    "empty": lambda path: b"",
+    "text": lambda path: b"drift\n",
+    "begins like a zip": lambda path: b"PK\x03\x04" + bytes(100),
+    "cut short": lambda path: saved(path)[:-200],
+    "damaged": with_bit_turned,
+    "an array alone": lambda path: np.save(path.open("wb"), normal(*SHAPE)),
     "a directory": lambda path: path.mkdir(),
-    **{f"without {field}": write_without(field) for field in as_saved(a_drift())},
-    "objects": write_changed(values=np.array([None, "a"], object)),
-    "words": write_changed(values=np.full(SHAPE, "a")),
-    "another shape": write_changed(values=normal(3, 4)),
-    "keys alone": write_changed(values=normal(3, 1, 2, 4)),
-    "no numbers": write_changed(values=np.full(SHAPE, np.nan)),
-    "many windows": write_changed(window=np.array([1, 2])),
-    "a window in words": write_changed(window="wide"),
+    **{f"without {field}": arrays(**{field: None}) for field in as_saved(a_drift())},
+    "objects": arrays(values=np.array([None, "a"], object)),
+    "words": arrays(values=np.full(SHAPE, "a")),
+    "another shape": arrays(values=normal(3, 4)),
+    "keys alone": arrays(values=normal(3, 1, 2, 4)),
+    "no numbers": arrays(values=np.full(SHAPE, np.nan)),
+    "many windows": arrays(window=np.array([1, 2])),
+    "a window in words": arrays(window="wide"),
 }
 
 
 @pytest.mark.parametrize("write", WRONG.values(), ids=WRONG)
 def test_other_files_are_refused_by_name(tmp_path, write):
-    write(tmp_path / "other.npz")
-    with pytest.raises(ValueError, match=r"the file must be of drift, got .*other\.npz"):
-        Drift.load(tmp_path / "other.npz")
+    path = tmp_path / "other.npz"
+    content = write(path)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"other\.npz"):
+        Drift.load(path)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (normal(2, 2, 3), r"drift must be numbers \[L, 2, K, H\], got float32\[2, 2, 3\]"),
-        (normal(3, 3, 2, 4), r"got float32\[3, 3, 2, 4\]"),
+        (normal(2, 2, 3), r"float32\[2, 2, 3\]"),
+        (normal(3, 3, 2, 4), r"float32\[3, 3, 2, 4\]"),
         (np.full(SHAPE, np.inf, np.float32), "drift must be numbers"),
     ],
 )
@@ -151,17 +116,12 @@ def test_the_drift_of_another_model_is_refused():
 @pytest.mark.parametrize(("start", "stop"), [(0, 6), (2, 5), (0, 0), (3, 3), (5, 2), (4, 9)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_added_to_the_tokens_of_its_span(start, stop, dtype):
-    kv, drift = jnp.asarray(normal(2, 6, 3, 4), dtype), normal(2, 3, 4)
+    rows, drift = normal(2, 6, 3, 4), normal(2, 3, 4)
+    rows[:, stop:] = np.nan  # What is behind the tokens stays, even if it is no number.
+    kv = jnp.asarray(rows, dtype)
     found = add_drift(kv, jnp.asarray(drift), jnp.int32(start), jnp.int32(stop))
     expected = np.asarray(kv, np.float32).copy()
     rounded = np.asarray(jnp.asarray(drift, dtype), np.float32)
     expected[:, start:stop] += rounded[:, None]
     assert found.dtype == kv.dtype
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(jnp.asarray(expected, dtype), np.float32))
-
-
-def test_what_is_behind_the_tokens_stays_even_if_it_is_no_number():
-    kv = normal(2, 6, 3, 4)
-    kv[:, 4:] = np.nan
-    found = add_drift(jnp.asarray(kv), jnp.ones((2, 3, 4)), jnp.int32(1), jnp.int32(4))
-    np.testing.assert_array_equal(np.asarray(found)[:, [0, 4, 5]], kv[:, [0, 4, 5]])

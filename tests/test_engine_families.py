@@ -16,10 +16,8 @@ import pytest
 from ca_jax.device import steps
 from ca_jax.device.runner import Runner
 from ca_jax.device.slots import RunnerSizes
-from ca_jax.engine import Engine
 from ca_jax.models import huggingface
 from ca_jax.models.random_weights import random_params
-from ca_jax.storage.config import StoreConfig
 from ca_jax.telemetry.metrics import CompileCounter
 from tests import engine_kit as kit
 from tests import families_kit
@@ -27,10 +25,7 @@ from tests import overflow_kit as ok
 
 WINDOW = 128
 ANSWER = 4
-STORE = StoreConfig(dram_gib=0.05, block_tokens=kit.BLOCK_TOKENS)
-CONFIG = dataclasses.replace(
-    kit.SMALL, context_window=WINDOW, max_batch_size=1, overflow=ok.config(ratio=0.25), store=STORE
-)
+CONFIG = {"context_window": WINDOW, "max_batch_size": 1, "overflow": ok.config(ratio=0.25)}
 NAMES = (
     "yarn_rope",
     "dynamic_rope",
@@ -61,8 +56,8 @@ def overflows_unseen(engine, pair):
 @pytest.mark.parametrize("name", NAMES)
 def test_three_turns_and_an_overflow(name):
     pair = families_kit.pair(name)
-    reuses = Engine(pair.model, CONFIG)
-    recomputes = Engine(pair.model, dataclasses.replace(CONFIG, store=kit.STORE_OFF))
+    reuses = kit.small_engine(pair.model, **CONFIG)
+    recomputes = kit.small_engine(pair.model, store=kit.STORE_OFF, **CONFIG)
     with reuses, recomputes:
         sessions = [engine.session() for engine in (reuses, recomputes)]
         ids: list[int] = []

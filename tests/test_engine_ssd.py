@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
-import numpy as np
 import pytest
 
 from ca_jax.errors import InvalidRequestError, SessionBusyError, TenantError, UnknownSessionError
@@ -17,134 +15,114 @@ from tests.reliability import workload
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
 
-@pytest.fixture(params=["zarr3", "raw"])
-def store(request, tmp_path) -> StoreConfig:
-    return ssd_store(tmp_path, ssd_driver=request.param)
+@pytest.fixture
+def store(tmp_path) -> StoreConfig:
+    return kit.ssd_store(tmp_path)
 
 
-def ssd_store(directory, dram_blocks: int = 1000, ssd_blocks: int = 1000, **changes) -> StoreConfig:
-    """A store of so many blocks in DRAM and on SSD."""
-    block_gib = kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
-    return dataclasses.replace(
-        kit.SMALL.store,
-        dram_gib=dram_blocks * block_gib,
-        ssd_dir=str(directory),
-        ssd_gib=ssd_blocks * block_gib,
-        ssd_free_floor_gib=0.0,
-        **changes,
-    )
+def cached_of(session, prompt) -> dict[str, int]:
+    """Sends a turn and checks its answer; its cached tokens by tier."""
+    return kit.check_turn(session, prompt).cached_tokens
 
 
-def expect_right_answer(session, prompt) -> dict[str, int]:
-    """Sends a turn, checks its answer against full passes; its cached tokens by tier."""
-    expected = kit.greedy_answer(session.token_ids + prompt, 12)
-    assert kit.say(session, prompt) == expected
-    return session.usage.cached_tokens
-
-
-def test_a_conversation_goes_on_from_ssd_in_another_engine(store):
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_a_conversation_goes_on_from_ssd_in_another_engine(tmp_path, driver):
+    """Its tokens, messages and KV, as it is, rewound, and rewound while it is on SSD alone."""
+    store = kit.ssd_store(tmp_path, ssd_driver=driver)
     with kit.small_engine(store=store) as engine:
-        session = engine.session(session_id="one")
-        expect_right_answer(session, PROMPTS[0])
-        expect_right_answer(session, PROMPTS[1])
+        session = engine.session(session_id="one", system="Be brief.")
+        kit.check_turn(session, "hello")
+        cached_of(session, PROMPTS[1])
         before = session.conversation
     with kit.small_engine(store=store) as engine:
+        with pytest.raises(InvalidRequestError, match="system message must come first"):
+            engine.session(session_id="one", system="Be long.")
         session = engine.session(session_id="one")
         assert session.conversation == before
-        assert expect_right_answer(session, PROMPTS[2]) == {"ssd": len(before.token_ids) - 1}
-        assert expect_right_answer(session, [65]) == {"dram": len(before.token_ids) - 1 + 25 + 12}
+        assert [message["role"] for message in session.messages] == ["system"] + ["user", "assistant"] * 2
+        num_known = len(before.token_ids) - 1
+        assert cached_of(session, PROMPTS[2]) == {"ssd": num_known}
+        assert cached_of(session, [65]) == {"dram": num_known + 25 + 12}
         stats = engine.store_stats()
         assert (stats.ssd.num_fetches, stats.num_hits_from_ssd, sum(stats.misses.values())) == (1, 1, 0)
         session.rewind(60)
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one")
         assert session.token_ids == before.token_ids[:60]
-        assert expect_right_answer(session, [66]) == {"ssd": 60}
+        session.rewind(40)
+        left = session.conversation
+    with kit.small_engine(store=store) as engine:
+        session = engine.session(session_id="one")
+        assert session.conversation == left
+        assert cached_of(session, [66]) == {"ssd": 40}
 
 
 def test_how_fast_it_fetched_is_among_the_rates(store):
     with kit.small_engine(store=store) as engine:
-        engine.warmup(max_history_tokens=64, max_new_tokens=32)
         kit.say(engine.session(session_id="one"), PROMPTS[0])
-        assert engine.rates.fetch is None, "nothing was fetched"
     with kit.small_engine(store=store) as engine:
         engine.warmup(max_history_tokens=64, max_new_tokens=32)
-        session = engine.session(session_id="one")
-        expect_right_answer(session, PROMPTS[1])
-        assert session.usage.cached_tokens["ssd"]
+        assert engine.rates.fetch is None, "nothing was fetched"
+        assert cached_of(engine.session(session_id="one"), PROMPTS[1])["ssd"]
         assert engine.rates.fetch.seconds(engine.store_stats().ssd.fetched_bytes) > 0
 
 
-def test_text_and_messages_come_back_too(store):
-    with kit.small_engine(store=store) as engine:
-        session = engine.session(session_id="one", system="Be brief.")
-        kit.say(session, "hello")
-        messages = session.messages
-    with kit.small_engine(store=store) as engine:
-        with pytest.raises(InvalidRequestError, match="has begun: a system message must come first"):
-            engine.session(session_id="one", system="Be long.")
-        session = engine.session(session_id="one")
-        assert session.messages == messages
-        kit.say(session, "go on")
-        assert session.usage.num_cached_tokens > 0
-        assert [message["role"] for message in session.messages] == ["system"] + ["user", "assistant"] * 2
-
-
-def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(store):
+@pytest.mark.parametrize("driver", ["zarr3", "raw"])
+def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(tmp_path, driver):
     """The engine is not closed: only its lock is taken from it, as the system does when a process dies."""
+    store = kit.ssd_store(tmp_path, ssd_driver=driver)
     engine = kit.small_engine(store=store)
     session = engine.session(session_id="one")
-    expect_right_answer(session, PROMPTS[0])
+    cached_of(session, PROMPTS[0])
     engine.wait_for_saves()
     durable = session.conversation
     answer = session.send_ids(PROMPTS[1], max_tokens=12)
     next(answer)
-    engine._kv.store._ssd._mover._writer._catalog._lock.release()
-    engine._kv.store._ssd._mover._writer._catalog._lock = None
+    catalog = workload.ssd_of(engine)._worker._writer._catalog
+    catalog._lock.release()
+    catalog._lock = None
     with kit.small_engine(store=store) as another:
         found = another.session(session_id="one")
         assert found.conversation == durable
-        assert expect_right_answer(found, PROMPTS[2]) == {"ssd": 51}
+        assert cached_of(found, PROMPTS[2]) == {"ssd": 51}
     engine.close()
 
 
 def test_a_conversation_without_a_name_is_found_by_its_tokens_and_copied(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session()
-        expect_right_answer(session, PROMPTS[0])
-        expect_right_answer(session, PROMPTS[1])
+        cached_of(session, PROMPTS[0])
+        cached_of(session, PROMPTS[1])
         token_ids = session.token_ids
     with kit.small_engine(store=store) as engine:
         first, second, stranger = engine.session(), engine.session(), engine.session(tenant="another")
-        assert expect_right_answer(first, [*token_ids, 65]) == {"ssd": len(token_ids) - 1}
-        assert expect_right_answer(second, token_ids[:50] + PROMPTS[2]) == {"dram": 50}
-        assert expect_right_answer(stranger, [*token_ids, 65])["dram"] == 0
-        assert expect_right_answer(first, [66])["dram"] > len(token_ids)
+        assert cached_of(first, [*token_ids, 65]) == {"ssd": len(token_ids) - 1}
+        assert cached_of(second, token_ids[:50] + PROMPTS[2]) == {"dram": 50}
+        assert cached_of(stranger, [*token_ids, 65])["dram"] == 0
+        assert cached_of(first, [66])["dram"] > len(token_ids)
         assert {info.session_id for info in engine.stored.list(tenant="another")} == {stranger.session_id}
         assert len(engine.stored.list(tenant="")) == 3
 
 
 def test_a_store_in_dram_alone_forgets_with_its_engine():
     with kit.small_engine() as engine:
-        expect_right_answer(engine.session(session_id="one"), PROMPTS[0])
+        cached_of(engine.session(session_id="one"), PROMPTS[0])
     with kit.small_engine() as engine:
         assert engine.session(session_id="one").token_ids == []
 
 
 def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_path):
     """Five conversations of five blocks and more, room for fourteen: all of them are on SSD, a few in DRAM."""
-    with kit.small_engine(store=ssd_store(tmp_path, dram_blocks=14), max_batch_size=2) as engine:
+    with kit.small_engine(store=kit.ssd_store(tmp_path, dram_blocks=14), max_batch_size=2) as engine:
         sessions = [engine.session() for _ in range(5)]
         for seed, session in enumerate(sessions):
-            expect_right_answer(session, kit.prompt(60, seed))
+            cached_of(session, kit.prompt(60, seed))
             engine.wait_for_saves()
         assert {info.residency for info in engine.stored.list()} == {Residency.DRAM, Residency.SSD}
         for turn in range(2):
-            prompts = [kit.prompt(8, seed=10 * turn + i) for i in range(5)]
-            expected = [kit.greedy_answer(s.token_ids + p, 6) for s, p in zip(sessions, prompts, strict=True)]
             known = [len(session.token_ids) - 1 for session in sessions]
-            kit.drain(*(s.send_ids(p, max_tokens=6) for s, p in zip(sessions, prompts, strict=True)))
-            assert [s.token_ids[-6:] for s in sessions] == expected
+            kit.drain(*(s.send_ids(kit.prompt(8, 10 * turn + i), max_tokens=6) for i, s in enumerate(sessions)))
+            kit.expect_right(*sessions)
             assert [s.usage.num_cached_tokens for s in sessions] == known
         stats = engine.store_stats()
         assert stats.ssd.num_fetches >= 5
@@ -152,47 +130,43 @@ def test_more_conversations_than_dram_holds_take_turns_without_recomputing(tmp_p
         assert stats.used_bytes <= stats.capacity_bytes
 
 
-def test_a_damaged_block_is_a_counted_miss_and_a_recompute(tmp_path):
-    store = ssd_store(tmp_path)
+def test_a_damaged_block_is_a_counted_miss_and_a_recompute(store, tmp_path):
     with kit.small_engine(store=store) as engine:
         for seed, name in enumerate(("one", "two")):
-            expect_right_answer(engine.session(session_id=name), kit.prompt(40, seed=seed))
-    for path in sorted(tmp_path.glob("blocks-*/zarr3/*/c.*"))[:1]:
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+            cached_of(engine.session(session_id=name), kit.prompt(40, seed=seed))
+    path = min(tmp_path.glob("blocks-*/zarr3/*/c.*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
     with kit.small_engine(store=store) as engine:
-        cached = [expect_right_answer(engine.session(session_id=name), [65]) for name in ("one", "two")]
+        cached = [cached_of(engine.session(session_id=name), [65]) for name in ("one", "two")]
         assert sorted(sum(tiers.values()) for tiers in cached) == [0, 51]
         assert engine.store_stats().misses[MissReason.CORRUPT] == 1
 
 
-def test_other_weights_meet_neither_kv_nor_conversation(store, tmp_path):
-    config = kit.tiny_model().config
-    checkpoint = tmp_path / "other weights"
-    kit.tiny.write_tiny_hf(checkpoint, config, kit.tiny.tiny_params(config, seed=2))
-    other = kit.ca_jax.load_model(str(checkpoint), dtype="float32")
+def test_other_weights_meet_neither_kv_nor_conversation(store):
+    other = kit.model_of(seed=2)
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one")
-        expect_right_answer(session, PROMPTS[0])
+        cached_of(session, PROMPTS[0])
         token_ids = session.token_ids
-    with kit.ca_jax.Engine(other, dataclasses.replace(kit.SMALL, store=store)) as engine:
+    with kit.small_engine(other, store=store) as engine:
         session = engine.session(session_id="one")
         assert session.token_ids == []
         kit.say(session, token_ids)
         assert session.usage.num_cached_tokens == 0
     with kit.small_engine(store=store) as engine:
-        assert expect_right_answer(engine.session(session_id="one"), PROMPTS[1]) == {"ssd": 51}
+        assert cached_of(engine.session(session_id="one"), PROMPTS[1]) == {"ssd": 51}
 
 
 def test_a_session_is_its_tenants_alone(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one", tenant="a")
-        with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got 'b'"):
+        with pytest.raises(TenantError, match=r"'one'.*got 'b'"):
             engine.session(session_id="one", tenant="b")
-        expect_right_answer(session, PROMPTS[0])
+        cached_of(session, PROMPTS[0])
     with kit.small_engine(store=store) as engine:
-        with pytest.raises(TenantError, match="'one' must be asked for by its own tenant, got ''"):
+        with pytest.raises(TenantError, match=r"'one'.*got ''"):
             engine.session(session_id="one")
         for call in (engine.stored.pin, engine.stored.drop):
             with pytest.raises(TenantError, match="got 'b'"):
@@ -205,7 +179,7 @@ def test_pin_drop_and_list(store):
         session = engine.session(session_id="one")
         with pytest.raises(UnknownSessionError, match="'one'"):
             engine.stored.pin("one")
-        expect_right_answer(session, PROMPTS[0])
+        cached_of(session, PROMPTS[0])
         engine.stored.pin("one")
         engine.wait_for_saves()
         (info,) = engine.stored.list()
@@ -216,12 +190,12 @@ def test_pin_drop_and_list(store):
         session = engine.session(session_id="one")
         answer = session.send_ids(PROMPTS[1], max_tokens=12)
         next(answer)
-        with pytest.raises(SessionBusyError, match="must be idle"):
+        with pytest.raises(SessionBusyError, match="idle"):
             engine.stored.drop("one")
         kit.drain(answer)
         engine.stored.drop("one")
         assert engine.stored.list() == ()
-        assert expect_right_answer(session, [65]) == {"dram": 0}
+        assert cached_of(session, [65]) == {"dram": 0}
         session.close()
     with kit.small_engine(store=store) as engine:
         assert engine.stored.list() == ()
@@ -231,7 +205,7 @@ def test_pin_drop_and_list(store):
 def test_a_session_whose_time_is_over_is_forgotten(store):
     with kit.small_engine(store=store) as engine:
         for name, ttl_s in (("brief", 0.0), ("long", 1e6), ("endless", None)):
-            expect_right_answer(engine.session(session_id=name, ttl_s=ttl_s), kit.prompt(20))
+            cached_of(engine.session(session_id=name, ttl_s=ttl_s), kit.prompt(20))
         engine.wait_for_saves()
         assert {info.session_id for info in engine.stored.list()} == {"long", "endless"}
         assert engine.store_stats().num_expired == 1
@@ -245,74 +219,39 @@ def test_a_session_whose_time_is_over_is_forgotten(store):
 
 
 def test_a_tenant_over_its_quota_gives_up_its_own(tmp_path):
-    quota = 7 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
-    with kit.small_engine(store=ssd_store(tmp_path, tenant_quota_gib=quota)) as engine:
-        expect_right_answer(engine.session(session_id="theirs", tenant="b"), PROMPTS[0])
-        for name in ("1", "2", "3"):  # Three or four blocks each.
-            expect_right_answer(engine.session(session_id=name, tenant="a"), PROMPTS[0])
+    quota = 9 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB
+    with kit.small_engine(store=kit.ssd_store(tmp_path, tenant_quota_gib=quota)) as engine:
+        cached_of(engine.session(session_id="theirs", tenant="b"), PROMPTS[0])
+        for name in ("1", "2", "3"):  # Four blocks each.
+            cached_of(engine.session(session_id=name, tenant="a"), PROMPTS[0])
             engine.wait_for_saves()
-        kept = {info.session_id: info.ssd_bytes > 0 for info in engine.stored.list() if info.ssd_bytes}
-        assert set(kept) == {"theirs", "3"} | ({"2"} if len(kept) == 3 else set())
-        assert "1" not in kept
+        kept = {info.session_id for info in engine.stored.list() if info.ssd_bytes}
+        assert {"theirs", "3"} <= kept <= {"theirs", "3", "2"}
 
 
-def test_answers_are_right_whatever_the_order_of_turns(tmp_path):
-    """Small DRAM, smaller SSD than all need, turns at random: some are recomputed, none is wrong."""
-    random = np.random.default_rng(7)
-    with kit.small_engine(store=ssd_store(tmp_path, dram_blocks=16, ssd_blocks=16), max_batch_size=3) as engine:
-        sessions = [engine.session() for _ in range(7)]
-        for turn in range(6):
-            chosen = [sessions[i] for i in random.choice(7, 4, replace=False)]
-            prompts = [kit.prompt(int(random.integers(3, 30)), seed=100 * turn + i) for i in range(4)]
-            expected = [kit.greedy_answer(s.token_ids + p, 5) for s, p in zip(chosen, prompts, strict=True)]
-            kit.drain(*(s.send_ids(p, max_tokens=5) for s, p in zip(chosen, prompts, strict=True)))
-            assert [s.token_ids[-5:] for s in chosen] == expected
-            if turn == 3:
-                chosen[0].rewind(len(chosen[0].token_ids) // 2)
-        engine.wait_for_saves()
-        stats = engine.store_stats()
-        assert stats.ssd.used_bytes == sum(info.ssd_bytes for info in engine.stored.list())
-        assert stats.used_bytes == sum(info.num_bytes for info in engine.stored.list())
-        assert stats.ssd.num_evictions > 0
-
-
-def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(store):
+def test_turns_taken_back_on_ssd_cost_no_more_than_a_block(tmp_path):
     """Two conversations that push each other out of DRAM, rewound while they are on SSD alone."""
-    store = dataclasses.replace(store, dram_gib=25 * kit.BLOCK_TOKENS * kit.TOKEN_BYTES / GIB)
-    with kit.small_engine(store=store, max_batch_size=1) as engine:
+    with kit.small_engine(store=kit.ssd_store(tmp_path, dram_blocks=25), max_batch_size=1) as engine:
         sessions = [engine.session() for _ in range(2)]
         for seed, session in enumerate(sessions):
             kit.say(session, kit.prompt(272, seed), max_tokens=2)
             engine.wait_for_saves()
-        for turn in range(20):
+        for turn in range(10):
             for session in sessions:
                 session.rewind(256)
                 kit.say(session, kit.prompt(16, turn), max_tokens=2)
                 assert session.usage.num_cached_tokens == 256
         stats = engine.store_stats()
         assert (stats.misses[MissReason.ABSENT], sum(stats.misses.values())) == (2, 2)
-        assert stats.num_hits_from_ssd > 20
-
-
-def test_a_rewind_of_what_is_on_ssd_alone_is_remembered(store):
-    with kit.small_engine(store=store) as engine:
-        expect_right_answer(engine.session(session_id="one"), PROMPTS[0])
-    with kit.small_engine(store=store) as engine:
-        session = engine.session(session_id="one")
-        session.rewind(40)
-        left = session.conversation
-    with kit.small_engine(store=store) as engine:
-        session = engine.session(session_id="one")
-        assert session.conversation == left
-        assert expect_right_answer(session, [65]) == {"ssd": 40}
+        assert stats.num_hits_from_ssd > 10
 
 
 def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conversation(tmp_path):
     """DRAM is full of what SSD has not yet, and SSD writes nothing for a while."""
-    store = ssd_store(tmp_path, dram_blocks=6)
+    store = kit.ssd_store(tmp_path, dram_blocks=6)
     with kit.small_engine(store=store, max_batch_size=1) as engine:
         may_write = threading.Event()
-        workload.ssd_of(engine)._mover._writes.put(may_write.wait)
+        workload.ssd_of(engine)._worker._writes.put(may_write.wait)
         try:
             kit.say(engine.session(session_id="first"), kit.prompt(85), max_tokens=4)
             session = engine.session(session_id="second")
@@ -324,12 +263,12 @@ def test_a_turn_that_ends_before_the_store_has_room_for_it_is_kept_with_its_conv
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="second")
         assert session.conversation == left
-        assert expect_right_answer(session, [65]) == {"ssd": len(left.token_ids) - 1}
+        assert cached_of(session, [65]) == {"ssd": len(left.token_ids) - 1}
 
 
 def test_a_turn_given_up_before_its_answer_takes_no_conversation_with_it(store):
     """Its prompt has other tokens than what is stored, which goes; some of its KV is saved, and it is cancelled."""
-    with kit.small_engine(store=store, prefill_chunk_tokens=64) as engine:
+    with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one")
         kit.say(session, PROMPTS[0])
         engine.wait_for_saves()
@@ -345,4 +284,4 @@ def test_a_turn_given_up_before_its_answer_takes_no_conversation_with_it(store):
     with kit.small_engine(store=store) as engine:
         session = engine.session(session_id="one")
         assert session.conversation == left
-        assert expect_right_answer(session, [65])["ssd"] >= 40
+        assert cached_of(session, [65])["ssd"] >= 40

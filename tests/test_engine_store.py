@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import tensorstore as ts
 
-import ca_jax
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason, SkipReason
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
@@ -18,44 +17,37 @@ from tests import engine_kit as kit
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 
 
-def expect_right_answers(session: Session, prompts: list[list[int]]) -> list[int]:
-    """Sends turns, checks every answer against full passes; cached tokens of each turn."""
-    cached = []
-    for prompt in prompts:
-        expected = kit.greedy_answer(session.token_ids + prompt, 12)
-        assert kit.say(session, prompt) == expected
-        cached.append(session.usage.num_cached_tokens)
-    return cached
+def cached_of(session: Session, *prompts: list[int]) -> list[int]:
+    """Sends turns and checks their answers; cached tokens of each."""
+    return [kit.check_turn(session, prompt).num_cached_tokens for prompt in prompts]
 
 
 def test_without_a_store_every_turn_recomputes():
     with kit.small_engine(store=kit.STORE_OFF) as engine:
-        assert expect_right_answers(engine.session(), PROMPTS) == [0, 0, 0]
+        assert cached_of(engine.session(), *PROMPTS) == [0, 0, 0]
         assert engine.store_stats().skipped_saves[SkipReason.STORE_OFF] == 3
 
 
 def test_a_conversation_larger_than_the_store_is_reused_as_far_as_it_fits():
     """Four blocks of 16: what a save that does not fit would have added is skipped, what is stored stays."""
     with kit.small_engine(store=kit.store_of(4)) as engine:
-        session = engine.session()
-        assert expect_right_answers(session, PROMPTS) == [0, 51, 51]
+        assert cached_of(engine.session(), *PROMPTS) == [0, 51, 51]
         engine.wait_for_saves()
         stats = engine.store_stats()
         assert stats.skipped_saves[SkipReason.TOO_LARGE] == 2
-        assert (stats.num_evictions, stats.num_hits) == (0, 2)
-        assert engine.metrics.failed_saves == 0
+        assert (stats.num_evictions, stats.num_hits, engine.metrics.failed_saves) == (0, 2, 0)
 
 
 def test_the_least_recently_used_conversation_goes_when_room_is_needed():
     with kit.small_engine(store=kit.store_of(8)) as engine:
         old, used, new = engine.session(), engine.session(), engine.session()
-        expect_right_answers(old, PROMPTS[:1])  # 51 tokens, 4 blocks
-        expect_right_answers(used, [kit.prompt(20)])  # 31 tokens, 2 blocks
-        expect_right_answers(old, [[65]])  # 64 tokens, still 4
-        expect_right_answers(new, [kit.prompt(41)])  # 4 blocks more than the 2 that are free
+        cached_of(old, PROMPTS[0])  # 51 tokens, 4 blocks
+        cached_of(used, kit.prompt(20))  # 31 tokens, 2 blocks
+        cached_of(old, [65])  # 64 tokens, still 4
+        cached_of(new, kit.prompt(41))  # 4 blocks more than the 2 that are free
         assert engine.store_stats().num_evictions == 1
-        assert expect_right_answers(old, [[66]]) == [64]
-        assert expect_right_answers(used, [[66]]) == [0]
+        assert cached_of(old, [66]) == [64]
+        assert cached_of(used, [66]) == [0]
 
 
 def test_conversations_that_all_run_are_not_evicted_under_each_other():
@@ -64,9 +56,8 @@ def test_conversations_that_all_run_are_not_evicted_under_each_other():
         sessions = [engine.session() for _ in range(3)]
         for turn in range(2):
             prompts = [kit.prompt(40, seed=10 * turn + i) for i in range(3)]
-            expected = [kit.greedy_answer(s.token_ids + p, 12) for s, p in zip(sessions, prompts, strict=True)]
             kit.drain(*(s.send_ids(p, max_tokens=12) for s, p in zip(sessions, prompts, strict=True)))
-            assert [s.token_ids[-12:] for s in sessions] == expected
+            kit.expect_right(*sessions)
         stats = engine.store_stats()
         assert stats.skipped_saves[SkipReason.NO_ROOM] > 0
         assert stats.used_bytes <= stats.capacity_bytes
@@ -98,10 +89,10 @@ def test_a_save_that_breaks_shortens_what_is_stored_and_nothing_else(monkeypatch
         session = engine.session()
         with monkeypatch.context() as patch:
             patch.setattr(SaveTicket, method, failing_after(num_calls, getattr(SaveTicket, method)))
-            expect_right_answers(session, PROMPTS[:1])
+            cached_of(session, PROMPTS[0])
             engine.wait_for_saves()
         assert engine.metrics.failed_saves >= 1
-        assert expect_right_answers(session, PROMPTS[1:]) == [num_stored, 52 + 42 - 1]
+        assert cached_of(session, *PROMPTS[1:]) == [num_stored, 52 + 42 - 1]
         assert engine.store_stats().num_aborted_saves >= 1
 
 
@@ -126,10 +117,10 @@ def test_a_save_that_breaks_while_its_turn_runs_leaves_no_gap(monkeypatch):
             engine.wait_for_saves()
             kit.drain(answer)
             engine.wait_for_saves()
-        assert session.token_ids[40:] == kit.greedy_answer(PROMPTS[0], 30)
+        kit.expect_right(session)
         assert engine.store_stats().used_bytes == 0
         assert engine.metrics.failed_saves >= 1
-        assert expect_right_answers(session, PROMPTS[1:]) == [0, 70 + 42 - 1]
+        assert cached_of(session, *PROMPTS[1:]) == [0, 70 + 42 - 1]
 
 
 def failed_future() -> ts.Future:
@@ -138,7 +129,7 @@ def failed_future() -> ts.Future:
     return future
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("layer", range(kit.NUM_LAYERS))
 @pytest.mark.parametrize("how", ["at once", "in flight"])
 def test_a_load_that_breaks_is_a_counted_miss_and_a_recompute(monkeypatch, how, layer):
     def read(ticket, asked, destination, original=LoadTicket.read):
@@ -148,40 +139,30 @@ def test_a_load_that_breaks_is_a_counted_miss_and_a_recompute(monkeypatch, how, 
 
     with kit.small_engine() as engine:
         session, other = engine.session(), engine.session()
-        expect_right_answers(session, PROMPTS[:1])
-        expect_right_answers(other, PROMPTS[:1])
+        cached_of(session, PROMPTS[0])
+        cached_of(other, PROMPTS[0])
         with monkeypatch.context() as patch:
             patch.setattr(LoadTicket, "read", read)
-            assert expect_right_answers(session, PROMPTS[1:2]) == [0]
+            assert cached_of(session, PROMPTS[1]) == [0]
         assert engine.metrics.failed_loads == 1
         assert engine.store_stats().misses[MissReason.ABORTED] == 1
-        assert expect_right_answers(session, PROMPTS[2:]) == [52 + 42 - 1], "stored again, and reused again"
-        assert expect_right_answers(other, PROMPTS[1:2]) == [51], "another's KV is untouched"
+        assert cached_of(session, PROMPTS[2]) == [52 + 42 - 1], "stored again, and reused again"
+        assert cached_of(other, PROMPTS[1]) == [51], "another's KV is untouched"
 
 
-def test_kv_that_was_dropped_is_recomputed_and_stored_again():
-    with kit.small_engine() as engine:
-        session = engine.session()
-        expect_right_answers(session, PROMPTS[:1])
-        engine.drop_stored(session)
-        assert engine.store_stats().num_sessions == 0
-        assert expect_right_answers(session, PROMPTS[1:]) == [0, 52 + 42 - 1]
+def test_kv_that_was_dropped_is_recomputed_and_stored_again(engine):
+    session = engine.session()
+    cached_of(session, kit.prompt(40, seed=77))
+    engine.wait_for_saves()
+    before = engine.store_stats().num_sessions
+    engine.drop_stored(session)
+    assert engine.store_stats().num_sessions == before - 1
+    assert cached_of(session, *PROMPTS[1:]) == [0, 52 + 42 - 1]
 
 
-def test_stored_kv_is_reused_up_to_where_the_conversation_went_another_way():
-    with kit.small_engine() as engine:
-        session = engine.session()
-        expect_right_answers(session, PROMPTS[:1])
-        other = dataclasses.replace(session.conversation, token_ids=session.token_ids[:30] + PROMPTS[2])
-        session.resume(other)
-        assert expect_right_answers(session, PROMPTS[1:]) == [30, 55 + 42 - 1]
-
-
-def test_weights_that_differ_make_keys_that_differ(tmp_path):
-    config = kit.tiny_model().config
-    kit.tiny.write_tiny_hf(tmp_path, config, kit.tiny.tiny_params(config, seed=2))
-    other = ca_jax.load_model(str(tmp_path), dtype="float32")
-    with kit.small_engine() as engine, ca_jax.Engine(other, kit.SMALL) as another, kit.small_engine() as same:
-        assert engine._kv.key("name") == same._kv.key("name")
-        assert engine._kv.key("name") != another._kv.key("name")
-        assert engine._kv.key("name") != engine._kv.key("name2")
+def test_stored_kv_is_reused_up_to_where_the_conversation_went_another_way(engine):
+    session = engine.session()
+    cached_of(session, kit.prompt(40, seed=78))
+    other = dataclasses.replace(session.conversation, token_ids=session.token_ids[:30] + PROMPTS[2])
+    session.resume(other)
+    assert cached_of(session, *PROMPTS[1:]) == [30, 55 + 42 - 1]

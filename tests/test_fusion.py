@@ -19,23 +19,28 @@ from hypothesis import strategies as st
 from ca_jax.config import SELECTIONS
 from ca_jax.device import steps
 from ca_jax.models.transformer import Transformer
+from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.layers import kv_deviation, recompute_layer
 from ca_jax.recompute.plan import Plan, TokenKind, padded_rows, plan_blend
 from ca_jax.recompute.recomputer import Recomputer
-from ca_jax.testing import tiny
+from tests import engine_kit as kit
 from tests.test_blend import moved_by_least_squares
-from tests.tolerances import LOGITS_ATOL
 
-ATOL = LOGITS_ATOL["float32"]
-CONFIG = tiny.tiny_config(num_layers=5)
+ATOL = kit.ATOL
+MODEL = kit.model_of(num_layers=5, seed=3)
+CONFIG = MODEL.config
 SLIDING = dataclasses.replace(CONFIG, sliding_window=24, full_layers=(0, 2))
 CAPACITY = 256
 STORED, NEW, EXACT = TokenKind
 
 
-@functools.cache
-def variables() -> steps.Params:
-    return jax.device_put(tiny.tiny_params(CONFIG, seed=3))
+def model_of(config) -> LoadedModel:
+    return dataclasses.replace(MODEL, config=config, model=Transformer(config))
+
+
+def full_pass(tokens: np.ndarray, config=CONFIG) -> tuple[np.ndarray, np.ndarray]:
+    """Logits `[T, V]` and unrotated KV `[L, 2, T, K, H]` of a plain forward pass."""
+    return kit.full_pass(tokens.tolist(), model_of(config))
 
 
 @functools.cache
@@ -44,7 +49,7 @@ def table():
 
 
 def layers() -> list[steps.Params]:
-    return [variables()["params"][f"layer_{i}"] for i in range(CONFIG.num_layers)]
+    return [MODEL.params["params"][f"layer_{i}"] for i in range(CONFIG.num_layers)]
 
 
 def tokens_of(num_tokens: int, seed: int) -> np.ndarray:
@@ -54,20 +59,7 @@ def tokens_of(num_tokens: int, seed: int) -> np.ndarray:
 def embedded(tokens: np.ndarray, size: int = CAPACITY) -> jax.Array:
     padded = np.zeros((1, size), np.int32)
     padded[0, : len(tokens)] = tokens
-    return steps.embed(CONFIG, variables(), jnp.asarray(padded))
-
-
-@functools.lru_cache(maxsize=64)
-def _full_pass(tokens: tuple[int, ...], config) -> tuple[np.ndarray, np.ndarray]:
-    positions = jnp.arange(len(tokens))[None]
-    logits, cache = Transformer(config).apply(variables(), jnp.asarray(tokens)[None], positions)
-    kv = np.stack([np.stack([layer.k[0], layer.v[0]]) for layer in cache.layers])
-    return np.asarray(logits[0]), kv
-
-
-def full_pass(tokens: np.ndarray, config=CONFIG) -> tuple[np.ndarray, np.ndarray]:
-    """Logits `[T, V]` and unrotated KV `[L, 2, T, K, H]` of a plain forward pass."""
-    return _full_pass(tuple(int(token) for token in tokens), config)
+    return steps.embed(CONFIG, MODEL.params, jnp.asarray(padded))
 
 
 @dataclasses.dataclass
@@ -118,7 +110,7 @@ def answered(kv: np.ndarray, num_tokens: int, question: np.ndarray, config=CONFI
     for i, layer in enumerate(layers()):
         window = config.window_of(i)
         x, _ = steps.prefill_layer(config, layer, x, jnp.asarray(kv[i]), length, table(), window=window)
-    return np.asarray(steps.last_logits(config, variables(), x, jnp.int32(len(question) - 1)))[0]
+    return np.asarray(steps.last_logits(config, MODEL.params, x, jnp.int32(len(question) - 1)))[0]
 
 
 QUESTION = tokens_of(9, seed=77)
@@ -150,13 +142,15 @@ def test_all_tokens_anew_are_a_prefill_of_all(name, config):
     np.testing.assert_allclose(answered(found, count, QUESTION, config), logits[-1], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 0.6])
-@pytest.mark.parametrize("selection", ["hkvd", "first"])
+@pytest.mark.parametrize(("selection", "ratio"), [("hkvd", 0.0), ("hkvd", 0.1), ("hkvd", 0.6), ("first", 0.3)])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_what_is_not_chosen_stays_and_what_is_new_is_computed(name, selection, ratio):
     """As many tokens of each layer as the plan says have other KV than before, all new ones among them."""
     context = context_of(*CONTEXTS[name])
     count = len(context.tokens)
+    rng = np.random.default_rng(0)  # What is computed anew is never what was stored, to the last bit.
+    stored = np.flatnonzero(context.kinds == STORED)
+    context.kv[:, :, stored] += 1e-3 * rng.standard_normal(context.kv[:, :, stored].shape).astype(np.float32)
     plan = context.plan(ratio, selection=selection)
     found = fused(context, plan)
     changed = (found != context.kv).any((1, 3, 4)) & ~(np.isnan(found) & np.isnan(context.kv)).all((1, 3, 4))
@@ -169,7 +163,7 @@ def test_what_is_not_chosen_stays_and_what_is_new_is_computed(name, selection, r
         assert not (above & ~below).any(), "of those of the layer before"
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("ratio", [0.1, 0.6])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, ratio):
     """Against the same with each layer's map fitted by least squares, here."""
@@ -202,8 +196,7 @@ def test_spread_tokens_are_computed_and_say_how_the_others_of_chunks_move(name, 
         np.testing.assert_allclose(found[layer][:, others], moved[:, others], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("size", [200, 256])
-@pytest.mark.parametrize("start", [0, 30, 64])
+@pytest.mark.parametrize(("start", "size"), [(0, 200), (30, 256), (64, 200)])
 def test_where_the_description_begins_changes_nothing(start, size):
     context = context_of((EXACT, C), (NEW, ONE), (STORED, A), (NEW, tokens_of(3, 9)), (STORED, B))
     for ratio in (0.0, 0.3, 1.0):
@@ -260,7 +253,7 @@ def test_more_tokens_bring_it_nearer_to_a_prefill():
     assert errors[-1] < 1e-6 < errors[-2]
 
 
-def test_first_tokens_are_those_of_every_chunk():
+def test_first_tokens_are_those_of_every_chunk_or_in_the_order_that_is_given():
     context = context_of((EXACT, C), (STORED, A), (NEW, ONE), (STORED, ONE), (STORED, B))
     plan = context.plan(0.5, start=60, selection="first")
     rows = plan.start + plan.first_rows
@@ -270,10 +263,7 @@ def test_first_tokens_are_those_of_every_chunk():
     of_chunks = [rows[(rows >= low) & (rows < high)] - low for low, high in ((64, 114), (116, 153))]
     assert [each.tolist() for each in of_chunks] == [list(range(22)), list(range(21))]
 
-
-def test_tokens_are_taken_in_the_order_that_is_given():
-    context = context_of((EXACT, C), (STORED, A), (NEW, ONE), (STORED, B))
-    order = np.random.default_rng(1).permutation(len(A) + len(B))
+    order = np.random.default_rng(1).permutation(len(A) + len(ONE) + len(B))
     stored = np.flatnonzero(context.kinds == STORED)
     plan = context.plan(0.3, selection="first", order=order)
     np.testing.assert_array_equal(plan.first_rows, np.sort([*stored[order[:26]], 114]))
@@ -326,30 +316,19 @@ def test_a_plan_computes_its_share_up_to_rounding(num_layers, num_stored, num_ne
     assert padded_rows(counts[0]) - counts[0] < 64
 
 
-def test_counts_of_each_layer():
-    plan = plan_blend(num_layers=30, start=0, kinds=[STORED] * 3072, chunk_starts=(0,), ratio=0.15)
-    assert plan.counts[0] == 3072
-    assert all(count % 64 == 0 for count in plan.counts)
-    assert plan.num_recomputed == pytest.approx((1 + 0.15 * 29) * 3072 / 30, abs=64 / 30)
-    assert sum(plan.counts[1:]) == pytest.approx(0.15 * 29 * 3072, abs=64)
-    assert 2 < plan.counts[1] / plan.counts[-1] < 7
-    assert len(set(plan.counts)) <= 8
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"num_layers": 0}, "got 0 and 4"),
         ({"start": -1}, "got 2 and -1"),
-        ({"kinds": [0, 3]}, r"kinds must be values of TokenKind, got \[0, 3\]"),
-        ({"chunk_starts": (3,)}, r"places from 4 to below 14, got \(3,\)"),
+        ({"kinds": [0, 3]}, r"kinds .*got \[0, 3\]"),
+        ({"chunk_starts": (3,)}, r"from 4 .*got \(3,\)"),
         ({"chunk_starts": (6, 5)}, r"got \(6, 5\)"),
         ({"chunk_starts": (5, 14)}, r"got \(5, 14\)"),
-        ({"ratio": 1.1}, r"ratio must be a share of the tokens in \[0, 1\], got 1.1"),
-        ({"ratio": float("nan")}, "got nan"),
-        ({"check_layers": 0}, "check_layers must be 1 to 2 layers, got 0"),
-        ({"check_layers": 3}, "check_layers must be 1 to 2 layers, got 3"),
-        ({"selection": "best"}, "selection must be one of hkvd, spread, first, got 'best'"),
+        ({"ratio": 1.1}, "ratio .*got 1.1"),
+        ({"check_layers": 0}, "check_layers .*got 0"),
+        ({"check_layers": 3}, "check_layers .*got 3"),
+        ({"selection": "best"}, "selection .*'best'"),
     ],
 )
 def test_a_plan_out_of_range_is_refused(values, message):

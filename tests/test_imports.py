@@ -224,105 +224,59 @@ def test_what_the_simulator_runs_loads_no_jax(package):
 # The checker itself, on packages made to keep or to break each rule.
 
 
-@pytest.fixture
-def made(tmp_path):
-    def make(sources: dict[str, str]) -> Modules:
-        root = tmp_path / "ca_jax"
-        rooms = {f"{name.partition('/')[0]}/__init__" for name in sources if "/" in name}
-        for name in {"__init__", "models/__init__", *rooms, *sources}:
-            path = root / f"{name}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(sources.get(name, ""))
-        return read_package(root)
-
-    return make
+def made(root: Path, sources: dict[str, str]) -> Modules:
+    rooms = {f"{name.partition('/')[0]}/__init__" for name in sources if "/" in name}
+    for name in {"__init__", "models/__init__", *rooms, *sources}:
+        path = root / "ca_jax" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(sources.get(name, ""))
+    return read_package(root / "ca_jax")
 
 
-def test_a_house_in_order_breaks_no_rule(made):
-    modules = made(
-        {
-            "__init__": "from ca_jax.engine import Engine",
-            "errors": "import os",
-            "config": "from ca_jax.storage.config import StoreConfig",
-            "turns/jobs": "import time",
-            "session": "from ca_jax.turns.jobs import Job\nif TYPE_CHECKING:\n  import jax",
-            "models/config": "from ca_jax.errors import E",
-            "models/llama": "import jax\nfrom ca_jax.models import config\nfrom ca_jax.models.config import X",
-            "storage/__init__": "from ca_jax.storage.tiers.dram import Dram",
-            "storage/config": "from ca_jax import errors",
-            "storage/dram": "import numpy\nfrom ca_jax.storage.config import StoreConfig",
-            "device/steps": "import jax\nfrom ca_jax import models\nfrom ca_jax.models.llama import Llama",
-            "recompute/blend": "from ca_jax.device.steps import step",
-            "serving/scheduler": "from ca_jax.storage import dram\ndef f():\n  import jax",
-            "engine": "import jax, ca_jax.serving.scheduler",
-            "evaluation/stream": "import jax\nfrom ca_jax.recompute import blend\nfrom ca_jax.device import steps",
-            "launch/chat": "import ca_jax\nfrom ca_jax import engine\nfrom ca_jax.launch import terminal",
-            "launch/terminal": "",
-        }
-    )
+GOOD = {
+    "__init__": "from ca_jax.engine import Engine",
+    "session": "import time\nif TYPE_CHECKING:\n  import jax",
+    "models/config": "from ca_jax.errors import E",
+    "models/llama": "import jax\nfrom ca_jax.models import config\nfrom ca_jax.models.config import X",
+    "errors": "import os",
+    "storage/config": "from ca_jax import errors",
+    "device/steps": "import jax\nfrom ca_jax import models\nfrom ca_jax.models.llama import Llama",
+    "serving/scheduler": "from ca_jax.storage import config\ndef f():\n  import jax",
+    "engine": "import jax, ca_jax.serving.scheduler",
+    "evaluation/stream": "import jax\nfrom ca_jax.device import steps",
+    "launch/chat": "import ca_jax\nfrom ca_jax import engine\nfrom ca_jax.launch import terminal",
+    "launch/terminal": "",
+}
+BAD = [
+    (badly_written, "models/kv", "from . import config", "ca_jax.models.kv imports .config: write it from ca_jax on"),
+    (badly_written, "models/kv", "from models.llama import L", "ca_jax.models.kv imports models.llama.L"),
+    (upward, "models/kv", "from ca_jax.device import steps", "ca_jax.models.kv -> ca_jax.device.steps"),
+    (upward, "kv/load", "def f():\n  import ca_jax.serving.scheduler", "ca_jax.kv.load -> ca_jax.serving.scheduler"),
+    (upward, "device/run", "try:\n  from ca_jax.engine import E\nfinally: x", "ca_jax.device.run -> ca_jax.engine"),
+    (upward, "kv/load", "if TYPE_CHECKING:\n  from ca_jax import Engine", "ca_jax.kv.load -> ca_jax"),
+    (upward, "evaluation/a", "from ca_jax import Engine", "ca_jax.evaluation.a -> ca_jax"),
+    (
+        cycles,
+        "models/config",
+        "if TYPE_CHECKING:\n  import ca_jax.models.llama",
+        "ca_jax.models.llama -> ca_jax.models.config -> ca_jax.models.llama",
+    ),
+    (jax_behind, "serving/scheduler", "import jax.numpy as jnp", "ca_jax.serving.scheduler -> jax.numpy"),
+    (jax_behind, "session", "class A:\n  from flax import linen", "ca_jax.session -> flax.linen"),
+    (
+        jax_behind,
+        "kv/costs",
+        "from ca_jax.device.steps import s",
+        "ca_jax.kv.costs -> ca_jax.device.steps -> jax",
+    ),
+]
+
+
+def test_a_house_in_order_breaks_no_rule(tmp_path):
     for rule in (badly_written, upward, cycles, jax_behind):
-        assert list(rule(modules)) == []
+        assert list(rule(made(tmp_path, GOOD))) == []
 
 
-@pytest.mark.parametrize("source", ["from . import kv", "from .kv import KVCache", "from models.kv import KVCache"])
-def test_a_relative_import_or_one_through_a_link_is_seen(made, source):
-    (found,) = badly_written(made({"models/llama": source, "models/kv": ""}))
-    assert found.startswith("ca_jax.models.llama imports ")
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "target"),
-    [
-        ("models.kv", "from ca_jax.device import transfer", "device.transfer"),
-        ("kv.load", "def f():\n  import ca_jax.serving.batch", "serving.batch"),
-        ("turns.jobs", "if TYPE_CHECKING:\n  from ca_jax.session import Session", "session"),
-        ("device.runner", "try:\n  from ca_jax.engine import E\nfinally: x", "engine"),
-        ("engine", "from ca_jax.launch import chat", "launch.chat"),
-        ("engine", "from ca_jax import Engine", ""),
-        ("models.a", "import ca_jax.storage.b", "storage.b"),
-        ("storage.b", "class B:\n  import ca_jax.models", "models"),
-        ("evaluation.a", "import ca_jax.device.runner", "device.runner"),
-        ("evaluation.a", "from ca_jax import Engine", ""),
-    ],
-)
-def test_an_import_the_wrong_way_is_seen(made, name, source, target):
-    sources = {name.replace(".", "/"): source}
-    if target and target != "models":
-        sources[target.replace(".", "/")] = ""
-    assert list(upward(made(sources))) == [f"ca_jax.{name} -> {f'ca_jax.{target}'.rstrip('.')}"]
-
-
-def test_an_import_the_wrong_way_within_a_room_is_seen(made):
-    modules = made({"storage/a": "import ca_jax.errors", "storage/low/b": "import ca_jax.storage.a", "errors": ""})
-    found = list(upward(modules, ({"low"}, {"a"}, {""}), "ca_jax.storage"))
-    assert found == ["ca_jax.storage.low.b -> ca_jax.storage.a"]
-
-
-def test_a_cycle_is_seen_also_one_for_type_checkers(made):
-    modules = made(
-        {
-            "kv/a": "from ca_jax.kv import b",
-            "kv/b": "if TYPE_CHECKING:\n  import ca_jax.kv.c",
-            "kv/c": "def f():\n  import ca_jax.kv.a",
-        }
-    )
-    assert list(cycles(modules)) == ["ca_jax.kv.a -> ca_jax.kv.b -> ca_jax.kv.c -> ca_jax.kv.a"]
-
-
-@pytest.mark.parametrize(
-    ("sources", "chain"),
-    [
-        ({"serving/scheduler": "import jax.numpy as jnp"}, "ca_jax.serving.scheduler -> jax.numpy"),
-        (
-            {"overflow/config": "from ca_jax.recompute.drift import D", "recompute/drift": "import jax"},
-            "ca_jax.overflow.config -> ca_jax.recompute.drift -> jax",
-        ),
-        ({"session": "class A:\n  from flax import linen"}, "ca_jax.session -> flax.linen"),
-        (
-            {"kv/costs": "import ca_jax.models.kv", "models/kv": "", "models/__init__": "import jax"},
-            "ca_jax.kv.costs -> ca_jax.models -> jax",
-        ),
-    ],
-)
-def test_jax_behind_a_chain_of_imports_is_seen(made, sources, chain):
-    assert list(jax_behind(made(sources))) == [chain]
+@pytest.mark.parametrize(("rule", "name", "source", "found"), BAD)
+def test_an_import_that_breaks_a_rule_is_seen(tmp_path, rule, name, source, found):
+    assert any(each.startswith(found) for each in rule(made(tmp_path, {**GOOD, name: source})))

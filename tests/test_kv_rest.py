@@ -11,12 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ca_jax.config import EngineConfig
 from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.recompute.plan import repair_plan
-from ca_jax.telemetry.metrics import CompileCounter
-from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 from tests.kv_rest_kit import RoundedConversation, as_kept
@@ -30,31 +26,14 @@ ROUNDING_ATOL = 0.3
 """Of logits, against KV that is not rounded; logits have a standard deviation of about 2."""
 
 
-@pytest.fixture(params=["dram", "zarr3", "raw"])
-def store(request, tmp_path):
-    if request.param == "dram":
-        return ok.dram_store()
-    return ok.ssd_store(tmp_path / "store", ssd_driver=request.param)
-
-
 def int8_engine(overflow: OverflowConfig | None = None, **changes: object):
     return ok.engine_of(overflow, kv_rest_dtype="int8", **changes)
 
 
-class Pair(ok.Pair):
+def pair_of(engine, drift=None) -> ok.Pair:
     """A session and its rounded reference."""
-
-    def __init__(self, engine, session=None, drift=None) -> None:
-        overflow = engine.config.overflow or OverflowConfig()
-        super().__init__(engine, session, RoundedConversation(overflow, engine.window, drift))
-
-    def turn(self, token_ids, max_tokens) -> None:
-        with ok.recorded_logits(self.engine) as logits:
-            answer = ok.say(self.session, token_ids, max_tokens)
-        expected = self.reference.say(token_ids, max_tokens)
-        np.testing.assert_allclose(logits, self.reference.logits, rtol=0, atol=ATOL)
-        assert answer == expected
-        assert self.session.usage.num_cached_tokens == self.reference.num_cached
+    overflow = engine.config.overflow or OverflowConfig()
+    return ok.Pair(engine, None, RoundedConversation(overflow, engine.window, drift), atol=ATOL)
 
 
 def unpacked(packed: np.ndarray) -> np.ndarray:
@@ -88,7 +67,7 @@ def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
     """Passes over a loaded history and behind one, with unused memory full of NaN."""
     with int8_engine(window=kit.WINDOW, store=store) as engine:
         poison(engine)
-        pair = Pair(engine)
+        pair = pair_of(engine)
         pair.turns(40, 9, 150, 1)  # A pass is 64 tokens.
         session = pair.session
         rows = stored_rows(engine, session)
@@ -124,7 +103,7 @@ def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
         found.append((kit.converse(session, messages), stored_rows(engine, session)))
         assert session.usage.cached_tokens["dram"] > 0
     for driver in ("zarr3", "raw"):
-        store, answers = ok.ssd_store(tmp_path / driver, ssd_driver=driver), []
+        store, answers = kit.ssd_store(tmp_path / driver, ssd_driver=driver), []
         for message in messages:  # Each turn is another engine's.
             with int8_engine(window=kit.WINDOW, store=store) as engine:
                 session = engine.session(session_id="one")
@@ -139,7 +118,7 @@ def test_both_tiers_give_the_same_tokens_and_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("driver", ["zarr3", "raw"])
 def test_int8_is_a_miss_for_plain_kv_and_the_other_way_round(tmp_path, driver):
-    store = ok.ssd_store(tmp_path / "store", ssd_driver=driver)
+    store = kit.ssd_store(tmp_path / "store", ssd_driver=driver)
     prompts = {"model": kit.prompt(50, 1), "int8": kit.prompt(50, 2)}
     keys = set()
     for kind, prompt in prompts.items():
@@ -162,64 +141,39 @@ def test_int8_is_a_miss_for_plain_kv_and_the_other_way_round(tmp_path, driver):
             assert session.usage.cached_tokens["ssd"] == 61
 
 
-def test_what_stays_after_a_cut_is_the_rounded_cache_sliced(store):
-    """Before a prompt, in the middle of an answer, and by hand."""
-    with int8_engine(ok.config(4, 0.5), store=store) as engine:
+CUTS = {
+    "sliced": ({}, [(60, 10), (50, 10), (20, 3)]),
+    "computed anew": ({"method": "tt"}, [(40, 100)]),  # It overflows while it decodes.
+    "invalidated": ({"method": "of"}, [(40, 100)]),
+    "repaired": ({"repair_ratio": 1.0}, [(60, 8), (50, 8), (20, 8)]),
+    "drift": ({"drift": "drift.npz"}, [(60, 8), (50, 8), (20, 8)]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_what_stays_after_a_cut_is_the_rounded_cache_with_it_done(name, store, tmp_path):
+    """Before a prompt, in the middle of an answer, and by hand; rounded once, and saved so."""
+    changes, turns = CUTS[name]
+    drift = None
+    if "drift" in changes:
+        drift = random_drift()
+        drift.save(tmp_path / "drift.npz")
+        changes = {"drift": str(tmp_path / "drift.npz")}
+    with int8_engine(ok.config(4, 0.5, **changes), store=store) as engine:
         poison(engine)
-        pair = Pair(engine)
-        for prompt_tokens, max_tokens in ((60, 10), (50, 10), (20, 3)):
-            pair.turn(kit.prompt(prompt_tokens), max_tokens)
-        discarded = np.zeros(len(pair.session.token_ids), bool)
-        discarded[5:40:2] = True
-        pair.discard(discarded)
-        pair.turn(kit.prompt(12), 90)  # Overflows while it decodes.
-        assert pair.session.usage.dropped_tokens > 0
-
-
-@pytest.mark.parametrize("method", ["tt", "of"])
-def test_what_is_computed_again_in_the_middle_of_an_answer_is_saved_rounded(store, method):
-    with int8_engine(ok.config(4, 0.5, method=method), store=store) as engine:
-        pair = Pair(engine)
-        pair.turn(kit.prompt(40), 100)  # Overflows while it decodes.
-        assert pair.session.usage.dropped_tokens > 0
-        engine.wait_for_saves()
+        pair = pair_of(engine, drift)
+        for num_tokens, max_tokens in turns:
+            pair.turn(kit.prompt(num_tokens), max_tokens)
+        if name == "sliced":
+            pair.discard(
+                (np.arange(len(pair.session.token_ids)) % 2 == 1) & (np.arange(len(pair.session.token_ids)) < 40)
+            )
+            pair.turn(kit.prompt(12), 90)  # It overflows while it decodes.
+        pair.turn(kit.prompt(12, 1), 8)
+        assert engine.metrics.truncations > 0
+        assert bool(engine.metrics.repaired_tokens) == (name == "repaired")
         assert engine.metrics.failed_saves == 0
-        pair.turn(kit.prompt(12), 8)  # Loads it.
-
-
-def test_repair_computes_anew_over_rounded_kv_and_keeps_it_rounded(store):
-    with int8_engine(ok.config(4, 0.5, repair_ratio=1.0), store=store) as engine:
-        pair = Pair(engine)
-        pair.turns(60, 50, 20)
-        assert engine.metrics.repaired_tokens > 0
-        assert repair_plan(engine.config.overflow, LAYOUT.num_layers, 50) is not None
-
-
-def test_drift_is_added_to_what_was_rounded(store, tmp_path):
-    drift = random_drift()
-    drift.save(tmp_path / "drift.npz")
-    with int8_engine(ok.config(4, 0.5, drift=str(tmp_path / "drift.npz")), store=store) as engine:
-        pair = Pair(engine, drift=drift)
-        pair.turns(60, 50, 20)
-        rows = stored_rows(engine, pair.session)
-        assert np.isfinite(unpacked(rows)).all()
-
-
-def test_nothing_is_compiled_after_warmup(tmp_path):
-    """Histories that are packed, and unpacked behind a first pass."""
-    config = kit.tiny.tiny_config(num_layers=1, head_dim=44, max_positions=256)  # No other test's.
-    kit.tiny.write_tiny_hf(tmp_path, config, kit.tiny.tiny_params(config))
-    model = kit.ca_jax.load_model(str(tmp_path), dtype="float32")
-    small = dataclasses.replace(kit.SMALL, kv_rest_dtype="int8", max_batch_size=1, context_window=256)
-    with kit.Engine(model, small) as engine:
-        engine.warmup()
-        with CompileCounter() as after:
-            session = engine.session()
-            for length in (70, 20, 1, 100):
-                kit.say(session, kit.prompt(length), 6)
-            engine.generate([kit.prompt(200)], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert after.count == 0
-        assert session.usage.num_cached_tokens > 0
+        assert np.isfinite(unpacked(stored_rows(engine, pair.session))).all()
 
 
 def test_rates_and_buffers_count_the_bytes_that_are_kept():
@@ -233,8 +187,3 @@ def test_rounding_twice_is_seen():
     """The reference can tell: a row that is rounded is not rounded to itself."""
     kv = as_kept(np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32))
     assert np.any(as_kept(kv) != kv)
-
-
-def test_a_kind_that_there_is_not_is_refused():
-    with pytest.raises(ValueError, match="kv_rest_dtype must be model or int8, got 'int4'"):
-        EngineConfig(kv_rest_dtype="int4")

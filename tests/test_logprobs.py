@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +14,11 @@ import pytest
 import scipy.special
 
 import ca_jax
-from ca_jax.config import EngineConfig
 from ca_jax.device import sampler as sampling
-from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import FinishReason, SamplingParams, TokenLogprob
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
 
-ATOL = 2 * LOGITS_ATOL["float32"]  # A log-probability is a logit less another number of that accuracy.
+ATOL = 2 * kit.ATOL  # A log-probability is a logit less another number of that accuracy.
 GREEDY = SamplingParams(max_tokens=24, logprobs=3, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.3, top_k=40, seed=5, logprobs=0, ignore_eos=True)
 PENALISED = SamplingParams(
@@ -31,15 +27,10 @@ PENALISED = SamplingParams(
 SILENT = SamplingParams(max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[ca_jax.Engine]:
-    with kit.small_engine() as engine:
-        yield engine
-
-
-def check(found: list[TokenLogprob], token_ids: list[int], expected: np.ndarray, num_top: int) -> None:
-    """Holds what is said of tokens against the log-probabilities `[T, V]` of the passes that they were drawn from."""
+def check(found: list[TokenLogprob], token_ids: list[int], logits: np.ndarray, num_top: int) -> None:
+    """Holds what is said of tokens against the logits `[T, V]` that they were drawn from."""
     assert [each.token_id for each in found] == token_ids
+    expected = scipy.special.log_softmax(logits.astype(np.float64), axis=-1)
     for each, row in zip(found, expected, strict=True):
         assert each.logprob == pytest.approx(row[each.token_id], abs=ATOL)
         assert len({token for token, _ in each.top}) == len(each.top) == num_top
@@ -50,8 +41,7 @@ def check(found: list[TokenLogprob], token_ids: list[int], expected: np.ndarray,
 def check_answer(
     found: list[TokenLogprob] | None, prompt: list[int], answer: list[int], params: SamplingParams
 ) -> None:
-    logits = kit.full_pass(prompt + answer[:-1])[0][len(prompt) - 1 :]
-    check(found, answer, scipy.special.log_softmax(logits.astype(np.float64), axis=-1), params.logprobs)
+    check(found, answer, kit.full_pass(prompt + answer[:-1])[0][len(prompt) - 1 :], params.logprobs)
 
 
 def test_they_are_those_of_the_logits_with_the_likeliest_first():
@@ -74,9 +64,7 @@ def test_each_answer_of_a_batch_says_what_it_was_asked_for_of_the_models_own_dis
         for row, (prompt, each, params) in enumerate(zip(prompts, done, batch, strict=False)):
             if row != 2:
                 check_answer(each.logprobs, prompt, each.token_ids, params)
-    assert any(each.token_id != each.top[0][0] for each in done[3].logprobs), (
-        "there must be an answer that penalties change"
-    )
+    assert any(each.token_id != each.top[0][0] for each in done[3].logprobs), "penalties must change this answer"
 
 
 def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_away_leaves_none(engine):
@@ -84,31 +72,24 @@ def test_a_step_that_was_dispatched_ahead_has_its_own_and_one_that_is_thrown_awa
     one = engine.session().send_ids(first, sampling=GREEDY)
     for _ in range(5):
         next(one)
-    flight = engine._batch._decoder._ahead
-    assert flight is not None, "there must be a step on its way"
+    assert engine._batch._decoder._ahead is not None, "there must be a step on its way"
     other = engine.session().send_ids(second, sampling=dataclasses.replace(SAMPLED, max_tokens=6))
     kit.drain(one, other)
     for answer, prompt in ((one, first), (other, second)):
         check_answer(answer.job.token_logprobs, prompt, answer.job.output_ids, answer.job.params)
 
 
-def test_over_reused_kv_they_are_the_same(engine):
+def test_over_reused_kv_they_are_the_same_and_a_stop_token_has_one_too(engine):
     session = engine.session()
     kit.say(session, kit.prompt(40), 10)
-    answer = session.send_ids(kit.prompt(15), sampling=GREEDY)
+    prompt = [*session.token_ids, *kit.prompt(15)]
+    stop = kit.greedy_answer(prompt, 12)[5]
+    answer = session.send_ids(kit.prompt(15), sampling=dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
     kit.drain(answer)
     assert session.usage.num_cached_tokens > 0
-    prompt = session.token_ids[: session.usage.prompt_tokens]
+    assert session.finish_reason is FinishReason.STOP
+    assert answer.job.token_logprobs[-1].token_id == stop
     check_answer(answer.job.token_logprobs, prompt, answer.job.output_ids, GREEDY)
-
-
-def test_a_stop_token_has_one_too(engine):
-    prompt = kit.prompt(20)
-    stop = kit.greedy_answer(prompt, 12)[5]
-    (done,) = engine.generate([prompt], dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
-    assert done.finish_reason is FinishReason.STOP
-    assert done.logprobs[-1].token_id == stop
-    assert len(done.logprobs) == len(done.token_ids) < 12
 
 
 def test_nothing_is_computed_for_answers_that_do_not_ask(engine, monkeypatch):
@@ -131,19 +112,10 @@ def test_they_are_those_of_transformers(recorded_data):
     transformers = pytest.importorskip("transformers")
     directory = recorded_data / "llama_gqa_llama3_rope"
     reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    recorded = json.loads((directory / "expected_greedy.json").read_text(encoding="utf-8"))
-    prompt = recorded["cases"][2]["prompt"]
-    config = EngineConfig(
-        dtype="float32",
-        max_batch_size=1,
-        context_window=256,
-        prefill_chunk_tokens=64,
-        save_group_tokens=16,
-        compile_cache_dir=None,
-        store=StoreConfig(dram_gib=0.05, block_tokens=16),
-    )
-    with ca_jax.Engine(ca_jax.load_model(str(directory), dtype="float32"), config) as engine:
+    prompt = json.loads((directory / "expected_greedy.json").read_text(encoding="utf-8"))["cases"][2]["prompt"]
+    model = ca_jax.load_model(str(directory), dtype="float32")
+    with kit.small_engine(model, max_batch_size=1, context_window=256) as engine:
         (done,) = engine.generate([prompt], dataclasses.replace(GREEDY, logprobs=5))
     with torch.no_grad():
         logits = reference(torch.tensor([prompt + done.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
-    check(done.logprobs, done.token_ids, torch.log_softmax(logits, -1).numpy(), 5)
+    check(done.logprobs, done.token_ids, logits.numpy(), 5)

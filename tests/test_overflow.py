@@ -1,12 +1,26 @@
-"""How many tokens leave and which, against what is said of them: shares of the window, first tokens, whole turns."""
+"""How many tokens leave and which: shares of the window, first tokens, whole turns; and what discarders choose."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving, oldest_first
-from ca_jax.overflow.discarding import HeavyHitters, OldestFirst, SinksAndRecent
+from ca_jax.errors import InvalidRequestError
+from ca_jax.models import kv
+from ca_jax.overflow.config import OverflowConfig, num_leaving, oldest_first
+from ca_jax.overflow.discarding import (
+    DISCARDERS,
+    DiscardContext,
+    HeavyHitters,
+    OldestFirst,
+    SinksAndRecent,
+    TokenDiscarder,
+    check_discarded,
+    make_discarder,
+)
+from ca_jax.testing.tiny import tiny_config
 
 
 def leaving(window: int, num_tokens: int, num_wanted: int, **config: object) -> int:
@@ -58,13 +72,6 @@ def test_as_many_leave_as_make_room_and_no_share_more(window, num_tokens, num_wa
         assert num_tokens - max(0, count - share) + num_wanted > window or count == may_leave % share, "a share less"
 
 
-@given(num_tokens=st.integers(0, 200), count=st.integers(0, 200), keep_first=st.integers(0, 30))
-def test_the_oldest_leave_behind_the_first(num_tokens, count, keep_first):
-    mask = oldest_first(num_tokens, count, keep_first)
-    assert (mask.dtype, mask.shape) == (np.bool_, (num_tokens,))
-    assert np.flatnonzero(mask).tolist() == list(range(num_tokens))[keep_first:][:count]
-
-
 @pytest.mark.parametrize(
     ("turn_starts", "num_needed", "stop"),
     [
@@ -83,12 +90,6 @@ def test_whole_turns_leave_up_to_the_nearest_that_makes_room(turn_starts, num_ne
     starts = [*turn_starts, 100] if turn_starts else []
     mask = oldest_first(100, 50, 4, starts, num_needed)
     assert np.flatnonzero(mask).tolist() == list(range(4, stop))
-
-
-def test_tokens_leave_one_by_one_where_no_turn_makes_room():
-    """The turn that runs fills the window: it is not to be emptied since it has no turn behind it."""
-    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 4], 1)).tolist() == list(range(4, 54))
-    assert np.flatnonzero(oldest_first(100, 50, 4, [0, 30], 40)).tolist() == list(range(4, 54))
 
 
 @given(
@@ -110,40 +111,170 @@ def test_first_tokens_never_leave_and_the_rest_in_one_piece(num_tokens, count, k
         assert abs(stop - min(keep_first + count, num_tokens)) == nearest
 
 
+# Discarders.
+
+
+@st.composite
+def contexts(draw) -> DiscardContext:
+    num_tokens = draw(st.integers(0, 40))
+    scores = draw(st.lists(st.integers(0, 6), min_size=num_tokens, max_size=num_tokens))  # Few values: many ties.
+    return DiscardContext(
+        num_tokens=num_tokens,
+        num_leaving=draw(st.integers(0, num_tokens)),
+        keep_first=draw(st.integers(0, num_tokens + 3)),
+        attention=np.array(scores, np.float32) / 4,
+    )
+
+
+def make_context(num_tokens: int, num_leaving: int, keep_first: int = 0, attention=None) -> DiscardContext:
+    attention = None if attention is None else np.array(attention, np.float32)
+    return DiscardContext(num_tokens=num_tokens, num_leaving=num_leaving, keep_first=keep_first, attention=attention)
+
+
+def one_by_one(context: DiscardContext, first: int, recent: int) -> list[int]:
+    """Which leave where, of those neither first nor recent, whoever received least goes first, of equals the oldest."""
+    left = list(range(first, context.num_tokens - recent))
+    leaving: list[int] = []
+    while left and len(leaving) < context.num_leaving:
+        gone = left[0]
+        for place in left:
+            if context.attention[place] < context.attention[gone]:
+                gone = place
+        left.remove(gone)
+        leaving.append(gone)
+    return sorted(leaving)
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    "discarder",
+    [OldestFirst(), SinksAndRecent(), HeavyHitters(), HeavyHitters(recent_ratio=1.0), HeavyHitters(num_sinks=3)],
+    ids=str,
+)
+@given(context=contexts())
+def test_every_discarder_names_as_many_as_are_to_leave_in_order_and_none_of_those_kept(discarder, context):
+    leaving = discarder.choose(context)
+    assert leaving.dtype == np.int64
+    assert list(leaving) == sorted(set(leaving.tolist()))
+    assert len(leaving) == min(context.num_leaving, max(0, context.num_tokens - context.keep_first))
+    assert all(context.keep_first <= place < context.num_tokens for place in leaving)
+    if len(leaving) < context.num_tokens or not context.num_tokens:
+        assert np.flatnonzero(check_discarded(leaving, context.num_tokens)).tolist() == leaving.tolist()
+
+
+@given(context=contexts(), num_sinks=st.integers(0, 6))
+def test_oldest_leave_behind_those_kept_and_behind_sinks(context, num_sinks):
+    by_age = [place for place in range(context.num_tokens) if place >= context.keep_first]
+    assert OldestFirst().choose(context).tolist() == by_age[: context.num_leaving]
+    # Sinks are taken last, the last of them first; with those kept set aside.
+    in_order = [place for place in by_age if place >= num_sinks]
+    in_order += [place for place in reversed(by_age) if place < num_sinks]
+    expected = sorted(in_order[: context.num_leaving])
+    assert SinksAndRecent(num_sinks=num_sinks).choose(context).tolist() == expected
+
+
+@settings(max_examples=200)
+@given(context=contexts(), ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0]), num_sinks=st.integers(0, 6))
+def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
+    num_staying = context.num_tokens - context.num_leaving
+    first = max(context.keep_first, min(num_sinks, num_staying))
+    recent = max(0, min(round(ratio * num_staying), num_staying - first))
+    leaving = HeavyHitters(recent_ratio=ratio, num_sinks=num_sinks).choose(context)
+    assert leaving.tolist() == one_by_one(context, first, recent)
+
+
+def test_heavy_hitters_by_hand():
+    attention = [9, 1, 7, 2, 8, 3, 0, 0, 0, 0]
+    # Six stay: the last three, and of the others those of 9, 8 and 7.
+    assert HeavyHitters().choose(make_context(10, 4, attention=attention)).tolist() == [1, 3, 5, 6]
+    # The first two stay too: then only the one of 8.
+    assert HeavyHitters(num_sinks=2).choose(make_context(10, 4, attention=attention)).tolist() == [2, 3, 5, 6]
+    assert HeavyHitters(recent_ratio=0.0).choose(make_context(10, 4, attention=attention)).tolist() == [6, 7, 8, 9]
+    assert HeavyHitters(recent_ratio=1.0).choose(make_context(10, 4, attention=attention)).tolist() == [0, 1, 2, 3]
+
+
+def test_a_discarder_of_ones_own_sees_the_kv():
+    class Shortest:
+        """Keys of the smallest norm in the first layer leave."""
+
+        name, needs_attention, needs_kv = "shortest", False, True
+
+        def choose(self, context: DiscardContext) -> np.ndarray:
+            norms = (np.asarray(context.kv.layers[0].k[0, : context.num_tokens]) ** 2).sum((1, 2))
+            return np.sort(np.argsort(norms)[: context.num_leaving])
+
+    discarder: TokenDiscarder = Shortest()
+    cache = kv.empty(tiny_config(), 1, 8)
+    keys = cache.layers[0].k + np.array([5, 1, 4, 2, 3, 0, 0, 0], np.float32)[None, :, None, None]
+    cache = kv.KVCache((kv.LayerKV(keys, keys), *cache.layers[1:]), cache.lengths + 5)
+    leaving = discarder.choose(DiscardContext(num_tokens=5, num_leaving=2, kv=cache))
+    assert check_discarded(leaving, 5).tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
     [
-        ({"method": "cb"}, "overflow method must be one of ca, tt, of; got 'cb'"),
-        ({"truncation_ratio": 0.0}, r"truncation_ratio must be a share of the window in \(0, 1\], got 0.0"),
-        ({"truncation_ratio": 1.01}, "got 1.01"),
-        ({"truncation_ratio": float("nan")}, "got nan"),
-        ({"keep_first_tokens": -1}, "keep_first_tokens must be a number of tokens >= 0, got -1"),
-        ({"keep_first_tokens": True}, "keep_first_tokens must be a number of tokens >= 0, got True"),
-        ({"anchor_tokens": 1.5}, "anchor_tokens must be a number of tokens >= 0, got 1.5"),
-        ({"repair_ratio": -0.1}, r"repair_ratio must be a share of the tokens in \[0, 1\], got -0.1"),
-        ({"repair_ratio": 1.5}, "got 1.5"),
-        ({"repair": "all"}, "repair must be one of none, deviating, spread; got 'all'"),
-        ({"discarder": "youngest"}, "token discarder must be one of oldest, sinks, heavy_hitters; got 'youngest'"),
-        ({"whole_turns": True, "discarder": "sinks"}, "whole_turns must have the oldest leave first, got .* 'sinks'"),
-        ({"whole_turns": True, "discarder": HeavyHitters()}, "got the discarder 'heavy_hitters'"),
+        *(
+            (lambda fields=fields: DiscardContext(**{"num_tokens": 5, "num_leaving": 2, **fields}), message)
+            for fields, message in (
+                ({"num_leaving": 6}, "num_leaving .*got 6"),
+                ({"num_leaving": -1}, "num_leaving .*got -1"),
+                ({"keep_first": -1}, "keep_first .*got -1"),
+                ({"attention": np.zeros(4)}, r"attention .*\(5,\), got \(4,\)"),
+                ({"attention": np.array([0, 1, np.nan, 0, 0])}, "attention .*nan"),
+                ({"kv": kv.empty(tiny_config(), 1, 4)}, r"shape \(1,\) and room for 4"),
+                ({"kv": kv.empty(tiny_config(), 2, 5)}, r"shape \(2,\)"),
+            )
+        ),
+        (lambda: SinksAndRecent(num_sinks=-1), "num_sinks .*got -1"),
+        (lambda: HeavyHitters(num_sinks=-2), "num_sinks .*got -2"),
+        (lambda: HeavyHitters(recent_ratio=1.5), "recent_ratio .*got 1.5"),
+        (lambda: HeavyHitters(recent_ratio=float("nan")), "recent_ratio .*nan"),
+        (lambda: HeavyHitters().choose(make_context(5, 2)), "heavy_hitters .*attention"),
+        (lambda: make_discarder("newest"), "oldest, sinks, heavy_hitters; got 'newest'"),
     ],
 )
-def test_what_is_out_of_range_is_refused(values, message):
+def test_what_cannot_be_chosen_from_or_by_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
-        OverflowConfig(**values)
+        make()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_bounds_are_in_range(method):
-    config = OverflowConfig(
-        method=method, truncation_ratio=1, keep_first_tokens=0, anchor_tokens=0, repair_ratio=1, whole_turns=True
-    )
-    assert config.token_discarder == OldestFirst()
-    assert OverflowConfig(discarder=SinksAndRecent(num_sinks=2)).token_discarder == SinksAndRecent(num_sinks=2)
+def test_discarders_are_known_by_their_names():
+    kinds = {"oldest": OldestFirst, "sinks": SinksAndRecent, "heavy_hitters": HeavyHitters}
+    assert {name: type(make_discarder(name)) for name in DISCARDERS} == kinds
+    assert [name for name, each in DISCARDERS.items() if each.needs_attention] == ["heavy_hitters"]
+    assert all(discarder.name == name for name, discarder in DISCARDERS.items())
 
 
-def test_first_tokens_are_fewer_than_the_window():
-    config = OverflowConfig(keep_first_tokens=64)
-    config.check_window(65)
-    with pytest.raises(ValueError, match="keep_first_tokens must be fewer than the context window of 64 tokens, got 6"):
-        config.check_window(64)
+@given(
+    mask=st.lists(st.booleans(), max_size=30).filter(lambda mask: not mask or not all(mask)), seed=st.integers(0, 99)
+)
+def test_a_mask_and_its_positions_in_any_order_name_the_same(mask, seed):
+    positions = np.random.default_rng(seed).permutation(np.flatnonzero(mask))
+    for named in (positions, positions.astype(np.uint16), positions.tolist(), np.array(mask, bool)):
+        found = check_discarded(named, len(mask))
+        assert found.dtype == bool
+        assert found.tolist() == mask
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ([0, 5], "5 tokens, got 5$"),
+        ([-1, 2], "5 tokens, got -1$"),
+        (np.array([2**64 - 1], np.uint64), "18446744073709551615$"),
+        (list(range(3, 12)), "5, 6, 7, 8, 9 and 2 more$"),
+        ([3, 1, 3], "once, .* 3$"),
+        ([0, 1, 2, 3, 4], "all 5$"),
+        ([True] * 5, "all 5$"),
+        ([True] * 4, "5 tokens, .* 4$"),
+        (np.zeros(0, bool), "5 tokens, .* 0$"),
+        ([0.0, 1.0], r"shape \(2,\) and dtype float64$"),
+        (np.zeros((2, 5), bool), r"shape \(2, 5\) and dtype bool$"),
+        (3, r"shape \(\) and dtype int64$"),
+        ({1, 2}, r"shape \(\) and dtype object$"),
+        ([[1], [2, 3]], "makes no array"),
+    ],
+)
+def test_what_cannot_be_discarded_is_refused(named, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        check_discarded(named, 5)

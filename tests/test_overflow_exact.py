@@ -12,7 +12,6 @@ from ca_jax.engine import Engine
 from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, SinksAndRecent
 from ca_jax.session import Session
 from ca_jax.storage.records import Residency
-from ca_jax.turns.requests import FinishReason
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
 
@@ -20,11 +19,6 @@ BLOCK = kit.BLOCK_TOKENS
 HISTORY = kit.prompt(100)
 SHARE_OF_ONE = 1 / ok.WINDOW
 """Truncation ratio with which no more tokens leave than must."""
-
-
-@pytest.fixture(params=["dram", "ssd"])
-def store(request, tmp_path):
-    return ok.dram_store() if request.param == "dram" else ok.ssd_store(tmp_path)
 
 
 def prompt_that_drops(count: int) -> list[int]:
@@ -39,10 +33,10 @@ def send_away(engine: Engine, session: Session) -> None:
     assert engine._kv.store.residency(engine._kv.key(session.session_id)) is Residency.SSD
 
 
-@pytest.mark.parametrize("keep_first", range(BLOCK + 2))
+@pytest.mark.parametrize("keep_first", [0, 1, 4, BLOCK - 1, BLOCK, BLOCK + 1])
 def test_every_cut_point(keep_first):
     """The oldest c tokens behind the first k leave before the prompt, and one more for the answer's second token."""
-    with ok.engine_of(ok.config(keep_first, SHARE_OF_ONE), store=ok.dram_store()) as engine:
+    with ok.engine_of(ok.config(keep_first, SHARE_OF_ONE)) as engine:
         begun = ok.Pair(engine)
         begun.turn(HISTORY, 2)
         for count in range(1, BLOCK + 2):
@@ -56,14 +50,14 @@ def test_every_cut_point(keep_first):
             pair.session.close()
 
 
-@pytest.mark.parametrize("keep_first", [0, 1, 4, BLOCK - 1, BLOCK, BLOCK + 1])
+@pytest.mark.parametrize("keep_first", [0, 4, BLOCK, BLOCK + 1])
 def test_cut_points_of_what_is_on_ssd_alone(keep_first, tmp_path):
     """DRAM holds one conversation: it is cut where it lies on SSD, fetched, and cut in both tiers while it answers."""
-    store = ok.ssd_store(tmp_path, dram_blocks=12)
+    store = kit.ssd_store(tmp_path, dram_blocks=12)
     with ok.engine_of(ok.config(keep_first, SHARE_OF_ONE), store=store) as engine:
         begun = ok.Pair(engine)
         begun.turn(HISTORY, 2)
-        for count in (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 7):
+        for count in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 7):
             pair = ok.Pair(engine)
             ok.say(pair.session, HISTORY, 2)
             pair.reference = begun.reference.copy()
@@ -71,83 +65,81 @@ def test_cut_points_of_what_is_on_ssd_alone(keep_first, tmp_path):
             pair.turn(prompt_that_drops(count), 3)
             assert pair.session.usage.cached_tokens == {"ssd": 101 - count}
             send_away(engine, pair.session)
+            pair.discard(np.arange(len(pair.session.token_ids)) % 7 == 3)
             pair.turn(kit.prompt(9, seed=count), 2)
             assert pair.session.usage.cached_tokens == {"ssd": pair.reference.num_cached}
             pair.session.close()
 
 
-@pytest.mark.parametrize(("keep_first", "ratio"), [(0, 0.1), (4, 0.1), (4, 0.5), (21, 0.5), (0, 1.0)])
-def test_cuts_again_and_again(keep_first, ratio, store):
-    """Before prompts and in the middle of answers, of all lengths."""
-    with ok.engine_of(ok.config(keep_first, ratio), store=store) as engine:
+def some(seed: int, share: float):
+    """Discards tokens by chance, the last one too, but not all."""
+
+    def discarded(num_tokens: int) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        mask = rng.random(num_tokens) < share
+        mask[rng.integers(num_tokens)] = False
+        return mask
+
+    return discarded
+
+
+def places(*which: int):
+    """Discards these tokens, counted from the end where negative."""
+    return lambda num_tokens: np.isin(np.arange(num_tokens), np.array(which, int) % num_tokens)
+
+
+LONG_TURNS = [(20 + 11 * turn, 10 + 15 * turn) for turn in range(5)]
+MIXED_TURNS = [(60, 10), (80, 10), (20, 3), (30, 150), (40, 5)]
+"""One is cut before its prompt, one in its answer, twice."""
+PLAYS: dict[str, tuple[dict, list[ok.Step], int]] = {
+    **{f"again and again {at}": ({"at": at}, LONG_TURNS, 3) for at in ((0, 0.1), (4, 0.5), (21, 0.5), (0, 1.0))},
+    "several shares at once": ({"at": (4, 0.25)}, [80, 50, 90, 30, 30], 4),
+    "an answer that just fits": ({}, [(99, 29), 20], 1),
+    "a cut in an answer": ({}, [(99, 30), 20, 60], 2),
+    "many cuts in an answer": ({}, [(99, 200), 20, 60], 4),
+    "all leave for a message that fits alone": ({}, [60, (ok.WINDOW - 2, 2), 20, 60], 3),
+    "all first ones leave for a message that fits alone": ({"at": (100, 0.5)}, [60, (ok.WINDOW - 2, 2), 20], 2),
+    "nothing may leave": ({"at": (ok.WINDOW - 1, 0.5)}, [(120, 50), (20, 5)], 1),
+    "one may leave": ({"at": (ok.WINDOW - 2, 0.5)}, [(120, 20)], 12),
+    "discarded by hand": ({}, [(90, 10), some(1, 0.5), 25, some(2, 0.05), 25, some(3, 0.9), (70, 40)], 1),
+    "discarded in a row": ({}, [50, places(0), places(-1), places(), 20, places(*range(30)), 20], 0),
+    "all but one discarded": ({}, [(50, 3), places(*range(30), *range(31, 53)), (20, 5)], 0),
+    "lost, all of it": ({}, [80, 60, ("lose", 0), 40, ("lose", 0), 60], 2),
+    "lost, behind the cut": ({}, [80, 60, ("lose", 30), 40, ("lose", 2), 60], 2),
+    "rewound to behind the cut": ({}, [100, 20, ("rewind", 37), 30, 70], 2),
+    "rewound to before the cut": ({}, [100, 20, ("rewind", 3), 30, 70], 1),
+    "rewound to nothing": ({}, [100, 20, ("rewind", 0), 30, 70], 1),
+    **{
+        f"whole turns {at}": ({"at": at, "whole_turns": True}, [(10 + 3 * turn, 12) for turn in range(9)], 2)
+        for at in ((0, 0.1), (5, 0.4), (0, 0.8))
+    },
+    "whole turns, in an answer": ({"at": (4, 0.3), "whole_turns": True}, [(20, 10)] * 3 + [(20, 200), 20, 40], 3),
+    "computed anew": ({"method": "tt"}, MIXED_TURNS, 3),
+    "computed anew, none stays": ({"at": (0, 1.0), "method": "tt"}, MIXED_TURNS, 3),
+    "invalidated": ({"method": "of"}, MIXED_TURNS, 3),
+}
+"""Of each conversation: its `OverflowConfig`, what happens in it, and how many truncations there are at least."""
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_what_stays_is_the_same_cache_sliced(name, store):
+    changes, steps, num_cuts = PLAYS[name]
+    keep_first, ratio = changes.get("at", (4, 0.5))
+    overflow = ok.config(keep_first, ratio, **{key: value for key, value in changes.items() if key != "at"})
+    with ok.engine_of(overflow, store=store) as engine:
         pair = ok.Pair(engine)
-        for turn in range(5):
-            pair.turn(kit.prompt(20 + 11 * turn, seed=turn), 10 + 15 * turn)
-            pair.expect_stored_kv()
-        assert pair.session.num_dropped == engine.metrics.dropped_tokens > 2 * ok.WINDOW
-
-
-def test_several_shares_leave_at_once(store):
-    with ok.engine_of(ok.config(4, 0.25), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turns(80, 50, 90)
-        assert pair.session.usage.dropped_tokens == 3 * 32
-        assert engine.metrics.truncations == 2
-        pair.turns(30, 30)
-
-
-@pytest.mark.parametrize(("max_tokens", "num_cuts"), [(29, 0), (30, 1), (200, 3)])
-def test_cuts_in_the_middle_of_one_answer(max_tokens, num_cuts, store):
-    """A context of 100 is full with the 28th token; half of it leaves for the 29th, but for the first four."""
-    with ok.engine_of(ok.config(4, 0.5), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(99), max_tokens)
-        assert engine.metrics.truncations == num_cuts
-        assert pair.session.usage.dropped_tokens == num_cuts * 64
-        assert pair.session.usage.completion_tokens == max_tokens
-        assert pair.session.finish_reason is FinishReason.LENGTH
-        pair.expect_stored_kv()
-        pair.turns(20, 60)
-
-
-@pytest.mark.parametrize("keep_first", [4, 100])
-def test_everything_leaves_for_a_message_that_fits_alone(keep_first, store):
-    """Beside the first tokens it would not fit, or nothing but first tokens is stored."""
-    with ok.engine_of(ok.config(keep_first), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(60), 8)
-        pair.turn(kit.prompt(ok.WINDOW - 2, seed=1), 2)
-        assert pair.session.usage.dropped_tokens == pair.session.num_dropped == 68
-        assert pair.session.usage.prompt_tokens == ok.WINDOW - 2
-        assert pair.session.usage.num_cached_tokens == 0
-        pair.expect_stored_kv()
-        pair.turns(20, 60)
-
-
-def test_an_answer_ends_where_nothing_may_leave(store):
-    """Between the first tokens and the last one there is none."""
-    with ok.engine_of(ok.config(ok.WINDOW - 1), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(120), 50)
-        assert pair.session.usage.completion_tokens == 8
-        assert (pair.session.finish_reason, engine.metrics.truncations) == (FinishReason.LENGTH, 0)
-        pair.turn(kit.prompt(20, seed=1), 5)
-        assert pair.session.usage.dropped_tokens == ok.WINDOW
-
-
-def test_one_token_leaves_for_each_where_no_more_may(store):
-    with ok.engine_of(ok.config(ok.WINDOW - 2), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(120), 20)
-        assert engine.metrics.truncations == pair.session.usage.dropped_tokens == 12
-        pair.expect_stored_kv()
+        pair.play(*steps)
+        metrics = engine.metrics
+        assert metrics.truncations == pair.reference.num_cuts >= num_cuts
+        assert (metrics.failed_loads, metrics.failed_saves, metrics.repaired_tokens) == (0, 0, 0)
+        assert bool(metrics.invalidated_histories) == (overflow.method == "of")
 
 
 def test_cuts_outlive_the_engine(tmp_path):
     """Each engine finds what the last one left: cut before a prompt, in an answer, by hand; and cuts it again."""
     before, reference = None, None
     for start in range(4):
-        with ok.engine_of(ok.config(5, 0.3), store=ok.ssd_store(tmp_path)) as engine:
+        with ok.engine_of(ok.config(5, 0.3), store=kit.ssd_store(tmp_path)) as engine:
             session = engine.session(session_id="one")
             pair = ok.Pair(engine, session, reference)
             reference = pair.reference
@@ -159,59 +151,30 @@ def test_cuts_outlive_the_engine(tmp_path):
                 assert session.usage.cached_tokens == {"ssd": reference.num_cached}
             if start != 1:
                 pair.turn(kit.prompt(60, seed=start), 50)
-            if start >= 1:
-                pair.discard(np.random.default_rng(start).random(len(session.token_ids)) < 0.3)
+            if start:
+                pair.discard(some(start, 0.3)(len(session.token_ids)))
             before = session.conversation
     assert before.num_dropped > 200
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_discarding_lists(seed, store):
-    """Any tokens leave by hand, named by place or by mask, the last one too; then the window overflows."""
-    rng = np.random.default_rng(seed)
-    with ok.engine_of(ok.config(4, 0.5), store=store) as engine:
+def test_saving_at_the_end_of_a_turn_makes_no_difference():
+    with ok.engine_of(ok.config(), async_save=False) as engine:
+        ok.Pair(engine).play((100, 60), 60, 20)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 3, 5])
+def test_a_store_that_does_not_hold_all_of_it(num_blocks):
+    """What is stored ends before the cut, in it, or behind it: the rest is computed anew."""
+    with ok.engine_of(ok.config(4, 0.3), store=kit.store_of(num_blocks)) as engine:
         pair = ok.Pair(engine)
-        pair.turn(kit.prompt(90, seed), 10)
-        for turn in range(3):
-            discarded = rng.random(len(pair.session.token_ids)) < rng.choice([0.05, 0.5, 0.9])
-            discarded[rng.integers(len(discarded))] = False
-            pair.reference.discard(discarded)
-            given = discarded if turn % 2 else rng.permutation(np.flatnonzero(discarded))
-            num_left = pair.session.discard(given)
-            assert num_left == len(pair.session.token_ids) == (~discarded).sum()
-            assert pair.session.token_ids == pair.reference.token_ids
-            pair.turn(kit.prompt(25, seed=turn), 6)
-            pair.expect_stored_kv()
-        pair.turn(kit.prompt(70), 40)
-        pair.expect_stored_kv()
-        assert engine.metrics.failed_loads == engine.metrics.failed_saves == 0
-
-
-def test_discarding_lists_of_what_is_on_ssd_alone(tmp_path):
-    with ok.engine_of(ok.config(), store=ok.ssd_store(tmp_path, dram_blocks=12)) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(100), 10)
-        for turn in range(3):
-            send_away(engine, pair.session)
-            pair.discard(np.random.default_rng(turn).random(len(pair.session.token_ids)) < 0.3)
-            pair.discard(np.arange(len(pair.session.token_ids)) % 7 == 3)
-            pair.turn(kit.prompt(30, seed=turn), 8)
-            assert pair.session.usage.cached_tokens == {"ssd": pair.reference.num_cached}
-
-
-@pytest.mark.parametrize("which", ["first", "last", "nothing", "all but one"])
-def test_discarding_lists_at_their_ends(which, store):
-    with ok.engine_of(ok.config(), store=store) as engine:
-        pair = ok.Pair(engine)
-        pair.turn(kit.prompt(50), 3)
-        places = {"first": [0], "last": [52], "nothing": [], "all but one": [*range(30), *range(31, 53)]}[which]
-        mask = np.zeros(53, bool)
-        mask[places] = True
-        pair.reference.discard(mask)
-        assert pair.session.discard(places) == 53 - len(places)
-        pair.turn(kit.prompt(20), 5)
-        assert pair.session.num_dropped == len(places)
-        pair.expect_stored_kv()
+        for turn in range(6):
+            infos = engine.stored.list()
+            num_stored = infos[0].num_tokens if infos else 0
+            assert num_stored <= num_blocks * BLOCK
+            pair.reference.forget(num_stored)
+            pair.turn(kit.prompt(40, seed=turn), 10 + 20 * turn)
+            engine.wait_for_saves()
+        assert engine.metrics.truncations >= 4
 
 
 @dataclasses.dataclass(frozen=True)

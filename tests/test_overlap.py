@@ -27,7 +27,6 @@ from tests import engine_kit as kit
 from tests import overlap_kit
 from tests.reliability import workload
 from tests.storage.store_helpers import open_gated
-from tests.tolerances import LOGITS_ATOL
 from tests.transfers_kit import DelayedTransfers
 
 NUM_SESSIONS = 64
@@ -84,12 +83,12 @@ class Conversation:
         if turn.closes_after is not None and self.token_ids == known:
             return
         assert self.token_ids[: len(known) + len(turn.prompt)] == known + turn.prompt
-        self.answers.append(overlap_kit.last_answer(self.session))
+        self.answers.append(kit.last_answer(self.session))
         assert len(self.answers[-1]) == ANSWER_TOKENS or turn.closes_after is not None
 
     def num_wrong(self) -> int:
         """Of all answers' tokens."""
-        return overlap_kit.num_wrong(self.token_ids, self.answers)
+        return kit.num_wrong(self.token_ids, self.answers)
 
 
 def converse(engine: Engine, rounds: Sequence[Sequence[Turn]]) -> list[Conversation]:
@@ -121,8 +120,8 @@ def expected(num_rounds: int) -> list[list[int]]:
 
 
 FIXED_RATES = Rates(
-    num_layers=overlap_kit.NUM_LAYERS,
-    layer_token_bytes=kit.TOKEN_BYTES // overlap_kit.NUM_LAYERS,
+    num_layers=kit.NUM_LAYERS,
+    layer_token_bytes=kit.TOKEN_BYTES // kit.NUM_LAYERS,
     load=TransferRate(bytes_per_s=kit.TOKEN_BYTES * 1e3),
     save=TransferRate(bytes_per_s=kit.TOKEN_BYTES * 1e3),
     prefill=PrefillRate(token_s=1e-3, pair_s=2e-6),
@@ -198,7 +197,7 @@ def check_what_is_stored(engine: Engine, conversations: Sequence[Conversation]) 
         if session.session_id in in_dram:
             assert in_dram[session.session_id].num_tokens == len(session.token_ids) - 1
             stored, expected_kv = kit.stored_kv(engine, session), kit.full_pass(session.token_ids[:-1])[1]
-            np.testing.assert_allclose(stored, expected_kv, atol=LOGITS_ATOL["float32"], rtol=0)
+            np.testing.assert_allclose(stored, expected_kv, atol=kit.ATOL, rtol=0)
 
 
 def check_tokens_are_the_same(

@@ -14,19 +14,15 @@ import jax
 import pytest
 
 from ca_jax.device import transfer
-from ca_jax.device.transfer import to_device
 from ca_jax.engine import Engine
-from ca_jax.kv.load import LayerLoad, LayerLoader, ReadBuffer, _Stage
+from ca_jax.kv.load import LayerLoad, ReadBuffer, _Stage
 from ca_jax.session import Session
 from ca_jax.storage.records import MissReason
 from tests import engine_kit as kit
 from tests import overlap_kit
-from tests.overlap_kit import NUM_LAYERS
-from tests.storage.store_helpers import make_kv
-from tests.test_invariants import LAYER_BYTES, LAYOUT, LateSum, open_layers, open_load, store_with
 from tests.transfers_kit import GatedTransfers
 
-LAYERS = list(range(NUM_LAYERS))
+LAYERS = list(range(kit.NUM_LAYERS))
 
 on_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="only on CPU is staging the memory of the device array"
@@ -45,7 +41,7 @@ def saves() -> GatedTransfers:
 
 @contextlib.contextmanager
 def one_at_a_time(
-    loads: GatedTransfers, saves: GatedTransfers, *, staged_layers: int = NUM_LAYERS, **changes: object
+    loads: GatedTransfers, saves: GatedTransfers, *, staged_layers: int = kit.NUM_LAYERS, **changes: object
 ) -> Iterator[Engine]:
     """An engine of one decode slot, so that whoever comes second waits; in the end nothing of anybody is held."""
     wrapper = overlap_kit.controlled(loads=loads, saves=saves)
@@ -93,22 +89,24 @@ def test_while_the_next_jobs_loads_are_held_the_running_one_decodes_on(loads, sa
             overlap_kit.take(running, 20)
             assert held_layers(loads) == layers
         kit.drain(running, waiting)
-        overlap_kit.expect_right(runs, waits)
+        kit.expect_right(runs, waits)
         assert waits.usage.num_cached_tokens == 71
         assert engine.metrics.preloads == bool(layers)
 
 
-@pytest.mark.parametrize("read_buffer", ["all", 1, "off"])
-@pytest.mark.parametrize("order", list(itertools.permutations(LAYERS)))
+@pytest.mark.parametrize(
+    ("read_buffer", "order"),
+    [*(("all", order) for order in itertools.permutations(LAYERS)), (1, (2, 1, 0)), ("off", (2, 0, 1))],
+)
 def test_in_whatever_order_layers_arrive_the_answer_is_right(loads, saves, read_buffer, order):
     with one_at_a_time(loads, saves, read_buffer=read_buffer) as engine:
         session = with_history(engine, 1)
         answer = session.send_ids(kit.prompt(20), max_tokens=8)
         with overlap_kit.shut(loads), overlap_kit.in_thread(lambda: kit.drain(answer)):
-            loads.wait_held(NUM_LAYERS)
+            loads.wait_held(kit.NUM_LAYERS)
             for layer in order:
                 let_layer_through(loads, layer)
-        overlap_kit.expect_right(session)
+        kit.expect_right(session)
         assert session.usage.num_cached_tokens == 71
 
 
@@ -136,15 +134,14 @@ def test_a_job_given_up_amid_its_reads_gives_its_staging_back_when_they_have_end
             with overlap_kit.in_thread(going.close):
                 assert being_released.wait(overlap_kit.PATIENCE_S)
                 for layer in (2, 0, 1):
-                    assert len(engine._kv._loader.staged) == NUM_LAYERS, "given back while somebody writes there"
+                    assert len(engine._kv._loader.staged) == kit.NUM_LAYERS, "given back while somebody writes there"
                     let_layer_through(loads, layer)
             assert not engine._kv._loader.staged
             overlap_kit.take(running, 5)
         kit.drain(running)
         assert engine.store_stats().misses[MissReason.CANCELLED] == 1
-        kit.say(goes, kit.prompt(20))
-        overlap_kit.expect_right(runs, goes)
-        assert goes.usage.num_cached_tokens == 71
+        kit.expect_right(runs)
+        assert kit.check_turn(goes, kit.prompt(20)).num_cached_tokens == 71
 
 
 @pytest.mark.parametrize("has_history", [True, False])
@@ -159,17 +156,17 @@ def test_an_urgent_job_overtakes_one_whose_load_has_begun(loads, saves, has_hist
             assert held_layers(loads, waits) == LAYERS
             overtaking = urgent.send_ids(kit.prompt(20), max_tokens=8, priority=-1)
             with overlap_kit.in_thread(lambda: kit.drain(running, overtaking)):
-                loads.wait_held(NUM_LAYERS)
+                loads.wait_held(kit.NUM_LAYERS)
                 for _ in LAYERS:  # The first load is given up only when its reads have ended.
                     loads.let_through()
                 if has_history:
-                    loads.wait_held(NUM_LAYERS)
+                    loads.wait_held(kit.NUM_LAYERS)
                     assert held_layers(loads, urgent) == LAYERS
                     for layer in (1, 2, 0):
                         let_layer_through(loads, layer)
         kit.drain(waiting)
-        overlap_kit.expect_right(runs, waits, urgent)
-        assert urgent._job.first_token_s < waits._job.first_token_s
+        kit.expect_right(runs, waits, urgent)
+        assert urgent.job.first_token_s < waits.job.first_token_s
         assert waits.usage.num_cached_tokens == 71
         assert engine.store_stats().misses[MissReason.CANCELLED] == 1
 
@@ -183,11 +180,10 @@ def test_a_job_ended_by_another_thread_while_its_prefill_waits_for_a_layer(loads
             overlap_kit.in_thread(lambda: kit.drain(answer)),
             overlap_kit.in_thread(answer.close),
         ):
-            loads.wait_held(NUM_LAYERS)
+            loads.wait_held(kit.NUM_LAYERS)
             loads.open()
         assert engine._scheduler.idle
-        kit.say(session, kit.prompt(10))
-        overlap_kit.expect_right(session)
+        kit.check_turn(session, kit.prompt(10))
 
 
 # Saves.
@@ -203,12 +199,12 @@ def test_while_saves_are_held_the_slot_is_free_and_others_go_on(loads, saves):
             assert engine._kv.write_buffer.num_bytes > 0
             given_up = first.send_ids(kit.prompt(10), priority=-1)
             kit.say(second, kit.prompt(30, seed=1))
-            assert given_up._job.slot is None, "it ran before its history was saved"
+            assert given_up.job.slot is None, "it ran before its history was saved"
             given_up.close()
             going_on = first.send_ids(kit.prompt(10), max_tokens=8, priority=-1)
             kit.say(engine.session(), kit.prompt(30, seed=2))
         kit.drain(going_on)
-        overlap_kit.expect_right(first, second)
+        kit.expect_right(first, second)
         assert first.usage.num_cached_tokens == 41
 
 
@@ -225,7 +221,7 @@ def answers_when_staging_is_scarce(loads: GatedTransfers, saves: GatedTransfers)
         sessions = [with_history(engine, 1), with_history(engine, 2)]
         kit.drain(*(session.send_ids(kit.prompt(20), max_tokens=12) for session in sessions))
         assert engine.metrics.preloads == 1
-        return [overlap_kit.num_wrong(s.token_ids, [overlap_kit.last_answer(s)]) for s in sessions]
+        return [kit.num_wrong(s.token_ids, [kit.last_answer(s)]) for s in sessions]
 
 
 def test_staging_is_rewritten_only_when_it_is_in_the_decode_slot(loads, saves):
@@ -251,63 +247,3 @@ def test_without_the_guard_an_answer_is_seen_to_go_wrong(loads, saves, monkeypat
         monkeypatch.setattr(overlap_kit, "PoisonedBuffer", ReadBuffer)
     num_wrong = answers_when_staging_is_scarce(loads, saves)
     assert num_wrong[0] > 6
-
-
-@pytest.mark.parametrize("is_late", ["computed", "used"])
-def test_a_region_is_held_until_the_later_of_its_two_readers_has_read_it(is_late):
-    """Each of the two alone keeps the next load out, whichever the device comes to last."""
-    loader = LayerLoader(LAYOUT, LAYOUT.num_layers * LAYER_BYTES)
-    done = to_device(0.0).block_until_ready()
-    with store_with(LAYOUT, a=make_kv(LAYOUT, 16), b=make_kv(LAYOUT, 16, seed=1)) as store:
-        first = open_layers(loader, store, "a")
-        late = [LateSum(first.layer(layer)) for layer in range(LAYOUT.num_layers)]
-        for layer, reader in enumerate(late):
-            first.computed(layer, reader if is_late == "computed" else done)
-            first.used(layer, reader if is_late == "used" else done)
-        first.release()
-        second = open_layers(loader, store, "b")
-        assert second.num_issued == 0, "staging is written to that is still to be read"
-        late[0].block_until_ready()
-        loader.pump()
-        assert second.num_issued == 1
-        for layer in range(LAYOUT.num_layers):
-            second.layer(layer)
-        second.release()
-        for load in (first, second):
-            store.complete_load(load.ticket)
-
-
-def test_a_layer_is_had_though_the_ring_has_no_room_for_the_one_in_front_of_it():
-    """As on an accelerator, which wants that too before the layer is dispatched.
-
-    Two layers of 16 tokens fit, but not if the first begins amid the ring, behind what is left of another load:
-
-        mmmmmmMMMMMMssss    m, M: layers 0 and 1 of 12 tokens    s: layer 0 of 8
-        SSSS..MMMMMMssss    S: its layer 1, where m was
-        SSSSLLLLLLLL....    L: layer 0 of 16; without S there is no room for layer 1 either
-    """
-    loader = LayerLoader(LAYOUT, 2 * LAYER_BYTES)
-    loader.device_ahead = 1
-    done = to_device(0.0).block_until_ready()
-    with store_with(LAYOUT, **{str(n): make_kv(LAYOUT, n) for n in (8, 12, 16)}) as store:
-        last_readers = []
-        for num_tokens in (12, 8):
-            load = loader.open(open_load(store, str(num_tokens)), num_tokens, LAYOUT.num_layers)
-            load.begin(lambda layer: done)
-            last_readers.append(LateSum(load.layer(1)))
-            for layer, reader in enumerate((done, last_readers[-1])):
-                load.computed(layer, done)
-                load.used(layer, reader)
-            load.release()
-            store.complete_load(load.ticket)
-        last_readers[0].block_until_ready()
-        long = loader.open(open_load(store, "16"), 16, LAYOUT.num_layers)
-        assert long.num_issued == 1
-        long.begin(lambda layer: done)
-        last_readers[1].block_until_ready()
-        for layer in range(LAYOUT.num_layers):
-            long.layer(layer)
-            assert long.num_issued == layer + 1
-            long.computed(layer, done)
-        long.release()
-        store.complete_load(long.ticket)

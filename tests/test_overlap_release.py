@@ -27,8 +27,6 @@ from ca_jax.storage.tickets import SaveTicket
 from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
 from tests import overlap_kit
-from tests.overlap_kit import NUM_LAYERS
-from tests.test_engine_ssd import ssd_store
 from tests.transfers_kit import GatedTransfers
 
 NUM_NEW = 150  # Passes of 64, 64 and 23 tokens, with the last one of the history.
@@ -50,17 +48,18 @@ class Scene:
         """Queues the turn that will end midway."""
         return self.session.send_ids(kit.prompt(NUM_NEW, seed=9), max_tokens=max_tokens)
 
-    def step_until(self, reached: Callable[[Prefilling | None], object]) -> None:
-        """Runs the engine until its prefill is somewhere."""
-        overlap_kit.step_until(self.engine, lambda: reached(self.engine._batch._prefilling))
+    def begin_to(self, num_done: int) -> Answer:
+        """The same, and runs the engine until its prefill has dispatched so many tokens."""
+        answer = self.begin()
 
-    def is_prefilling(self, answer: Answer, num_done: int) -> Callable[[Prefilling | None], bool]:
-        """Whether a turn's prefill has dispatched so many tokens."""
-        return lambda prefilling: (
-            prefilling is not None
-            and prefilling.job is answer._job
-            and len(prefilling._prefill.tokens) - prefilling.num_left == num_done
-        )
+        def reached() -> bool:
+            prefilling = self.engine._batch._prefilling
+            if prefilling is None or prefilling.job is not answer.job:
+                return False
+            return len(prefilling._prefill.tokens) - prefilling.num_left == num_done
+
+        overlap_kit.step_until(self.engine, reached)
+        return answer
 
 
 @contextlib.contextmanager
@@ -82,34 +81,13 @@ def scene(*, max_batch_size: int = 2, **changes: object) -> Iterator[Scene]:
             loads.open()
             saves.open()
         kit.drain(going_on)
-        overlap_kit.expect_right(beside)
+        kit.expect_right(beside)
         overlap_kit.assert_nothing_is_held(engine)
         for each in (session, beside):
             kit.say(each, kit.prompt(10))
-            kit.say(each, kit.prompt(11))
-            overlap_kit.expect_right(each)
-            assert each.usage.num_cached_tokens == each.usage.prompt_tokens - 12, "its KV is not stored any more"
+            usage = kit.check_turn(each, kit.prompt(11))
+            assert usage.num_cached_tokens == usage.prompt_tokens - 12, "its KV is not stored any more"
         overlap_kit.assert_nothing_is_held(engine)
-
-
-def fail(at: Scene, monkeypatch, owner: object, name: str, num_calls: int, num_failures: float = math.inf) -> None:
-    """Has the turn fail with what breaks in it, and another find all that was stored before."""
-    before, stored = at.session.token_ids, at.engine.stored.find(at.session.session_id)
-    assert bool(stored.ssd_tokens) == (at.engine.config.store.ssd_dir is not None)
-    answer = at.begin()
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, failing_from(num_calls, getattr(owner, name), num_failures=num_failures))
-        with pytest.raises(OSError, match="on fire"):
-            kit.drain(answer)
-    assert at.session.token_ids == before
-    assert at.engine.metrics.failed_loads == 0
-    at.engine.wait_for_saves()
-    left = at.engine.stored.find(at.session.session_id)
-    assert left.num_tokens >= stored.num_tokens
-    assert left.ssd_tokens >= stored.ssd_tokens
-    kit.say(at.session, kit.prompt(9))
-    overlap_kit.expect_right(at.session)
-    assert at.session.usage.num_cached_tokens >= len(before) - 1
 
 
 def failing_from(num_calls: int, original: Callable, *, num_failures: float = math.inf) -> Callable:
@@ -124,24 +102,32 @@ def failing_from(num_calls: int, original: Callable, *, num_failures: float = ma
     return call
 
 
+def expect_end(answer: Answer) -> None:
+    with pytest.raises(OSError, match="on fire"):
+        kit.drain(answer)
+
+
 # Given up.
 
 
-@pytest.mark.parametrize("num_done", [64, 128])
-def test_given_up_between_two_passes(num_done):
+@pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
+def test_given_up_between_two_passes_or_before_its_slot(num_done):
     with scene() as at:
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, num_done))
+        answer = at.begin_to(num_done)
         answer.close()
-        assert not at.session._job.output_ids
+        assert len(answer.job.output_ids) == (num_done > NUM_NEW)
 
 
-def test_given_up_between_its_first_token_and_its_slot():
-    with scene() as at:
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, NUM_NEW + 1))
+@pytest.mark.parametrize("num_done", [64, NUM_NEW + 1])
+def test_given_up_while_its_saves_are_held(num_done):
+    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
+    with scene() as at, overlap_kit.shut(at.saves):
+        answer = at.begin_to(num_done)
         answer.close()
-        assert len(at.session._job.output_ids) == 1
+        assert at.engine._scheduler.prefilling is None
+        assert answer.job.slot is None
+        assert at.engine._kv.write_buffer.num_bytes > 0
+        overlap_kit.take(at.going_on, 3)
 
 
 def test_given_up_with_decoded_tokens_that_fill_no_group():
@@ -149,19 +135,6 @@ def test_given_up_with_decoded_tokens_that_fill_no_group():
         answer = at.begin()
         overlap_kit.take(answer, kit.SMALL.save_group_tokens + 3)
         answer.close()
-
-
-@pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
-def test_given_up_while_its_saves_are_held(num_done):
-    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
-    with scene() as at, overlap_kit.shut(at.saves):
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, num_done))
-        answer.close()
-        assert at.engine._scheduler.prefilling is None
-        assert at.session._job.slot is None
-        assert at.engine._kv.write_buffer.num_bytes > 0
-        overlap_kit.take(at.going_on, 3)
 
 
 def test_given_up_while_it_waits_and_its_load_has_begun():
@@ -189,93 +162,118 @@ def test_an_engine_that_closes_amid_everything_lets_go_of_it():
         saves.open()
     assert not engine._kv._loader._loads
     assert not engine._kv.write_buffer.num_bytes
-    assert [answer._job.finish_reason for answer in answers] == [FinishReason.CANCELLED] * 4
+    assert [answer.job.finish_reason for answer in answers] == [FinishReason.CANCELLED] * 4
 
 
 # Broken.
 
 
 @pytest.mark.parametrize("is_preloaded", [True, False])
-@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+@pytest.mark.parametrize("layer", range(kit.NUM_LAYERS))
 def test_a_read_that_breaks_at_any_layer_is_a_miss(layer, is_preloaded):
     """In passes or at once, before the turn has come or after: all is recomputed, with the right tokens."""
     with scene(max_batch_size=1 if is_preloaded else 2) as at:
         with overlap_kit.shut(at.loads):
             answer = at.begin(max_tokens=8)
             with overlap_kit.in_thread(lambda: overlap_kit.take(at.going_on, 6)):
-                for transfer in at.loads.wait_held(NUM_LAYERS):
+                for transfer in at.loads.wait_held(kit.NUM_LAYERS):
                     error = OSError("the disk is on fire") if transfer.layer == layer else None
                     at.loads.let_through(transfer, error=error)
         kit.drain(answer)
-        overlap_kit.expect_right(at.session)
+        kit.expect_right(at.session)
         assert at.engine.metrics.failed_loads == 1
         assert at.session.usage.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("num_failures", [1, math.inf])
-@pytest.mark.parametrize("num_calls", range(NUM_PASSES * NUM_LAYERS))
-def test_a_prefill_that_breaks_at_any_layer_of_any_pass(monkeypatch, num_calls, num_failures):
-    """Its job fails; what was stored before is read by the next."""
+def break_prefill(at: Scene, monkeypatch, owner: object, name: str, num_calls: int, num_failures: float) -> None:
+    """Breaks the turn; its session stays as it was, and the next finds all that was stored before."""
+    before, stored = at.session.token_ids, at.engine.stored.find(at.session.session_id)
+    answer = at.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing_from(num_calls, getattr(owner, name), num_failures=num_failures))
+        expect_end(answer)
+    assert at.session.token_ids == before
+    assert at.engine.metrics.failed_loads == 0
+    at.engine.wait_for_saves()
+    left = at.engine.stored.find(at.session.session_id)
+    assert left.num_tokens >= stored.num_tokens
+    assert left.ssd_tokens >= stored.ssd_tokens
+    assert kit.check_turn(at.session, kit.prompt(9)).num_cached_tokens >= len(before) - 1
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "num_failures"), [*((n, math.inf) for n in range(NUM_PASSES * kit.NUM_LAYERS)), (0, 1), (5, 1)]
+)
+def test_a_prefill_that_breaks_at_any_layer_of_any_pass_costs_no_kv(monkeypatch, num_calls, num_failures):
     with scene() as at:
-        fail(at, monkeypatch, steps, "prefill_layer", num_calls, num_failures)
+        break_prefill(at, monkeypatch, steps, "prefill_layer", num_calls, num_failures)
 
 
 @pytest.mark.parametrize("driver", [None, "zarr3", "raw"])
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (transfer, "staging_to_device"),
-        (LayerLoad, "begin"),
-        (Histories, "complete"),
-        (steps, "prefill_layer"),
-    ],
+    ("owner", "name"), [(transfer, "staging_to_device"), (LayerLoad, "begin"), (Histories, "complete")]
 )
 def test_a_first_pass_that_breaks_otherwise_than_by_its_load_costs_no_kv(monkeypatch, tmp_path, owner, name, driver):
     """Out of memory, a compile error: the bytes at rest are sound, in DRAM and on SSD."""
-    store = kit.SMALL.store if driver is None else ssd_store(tmp_path, ssd_driver=driver)
+    store = kit.SMALL.store if driver is None else kit.ssd_store(tmp_path, ssd_driver=driver)
     with scene(store=store) as at:
-        fail(at, monkeypatch, owner, name, 0)
+        assert bool(at.engine.stored.find(at.session.session_id).ssd_tokens) == (driver is not None)
+        break_prefill(at, monkeypatch, owner, name, 0, math.inf)
 
 
 @pytest.mark.parametrize(
-    "owner", ["_runner.start_prefill", "_kv.begin_saving", "_kv.open_history", "_sampler.set_slot"]
+    ("num_done", "owner", "name"),
+    [
+        (0, "_runner", "start_prefill"),
+        (0, "_kv", "begin_saving"),
+        (0, "_kv", "open_history"),
+        (0, "_sampler", "set_slot"),
+        (0, AttentionStore, "prepare_save"),
+        (128, "_sampler", "draw"),
+    ],
 )
-def test_a_prefill_that_cannot_begin(monkeypatch, owner):
+def test_a_turn_that_cannot_begin_or_go_on_fails_alone(monkeypatch, num_done, owner, name):
     with scene() as at:
-        holder, name = owner.split(".")
-        answer = at.begin()
+        answer = at.begin_to(num_done) if num_done else at.begin()
+        holder = getattr(at.engine, owner) if isinstance(owner, str) else owner
         with monkeypatch.context() as patch:
-            held = getattr(at.engine, holder)
-            patch.setattr(held, name, failing_from(0, getattr(held, name)))
+            patch.setattr(holder, name, failing_from(0, getattr(holder, name)))
             with pytest.raises(OSError, match="on fire"):
                 next(answer)
 
 
-def test_a_first_token_that_cannot_be_drawn(monkeypatch):
-    with scene() as at:
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, 128))
-        with monkeypatch.context() as patch:
-            patch.setattr(at.engine._sampler, "draw", failing_from(0, at.engine._sampler.draw))
-            with pytest.raises(OSError, match="on fire"):
-                next(answer)
-
-
-@pytest.mark.parametrize("where", ["prepare_load", "open"])
-def test_a_load_that_cannot_begin_before_its_turn_is_its_own_jobs_failure(monkeypatch, where):
+@pytest.mark.parametrize(("owner", "name"), [(AttentionStore, "prepare_load"), (LayerLoader, "open")])
+def test_a_load_that_cannot_begin_before_its_turn_is_its_own_jobs_failure(monkeypatch, owner, name):
     """The job that runs meanwhile is none the wiser."""
     with scene(max_batch_size=1) as at:
         answer = at.begin()
         with monkeypatch.context() as patch:
-            broken = AttentionStore if where == "prepare_load" else LayerLoader
-            patch.setattr(broken, where, failing_from(0, getattr(broken, where)))
+            patch.setattr(owner, name, failing_from(0, getattr(owner, name)))
             overlap_kit.take(at.going_on, 5)
-            with pytest.raises(OSError, match="on fire"):
-                kit.drain(answer)
+            expect_end(answer)
 
 
-@pytest.mark.parametrize("method", ["write", "write_all"])
-@pytest.mark.parametrize("num_calls", [0, 1, 4, 7])
+def test_a_pass_that_breaks_while_others_decode_is_its_own_jobs_failure(monkeypatch):
+    """What the device was asked for may break when somebody waits for it: here the job that decodes beside it."""
+    with scene() as at:
+        answer = at.begin_to(64)
+        with monkeypatch.context() as patch:
+            patch.setattr(Prefilling, "await_pass", failing_from(0, Prefilling.await_pass))
+            at.engine.step()
+        expect_end(answer)
+
+
+@pytest.mark.parametrize("num_calls", [0, 3])
+def test_a_text_that_cannot_be_shown_ends_its_answer_alone(monkeypatch, num_calls):
+    """The first token's and a later one's: others in the batch get theirs, though they run the engine."""
+    with scene() as at:
+        answer = at.begin()
+        monkeypatch.setattr(answer.job.output, "push", failing_from(num_calls, answer.job.output.push))
+        kit.drain(at.going_on)
+        expect_end(answer)
+
+
+@pytest.mark.parametrize(("method", "num_calls"), [("write", 0), ("write", 4), ("write_all", 0), ("write_all", 1)])
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_save_that_breaks_while_its_turn_runs_or_when_it_was_given_up(monkeypatch, method, num_calls, closes):
     with scene() as at, monkeypatch.context() as patch:
@@ -286,29 +284,8 @@ def test_a_save_that_breaks_while_its_turn_runs_or_when_it_was_given_up(monkeypa
             answer.close()
         else:
             kit.drain(answer)
-        overlap_kit.expect_right(at.session)
+        kit.expect_right(at.session)
         at.engine.wait_for_saves()
-
-
-@pytest.mark.parametrize("num_calls", range(2))
-def test_room_that_cannot_be_asked_for(monkeypatch, num_calls):
-    with scene() as at:
-        answer = at.begin()
-        with monkeypatch.context() as patch:
-            patch.setattr(AttentionStore, "prepare_save", failing_from(num_calls, AttentionStore.prepare_save))
-            with pytest.raises(OSError, match="on fire"):
-                kit.drain(answer)
-
-
-def test_a_pass_that_breaks_while_others_decode_is_its_own_jobs_failure(monkeypatch):
-    """What the device was asked for may break when somebody waits for it: here whoever decodes beside it."""
-    with scene() as at:
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, 64))
-        with monkeypatch.context() as patch:
-            patch.setattr(Prefilling, "await_pass", failing_from(0, Prefilling.await_pass))
-            at.engine.step()
-        expect_end(answer)
 
 
 # The decode slots.
@@ -325,19 +302,13 @@ def breaking(slots: DecodeSlots, *, loses: bool) -> Callable:
     return call
 
 
-def expect_end(answer: Answer) -> None:
-    with pytest.raises(OSError, match="on fire"):
-        kit.drain(answer)
-
-
 @pytest.mark.parametrize("loses", [False, True])
 @pytest.mark.parametrize("who_runs", ["its caller", "another"])
 def test_a_slot_that_cannot_be_filled_is_not_decoded(monkeypatch, loses, who_runs):
     """Where the slots went with it no job that is in one goes on."""
     with scene() as at:
         before = at.session.token_ids
-        answer = at.begin()
-        at.step_until(at.is_prefilling(answer, NUM_NEW + 1))
+        answer = at.begin_to(NUM_NEW + 1)
         with monkeypatch.context() as patch:
             slots = at.engine._runner.slots
             patch.setattr(slots, "insert", breaking(slots, loses=loses))
@@ -377,18 +348,7 @@ def test_slots_that_are_lost_to_a_cut_end_all_that_are_in_one(monkeypatch):
             expect_end(cut.send_ids(kit.prompt(110), max_tokens=40))
         expect_end(beside)
         for each in (cut, other):
-            kit.say(each, kit.prompt(10))
-            overlap_kit.expect_right(each)
-
-
-@pytest.mark.parametrize("num_calls", [0, 3])
-def test_a_text_that_cannot_be_shown_ends_its_answer_alone(monkeypatch, num_calls):
-    """The first token's and a later one's: whoever runs the engine, others in the batch get theirs."""
-    with scene() as at:
-        answer = at.begin()
-        monkeypatch.setattr(answer.job.output, "push", failing_from(num_calls, answer.job.output.push))
-        kit.drain(at.going_on)
-        expect_end(answer)
+            kit.check_turn(each, kit.prompt(10))
 
 
 def test_addends_that_are_lost_end_all_that_are_in_a_slot(monkeypatch):

@@ -44,13 +44,6 @@ def test_there_are_none_while_a_kind_has_no_sample(meter, missing, monkeypatch):
     assert meter.rates is not None
 
 
-def test_a_history_counts_in_the_prefill_rate(meter):
-    fill(meter)
-    meter.add_prefill(1000, 100, 0.2)
-    assert meter.rates.prefill.seconds(1000, 100) == pytest.approx(0.2)
-    assert meter.rates.prefill.seconds(0, 100) == pytest.approx(0.1)
-
-
 def test_they_are_fitted_again_when_enough_is_new(meter):
     fill(meter)
     first = meter.rates
@@ -74,13 +67,12 @@ def test_how_fast_the_ssd_is_is_known_from_the_first_fetch_on(meter):
         meter.add_fetch(4_000_000, 8e-3)
     assert meter.rates.fetch.bytes_per_s == pytest.approx(5e8)
     meter.forget()
-    fill(meter)
-    assert meter.rates.fetch is None
-
-
-def test_fetches_alone_give_no_rates(meter):
-    meter.add_fetch(4_000_000, 2e-3)
     assert meter.rates is None
+    meter.add_fetch(4_000_000, 2e-3)
+    assert meter.rates is None, "fetches alone give no rates"
+    meter.forget()
+    fill(meter, load=1e8)
+    assert (meter.rates.fetch, meter.rates.load.bytes_per_s) == (None, pytest.approx(1e8))
 
 
 def test_the_last_samples_count(meter):
@@ -105,20 +97,6 @@ def test_a_transfer_that_the_clock_does_not_see_says_nothing(meter, num_bytes, s
     fill(meter)
     assert meter.rates.fetch is None
     assert meter.rates.load.bytes_per_s == pytest.approx(1e9)
-
-
-def test_a_prefill_that_took_no_time_is_refused(meter):
-    with pytest.raises(ValueError, match="seconds must be a positive number, got 0"):
-        meter.add_prefill(0, 100, 0.0)
-
-
-def test_what_is_forgotten_counts_no_more(meter):
-    fill(meter)
-    assert meter.rates is not None
-    meter.forget()
-    assert meter.rates is None
-    fill(meter, load=1e8)
-    assert meter.rates.load.bytes_per_s == pytest.approx(1e8)
 
 
 def test_any_thread_may_add(meter):

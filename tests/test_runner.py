@@ -18,9 +18,8 @@ import pytest
 from ca_jax.device.runner import Prefill, Runner
 from ca_jax.device.slots import RunnerSizes
 from tests import engine_kit as kit
-from tests.tolerances import LOGITS_ATOL
 
-ATOL = LOGITS_ATOL["float32"]
+ATOL = kit.ATOL
 CHUNK = kit.SMALL.prefill_chunk_tokens
 SLOT = 3
 HISTORIES = (0, 1, 40, 256, 300)
@@ -162,17 +161,6 @@ def test_a_slot_is_the_same_whenever_its_past_is_inserted(runner, num_early):
     np.testing.assert_array_equal(slot_of(runner, len(tokens), SLOT + 1), expected)
 
 
-@pytest.mark.parametrize("sizes", [(16, 16), (32,)])
-def test_passes_and_one_pass_fill_a_slot_alike(runner, sizes):
-    tokens = kit.prompt(60)
-    slots = []
-    for each in ((), sizes):
-        prefill, _, _ = run(runner, tokens, 0, each)
-        runner.insert(prefill)
-        slots.append(slot_of(runner, len(tokens)))
-    np.testing.assert_allclose(slots[1], slots[0], atol=ATOL, rtol=0)
-
-
 def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
     first = runner.start_prefill(SLOT, kit.prompt(20), 0)
     runner.run_pass(first, 20)
@@ -184,11 +172,6 @@ def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
         runner.insert_past(second, 1)
 
 
-def test_a_prefill_wants_tokens(runner):
-    with pytest.raises(ValueError, match="a prefill must have at least one new token, got none"):
-        runner.start_prefill(SLOT, [], 40)
-
-
 @with_buckets_of_a_cpu
 @pytest.mark.parametrize(
     ("num_history", "num_new", "padded"),
@@ -198,8 +181,29 @@ def test_padding_is_of_whole_passes_and_the_rest(runner, num_history, num_new, p
     assert runner.padded(num_history, num_new) == padded
 
 
-@with_buckets_of_a_cpu
-def test_what_prefills_take_is_measured_for_lengths_up_to_those_given(runner):
-    samples = runner.measure_prefill(max_history=300, max_new=64)
-    assert {(history, new) for history, new, _ in samples} == {(h, n) for h in (0, 256, 512) for n in (16, 64)}
-    assert all(seconds > 0 for _, _, seconds in samples)
+def rotated(kv: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Unrotated KV `[L, 2, T, K, H]` as a slot holds it at some positions, in float64."""
+    half = kv.shape[-1] // 2
+    theta = kit.tiny_model().config.rope.theta
+    angles = positions[:, None, None] * theta ** (-np.arange(half) / half)
+    turned = (kv[:, 0, ..., :half] + 1j * kv[:, 0, ..., half:].astype(np.float64)) * np.exp(1j * angles)
+    keys = np.concatenate([turned.real, turned.imag], -1)
+    return np.stack([keys, kv[:, 1]]).transpose(0, 1, 3, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_anew"),
+    [(1, 8), (8, 8), (9, 16), (CHUNK, CHUNK), (CHUNK + 1, CHUNK + 8), (150, 160), (298, 300), (500, 300)],
+)
+def test_first_tokens_anew_are_a_prefill_of_these_and_the_others_stay_bit_for_bit(runner, num_tokens, num_anew):
+    tokens, other = kit.prompt(300, seed=1), SLOT + 1
+    for slot, ids in ((SLOT, tokens), (other, kit.prompt(200, seed=2))):
+        runner.insert(run(runner, ids, 0, slot=slot)[0])
+    before, beside = slot_of(runner, 300), slot_of(runner, 200, other)
+    changed = [token ^ 1 for token in tokens]  # So that what was there is not what should be.
+    assert runner.recompute_first(SLOT, changed, num_tokens) == num_anew
+    after = slot_of(runner, 300)
+    expected = rotated(kit.full_pass(changed[:num_anew])[1], np.arange(num_anew))
+    np.testing.assert_allclose(after[..., :num_anew, :], expected, atol=ATOL, rtol=0)
+    np.testing.assert_array_equal(after[..., num_anew:, :], before[..., num_anew:, :])
+    np.testing.assert_array_equal(slot_of(runner, 200, other), beside)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -175,21 +175,6 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_a_job_is_prefilled_over_many_steps_and_decodes_after_them():
-    scheduler = Scheduler(2)
-    first, second = submitted(scheduler, 0, 0)
-    for _ in range(3):
-        plan = scheduler.schedule()
-        assert (plan.decode, plan.prefill, plan.preload) == ((), first, second)
-    scheduler.prefilled(first)
-    for _ in range(2):
-        plan = scheduler.schedule()
-        assert (plan.decode, plan.prefill, plan.preload) == ((first,), second, None)
-    scheduler.prefilled(second)
-    plan = scheduler.schedule()
-    assert (plan.decode, plan.prefill, plan.preload) == ((first, second), None, None)
-
-
 def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_next():
     scheduler = Scheduler(1)
     first, second = submitted(scheduler, 0, 0)
@@ -197,10 +182,10 @@ def test_a_job_that_is_cancelled_while_it_is_prefilled_leaves_its_slot_to_the_ne
     scheduler.remove(first)
     assert scheduler.schedule().prefill is second
     assert second.slot == 0
-    with pytest.raises(ValueError, match=f"job {first.job_id} .* got that job {second.job_id} is"):
+    with pytest.raises(ValueError, match=f"job {first.job_id} .*got that job {second.job_id}"):
         scheduler.prefilled(first)
     scheduler.prefilled(second)
-    with pytest.raises(ValueError, match=f"job {second.job_id} .* got that none is"):
+    with pytest.raises(ValueError, match=f"job {second.job_id} .*got that none"):
         scheduler.prefilled(second)
 
 
@@ -219,26 +204,6 @@ def test_where_slots_are_in_parts_jobs_take_one_of_each_in_turn():
         if each.slot in (1, 2, 3):
             scheduler.remove(each)
     assert slots_of(3) == [3, 1, 2]
-
-
-def test_a_job_is_submitted_once():
-    scheduler = Scheduler(1)
-    first, second = submitted(scheduler, 0, 0)
-    assert scheduler.schedule().prefill is first
-    for each in (first, second):
-        with pytest.raises(ValueError, match=f"got job {each.job_id}, which does"):
-            scheduler.submit(each)
-
-
-@settings(deadline=None)
-@given(st.lists(PRIORITIES, max_size=MAX_OVERTAKEN))
-def test_jobs_run_by_priority_then_in_the_order_of_their_submission(priorities):
-    scheduler = Scheduler(1)
-    jobs = submitted(scheduler, *priorities)
-    wanted = sorted(jobs, key=lambda each: each.priority)
-    assert list(scheduler.waiting) == wanted
-    assert [run_one(scheduler) for _ in jobs] == wanted
-    assert scheduler.idle
 
 
 def test_under_a_stream_of_urgent_jobs_each_other_one_waits_for_as_many_as_are_allowed():
@@ -270,27 +235,3 @@ def test_a_job_whose_kv_does_not_come_is_passed_by_as_often_as_is_allowed():
     assert (plan.prefill, plan.preload) == (None, late)
     assert asked == [(late, True)]
     assert [run_one(scheduler), run_one(scheduler)] == [late, others[MAX_OVERTAKEN]]
-
-
-def test_who_came_later_does_not_count_as_overtaken_by_who_came_before():
-    scheduler = Scheduler(1)
-    early = submitted(scheduler, *[0] * (2 * MAX_OVERTAKEN))
-    (patient,) = submitted(scheduler, 1)
-    assert [run_one(scheduler) for _ in early] == early
-    urgent = submitted(scheduler, *[0] * (MAX_OVERTAKEN + 1))
-    assert [run_one(scheduler) for _ in range(MAX_OVERTAKEN + 1)] == [*urgent[:-1], patient]
-
-
-def test_a_job_that_finds_no_room_is_not_passed_by():
-    scheduler = Scheduler(2)
-    large, small = submitted(scheduler, 0, 0)
-    plan = scheduler.schedule(admits=lambda each: each is small)
-    assert (plan.prefill, plan.preload) == (None, large)
-    assert scheduler.schedule().prefill is large
-
-
-def test_so_many_are_looked_at_for_one_that_can_run():
-    scheduler = Scheduler(1)
-    jobs = submitted(scheduler, *[0] * (PASSED_JOBS + 1))
-    assert scheduler.schedule(lambda each, is_next: each is jobs[PASSED_JOBS]).prefill is None
-    assert scheduler.schedule(lambda each, is_next: each is jobs[PASSED_JOBS - 1]).prefill is jobs[PASSED_JOBS - 1]

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from ca_jax.engine import Engine
@@ -15,10 +12,7 @@ from ca_jax.kv.layout import kept_window
 from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
-from ca_jax.storage.config import StoreConfig
 from tests import engine_kit as kit
-from tests.test_engine_ssd import ssd_store
-from tests.threads_kit import ThreadProcesses, run_together
 
 SLIDING = 48
 PROMPTS = [kit.prompt(70), kit.prompt(5), kit.prompt(90), kit.prompt(33)]
@@ -33,38 +27,18 @@ def model(full_layers: tuple[int, ...] = (), window: int = SLIDING) -> LoadedMod
     return dataclasses.replace(plain, config=config, model=Transformer(config), fingerprint=name)
 
 
-@functools.partial(jax.jit, static_argnames=("module",))
-def _pass(module, params, tokens):
-    return module.apply(params, tokens, jnp.arange(tokens.shape[1])[None])[0]
+def engine(**changes) -> Engine:
+    return kit.small_engine(model(), **changes)
 
 
-def greedy(token_ids: list[int], max_tokens: int = 12) -> list[int]:
-    """The greedy answer to a prompt, by a full pass for each token."""
-    ids = list(token_ids)
-    for _ in range(max_tokens):
-        padded = np.zeros((1, kit.WINDOW), np.int32)
-        padded[0, : len(ids)] = ids
-        ids.append(int(_pass(model().model, model().params, padded)[0, len(ids) - 1].argmax()))
-    return ids[len(token_ids) :]
-
-
-def engine(store: StoreConfig = kit.SMALL.store, **changes) -> Engine:
-    return Engine(model(), dataclasses.replace(kit.SMALL, store=store, **changes))
+def expect_right_answers(session, prompts) -> list[int]:
+    """Sends turns and checks their answers; the tokens that each prefilled."""
+    return [kit.check_turn(session, prompt, model=model()).new_tokens for prompt in prompts]
 
 
 def num_stored(engine: Engine) -> list[int]:
     engine.wait_for_saves()
     return [info.num_tokens for info in engine.stored.list()]
-
-
-def expect_right_answers(session, prompts) -> list[int]:
-    """Sends turns, checks their answers against full passes; the tokens that each prefilled."""
-    new_tokens = []
-    for prompt in prompts:
-        expected = greedy(session.token_ids + prompt)
-        assert kit.say(session, prompt) == expected
-        new_tokens.append(session.usage.new_tokens)
-    return new_tokens
 
 
 def test_what_is_stored_stays_within_the_window_and_answers_are_right():
@@ -82,12 +56,12 @@ def test_what_is_stored_stays_within_the_window_and_answers_are_right():
 
 
 def test_a_conversation_goes_on_from_ssd(tmp_path):
-    store = ssd_store(tmp_path)
-    with engine(store) as served:
+    store = kit.ssd_store(tmp_path)
+    with engine(store=store) as served:
         session = served.session(session_id="one")
         expect_right_answers(session, PROMPTS[:2])
         kept = session.token_ids
-    with engine(store) as served:
+    with engine(store=store) as served:
         session = served.session(session_id="one")
         assert session.token_ids == kept
         assert expect_right_answers(session, PROMPTS[2:]) == [91, 34]
@@ -95,13 +69,13 @@ def test_a_conversation_goes_on_from_ssd(tmp_path):
 
 
 def test_a_conversation_of_which_no_kv_is_needed_is_kept_all_the_same(tmp_path):
-    config = dataclasses.replace(kit.SMALL, store=ssd_store(tmp_path))
-    with Engine(model(window=1), config) as served:
+    store = kit.ssd_store(tmp_path)
+    with kit.small_engine(model(window=1), store=store) as served:
         session = served.session(session_id="one")
         kit.say(session, PROMPTS[0])
         assert num_stored(served) == [1]
         kept = session.conversation
-    with Engine(model(window=1), config) as served:
+    with kit.small_engine(model(window=1), store=store) as served:
         assert served.session(session_id="one").conversation == kept
 
 
@@ -141,7 +115,7 @@ def test_a_full_context_loses_what_has_slid_first():
             prompt = kit.prompt(40, turn)
             everything += prompt
             answer = kit.say(session, prompt, max_tokens=16)
-            assert answer == greedy(everything, 16)
+            assert answer == kit.greedy_answer(everything, 16, model())
             everything += answer
             num_stored(served)
         assert served.metrics.truncations > 0
@@ -156,7 +130,7 @@ def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
         num_stored(served)
         before, prompt = session.token_ids, PROMPTS[3]
         kit.say(session, prompt, max_tokens=180)
-        everything = before + prompt + greedy(before + prompt, 180)
+        everything = before + prompt + kit.greedy_answer(before + prompt, 180, model())
         kept = session.token_ids[4:]  # The first ones stay, as far away as they are.
         assert kept == everything[-len(kept) :]
         assert session.usage.dropped_tokens > 0
@@ -167,7 +141,7 @@ def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
 @pytest.mark.parametrize("changes", [{}, {"overflow": OverflowConfig(discarder="heavy_hitters")}])
 def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored(changes):
     loaded = model() if changes else model(full_layers=(1,))
-    with Engine(loaded, dataclasses.replace(kit.SMALL, **changes)) as served:
+    with kit.small_engine(loaded, **changes) as served:
         session = served.session()
         kit.converse(session, PROMPTS[:3])
         assert num_stored(served) == [len(session.token_ids) - 1]
@@ -177,24 +151,3 @@ def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored(chan
 def test_nothing_slides_where_the_context_is_no_longer_than_what_a_layer_sees(context_window, kept):
     """There what is left of a full context has seen what left, and is repaired."""
     assert kept_window(model().config, kit.SMALL, context_window) == kept
-
-
-def test_processes_that_serve_as_one_keep_the_same():
-    def run(processes: ThreadProcesses) -> tuple[list, list, list]:
-        with Engine(model(), kit.SMALL, processes=processes) as served:
-            session = served.session()
-            answers = []
-            for turn, prompt in enumerate(PROMPTS):
-                if turn == 2:
-                    served.wait_for_saves()
-                answers.append(kit.say(session, prompt))
-            served.wait_for_saves()
-            return answers, session.token_ids, [info.num_tokens for info in served.stored.list()]
-
-    one, other = run_together(2, run)
-    assert one[:2] == other[:2]
-    ids: list[int] = []
-    for prompt, answer in zip(PROMPTS, one[0], strict=True):
-        ids += prompt
-        assert answer == greedy(ids)
-        ids += answer

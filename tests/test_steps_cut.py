@@ -80,17 +80,6 @@ def test_what_stays_is_as_if_it_had_been_inserted_at_its_new_places(slot, kept):
     np.testing.assert_array_equal(found[:, :, others], whole[:, :, others])
 
 
-def test_cuts_follow_each_other():
-    slots = filled({0: kv(0)})
-    left = np.arange(NUM_TOKENS)
-    for kept in (np.r_[0:4, 30:100], np.r_[0:10, 11:70], np.arange(0, 60, 2)):
-        slots, left = cut(slots, 0, kept), left[kept]
-    expected = held(filled({0: kv(0)[:, :, left]}))
-    np.testing.assert_allclose(
-        held(slots)[:, :, 0, :, : len(left)], expected[:, :, 0, :, : len(left)], atol=ATOL, rtol=0
-    )
-
-
 def test_keys_that_are_not_turned_keep_their_rotation_bit_for_bit():
     kept = np.r_[0:4, 52:NUM_TOKENS]
     whole = held(filled({0: kv(0)}))
@@ -99,12 +88,6 @@ def test_keys_that_are_not_turned_keep_their_rotation_bit_for_bit():
     turned = jnp.zeros(CAPACITY, jnp.int32)
     found = held(steps.cut_slot(filled({0: kv(0)}), jnp.int32(0), jnp.asarray(places), turned, table()))
     np.testing.assert_array_equal(found[:, :, 0, :, : len(kept)], whole[:, :, 0][:, :, :, kept])
-
-
-def test_where_no_row_comes_from_does_not_matter():
-    kept = KEPT["every third"]
-    slots = [held(cut(filled({0: kv(0)}), 0, kept, behind))[:, :, 0, :, : len(kept)] for behind in (0, CAPACITY - 1)]
-    np.testing.assert_array_equal(*slots)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, NUM_TOKENS), (4, 60), (7, 8), (5, 5)])

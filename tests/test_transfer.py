@@ -1,14 +1,9 @@
 """Crossing between host and device on a CPU: bit for bit, and nothing left registered for DMA that is not used.
 
-What is sharded is tested on several devices, which a process has or has not from its start: in a process of its own.
+What is sharded is tested on several devices (on_four_devices), in the process that `test_mesh.py` starts.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +13,6 @@ import pytest
 from ca_jax.device import transfer
 from tests.storage.store_helpers import as_bits, make_layout
 
-ON_FOUR_DEVICES = Path(__file__).with_name("on_four_devices.py")
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="only on CPU are host and device one memory")
 
@@ -141,14 +135,3 @@ def test_no_memory_is_not_registered(monkeypatch):
 
 def test_clients_of_one_backend_count_once():
     assert len(transfer._clients()) == len({device.platform for device in jax.local_devices()})
-
-
-def test_what_is_sharded_over_several_devices():
-    """Runs `on_four_devices.py` with four devices of a CPU."""
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ON_FOUR_DEVICES)]
-    ended = subprocess.run(
-        command, env=environment, cwd=ON_FOUR_DEVICES.parent.parent, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "skipped" not in ended.stdout

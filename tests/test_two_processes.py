@@ -29,6 +29,7 @@ ENVIRONMENT = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
     "NPROC": "16",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # Each of several processes compiles all of it.
 }
 
 

@@ -1,18 +1,22 @@
-"""Rates are measured when an engine warms up: through what stands before its store, and leaving nothing behind.
-
-Not here: what is compiled (test_invariants), how rates are fitted (test_costs), and kept up (test_rate_meter).
-"""
+"""Rates that are measured when an engine warms up, and memory that is made resident in the background."""
 
 from __future__ import annotations
 
 import collections
+import io
+import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
+import rich.console
 
 from benchmarks.paced import ControlledStore, Future, Transfer
+from ca_jax.launch import serve
 from ca_jax.storage.store import AttentionStore
+from ca_jax.storage.tiers import dram
 from tests import engine_kit as kit
+from tests import server_kit as sk
 
 MODEL = kit.tiny_model().config
 
@@ -60,25 +64,6 @@ def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_
         assert (measured.turns, measured.prefill_passes, measured.failed_saves, measured.loaded_histories) == (0,) * 4
 
 
-def test_warming_up_again_measures_anew():
-    with kit.small_engine() as engine:
-        warm_up(engine)
-        first = engine.rates
-        assert engine.rates is first
-        warm_up(engine)
-        assert engine.rates is not first
-
-
-def test_an_engine_serves_after_its_rates_were_measured():
-    with kit.small_engine() as engine:
-        warm_up(engine)
-        session = engine.session()
-        for message in ("Hello.", "Go on."):
-            answer = kit.say(session, message, 6)
-            assert answer == kit.greedy_answer(session.token_ids[: session.usage.prompt_tokens], 6)
-        assert session.usage.num_cached_tokens > 0
-
-
 @pytest.mark.parametrize("store", [kit.STORE_OFF, kit.store_of(2)], ids=["off", "two blocks"])
 def test_without_room_in_the_store_there_are_no_rates_and_turns_run_all_the_same(store):
     with kit.small_engine(store=store, max_tpot_ms=1.0, recompute_if_faster=True) as engine:
@@ -110,14 +95,66 @@ def test_a_measurement_that_breaks_is_left_out(num_broken):
         kit.say(engine.session(), "Hello.", 3)
 
 
-def test_a_load_that_breaks_while_it_is_measured_leaves_nothing_held():
-    transfers = Counted(num_broken=1)
-    with kit.small_engine(store_wrapper=lambda store: ControlledStore(store, loads=transfers)) as engine:
-        warm_up(engine)
-        assert engine.metrics.failed_loads == 1
-        stats = engine.store_stats()
-        assert (stats.num_sessions, stats.used_bytes) == (0, 0)
+# Memory.
+
+
+DEADLINE_S = 20.0  # Of what would wait for ever.
+
+
+class Gate:
+    """Touches a store's memory once it is opened."""
+
+    def __init__(self) -> None:
+        self.begun, self.opened, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.stopped = lambda: False
+        self._touch = dram.touch
+
+    def touch(self, array, *, stopped):
+        self.stopped = stopped
+        self.begun.set()
+        self.opened.wait()
+        seconds = self._touch(array)  # All of it, whatever was asked for meanwhile.
+        self.ended.set()
+        return seconds
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(dram, "touch", gate.touch)
+    yield gate
+    gate.opened.set()
+
+
+def test_an_engine_closes_while_its_memory_is_being_touched_and_asks_for_an_end(gate):
+    engine = kit.small_engine()
+    assert gate.begun.wait(DEADLINE_S)
+    assert not gate.stopped()
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert gate.stopped()
+
+
+def test_what_is_stored_before_its_memory_was_touched_stays_as_it_is(gate):
+    with kit.small_engine() as engine:
         session = engine.session()
-        for message in ("Hello.", "Go on."):
-            kit.say(session, message, 3)
-        assert session.usage.num_cached_tokens > 0
+        said = kit.prompt(60)
+        assert kit.say(session, said) == kit.greedy_answer(said, 12)
+        before = kit.stored_kv(engine, session)
+        gate.opened.set()
+        engine.wait_until_ready()
+        assert gate.ended.is_set()
+        np.testing.assert_array_equal(kit.stored_kv(engine, session), before)
+        kit.say(session, kit.prompt(10))
+        assert session.usage.num_cached_tokens == before.shape[2]
+
+
+def test_a_server_is_ready_before_its_memory_is(gate, tmp_path):
+    kit.write_tiny_model(tmp_path)
+    console = rich.console.Console(file=io.StringIO())
+    with sk.starting(lambda: serve.load_engine(str(tmp_path), kit.SMALL, console=console)) as started:
+        started.wait_until(lambda: started.state.status == "ok", DEADLINE_S)
+        assert sk.health(started.url) == {"status": "ok"}
+        assert not gate.ended.is_set()

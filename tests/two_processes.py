@@ -5,7 +5,6 @@ Says what it did as lines of JSON, then waits for its end to be asked for, or to
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
@@ -13,11 +12,7 @@ import jax
 
 import ca_jax
 from ca_jax.device.processes import JaxProcesses
-from ca_jax.device.transfer import params_to_device
-from ca_jax.models.transformer import Transformer
-from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import StoreConfig
-from ca_jax.testing import tiny
 from tests import engine_kit as kit
 
 WINDOW = 256
@@ -27,17 +22,8 @@ TURNS = [(60, 9), (37, 9), (70, 9), (20, 9), (40, 9)]
 
 def engine_of(store: StoreConfig, **changes: object) -> ca_jax.Engine:
     """An engine of a model that is the same in every process."""
-    config = tiny.tiny_config(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8, max_positions=WINDOW)
-    params = params_to_device(tiny.tiny_params(config, seed=1))
-    model = LoadedModel(
-        name="tiny", config=config, model=Transformer(config), params=params, tokenizer=None, fingerprint="tiny"
-    )
-    settings = dataclasses.replace(kit.SMALL, context_window=WINDOW, max_batch_size=4, store=store, **changes)
-    return ca_jax.Engine(model, settings)
-
-
-def store_in(directory: str) -> StoreConfig:
-    return dataclasses.replace(kit.SMALL.store, ssd_dir=directory, ssd_gib=0.1, ssd_free_floor_gib=0.0)
+    model = kit.model_of(num_layers=2, num_heads=8, num_kv_heads=4, head_dim=8)
+    return kit.small_engine(model, context_window=WINDOW, max_batch_size=4, store=store, **changes)
 
 
 def turn(session: ca_jax.Session, number: int) -> dict[str, object]:
@@ -58,9 +44,7 @@ def report(**what: object) -> None:
 def main(address: str, index: int, directory: str, data: int, tensor: int, first: int, stop: int) -> None:
     """Serves turns `first` to `stop` of a conversation that the store may have the beginning of."""
     jax.distributed.initialize(address, 2, index)
-    jax.config.update("jax_compilation_cache_dir", f"{directory}/../xla")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    with engine_of(store_in(directory), data_parallel_size=data, tensor_parallel_size=tensor) as engine:
+    with engine_of(kit.ssd_store(directory), data_parallel_size=data, tensor_parallel_size=tensor) as engine:
         session = engine.session(session_id="one")
         report(known=len(session.token_ids))
         for number in range(first, stop):

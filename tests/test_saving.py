@@ -1,0 +1,500 @@
+"""New KV on its way into the store: the thread that copies it, one turn's saver, and those of all turns together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks.paced import ControlledStore
+from ca_jax.config import EngineConfig
+from ca_jax.device.transfer import to_device
+from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart, SaveAbandonedError, TurnKV, TurnSaver
+from ca_jax.kv.write_buffer import WriteBuffer
+from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.records import Owner
+from ca_jax.storage.store import AttentionStore
+from ca_jax.telemetry.metrics import EngineMetrics
+from ca_jax.telemetry.timeline import Timeline
+from tests.overlap_kit import in_thread, open_gate
+from tests.storage.store_helpers import as_bits, load, make_kv, save
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=4)
+LAYERS = range(LAYOUT.num_layers)
+NUM_TOKENS, NUM_BLOCKS, GROUP_TOKENS = 40, 12, 4
+KV = make_kv(LAYOUT, NUM_TOKENS)
+TOKENS = list(range(100, 100 + NUM_TOKENS))
+PADDING = make_kv(LAYOUT, 8, seed=5)
+OWNER = Owner(tenant="t", session_id="s")
+MAX_TOKENS = 10  # Of the write buffer.
+
+
+class Rig:
+    """The savers before a store whose saves stand at a gate, and whose room a test may say is on its way."""
+
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+        config = StoreConfig(dram_gib=NUM_BLOCKS * layout.block_bytes / GIB, block_tokens=layout.block_tokens)
+        self.gate = open_gate()
+        self.inner = AttentionStore(layout, config)
+        self.store = ControlledStore(self.inner, saves=self.gate)
+        self.is_room_coming = False
+        self.store.room_is_coming = lambda *_: self.is_room_coming
+        self.timeline, self.metrics = Timeline(), EngineMetrics()
+        self.done: list[threading.Thread] = []
+        self.samples: list[tuple[int, float]] = []
+        self.saver = AsyncSaver(
+            lambda: self.done.append(threading.current_thread()),
+            on_sample=lambda *sample: self.samples.append(sample),
+            timeline=self.timeline,
+        )
+        buffer_gib = MAX_TOKENS * layout.token_bytes / GIB
+        config = EngineConfig(write_buffer_gib=buffer_gib, save_group_tokens=GROUP_TOKENS)
+        self.buffer = WriteBuffer(self.store, self.saver, config, self.metrics)
+
+    def close(self) -> None:
+        self.gate.open()
+        self.saver.close()
+        self.inner.close()
+
+    def prepare(self, key: str, num_tokens: int = 6):
+        return self.store.prepare_save(key, 0, TOKENS[:num_tokens])
+
+    def write_out(self, num_transfers: int, error: OSError | None = None) -> list[tuple[str, int]]:
+        """Lets so many copies through, one after the other, the last with this error; whose layers they are."""
+        passed = []
+        for left in reversed(range(num_transfers)):
+            self.gate.wait_held()
+            transfer = self.gate.let_through(error=None if left else error)
+            passed.append((transfer.key, transfer.layer))
+        return passed
+
+    def begin(self, start_token: int = 0, **options: object) -> TurnSaver:
+        """Saving of a turn of session "s"."""
+        turn = TurnKV(key="s", owner=OWNER, start_token=start_token)
+        return TurnSaver(self.store, self.saver, turn, GROUP_TOKENS, **options)
+
+    def publish(self) -> list[Exception]:
+        """Waits for what was handed in, and does with it as the engine does; what was given up, why."""
+        errors = []
+        for result in self.saver.poll(wait=True):
+            if result.error is None:
+                self.store.complete_save(result.ticket)
+            else:
+                self.store.abort_save(result.ticket)
+                errors.append(result.error)
+        return errors
+
+    def begin_turn(self, key: str, num_tokens: int, start: int = 0) -> TurnSaver:
+        """A turn, through the write buffer, that prefills so many tokens and has not ended."""
+        turn = self.buffer.begin(TurnKV(key=key, owner=Owner(), start_token=start))
+        turn.begin_pass(TOKENS[start : start + num_tokens], start)
+        for layer in LAYERS:
+            turn.add_layer(layer, to_device(KV[layer, :, start : start + num_tokens]))
+        turn.end_pass()
+        return turn
+
+    @property
+    def num_waiting(self) -> float:
+        """Tokens that the write buffer counts."""
+        return self.buffer.num_bytes / LAYOUT.token_bytes
+
+    def expect_stored(self, num_tokens: int, key: str = "s") -> None:
+        """Just the first tokens are stored, with their KV."""
+        found = load(self.inner, key, TOKENS)
+        assert (0 if found is None else found.shape[2]) == num_tokens
+        if num_tokens:
+            np.testing.assert_array_equal(as_bits(found), as_bits(KV[:, :, :num_tokens]))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def gated(rig) -> Rig:
+    """The same with the gate shut."""
+    rig.gate.shut()
+    return rig
+
+
+# The thread that copies.
+
+
+def parts(num_tokens: int = 6) -> list[LayerPart]:
+    return [LayerPart(layer, to_device(KV[layer, :, :8]), num_tokens, 0) for layer in LAYERS]
+
+
+def test_saves_that_are_handed_in_together_are_written_and_come_back_in_order(gated):
+    a, b = gated.prepare("a"), gated.prepare("b")
+    for layer in LAYERS:
+        gated.saver.add(b, parts()[layer])
+        gated.saver.add(a, parts()[layer])
+    gated.saver.end(a)
+    gated.saver.end(b)
+    assert gated.saver.poll() == []
+    assert gated.saver.poll(wait=True, key="c") == [], "there is no such save to wait for"
+    assert gated.write_out(5) == [("b", 0), ("a", 0), ("b", 1), ("a", 1), ("b", 2)]
+    assert (gated.saver.is_open("a"), gated.saver.num_open) == (True, 2)
+    gated.write_out(1)
+    results = gated.saver.poll(wait=True, key="b")  # All saves before it come too.
+    assert [(result.ticket, result.error) for result in results] == [(a, None), (b, None)]
+    assert (gated.saver.num_open, gated.saver.poll(), gated.saver.poll(wait=True)) == (0, [], [])
+    for key, ticket in (("a", a), ("b", b)):
+        gated.expect_stored(0, key)
+        assert gated.store.complete_save(ticket)
+        gated.expect_stored(6, key)
+    gated.saver.close()
+    assert len(gated.done) == 2, "the one that waits is told of each"
+    assert threading.current_thread() not in gated.done
+
+
+def test_a_write_that_breaks_ends_its_save_and_no_other(gated):
+    a, b = gated.prepare("a"), gated.prepare("b")
+    gated.saver.submit(a, parts())
+    gated.saver.submit(b, parts())
+    assert gated.write_out(2, OSError("worn out")) == [("a", 0), ("a", 1)]
+    assert gated.write_out(3) == [("b", 0), ("b", 1), ("b", 2)], "more of a broken save was written"
+    assert [str(error) for error in gated.publish()] == ["worn out"]
+    assert gated.saver.pending_bytes == 0
+    gated.expect_stored(6, "b")
+    assert gated.store.stats().used_bytes == 2 * LAYOUT.block_bytes
+    gated.gate.open()
+    gated.saver.submit(gated.prepare("a"), parts())
+    assert gated.publish() == [], "an old error fell on a new save"
+    too_many = LayerPart(0, to_device(KV[0, :, :8]), 7, 0)
+    gated.saver.submit(gated.prepare("c"), [too_many])
+    assert isinstance(gated.publish()[0], ValueError)
+
+
+def test_a_save_that_is_abandoned_or_aborted_is_not_published(gated):
+    a, b, c = (gated.prepare(key) for key in "abc")
+    for ticket in (a, b):
+        gated.saver.add(ticket, parts()[0])
+        gated.saver.end(ticket, SaveAbandonedError("given up"))
+    gated.saver.submit(c, parts())
+    gated.write_out(2, OSError("worn out"))
+    gated.gate.wait_held()
+    gated.store.abort_save(c)
+    gated.gate.open()
+    results = gated.saver.poll(wait=True)
+    assert [(r.ticket, str(r.error)) for r in results] == [(a, "given up"), (b, "worn out"), (c, "None")]
+    assert not gated.store.complete_save(c)
+    for result in results[:2]:
+        gated.store.abort_save(result.ticket)
+    assert gated.store.stats().used_bytes == 0
+
+
+def test_what_is_added_and_not_written_is_pending_as_the_device_holds_it(gated):
+    ticket, part_bytes = gated.prepare("a"), KV[0, :, :8].nbytes
+    for count, part in enumerate(parts(), start=1):
+        gated.saver.add(ticket, part)
+        assert gated.saver.pending_bytes == count * part_bytes, "padding is held too"
+    with in_thread(lambda: gated.saver.wait_until_pending(part_bytes)):
+        gated.saver.wait_until_pending(3 * part_bytes)
+        gated.write_out(1)
+        gated.saver.wait_until_pending(2 * part_bytes)
+        assert gated.saver.pending_bytes == 2 * part_bytes
+        gated.write_out(1)
+    gated.write_out(1, OSError("worn out"))
+    gated.saver.wait_until_pending(0)
+    gated.saver.end(ticket)
+    assert [str(error) for error in gated.publish()] == ["worn out"]
+
+
+def test_copies_large_enough_to_say_something_are_measured_and_all_are_on_the_timeline():
+    layout = KVLayout(num_layers=1, num_kv_heads=2, head_dim=64, dtype="float32", block_tokens=64)
+    rig, kv = Rig(layout), make_kv(layout, 64)
+    for key, num_tokens in (("small", 63), ("large", 64)):
+        ticket = rig.store.prepare_save(key, 0, range(num_tokens))
+        rig.saver.submit(ticket, [LayerPart(0, to_device(kv[0, :, :num_tokens]), num_tokens, 0)])
+    decoded = DecodedPart(tuple(to_device(kv[:, :, :1]) for _ in range(64)), (0,) * 64)
+    rig.saver.submit(rig.store.prepare_save("decoded", 0, range(64)), [decoded])
+    rig.saver.close()  # What was added is written first.
+    assert len(rig.saver.poll()) == 3
+    rig.close()
+    assert [num_bytes for num_bytes, _ in rig.samples] == [64 * layout.token_bytes]
+    assert all(seconds > 0 for _, seconds in rig.samples)
+    spans = [(span.track, span.name, span.args["key"]) for span in rig.timeline.spans()]
+    assert spans == [("save", "save 0", "small"), ("save", "save 0", "large"), ("save", "save 64 decoded", "decoded")]
+    assert rig.saver.busy_s > 0
+
+
+# One turn.
+
+
+def run_layers(turn: TurnSaver, start: int, stop: int, layers: range = LAYERS) -> None:
+    """Layers of a pass over tokens [start, stop), with padding behind that is like nothing else."""
+    for layer in layers:
+        turn.add_layer(layer, to_device(np.concatenate([KV[layer, :, start:stop], PADDING[layer]], axis=1)))
+
+
+def run_pass(turn: TurnSaver, start: int, stop: int) -> None:
+    turn.begin_pass(TOKENS[start:stop], start)
+    run_layers(turn, start, stop)
+    turn.end_pass()
+
+
+def decode(turn: TurnSaver, start: int, stop: int) -> None:
+    """Decodes tokens in changing company."""
+    for token in range(start, stop):
+        rows = np.stack([KV[:, :, (token + other) % NUM_TOKENS] for other in range(3)], axis=2)
+        turn.add_decoded(TOKENS[token], to_device(np.roll(rows, token % 3, axis=2)), token % 3)
+
+
+@pytest.mark.parametrize("num_stored", [0, 1, 5, 10, 12, 15])
+def test_a_turn_in_passes_and_groups_is_stored_whole_and_nothing_twice(rig, num_stored):
+    """A history that is recomputed is handed in again, in passes that begin within it, end within it, or at its end."""
+    if num_stored:
+        save(rig.inner, "s", TOKENS[:num_stored], KV[:, :, :num_stored], owner=OWNER)
+    turn = rig.begin(num_stored)
+    run_pass(turn, 0, 10)
+    run_pass(turn, 10, 15)
+    decode(turn, 15, 26)
+    assert turn.held_bytes == 3 * LAYOUT.token_bytes, "two groups of 4 are on their way, 3 tokens are not"
+    turn.end()
+    assert (turn.is_held, turn.held_bytes, rig.publish()) == (False, 0, [])
+    rig.expect_stored(26)
+    assert rig.store.stats().saved_bytes == 26 * LAYOUT.token_bytes
+    (info,) = rig.store.list()
+    assert (info.tenant, info.session_id, info.in_use) == ("t", "s", False)
+
+
+def test_layers_leave_as_they_come(rig):
+    turn = rig.begin()
+    turn.begin_pass(TOKENS[:10], 0)
+    run_layers(turn, 0, 10, range(1))
+    rig.saver.wait_until_pending(0)
+    (ticket,) = rig.inner._entries.get("s").open_saves
+    assert ticket.num_missing == 2 * 10, "layer 0 was not written before the pass had ended"
+    run_layers(turn, 0, 10, range(1, 3))
+    assert rig.saver.num_open == 0
+    turn.end_pass()
+    assert rig.publish() == []
+    rig.expect_stored(10)
+
+
+@pytest.mark.parametrize("ends", ["saved", "given up"])
+def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends):
+    turn = rig.begin()
+    run_pass(turn, 0, 10)
+    rig.is_room_coming = True
+    run_pass(turn, 10, 14)
+    decode(turn, 14, 20)
+    turn.end()
+    assert turn.is_held
+    assert turn.held_bytes == (3 * PADDING[0].nbytes + 4 * LAYOUT.token_bytes) + 6 * LAYOUT.token_bytes
+    assert rig.publish() == []
+    rig.expect_stored(10)
+    turn.submit_held()
+    assert turn.is_held, "there is no room yet"
+    if ends == "given up":
+        turn.give_up()
+    rig.is_room_coming = False
+    turn.submit_held()
+    assert (turn.is_held, turn.held_bytes, rig.publish()) == (False, 0, [])
+    rig.expect_stored(20 if ends == "saved" else 10)
+
+
+@pytest.mark.parametrize(("num_layers_before", "gives_up"), [(0, False), (1, False), (3, False), (1, True)])
+def test_room_may_come_in_the_middle_of_a_pass(rig, num_layers_before, gives_up):
+    turn = rig.begin()
+    rig.is_room_coming = True
+    turn.begin_pass(TOKENS[:10], 0)
+    run_layers(turn, 0, 10, range(num_layers_before))
+    assert turn.is_held
+    if gives_up:
+        turn.give_up()
+    rig.is_room_coming = False
+    turn.submit_held()
+    assert not turn.is_held
+    assert rig.saver.num_open == 0, "a pass that has not ended was ended"
+    run_layers(turn, 0, 10, range(num_layers_before, 3))
+    turn.end_pass()
+    decode(turn, 10, 12)
+    turn.end()
+    assert (rig.publish(), rig.saver.pending_bytes) == ([], 0)
+    rig.expect_stored(0 if gives_up else 12)
+
+
+@pytest.mark.parametrize("num_free", [3, 0])
+def test_what_finds_no_room_ends_the_saving_and_what_is_stored_has_no_gap(rig, num_free):
+    num_others, num_kept = 4 * (NUM_BLOCKS - num_free), num_free * GROUP_TOKENS
+    save(rig.inner, "other", range(num_others), np.resize(KV, (3, 2, num_others, 2, 8)))
+    rig.store.pin("other")
+    turn = rig.begin()
+    if not num_free:
+        run_pass(turn, 0, 10)
+    decode(turn, 0, num_kept + GROUP_TOKENS)
+    assert turn.held_bytes == 0, "what is not saved is not held either"
+    rig.publish()
+    rig.store.unpin("other")
+    rig.store.drop("other")
+    decode(turn, num_kept + GROUP_TOKENS, NUM_TOKENS)
+    run_pass(turn, 0, 10)
+    turn.end()
+    assert (turn.is_held, rig.publish(), rig.saver.pending_bytes) == (False, [], 0)
+    rig.expect_stored(num_kept)
+
+
+@pytest.mark.parametrize("how", ["give_up", "end"])
+@pytest.mark.parametrize("num_layers", [0, 2, 3])
+def test_a_pass_that_is_given_up_in_the_middle_takes_nothing_with_it(rig, num_layers, how):
+    turn = rig.begin()
+    run_pass(turn, 0, 10)
+    turn.begin_pass(TOKENS[10:20], 10)
+    run_layers(turn, 10, 20, range(num_layers))
+    getattr(turn, how)()
+    run_layers(turn, 10, 20, range(num_layers, 3))  # A failure may be seen late.
+    turn.end_pass()
+    decode(turn, 20, 30)
+    turn.end()
+    (error,) = rig.publish()
+    assert isinstance(error, SaveAbandonedError)
+    rig.expect_stored(10)
+    assert rig.store.stats().used_bytes == 3 * LAYOUT.block_bytes
+    next_turn = rig.begin(10)
+    run_pass(next_turn, 10, 20)
+    decode(next_turn, 20, 26)  # A group of 4, and 2 that wait for theirs.
+    next_turn.give_up()
+    decode(next_turn, 26, 30)
+    next_turn.end()
+    assert rig.publish() == []
+    rig.expect_stored(24)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_blocking_saves_begin_at_the_end_of_the_turn_and_are_all_there_then(rig, gives_up):
+    turn = rig.begin(at_end=True)
+    run_pass(turn, 0, 15)
+    decode(turn, 15, 21)
+    turn.submit_held()
+    assert (rig.saver.num_open, rig.saver.pending_bytes, rig.store.list()) == (0, 0, ())
+    assert turn.is_held
+    assert turn.held_bytes == 3 * PADDING[0].nbytes + 21 * LAYOUT.token_bytes
+    if gives_up:
+        turn.give_up()
+    turn.end()
+    assert (turn.is_held, rig.publish()) == (False, [])
+    rig.expect_stored(0 if gives_up else 21)
+
+
+@pytest.mark.parametrize("part", [LayerPart, DecodedPart])
+def test_a_copy_that_cannot_begin_ends_the_saving_and_not_the_turn(rig, monkeypatch, part):
+    """As where the host has no pinned memory left; what was saved before stands, and the ticket is closed."""
+
+    def broken(_: object) -> None:
+        raise MemoryError("no memory")
+
+    turn = rig.begin()
+    run_pass(turn, 0, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "on_host", broken)
+        if part is LayerPart:
+            run_pass(turn, 8, 16)
+        else:
+            decode(turn, 8, 12)
+    decode(turn, 16, 20)
+    turn.end()
+    assert [str(error) for error in rig.publish()] == ["no memory"]
+    rig.expect_stored(8)
+    assert rig.saver.pending_bytes == 0
+
+
+# All turns together.
+
+
+def test_what_waits_counts_until_it_is_written_and_making_room_waits_no_longer(gated):
+    buffer = gated.buffer
+    assert (gated.num_waiting, buffer.admits(MAX_TOKENS), buffer.admits(100)) == (0, True, True), "it is empty"
+    gated.begin_turn("a", 6)
+    assert gated.num_waiting == 6
+    assert [buffer.admits(more) for more in (4, 5)] == [True, False]
+    buffer.make_room(4)
+    assert gated.metrics.write_stall_s == 0
+    with in_thread(lambda: buffer.make_room(6)):
+        gated.write_out(1)
+    assert gated.num_waiting == 4
+    assert gated.metrics.write_stall_s > 0
+    gated.is_room_coming = True
+    gated.begin_turn("b", 5)
+    assert gated.num_waiting == 4 + 5, "what waits for room in the store is on the device too"
+
+
+def test_what_waits_for_the_store_is_given_up_oldest_first_where_nothing_else_makes_room(rig):
+    rig.is_room_coming = True
+    for key in ("a", "b", "c"):
+        rig.buffer.end(rig.begin_turn(key, 3))
+    assert rig.num_waiting == 9
+    rig.buffer.make_room(4)
+    assert rig.num_waiting == 6
+    assert [(rig.buffer.is_running(key), rig.buffer.is_unsaved(key)) for key in "abc"] == [
+        (False, False),
+        (False, True),
+        (False, True),
+    ]
+    rig.is_room_coming = False
+    rig.buffer.make_room(6)  # What waits has its room as soon as there is some.
+    rig.buffer.settle()
+    for key, num_tokens in (("a", 0), ("b", 3), ("c", 3)):
+        rig.expect_stored(num_tokens, key)
+    assert not any(info.pinned for info in rig.store.list())
+
+
+def test_a_turn_runs_until_it_ends_and_is_unsaved_until_its_saves_are_taken_in(gated):
+    done: list[int] = []
+    turn = gated.begin_turn("a", 6)
+    assert (gated.buffer.is_running("a"), gated.buffer.is_running("b")) == (True, False)
+    assert gated.store.list()[0].pinned, "what a turn builds on may be evicted"
+    gated.buffer.end(turn)
+    assert (gated.buffer.is_running("a"), gated.buffer.is_unsaved("a")) == (False, True)
+    gated.buffer.when_saved("b", lambda: done.append(0))
+    assert done == [0], "nothing of it is unsaved"
+    for number in (1, 2):
+        gated.buffer.when_saved("a", lambda number=number: done.append(number))
+    gated.buffer.collect()
+    assert done == [0]
+    gated.gate.open()
+    gated.buffer.collect(wait=True, key="a")
+    assert (done, gated.buffer.is_unsaved("a")) == ([0, 1, 2], False)
+    assert not gated.store.list()[0].pinned
+    gated.expect_stored(6, "a")
+    gated.buffer.end(gated.begin_turn("a", 5, start=6))
+    gated.buffer.settle()
+    gated.expect_stored(11, "a")
+
+
+def test_what_was_given_up_with_its_session_says_nothing_of_the_turn_behind_it(gated):
+    gated.buffer.end(gated.begin_turn("a", 3))
+    gated.buffer.when_saved("a", lambda: pytest.fail("it is not saved"))
+    gated.gate.wait_held()
+    gated.buffer.give_up("a")
+    gated.expect_stored(0, "a")
+    turn = gated.begin_turn("a", 4)
+    gated.write_out(1, OSError("worn out"))
+    gated.gate.open()
+    gated.buffer.end(turn)
+    gated.buffer.settle()
+    gated.expect_stored(4, "a")
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_save_that_breaks_is_counted_and_one_that_was_given_up_is_not(gated, breaks):
+    turn = gated.begin_turn("a", 6)
+    if breaks:
+        gated.write_out(1, OSError("worn out"))
+    gated.gate.open()
+    gated.buffer.collect(wait=True)
+    if breaks:
+        decode(turn, 6, 16)  # Its saving has ended.
+    else:
+        turn.begin_pass(TOKENS[6:8], 6)
+    gated.buffer.end(turn)
+    gated.buffer.collect(wait=True)
+    assert gated.metrics.failed_saves == breaks
+    gated.expect_stored(0 if breaks else 6, "a")

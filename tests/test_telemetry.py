@@ -1,0 +1,322 @@
+"""Spans as they are recorded and written, events that threads wait for, and when layers were computed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ca_jax.device.runtime import ComputeWatch
+from ca_jax.telemetry.timeline import NO_TIMELINE, Place, Span, Timeline, place_spans
+from ca_jax.telemetry.wakeup import Wakeup
+
+PATIENCE_S = 60.0
+
+
+def counting() -> Timeline:
+    """A timeline whose clock goes on by a second whenever it is read."""
+    return Timeline(clock=map(float, itertools.count()).__next__)
+
+
+def brief(spans: list[Span]) -> list[tuple]:
+    return [(span.track, span.name, span.start_s, span.end_s) for span in spans]
+
+
+def complete(events: list[dict]) -> list[dict]:
+    return [event for event in events if event["ph"] == "X"]
+
+
+def placed(places: list[Place]) -> dict[str, tuple[int, int]]:
+    return {place.span.name: (place.lane, place.depth) for place in places}
+
+
+def test_blocks_and_what_is_over_are_spans_by_start():
+    timeline = counting()
+    with timeline.span("engine", "step", batch=2), timeline.span("compute", "prefill"):
+        timeline.add("load", "layer", 1.25, 1.5, layer=0)
+    spans = timeline.spans()
+    assert brief(spans) == [("engine", "step", 0, 3), ("compute", "prefill", 1, 2), ("load", "layer", 1.25, 1.5)]
+    assert [dict(span.args) for span in spans] == [{"batch": 2}, {}, {"layer": 0}]
+    assert [span.thread_id for span in spans] == [threading.get_ident()] * 2 + [None]
+
+
+def test_a_block_that_raises_is_a_span_and_raises():
+    timeline = counting()
+    for context in (timeline.span("load", "torn"), timeline.annotate("compute", "torn")):
+        with pytest.raises(OSError, match="torn off"), context:
+            raise OSError("torn off")
+    assert brief(timeline.spans()) == [("load", "torn", 0, 1), ("compute", "torn", 2, 3)]
+
+
+def test_the_oldest_spans_make_room():
+    timeline = Timeline(max_spans=3)
+    for i in range(5):
+        timeline.add("save", str(i), i, i + 1)
+    assert [span.name for span in timeline.spans()] == ["2", "3", "4"]
+    assert timeline.num_forgotten == 2
+    timeline.clear()
+    assert (timeline.spans(), timeline.num_forgotten) == ([], 0)
+
+
+def test_threads_record_at_once_and_nothing_is_lost():
+    timeline = Timeline(max_spans=1000)
+    start = threading.Barrier(4)
+
+    def record(thread: int) -> None:
+        start.wait()
+        for i in range(400):
+            with timeline.span("save", f"{thread}.{i}"):
+                timeline.add("load", f"{thread}.{i}", 0, 1)
+
+    threads = [threading.Thread(target=record, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(timeline.spans()) == 1000
+    assert timeline.num_forgotten == 4 * 400 * 2 - 1000
+
+
+def test_nothing_is_recorded_when_off(tmp_path):
+    with NO_TIMELINE.span("engine", "step", batch=1), NO_TIMELINE.annotate("compute", "prefill", layer=1):
+        NO_TIMELINE.add("load", "layer", 0, 1)
+    assert not NO_TIMELINE.enabled
+    assert (NO_TIMELINE.spans(), NO_TIMELINE.num_forgotten) == ([], 0)
+    assert NO_TIMELINE.span("engine", "a") is NO_TIMELINE.span("save", "b"), "an object for each span would cost"
+    NO_TIMELINE.write(tmp_path / "trace.json")
+    assert complete(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == []
+
+
+@pytest.mark.parametrize(
+    ("record", "wrong"),
+    [
+        *((record, "track .*'loads'") for record in (Timeline.span, Timeline.annotate)),
+        (lambda timeline, *args: timeline.add("load", "x", 1.0, 0.5), "1.0 and 0.5"),
+        (lambda timeline, *args: timeline.add("load", "x", 1.0, float("nan")), "1.0 and nan"),
+        (lambda *args: Timeline(max_spans=-1), "max_spans .*got -1"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(record, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        record(Timeline(), "loads", "x")
+
+
+def test_a_written_trace_has_what_perfetto_wants(tmp_path):
+    timeline = Timeline(max_spans=4)
+    timeline.add("save", "forgotten", 90.0, 91.0)
+    timeline.add("compute", "prefill", 100.0, 100.25, layer=np.int64(3))
+    timeline.add("load", "layer", 100.0005, 100.001, source="dram")
+    timeline.add("load", "at once", 100.0006, 100.0011)
+    timeline.add("engine", "step", 100.0, 101.0)
+    timeline.write(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert (trace["displayTimeUnit"], trace["otherData"]) == ("ms", {"num_forgotten": 1})
+    events = trace["traceEvents"]
+    assert {event["pid"] for event in events} == {os.getpid()}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [names[tid] for tid in sorted(names)] == ["engine", "load", "load 2", "compute"]
+    fields = ("name", "cat", "ts", "dur", "args")
+    assert [(names[event["tid"]], *(event[field] for field in fields)) for event in complete(events)] == [
+        ("engine", "step", "engine", 0.0, 1e6, {}),
+        ("compute", "prefill", "compute", 0.0, 250000.0, {"layer": "3"}),
+        ("load", "layer", "load", 500.0, 500.0, {"source": "dram"}),
+        ("load 2", "at once", "load", 600.0, 500.0, {}),
+    ]
+
+
+def test_what_is_under_way_at_once_lies_side_by_side_and_what_is_within_is_nested():
+    spans = [
+        Span("load", "copy", 0, 10),
+        Span("load", "shorter copy", 1, 2),
+        Span("load", "of a thread", 1, 4, {}, 1),
+        Span("load", "of another", 2, 3, {}, 2),
+        Span("load", "within", 3, 4, {}, 1),
+        Span("save", "elsewhere", 1, 2),
+    ]
+    assert placed(place_spans(spans)) == {
+        "copy": (0, 0),
+        "of a thread": (1, 0),
+        "shorter copy": (2, 0),
+        "of another": (2, 0),
+        "within": (1, 1),
+        "elsewhere": (0, 0),
+    }
+
+
+def test_the_profiler_sees_annotations_of_a_timeline_on_or_off(tmp_path):
+    timeline = counting()
+    with jax.profiler.trace(tmp_path):
+        with timeline.annotate("compute", "seen_while_on", layer=3):
+            pass
+        with NO_TIMELINE.annotate("compute", "seen_while_off"):
+            pass
+        with timeline.span("compute", "of_the_timeline_alone"):
+            pass
+    (profile,) = Path(tmp_path).rglob("*.xplane.pb")
+    content = profile.read_bytes()
+    assert b"seen_while_on" in content
+    assert b"seen_while_off" in content
+    assert b"of_the_timeline_alone" not in content
+    assert [span.name for span in timeline.spans()] == ["seen_while_on", "of_the_timeline_alone"]
+    assert dict(timeline.spans()[0].args) == {"layer": 3}
+
+
+def test_recording_loads_no_jax():
+    program = (
+        "import sys, importlib.util\n"
+        "spec = importlib.util.spec_from_file_location('timeline', sys.argv[1])\n"
+        "sys.modules['timeline'] = timeline = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(timeline)\n"
+        "with timeline.Timeline().span('flush', 'x'): pass\n"
+        "sys.exit('jax' in sys.modules)\n"
+    )
+    module = sys.modules[Timeline.__module__].__file__
+    assert subprocess.run([sys.executable, "-c", program, module], timeout=120).returncode == 0
+
+
+# Events that threads wait for.
+
+
+def test_what_happened_before_the_wait_is_not_waited_for():
+    wakeup = Wakeup()
+    seen = wakeup.count
+    wakeup.tell()
+    wakeup.tell()
+    assert wakeup.wait(seen, PATIENCE_S) == seen + 2
+    assert wakeup.count == seen + 2
+
+
+def test_all_who_wait_are_woken():
+    wakeup = Wakeup()
+    found: list[int] = []
+    waiting = threading.Barrier(4)
+
+    def wait() -> None:
+        waiting.wait(PATIENCE_S)
+        found.append(wakeup.wait(0, PATIENCE_S))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    waiting.wait(PATIENCE_S)
+    wakeup.tell()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert found == [1, 1, 1]
+
+
+def test_no_event_of_many_threads_is_lost():
+    wakeup = Wakeup()
+
+    def tell() -> None:
+        for _ in range(200):
+            wakeup.tell()
+
+    threads = [threading.Thread(target=tell) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    seen = 0
+    while seen < 800:
+        now = wakeup.wait(seen, PATIENCE_S)
+        assert now > seen, "an event was missed"
+        seen = now
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert wakeup.count == 800
+
+
+# When layers were computed.
+
+
+class Output:
+    """A layer's output that is there when a test says so."""
+
+    def __init__(self, is_there: bool = False) -> None:
+        self._there = threading.Event()
+        self.is_waited_for = threading.Event()
+        if is_there:
+            self._there.set()
+
+    def arrive(self) -> None:
+        self._there.set()
+
+    def block_until_ready(self) -> Output:
+        self.is_waited_for.set()
+        assert self._there.wait(PATIENCE_S)
+        return self
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline()
+
+
+def test_each_layer_has_a_span_in_order_and_none_overlap(timeline):
+    watch = ComputeWatch(timeline)
+    since_s = time.perf_counter()
+    for layer in range(3):
+        watch.layer(jnp.ones(3) * layer, since_s, layer=layer, job=4)
+    watch.layer(Output(is_there=True), since_s, layer=0, job=5)
+    watch.close()
+    spans = timeline.spans()
+    expected = [(0, 4), (1, 4), (2, 4), (0, 5)]
+    assert [(span.track, span.name, dict(span.args)) for span in spans] == [
+        ("compute", f"layer {layer}", {"layer": layer, "job": job}) for layer, job in expected
+    ]
+    assert spans[0].start_s == since_s
+    for before, after in itertools.pairwise(spans):
+        assert before.end_s == after.start_s, "what was dispatched early is computed behind what was before it"
+
+
+def test_a_layer_is_recorded_when_it_is_computed_and_its_caller_does_not_wait(timeline):
+    watch = ComputeWatch(timeline)
+    outputs = [Output(), Output()]
+    for layer, output in enumerate(outputs):
+        watch.layer(output, 0.0, layer=layer)
+    assert outputs[0].is_waited_for.wait(PATIENCE_S)
+    assert timeline.spans() == []
+    outputs[0].arrive()
+    assert outputs[1].is_waited_for.wait(PATIENCE_S)
+    assert [span.name for span in timeline.spans()] == ["layer 0"]
+    outputs[1].arrive()
+    watch.close()
+    assert [span.name for span in timeline.spans()] == ["layer 0", "layer 1"]
+
+
+def test_closing_records_what_is_left_and_may_be_repeated(timeline):
+    watch = ComputeWatch(timeline)
+    slow = Output()
+    watch.layer(slow, 0.0, layer=0, job=1)
+    watch.layer(Output(is_there=True), 0.0, layer=0, job=2)
+    closing = threading.Thread(target=watch.close, daemon=True)
+    closing.start()
+    assert slow.is_waited_for.wait(PATIENCE_S)
+    assert closing.is_alive()
+    slow.arrive()
+    closing.join(PATIENCE_S)
+    assert [span.args["job"] for span in timeline.spans()] == [1, 2]
+    watch.close()
+    watch.layer(Output(), 0.0, layer=0, job=3)
+    watch.close()
+    assert len(timeline.spans()) == 2, "what comes after the end is not recorded, and nobody waits for it"
+
+
+@pytest.mark.parametrize("timeline", [NO_TIMELINE, Timeline(max_spans=0)])
+def test_where_nothing_is_recorded_nothing_is_waited_for_and_there_is_no_thread(timeline):
+    num_threads = threading.active_count()
+    watch = ComputeWatch(timeline)
+    never = Output()
+    watch.layer(never, 0.0, layer=0)
+    assert threading.active_count() == num_threads
+    watch.close()
+    assert not never.is_waited_for.is_set()
