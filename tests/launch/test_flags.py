@@ -27,6 +27,7 @@ from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig, EngineConfig
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.items import Chunking
 from ca_jax.evaluation.rag_methods import BASELINES, Blends
+from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch import replay
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled
 from ca_jax.overflow.config import METHODS, OverflowConfig
@@ -297,7 +298,7 @@ FIELDS = [
     (
         "evaluate --task=ppl --data=a.txt",
         PerplexityConfig(
-            comparison=Comparison(methods=tuple(OverflowConfig(method=name) for name in ("tt", "ca", "nkvt"))),
+            comparison=Comparison(methods=tuple(ComparedOverflow(method=name) for name in ("tt", "ca", "nkvt"))),
             data="a.txt",
         ),
     ),
