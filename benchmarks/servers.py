@@ -120,8 +120,8 @@ def model_file(model: str) -> Path:
 
 def _command(system: str, model: str, sizes: Sizes, port: int) -> list[str]:
     if system == "ca_jax":
-        own = (f"--model={model}", f"--port={port}", f"--max_batch_size={sizes.slots}", f"--dram_gib={sizes.dram_gib}")
-        own += (f"--context_window={sizes.context_window}", f"--warmup={sizes.warmup}")
+        own = [f"--model={model}", f"--port={port}", f"--max_batch_size={sizes.slots}", f"--dram_gib={sizes.dram_gib}"]
+        own += [f"--context_window={sizes.context_window}", f"--warmup={sizes.warmup}"]
         return [sys.executable, "-m", "ca_jax.launch.serve", *own]
     path = model_file(model)
     if system == "llama.cpp":
