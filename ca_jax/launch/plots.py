@@ -43,9 +43,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise PlotError(
-            f"matplotlib must be installed to draw figures, got {error}: pip install 'ca-jax[plot]'"
-        ) from error
+        raise PlotError("matplotlib must be installed to draw figures: pip install 'ca-jax[plot]'") from error
 
 
 def new_figure(width_in: float, height_in: float) -> Figure:

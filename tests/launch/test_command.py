@@ -50,5 +50,5 @@ def test_only_a_figure_needs_matplotlib(monkeypatch):
     code = f"import sys, {scripts}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(PlotError, match=r"to install it: pip install 'ca-jax\[plot\]'"):
+    with pytest.raises(PlotError, match=r"to draw figures: pip install 'ca-jax\[plot\]'"):
         new_figure(1, 1)
