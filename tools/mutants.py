@@ -85,15 +85,15 @@ def _is_annotation(node: Any) -> bool:
     return False
 
 
-def is_noticed(tree: Path, python: str, tests: list[str], limit_s: float) -> bool:
-    """Whether a test fails, or does not end, in a copy of the tree."""
+def failure(tree: Path, python: str, tests: list[str], limit_s: float) -> str:
+    """What is said of the first test that fails, or does not end, in a copy of the tree; empty where all pass."""
     command = [python, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
+        return f"no end within {limit_s:g} s"
+    return done.stdout.decode()[-2000:] or "nothing printed" if done.returncode else ""
 
 
 def main() -> None:
@@ -115,13 +115,13 @@ def main() -> None:
         for target in args.targets or TARGETS:
             source, tests = TARGETS[target]
             code, everything = (ROOT / source).read_text(encoding="utf-8"), mutants(ROOT / source)
-            if is_noticed(tree, args.python, tests, args.limit_s):
-                sys.exit(f"the tests of {target} must pass before anything is changed, got a failure")
+            if said := failure(tree, args.python, tests, args.limit_s):
+                sys.exit(f"the tests of {target} must pass before anything is changed, got {said}")
             drawn = random.Random(f"{target} {args.seed}").sample(everything, min(args.count, len(everything)))
             living = []
             for mutant in drawn:
                 (tree / source).write_text(mutant.of(code), encoding="utf-8")
-                if not is_noticed(tree, args.python, tests, args.limit_s):
+                if not failure(tree, args.python, tests, args.limit_s):
                     living.append(mutant)
             (tree / source).write_text(code, encoding="utf-8")
             num_drawn, num_dead = num_drawn + len(drawn), num_dead + len(drawn) - len(living)

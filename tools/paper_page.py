@@ -58,11 +58,13 @@ def make_page(notes: Mapping[str, str], reports: Mapping[str, Report]) -> str:
     for row in figures["rows"]:
         of_figure.setdefault(row["figure"], []).append(row)
     parts = [(name, f"Figure {name}: {_TITLES[name]}", _figure(name, rows)) for name, rows in of_figure.items()]
-    if _FITS.keys() <= reports.keys():
+    has_fits = _FITS.keys() <= reports.keys()
+    if has_fits:
         parts.append(("fits", "The two fits", _fits(reports)))
     parts.append(("replay", "The engine itself: stored against recomputed", _replay(replay)))
     parts.append(("simulator", "The simulator against the engine", _check(check)))
-    return assemble(notes, ["", _made(figures)], parts)
+    words = {title: body for title, body in notes.items() if has_fits or title != "fits"}
+    return assemble(words, ["", _made(figures)], parts)
 
 
 def _made(report: Report) -> str:

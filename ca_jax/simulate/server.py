@@ -78,7 +78,8 @@ class Server:
         self._announced: set[Job] = set()
         self._waited: set[Job] = set()  # Whose KV was not there when they could have run.
         self._unsaved: dict[Client, None] = {}  # Who waits for room in the store.
-        self._sizes = config.store or StoreSizes(dram_bytes=1.0)
+        self._looks_ahead = config.store is not None and config.store.looks_ahead
+        self._expires = config.store is not None and config.store.ttl_s is not None
         self._store = None if config.store is None else self._open_store(config.store)
         self.counts = SimCounts()
         """What happened so far."""
@@ -141,7 +142,7 @@ class Server:
         job = Job([], _PARAMS, _SILENT, frozenset())
         self._asked[job] = _Asked(client, turn_index, self._clock.now_s)
         self._scheduler.submit(job)
-        if self._sizes.looks_ahead:
+        if self._looks_ahead:
             self._announce(job)
         turns = client.session.turns
         client.next_arrival_s = None
@@ -156,7 +157,7 @@ class Server:
         """Tells the store that a job waits."""
         if self._store is not None and job not in self._announced:
             self._announced.add(job)
-            if self._sizes.ttl_s is not None:
+            if self._expires:
                 self._store.poll()  # What has expired by now is not waited for.
             self._store.enqueue(job, self._asked[job].client.key)
             self._store.poll()
