@@ -43,7 +43,7 @@ def opened(driver, directory) -> Open:
 
     @contextlib.contextmanager
     def open_it(namespace: Namespace = NAMESPACE, num_blocks: int = NUM_BLOCKS, **fields: Any) -> Iterator[OpenedSsd]:
-        config = ssd_config(directory, num_blocks, **{"ssd_driver": driver, **fields})
+        config = ssd_config(directory, num_blocks, ssd_driver=driver, **fields)
         ssd = open_ssd(config, namespace, durable=False)
         try:
             yield ssd
@@ -324,9 +324,10 @@ def test_corruption_that_moving_aside_does_not_end_is_told(opened, monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("driver", ["zarr3"])
 @pytest.mark.parametrize("url", ["memory://", "memory://store", "memory://store/"])
 def test_blocks_may_be_at_a_url(opened, directory, url):
-    with opened(ssd_driver="zarr3", ssd_url=url) as ssd:
+    with opened(ssd_url=url) as ssd:
         publish(ssd, "a", [3, 4])
         assert ssd.tier.stored_block_ids() == [3, 4]
         assert ssd.tier._groups[0].kvstore.url == f"{url.rstrip('/')}{'//' if url == 'memory://' else '/'}" + (
@@ -335,10 +336,11 @@ def test_blocks_may_be_at_a_url(opened, directory, url):
         assert not list(directory.glob("blocks-*"))
 
 
+@pytest.mark.parametrize("driver", ["zarr3"])
 def test_blocks_at_a_url_that_names_a_directory_are_there_again(opened, tmp_path):
     url = (tmp_path / "elsewhere").as_uri()
     for expected in ([], ["a"]):
-        with opened(ssd_driver="zarr3", ssd_url=url) as ssd:
+        with opened(ssd_url=url) as ssd:
             assert keys(ssd) == expected
             assert ssd.reclaim() == len(expected)
             if not expected:
@@ -347,8 +349,9 @@ def test_blocks_at_a_url_that_names_a_directory_are_there_again(opened, tmp_path
             assert (tmp_path / "elsewhere" / NAMESPACE.directory_name / "zarr3").is_dir()
 
 
+@pytest.mark.parametrize("driver", ["zarr3"])
 def test_blocks_that_cannot_be_listed_are_no_error(opened, directory, caplog):
-    with opened(ssd_driver="zarr3") as ssd:
+    with opened() as ssd:
         publish(ssd, "a", [3])
         (directory / NAMESPACE.directory_name).rename(directory / "moved")
         assert ssd.reclaim() == 0
