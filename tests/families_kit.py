@@ -44,70 +44,30 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **parameters}}
 
 
+_ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = _rope("llama3", **_ORIGINAL | {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+_YARN = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+_SLIDING = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+_NOT_PARALLEL = {"use_parallel_residual": False, "hidden_act": "gelu_new"}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 4}),
-    "llama3_rope": (
-        "Llama",
-        {
-            **_LLAMA,
-            "tie_word_embeddings": True,
-            **_rope(
-                "llama3",
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            ),
-        },
-    ),
+    "llama3_rope": ("Llama", {**_LLAMA, "tie_word_embeddings": True, **_LLAMA3}),
     "yi": ("Llama", {**_LLAMA, "num_attention_heads": 8, "num_key_value_heads": 1, "rms_norm_eps": 1e-5}),
     "linear_rope": ("Llama", {**_LLAMA, **_rope("linear", factor=2.5)}),
     "dynamic_rope": ("Llama", {**_LLAMA, **_rope("dynamic", factor=4.0)}),
-    "yarn_rope": ("Llama", {**_LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=64)}),
-    "yarn_rope_all": (
-        "Qwen2",
-        {
-            **_LLAMA,
-            **_rope(
-                "yarn",
-                factor=4.0,
-                original_max_position_embeddings=64,
-                beta_fast=16.0,
-                beta_slow=2.0,
-                truncate=False,
-                mscale=1.0,
-                mscale_all_dim=0.5,
-            ),
-        },
-    ),
+    "yarn_rope": ("Llama", {**_LLAMA, **_rope("yarn", **_ORIGINAL)}),
+    "yarn_rope_all": ("Qwen2", {**_LLAMA, **_rope("yarn", **_ORIGINAL, **_YARN)}),
     "mistral": ("Mistral", {**_LLAMA, "sliding_window": 24, "head_dim": 16}),
     "mixtral": ("Mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("Qwen2", _LLAMA),
-    "qwen2_sliding": (
-        "Qwen2",
-        {
-            **_LLAMA,
-            "num_hidden_layers": 3,
-            "use_sliding_window": True,
-            "sliding_window": 20,
-            "max_window_layers": 1,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "qwen2_sliding": ("Qwen2", {**_LLAMA, **_SLIDING, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 16}),
     "falcon_7b": ("Falcon", {**_FALCON, "tie_word_embeddings": True}),
     "falcon_40b": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon_sequential": ("Falcon", {**_FALCON, "parallel_attn": False, "multi_query": False, "bias": True}),
     "neox": ("GPTNeoX", _NEOX),
-    "neox_sequential": (
-        "GPTNeoX",
-        {
-            **_NEOX,
-            "use_parallel_residual": False,
-            "hidden_act": "gelu_new",
-            **_rope("default", partial_rotary_factor=0.5),
-        },
-    ),
+    "neox_sequential": ("GPTNeoX", {**_NEOX, **_NOT_PARALLEL, **_rope("default", partial_rotary_factor=0.5)}),
 }
 """Each architecture and each rope scaling: what `transformers` calls it, and its config."""
 

@@ -57,33 +57,17 @@ def write(
     """
     config = json.loads((directory / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    entries = _metadata(config) | (metadata or {})
-    for key, value in entries.items():
-        if value is not None:
-            _add(writer, f"{writer.arch}.{key}", value)
-    for key, value in (vocabulary or _vocabulary(config["vocab_size"])).items():
-        _add(writer, f"tokenizer.ggml.{key}", value)
     stored = safetensors.numpy.load_file(directory / "model.safetensors")
     converted = _tensors(config, architecture, stored, stacks_experts) | (tensors or {})
-    for name, tensor in converted.items():
-        if tensor is not None and name in (types or {}):
-            writer.add_tensor(name, gguf.quantize(tensor, types[name]), raw_dtype=types[name])
-        elif tensor is not None:
-            writer.add_tensor(name, np.ascontiguousarray(tensor))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        add[type(value)](key, value)
+    described = (vocabulary or _vocabulary(config["vocab_size"])).items()
+    return tiny_gguf.write_file(
+        path,
+        gguf.MODEL_ARCH_NAMES[architecture],
+        entries=_metadata(config) | (metadata or {}),
+        vocabulary={f"ggml.{key}": value for key, value in described},
+        tensors={name: tensor for name, tensor in converted.items() if tensor is not None},
+        types=types,
+    )
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Selective recompute on a tiny model: against a prefill of all, against numpy, and what must stay as it was.
 
-Not here: attention of chosen tokens (models/test_attend_chosen), an engine's repairs (test_overflow_repair).
+Not here: attention of chosen tokens (models/test_attention), an engine's repairs (test_overflow_repair).
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ key receives (attention_received).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 import jax
@@ -76,6 +78,36 @@ def _softmax_weighted(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)
     return dot(weights.astype(v.dtype), v, (q.ndim - 1, v.ndim - 2), num_batch) / total
+
+
+def by_head(function: Callable[..., jax.Array], is_batched: bool, *arrays: jax.Array) -> jax.Array:
+    """A function of arrays `[K, *]`: over all KV heads at once or, where they are few, one by one, as CPUs like it."""
+    num_kv = arrays[0].shape[0]
+    if is_batched or num_kv > UNROLLED_KV_HEADS:
+        return function(*arrays)
+    return jnp.stack([function(*(array[head] for array in arrays)) for head in range(num_kv)])
+
+
+def _accumulated(
+    carry: tuple[jax.Array, ...], scores: jax.Array, weighted: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, ...]:
+    """A running softmax, taken on by a block of keys.
+
+    Args:
+      carry: the top score and the sum of weights, f32 `[*]`, and the weighted sum `[*, H]`, relative to the top.
+      scores: f32 `[*, E]`.
+      weighted: the sum of the block's values by weights `[*, E]`.
+    """
+    top, total, out = carry
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights = jnp.exp(scores - new_top[..., None])
+    rescale = jnp.exp(top - new_top)
+    return new_top, total * rescale + weights.sum(-1), out * rescale[..., None] + weighted(weights)
+
+
+def _nothing(shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """What `_accumulated` begins with; of the weighted sum's shape."""
+    return jnp.full(shape[:-1], MASKED, jnp.float32), jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
 def attend(
@@ -195,7 +227,7 @@ def _visible(history_lengths: jax.Array, num_history: int, num_new: int, window:
     return seen_keys(keys, queries, history_lengths[:, None, None], num_history, window)
 
 
-def first_seen(start: int, num_history: int, window: int | None) -> int:
+def _first_seen(start: int, num_history: int, window: int | None) -> int:
     """The first key that a block of queries which begins at new token `start` may see: nobody sees those before it."""
     if window is None or start < window - 1:
         return 0
@@ -214,6 +246,28 @@ def seen_keys(
     return seen & (query_index + history_length - places < window)
 
 
+def query_blocks(
+    q: jax.Array, num_kv: int, history_length: jax.Array, num_history: int, window: int | None, is_batched: bool
+) -> Iterator[tuple[jax.Array, jax.Array, slice, jax.Array]]:
+    """The rotated queries `[T, N, H]` of one sequence in blocks, and the keys that each may see; see `attend`.
+
+    Yields:
+      Scaled queries `[K, R, H]`, those of a KV head's G query heads one behind the other; which new token each of them
+      is of, i32 `[R, 1]`; the keys; and which of these each row sees, bool `[R, keys]`.
+    """
+    size = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
+    num_new, num_heads, head_dim = q.shape
+    groups = num_heads // num_kv
+    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
+    heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
+    for start in range(0, num_new, size):
+        stop = min(start + size, num_new)
+        first, extent = _first_seen(start, num_history, window), num_history + stop
+        index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
+        seen = seen_keys(jnp.arange(first, extent)[None, :], index, history_length, num_history, window)
+        yield heads[:, :, start:stop].reshape(num_kv, -1, head_dim), index, slice(first, extent), seen
+
+
 def _attend_row(
     q: jax.Array,
     k: jax.Array,
@@ -224,33 +278,13 @@ def _attend_row(
     is_batched: bool,
 ) -> jax.Array:
     """One sequence: rotated `q [T, N, H]`, rotated `k` and `v` `[S + T, K, H]` to `[T, N, H]`."""
-    query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
-    num_new, num_heads, head_dim = q.shape
-    num_kv = k.shape[1]
-    groups = num_heads // num_kv
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    q_heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
+    num_kv, groups, head_dim = k.shape[1], q.shape[1] // k.shape[1], q.shape[2]
     k_heads, v_heads = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, S + T, H]
-
     blocks = []
-    for start in range(0, num_new, query_block):
-        stop = min(start + query_block, num_new)
-        first, extent = first_seen(start, num_history, window), num_history + stop
-        query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
-        mask = seen_keys(jnp.arange(first, extent)[None, :], query_index, history_length, num_history, window)
-        rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
-        if num_kv <= UNROLLED_KV_HEADS and not is_batched:
-            out = jnp.stack(
-                [
-                    _softmax_weighted(rows[h], k_heads[h, first:extent], v_heads[h, first:extent], mask)
-                    for h in range(num_kv)
-                ]
-            )
-        else:
-            out = _softmax_weighted(rows, k_heads[:, first:extent], v_heads[:, first:extent], mask)
-        blocks.append(out.reshape(num_kv, groups, stop - start, head_dim))
-    out = jnp.concatenate(blocks, axis=2)
-    return out.transpose(2, 0, 1, 3).reshape(num_new, num_heads, head_dim).astype(q.dtype)
+    for rows, _, keys, seen in query_blocks(q, num_kv, history_length, num_history, window, is_batched):
+        out = by_head(partial(_softmax_weighted, mask=seen), is_batched, rows, k_heads[:, keys], v_heads[:, keys])
+        blocks.append(out.reshape(num_kv, groups, -1, head_dim))
+    return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(q.shape).astype(q.dtype)
 
 
 def attend_chosen(
@@ -320,34 +354,25 @@ def _chosen_in_blocks(
         first = 0 if window is None else jnp.maximum(places.min() - window + 1, 0) // key_block
 
         def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, out = carry
             start = jnp.minimum(i * key_block, k_heads.shape[1] - key_block)  # The last block overlaps the one before.
             place = start + jnp.arange(key_block)
             seen = _seen_from(own, place, window) & (place >= i * key_block)
             keys, values = (lax.dynamic_slice_in_dim(part, start, key_block, 1) for part in (k_heads, v_heads))
             values = jnp.where((place <= last)[:, None], values, 0)
-            scores = jnp.where(seen, _by_head(rows, keys, (2, 2)), MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.exp(scores - new_top[..., None])
-            rescale = jnp.exp(top - new_top)
-            out = out * rescale[..., None] + _by_head(weights.astype(values.dtype), values, (2, 1))
-            return new_top, total * rescale + weights.sum(-1), out
+            scores = by_head(lambda a, b: dot(a, b, (a.ndim - 1, b.ndim - 1), a.ndim - 2), False, rows, keys)
 
-        none = jnp.full(rows.shape[:2], MASKED, jnp.float32)
-        start = (none, jnp.zeros_like(none), jnp.zeros(rows.shape, jnp.float32))
-        _, total, out = lax.fori_loop(first, places.max() // key_block + 1, body, start)
+            def weighted(weights: jax.Array) -> jax.Array:
+                product = lambda a, b: dot(a, b, (a.ndim - 1, b.ndim - 2), a.ndim - 2)  # noqa: E731
+                return by_head(product, False, weights.astype(values.dtype), values)
+
+            return _accumulated(carry, jnp.where(seen, scores, MASKED), weighted)
+
+        _, total, out = lax.fori_loop(first, places.max() // key_block + 1, body, _nothing(rows.shape))
         return out / total[..., None]
 
     out = lax.map(attend_block, (blocks, jnp.pad(positions, (0, padding), mode="edge").reshape(-1, size)))
     out = out.reshape(-1, num_kv, groups, size, head_dim).transpose(1, 2, 0, 3, 4)
     return out.reshape(num_kv, groups, -1, head_dim)[:, :, :num_tokens]
-
-
-def _by_head(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """`dot` with one batch axis, KV heads: where they are few, one by one, as CPUs like it."""
-    if a.shape[0] > UNROLLED_KV_HEADS:
-        return dot(a, b, contract, 1)
-    return jnp.stack([dot(a[h], b[h], (contract[0] - 1, contract[1] - 1), 0) for h in range(a.shape[0])])
 
 
 def attend_slots(
@@ -380,7 +405,7 @@ def attend_slots(
     """
     if (implementation or slot_attention(slot_keys)) == "kernel":
         return gpu_attention.attend_slots_kernel(q, slot_keys, slot_values, lengths, window=window)
-    batch_size, num_kv, groups, head_dim = q.shape
+    batch_size, num_kv, _, head_dim = q.shape
     scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(slot_keys.dtype)
     blocks = (lengths.max() + SLOT_BLOCK - 1) // SLOT_BLOCK if num_blocks is None else num_blocks
     shape = (batch_size, num_kv, SLOT_BLOCK, head_dim)
@@ -401,7 +426,6 @@ def attend_slots(
         return jnp.concatenate([lax.dynamic_slice(slots, (row, 0, at[row], 0), (1, *shape[1:])) for row in rows])
 
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
         keys, values = read(slot_keys, i), read(slot_values, i)
         if window is None:
             used = i * SLOT_BLOCK + jnp.arange(SLOT_BLOCK)[None, :] < lengths[:, None]  # [B, block]
@@ -410,16 +434,7 @@ def attend_slots(
             used = (index < lengths[:, None]) & (index >= hidden[:, None])
         values = jnp.where(used[:, None, :, None], values, 0)
         scores = jnp.where(used[:, None, None, :], dot(scaled, keys, (3, 3), 2), MASKED)
-        new_top = jnp.maximum(top, scores.max(-1))
-        weights = jnp.exp(scores - new_top[..., None])
-        rescale = jnp.exp(top - new_top)
-        out = out * rescale[..., None] + dot(weights.astype(values.dtype), values, (3, 2), 2)
-        return new_top, total * rescale + weights.sum(-1), out
+        return _accumulated(carry, scores, lambda weights: dot(weights.astype(values.dtype), values, (3, 2), 2))
 
-    start = (
-        jnp.full((batch_size, num_kv, groups), MASKED, jnp.float32),
-        jnp.zeros((batch_size, num_kv, groups), jnp.float32),
-        jnp.zeros((batch_size, num_kv, groups, head_dim), jnp.float32),
-    )
-    _, total, out = lax.fori_loop(0, blocks, body, start)
+    _, total, out = lax.fori_loop(0, blocks, body, _nothing(q.shape))
     return (out / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)

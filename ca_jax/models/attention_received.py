@@ -9,6 +9,7 @@ Source: accumulated attention scores, H2O (Zhang et al., NeurIPS 2023).
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,14 @@ from jax import lax
 
 from ca_jax.models import rope
 from ca_jax.models.attention import (
-    BATCHED_QUERY_BLOCK,
     MASKED,
-    QUERY_BLOCK,
     SLOT_BLOCK,
-    UNROLLED_KV_HEADS,
     PrefillAttention,
+    by_head,
     dot,
-    first_seen,
     in_window,
     prefill_attention,
-    seen_keys,
+    query_blocks,
 )
 from ca_jax.models.kv import LayerKV
 
@@ -73,33 +71,20 @@ def attention_received(
         )
         first_place = starts[0]
     is_batched = (implementation or prefill_attention(q.dtype, q.shape[-1])) != "blocks"
-    query_block = BATCHED_QUERY_BLOCK if is_batched else QUERY_BLOCK
-    _, num_new, num_heads, head_dim = q.shape
+    num_new, num_history = q.shape[1], 0
     keys = rope.rotate(new.k, rotation)
-    num_history = 0
     if history is not None and history_rotation is not None:
         num_history = history.k.shape[1]
         keys = jnp.concatenate([rope.rotate(history.k, history_rotation), keys], axis=1)
-    num_kv = keys.shape[2]
-    groups = num_heads // num_kv
-    q = rope.rotate(q, rotation)[0]
-    scaled = (q.astype(jnp.float32) / math.sqrt(head_dim)).astype(q.dtype)
-    q_heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
     k_heads = keys[0].transpose(1, 0, 2)  # [K, S + T, H]
-
+    q = rope.rotate(q, rotation)[0]
     received = jnp.zeros(num_history + num_new, jnp.float32)
-    for start in range(0, num_new, query_block):
-        stop = min(start + query_block, num_new)
-        first, extent = first_seen(start, num_history, window), num_history + stop
-        query_index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
-        mask = seen_keys(jnp.arange(first, extent)[None, :], query_index, history_lengths[0], num_history, window)
-        counts = query_index < num_queries
-        rows = q_heads[:, :, start:stop].reshape(num_kv, -1, head_dim)
-        if num_kv <= UNROLLED_KV_HEADS and not is_batched:
-            given = sum(_softmax_sums(rows[h], k_heads[h, first:extent], mask, counts) for h in range(num_kv))
-        else:
-            given = _softmax_sums(rows, k_heads[:, first:extent], mask, counts)
-        received += jnp.pad(given, (first, num_new - stop))
+    for rows, index, keys_seen, seen in query_blocks(
+        q, len(k_heads), history_lengths[0], num_history, window, is_batched
+    ):
+        sums = partial(_softmax_sums, mask=seen, counts=index < num_queries)
+        given = by_head(sums, is_batched, rows, k_heads[:, keys_seen])
+        received += jnp.pad(given.sum(range(given.ndim - 1)), (keys_seen.start, len(received) - keys_seen.stop))
     if first_place is None or num_history == num_places:
         return received
     at_places = lax.dynamic_update_slice_in_dim(jnp.zeros(num_places), received[:num_history], first_place, 0)
@@ -107,7 +92,7 @@ def attention_received(
 
 
 def _softmax_sums(q: jax.Array, k: jax.Array, mask: jax.Array, counts: jax.Array) -> jax.Array:
-    """The softmax of `_softmax_weighted`, summed over heads and those rows that `counts [R, 1]` says: f32 `[E]`."""
+    """The softmax of `attend`, summed over heads and those rows that `counts [R, 1]` says: f32 `[E]`."""
     scores = jnp.where(mask, dot(q, k, (q.ndim - 1, k.ndim - 1), q.ndim - 2), MASKED)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     total = weights.sum(-1, keepdims=True)

@@ -9,10 +9,9 @@ import dataclasses
 import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 from ca_jax.errors import UnknownModelError
-from ca_jax.models.reading import Destinations, to_host
+from ca_jax.models.reading import Destinations, Source, load, to_host
 from ca_jax.models.weights import Checkpoint, ProgressFn, resolve_dtype
 
 __all__ = ["PRESETS", "Checkpoint", "Preset", "ProgressFn", "load_checkpoint"]
@@ -66,31 +65,30 @@ def load_checkpoint(
       UnsupportedQuantizationError: its weights are of a type that cannot be read.
       ValueError: an unknown dtype.
     """
-    # Each format's reader is imported when it is needed: orbax alone takes over a second.
     numpy_dtype = resolve_dtype(dtype)
+    return load(_open(model), dtype=numpy_dtype, progress=progress, destinations=destinations)
+
+
+def _open(model: str) -> Source:
+    # Each format's reader is imported when it is needed: orbax alone takes over a second.
     path = Path(model).expanduser()
-    options: dict[str, Any] = {"dtype": numpy_dtype, "progress": progress, "destinations": destinations}
-    if model in PRESETS:
-        from ca_jax.models.gguf import load_gguf
+    if model in PRESETS or (path.is_file() and path.suffix == ".gguf"):
+        from ca_jax.models.gguf import open_gguf
 
-        return load_gguf(_preset_file(model), name=model, **options)
-    if path.is_file() and path.suffix == ".gguf":
-        from ca_jax.models.gguf import load_gguf
-
-        return load_gguf(path, name=path.stem, **options)
+        return open_gguf(_preset_file(model), model) if model in PRESETS else open_gguf(path, path.stem)
     if (path / _MANIFEST).is_file():
-        from ca_jax.models import orbax
+        from ca_jax.models.orbax import open_checkpoint
 
-        return orbax.load_checkpoint(path, **options)
+        return open_checkpoint(path)
     if (path / "config.json").is_file():
-        from ca_jax.models import huggingface
+        from ca_jax.models.huggingface import open_directory
 
-        return huggingface.load_directory(path, name=path.resolve().name, **options)
+        return open_directory(path, path.resolve().name)
     if not path.exists() and path.suffix != ".gguf" and _HUB_NAME.fullmatch(model):
-        from ca_jax.models import huggingface
+        from ca_jax.models.huggingface import open_directory, snapshot
 
         try:
-            return huggingface.load_from_hub(model, **options)
+            return open_directory(snapshot(model), model)
         except UnknownModelError as error:
             raise UnknownModelError(f"{error}. Nor is there such a directory. {_known()}") from error
     raise UnknownModelError(f"unknown model {model!r}: {_why_not(path)}. {_known()}")

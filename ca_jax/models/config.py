@@ -57,20 +57,16 @@ class RopeConfig:
             raise UnsupportedArchitectureError(
                 f"rope scaling {self.scaling!r} is not served; it must be one of {', '.join(ROPE_SCALINGS)}"
             )
-        for name in ("theta", "factor", "attention_factor"):
+        for name in ("theta", "factor", "attention_factor", "original_max_positions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"rope {name} must be positive, got {getattr(self, name)}")
-        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "llama3 rope scaling must have 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}"
-            )
-        if self.scaling == "yarn" and not 0 < self.beta_slow < self.beta_fast:
-            raise ValueError(
-                f"yarn rope scaling must have 0 < beta_slow < beta_fast, got {self.beta_slow} and {self.beta_fast}"
-            )
-        if self.original_max_positions <= 0:
-            raise ValueError(f"rope original_max_positions must be positive, got {self.original_max_positions}")
+        for scaling, low, high in (
+            ("llama3", "low_freq_factor", "high_freq_factor"),
+            ("yarn", "beta_slow", "beta_fast"),
+        ):
+            found = getattr(self, low), getattr(self, high)
+            if self.scaling == scaling and not 0 < found[0] < found[1]:
+                raise ValueError(f"{scaling} rope scaling must have 0 < {low} < {high}, got {found[0]} and {found[1]}")
         if self.rotary_dim is not None and (self.rotary_dim <= 0 or self.rotary_dim % 2):
             raise ValueError(f"rope rotary_dim must be positive and even, got {self.rotary_dim}")
 
@@ -133,47 +129,44 @@ class ModelConfig:
     """How many of them a token goes through."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "embed_dim",
-            "mlp_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
-        ):
+        object.__setattr__(self, "full_layers", tuple(self.full_layers))
+        sizes = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "max_positions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
-        if self.rotary_dim > self.head_dim:
-            raise ValueError(f"rope rotary_dim must be at most head_dim {self.head_dim}, got {self.rotary_dim}")
         for name, choices in (("norm", get_args(Norm)), ("mlp", get_args(Mlp))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.shares_norm and not self.is_parallel:
-            raise ValueError("shares_norm needs is_parallel: a norm is shared by attention and feed-forward")
-        if self.sliding_window is not None and self.sliding_window <= 0:
-            raise ValueError(f"sliding_window must be positive or None, got {self.sliding_window}")
-        object.__setattr__(self, "full_layers", tuple(self.full_layers))
-        if any(not 0 <= layer < self.num_layers for layer in self.full_layers):
-            raise ValueError(f"full_layers must be layers in [0, {self.num_layers}), got {self.full_layers}")
-        if not (
-            self.num_experts == self.num_experts_per_token == 0 or 0 < self.num_experts_per_token <= self.num_experts
+        heads, experts = (self.num_heads, self.num_kv_heads), (self.num_experts_per_token, self.num_experts)
+        outside = [layer for layer in self.full_layers if not 0 <= layer < self.num_layers]
+        for holds, wanted, found in (
+            (heads[0] % heads[1] == 0, "num_heads must be a multiple of num_kv_heads", heads),
+            (self.head_dim % 2 == 0, "head_dim must be even for rotary embedding", self.head_dim),
+            (
+                self.rotary_dim <= self.head_dim,
+                f"rope rotary_dim must be at most head_dim {self.head_dim}",
+                self.rotary_dim,
+            ),
+            (self.is_parallel or not self.shares_norm, "shares_norm must come with is_parallel", self.is_parallel),
+            (
+                self.sliding_window is None or self.sliding_window > 0,
+                "sliding_window must be positive or None",
+                self.sliding_window,
+            ),
+            (not outside, f"full_layers must be layers in [0, {self.num_layers})", self.full_layers),
+            (
+                experts == (0, 0) or 0 < experts[0] <= experts[1],
+                "experts must be 0 < num_experts_per_token <= num_experts, or both 0",
+                experts,
+            ),
+            (
+                not self.num_experts or (self.mlp == "swiglu" and not self.mlp_bias),
+                "experts must have mlp='swiglu' without biases",
+                (self.mlp, self.mlp_bias),
+            ),
         ):
-            raise ValueError(
-                "experts must be 0 < num_experts_per_token <= num_experts, or both 0; got "
-                f"{self.num_experts_per_token} and {self.num_experts}"
-            )
-        if self.num_experts and (self.mlp != "swiglu" or self.mlp_bias):
-            raise ValueError(
-                f"experts must have mlp='swiglu' without biases, got {self.mlp!r}, mlp_bias={self.mlp_bias}"
-            )
+            if not holds:
+                raise ValueError(f"{wanted}, got {found}")
 
     @property
     def num_groups(self) -> int:

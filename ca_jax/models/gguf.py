@@ -1,11 +1,12 @@
-"""GGUF files: metadata to `ModelConfig`, quantised tensors to plain arrays.
+"""GGUF files: metadata to `ModelConfig` and a tokenizer, quantised tensors to plain arrays.
 
 Rows of Q and K in files of Llama and its kin are in interleaved rotary order (pairs 2j, 2j+1); the model rotates in
 half-split order (pairs j, j + H/2). They are put back on load: taken for one another, the model speaks fluent nonsense.
 
-Not here: what each family's metadata and tensors are called (`families`), the tokenizer in the metadata
-(`gguf_tokenizer`), the parameter tree (`weights`).
-Source: the GGUF specification and the `gguf` package, both of ggml-org.
+Not here: what each family's metadata and tensors are called (`families`), the parameter tree (`weights`), using a
+tokenizer (`tokenizer`).
+Source: the GGUF specification and the `gguf` package, both of ggml-org; the splits by `tokenizer.ggml.pre` are those
+llama.cpp uses for these names.
 """
 
 from __future__ import annotations
@@ -13,22 +14,52 @@ from __future__ import annotations
 import functools
 import re
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError
-from ca_jax.models import gguf_tokenizer, reading, weights
-from ca_jax.models.architectures import require_served
+from ca_jax.models import reading, weights
+from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES
+from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
 from ca_jax.models.families.gguf_entries import GgufDescription
+from ca_jax.models.tokenizer import Tokenizer
 
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 _OF_ALL_EXPERTS = re.compile(r"blk\.\d+\.ffn_\w+_exps\.weight")
 _OF_ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # How SentencePiece spells a space.
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+
+
+def _isolated(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+
+
+_SPLITS: dict[str, tuple[pre_tokenizers.PreTokenizer, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "olmo"), (_GPT2,)),
+    "smollm": (pre_tokenizers.Digits(individual_digits=True), _GPT2),
+    "falcon": (pre_tokenizers.Punctuation("contiguous"), _GPT2, _isolated("[0-9][0-9][0-9]")),
+    **dict.fromkeys(_LLAMA3, (_isolated(_LLAMA3_SPLIT), _BYTES)),
+    "qwen2": (_isolated(_QWEN2_SPLIT), _BYTES),
+}  # By `tokenizer.ggml.pre`.
 
 
 class GgufFile:
@@ -78,48 +109,30 @@ class GgufFile:
         return self.get(key)
 
 
-def load_gguf(
-    path: Path,
-    *,
-    name: str,
-    dtype: np.dtype,
-    progress: weights.ProgressFn | None = None,
-    destinations: reading.Destinations = reading.to_host,
-) -> weights.Checkpoint:
-    """Loads a GGUF file: weights dequantised, tokenizer and chat template out of the metadata. Blocks.
+def open_gguf(path: Path, name: str) -> reading.Source:
+    """Opens a GGUF file: its weights dequantised, its tokenizer and chat template out of the metadata.
 
     Args:
       path: the file.
       name: what to call the model.
-      dtype: of the weights in memory.
-      progress: told of bytes read.
-      destinations: where the weights go.
 
     Raises:
-      CheckpointError: the file is cut off, or a tensor or metadata is missing, misshaped or unexpected.
+      CheckpointError: the file is cut off, or metadata is missing.
       UnsupportedArchitectureError: the model, its rope scaling or its tokenizer is not one of those served.
-      UnsupportedQuantizationError: a tensor cannot be dequantised.
+      UnsupportedQuantizationError: a tensor is of an unknown type.
     """
     file = GgufFile(path)
     config = config_from_gguf(file)
-    tokenizer = gguf_tokenizer.tokenizer_from_gguf(file)
-    params, content_sha256 = reading.build_params(
-        config,
-        _stored_tensors(file, config),
-        FAMILIES[config.architecture].gguf_names(config),
-        dtype=dtype,
-        source=str(path),
-        hash_content=functools.partial(weights.hash_file, path),
-        progress=progress,
-        destinations=destinations,
-    )
-    return weights.Checkpoint(
-        config=config,
-        params=params,
-        tokenizer=tokenizer,
+    tokenizer = tokenizer_from_gguf(file)
+    return reading.Source(
+        path=str(path),
         name=name,
-        fingerprint=weights.fingerprint(content_sha256, config, dtype),
-        stop_token_ids=gguf_tokenizer.stop_token_ids(file, tokenizer),
+        config=config,
+        tensors=_stored_tensors(file, config),
+        names=FAMILIES[config.architecture].gguf_names(config),
+        hash_content=functools.partial(weights.hash_file, path),
+        tokenizer=tokenizer,
+        stop_token_ids=stop_token_ids(file, tokenizer),
     )
 
 
@@ -248,3 +261,121 @@ class _Reader(gguf.GGUFReader):
                     f"tensor {name}: the file must have bytes up to {end}, got a file of {self.data.nbytes}"
                 )
         super()._build_tensors(start_offs, fields)
+
+
+# The tokenizer.
+
+
+def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
+    """Rebuilds the tokenizer, special tokens and chat template included.
+
+    Raises:
+      CheckpointError: metadata is missing or contradicts itself.
+      UnsupportedArchitectureError: a tokenizer model or pre-tokenizer that is not known, by name.
+    """
+    model = file.require("tokenizer.ggml.model")
+    tokens: list[str] = file.require("tokenizer.ggml.tokens")
+    if model == "gpt2":
+        backend, adds_bos = _byte_level_bpe(file, tokens)
+    elif model == "llama":
+        backend, adds_bos = _sentencepiece_bpe(file, tokens), True
+    else:
+        raise UnsupportedArchitectureError(
+            f"{file.path}: tokenizer model {model!r} is not served; it must be one of gpt2, llama"
+        )
+    types = file.get("tokenizer.ggml.token_type") or []
+    # Control tokens are left out of decoded text, user-defined ones are text: both are found whole, before any split.
+    backend.add_special_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _CONTROL])
+    backend.add_tokens([_added(t) for t, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED])
+    if backend.get_vocab_size() != len(tokens):
+        raise CheckpointError(
+            f"{file.path}: there must be {len(tokens)} different tokens, got {backend.get_vocab_size()}"
+        )
+    bos_id, eos_id = _token_id(file, "bos", len(tokens)), _token_id(file, "eos", len(tokens))
+    template = file.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        add_bos=bos_id is not None and file.get("tokenizer.ggml.add_bos_token", adds_bos),
+        chat_template=None
+        if template is None
+        else ChatTemplate(
+            template,
+            bos_token="" if bos_id is None else tokens[bos_id],
+            eos_token="" if eos_id is None else tokens[eos_id],
+        ),
+    )
+
+
+def stop_token_ids(file: GgufFile, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that end a reply: those the metadata names, and the usual ones where they are control tokens."""
+    ids = {_token_id(file, role, tokenizer.vocab_size) for role in ("eos", "eot")}
+    return tuple(sorted({i for i in ids if i is not None} | tokenizer.usual_stop_ids()))
+
+
+def _added(token: str) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(token, normalized=False)
+
+
+def _token_id(file: GgufFile, role: str, num_tokens: int) -> int | None:
+    """The id of a special token, or None where there is none (some files say so with the greatest u32)."""
+    token_id = file.get(f"tokenizer.ggml.{role}_token_id")
+    return token_id if token_id is not None and 0 <= token_id < num_tokens else None
+
+
+def _byte_level_bpe(file: GgufFile, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    """BPE over bytes, and whether its models want a beginning-of-sequence token where the file does not say."""
+    pre = file.get("tokenizer.ggml.pre", "default")
+    is_llama3 = pre in _LLAMA3
+    if pre not in _SPLITS:
+        raise UnsupportedArchitectureError(
+            f"{file.path}: pre-tokenizer {pre!r} is not served; it must be one of {', '.join(_SPLITS)}"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in file.require("tokenizer.ggml.merges")]
+    backend = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=is_llama3))
+    if pre in ("qwen2", "olmo"):
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(list(_SPLITS[pre]))
+    backend.decoder = decoders.ByteLevel()
+    return backend, is_llama3
+
+
+def _sentencepiece_bpe(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """SentencePiece BPE: the pair whose union has the best score is merged first; unknown characters become bytes."""
+    scores = file.require("tokenizer.ggml.scores")
+    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not len(scores) == len(types) == len(tokens):
+        raise CheckpointError(
+            f"{file.path}: there must be {len(tokens)} token scores and types, got {len(scores)} and {len(types)}"
+        )
+    normal_scores = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    model = _bpe(file, tokens, _merges_by_score(normal_scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    replace = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = replace
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _merges_by_score(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, those of better-scored tokens first."""
+    return [
+        (token[:cut], token[cut:])
+        for token in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+
+
+def _bpe(file: GgufFile, tokens: Sequence[str], merges: list[Any], **options: Any) -> BPE:
+    try:
+        return BPE({token: i for i, token in enumerate(tokens)}, merges, **options)
+    except Exception as error:  # The library raises nothing narrower.
+        raise CheckpointError(f"{file.path}: its merges and its vocabulary do not fit: {error}") from error

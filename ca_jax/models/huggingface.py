@@ -22,12 +22,11 @@ from ca_jax.errors import (
     UnsupportedQuantizationError,
 )
 from ca_jax.models import reading, weights
-from ca_jax.models.architectures import require_served
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES
+from ca_jax.models.families import BY_MODEL_TYPE, FAMILIES, require_served
 from ca_jax.models.families.family import Family
-from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -36,25 +35,15 @@ _HUB_WEIGHTS = ("*.safetensors",)
 _HUB_IGNORED = ("original/*", "consolidated*")  # The same weights once more, in another format.
 
 
-def load_directory(
-    directory: Path,
-    *,
-    name: str,
-    dtype: np.dtype,
-    progress: weights.ProgressFn | None = None,
-    destinations: reading.Destinations = reading.to_host,
-) -> weights.Checkpoint:
-    """Loads a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json. Blocks.
+def open_directory(directory: Path, name: str) -> reading.Source:
+    """Opens a directory of config.json, safetensors (one file or shards) and, if there, tokenizer.json.
 
     Args:
       directory: where the files are.
       name: what to call the model.
-      dtype: of the weights in memory.
-      progress: told of bytes read.
-      destinations: where the weights go.
 
     Raises:
-      CheckpointError: a file is missing or cut off, or a tensor missing, misshaped or unexpected.
+      CheckpointError: a file is missing or cut off.
       UnsupportedArchitectureError: the model is not one of those served.
       UnsupportedQuantizationError: the weights are quantised.
     """
@@ -63,45 +52,20 @@ def load_directory(
         config = config_from_hf(described)
     except (UnsupportedArchitectureError, UnsupportedQuantizationError, CheckpointError) as error:
         raise type(error)(f"{directory}: {error}") from error
-    family = FAMILIES[config.architecture]
-    files = weight_files(directory)
+    family, files = FAMILIES[config.architecture], weight_files(directory)
     tokenizer = _load_tokenizer(directory, described)
     tensors = _stored_tensors(files, config, family)
     _require_names_of(family, config, tensors, directory)
-    params, content_sha256 = reading.build_params(
-        config,
-        tensors,
-        family.hf_names(config),
-        dtype=dtype,
-        source=str(directory),
-        hash_content=functools.partial(weights.hash_files, directory, files),
-        progress=progress,
-        destinations=destinations,
-    )
-    return weights.Checkpoint(
-        config=config,
-        params=params,
-        tokenizer=tokenizer,
+    return reading.Source(
+        path=str(directory),
         name=name,
-        fingerprint=weights.fingerprint(content_sha256, config, dtype),
+        config=config,
+        tensors=tensors,
+        names=family.hf_names(config),
+        hash_content=functools.partial(weights.hash_files, directory, files),
+        tokenizer=tokenizer,
         stop_token_ids=_stop_token_ids(directory, described, tokenizer),
     )
-
-
-def load_from_hub(
-    repo_id: str,
-    *,
-    dtype: np.dtype,
-    progress: weights.ProgressFn | None = None,
-    destinations: reading.Destinations = reading.to_host,
-) -> weights.Checkpoint:
-    """Loads a model by its hub name, from the local cache if it is there, else over the network. Blocks.
-
-    Raises:
-      UnknownModelError: it is neither in the cache nor to be had.
-      CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError: as for `load_directory`.
-    """
-    return load_directory(_snapshot(repo_id), name=repo_id, dtype=dtype, progress=progress, destinations=destinations)
 
 
 def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
@@ -201,26 +165,17 @@ def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer 
     path = directory / "tokenizer.json"
     if not path.exists():
         return None
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises nothing narrower.
-        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
+    backend = read_backend(path)
     options = _read_json(directory / "tokenizer_config.json", optional=True)
-    texts = {role: _special_token(backend, options, described, role) for role in ("bos", "eos")}
-    bos_id, eos_id = (None if text is None else backend.token_to_id(text) for text in texts.values())
+    bos, eos = (_special_token(backend, options, described, role) for role in ("bos", "eos"))
+    bos_id, eos_id = (None if text is None else backend.token_to_id(text) for text in (bos, eos))
     adds_bos = options.get("add_bos_token")
     if adds_bos is None:  # Then what it adds by itself is the truth.
         adds_bos = bos_id is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos_id]
     source = _chat_template_source(directory, options)
-    return Tokenizer(
-        backend,
-        bos_id=bos_id,
-        eos_id=eos_id,
-        add_bos=bool(adds_bos) and bos_id is not None,
-        chat_template=None
-        if source is None
-        else ChatTemplate(source, bos_token=texts["bos"] or "", eos_token=texts["eos"] or ""),
-    )
+    template = None if source is None else ChatTemplate(source, bos_token=bos or "", eos_token=eos or "")
+    add_bos = bool(adds_bos) and bos_id is not None
+    return Tokenizer(backend, bos_id=bos_id, eos_id=eos_id, add_bos=add_bos, chat_template=template)
 
 
 def _special_token(
@@ -268,8 +223,13 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     return contents
 
 
-def _snapshot(repo_id: str) -> Path:
-    """A local directory with everything that is needed of a hub repository."""
+def snapshot(repo_id: str) -> Path:
+    """A local directory with what is needed of a hub repository, from the cache if it is there, else downloaded.
+
+    Raises:
+      UnknownModelError: it is neither in the cache nor to be had.
+      CheckpointError, UnsupportedArchitectureError, UnsupportedQuantizationError: it is not served.
+    """
     import huggingface_hub  # Only here: most models are local.
 
     download = functools.partial(huggingface_hub.snapshot_download, repo_id, ignore_patterns=_HUB_IGNORED)

@@ -24,16 +24,14 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-import tokenizers
 from orbax.checkpoint import type_handlers
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models import reading, weights
-from ca_jax.models.architectures import require_served
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import FAMILIES
-from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.families import FAMILIES, require_served
+from ca_jax.models.tokenizer import Tokenizer, read_backend
 
 MANIFEST = "ca_jax_checkpoint.json"
 """The file by which such a directory is known."""
@@ -81,26 +79,13 @@ def save_checkpoint(
         raise
 
 
-def load_checkpoint(
-    directory: Path,
-    *,
-    dtype: np.dtype,
-    progress: weights.ProgressFn | None = None,
-    destinations: reading.Destinations = reading.to_host,
-) -> weights.Checkpoint:
-    """Reads what `save_checkpoint` wrote. Blocks.
+def open_checkpoint(directory: Path) -> reading.Source:
+    """Opens what `save_checkpoint` wrote.
 
     Loaded in the dtype it was written in, it has the fingerprint of what it was made from: stored KV stays good.
 
-    Args:
-      directory: the checkpoint.
-      dtype: of the weights in memory.
-      progress: told of bytes read.
-      destinations: where the weights go.
-
     Raises:
-      CheckpointError: a file is missing, cut off or changed since it was written, or a tensor is missing, misshaped or
-        unexpected.
+      CheckpointError: a file is missing or cannot be read. Its fingerprint raises it where a file has changed since.
       UnsupportedArchitectureError: its architecture is not one of those served.
     """
     try:
@@ -108,9 +93,10 @@ def load_checkpoint(
         if manifest["format"] != _FORMAT:
             raise CheckpointError(f"{directory}: the format must be {_FORMAT}, got {manifest['format']}")
         config = ModelConfig.from_dict(manifest["config"])
-        stored_dtype, fingerprint, wanted_sha256 = (manifest[key] for key in ("dtype", "fingerprint", "params_sha256"))
+        wanted_sha256, fingerprint, stored_dtype = (manifest[key] for key in ("params_sha256", "fingerprint", "dtype"))
+        described = manifest["tokenizer"]
+        tokenizer = None if described is None else _load_tokenizer(directory, described)
         name, stop_token_ids = manifest["name"], tuple(manifest["stop_token_ids"])
-        tokenizer = _load_tokenizer(directory, manifest["tokenizer"])
         tensors = _stored_tensors(directory / "params")
     except CheckpointError:
         raise
@@ -119,26 +105,25 @@ def load_checkpoint(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: cannot be read: {type(error).__name__}: {error}") from error
     require_served(config.architecture, str(directory), FAMILIES)
-    params, found_sha256 = reading.build_params(
-        config,
-        tensors,
-        {slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
-        dtype=dtype,
-        source=str(directory),
-        hash_content=partial(_hash_params, directory),
-        progress=progress,
-        destinations=destinations,
-        is_tree=True,
-    )
-    if found_sha256 != wanted_sha256:
-        raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
-    return weights.Checkpoint(
-        config=config,
-        params=params,
-        tokenizer=tokenizer,
+
+    def checked_fingerprint(content_sha256: str, dtype: np.dtype) -> str:
+        if content_sha256 != wanted_sha256:
+            raise CheckpointError(f"{directory}: its weights are not those that were written (SHA-256 differs)")
+        if stored_dtype == dtype.name:
+            return str(fingerprint)
+        return hashlib.sha256(f"{fingerprint} as {dtype.name}".encode()).hexdigest()
+
+    return reading.Source(
+        path=str(directory),
         name=name,
-        fingerprint=fingerprint if stored_dtype == dtype.name else _recast(fingerprint, dtype),
+        config=config,
+        tensors=tensors,
+        names={slot.key: _name(slot.key, slot.layer) for slot in weights.parameter_slots(config)},
+        hash_content=partial(_hash_params, directory),
+        tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
+        is_tree=True,
+        fingerprint=checked_fingerprint,
     )
 
 
@@ -246,30 +231,16 @@ def _hash_params(directory: Path) -> str:
     return weights.hash_files(directory, (path for path in (directory / "params").rglob("*") if path.is_file()))
 
 
-def _recast(fingerprint: str, dtype: np.dtype) -> str:
-    """The fingerprint of weights that were stored in one dtype and are served in another."""
-    return hashlib.sha256(f"{fingerprint} as {dtype.name}".encode()).hexdigest()
-
-
 def _describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    described = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "add_bos")}
     template = tokenizer.chat_template
-    return {
-        "bos_id": tokenizer.bos_id,
-        "eos_id": tokenizer.eos_id,
-        "add_bos": tokenizer.add_bos,
-        "chat_template": None
-        if template is None
-        else {"source": template.source, "bos_token": template.bos_token, "eos_token": template.eos_token},
-    }
+    if template is None:
+        return {**described, "chat_template": None}
+    fields = {name: getattr(template, name) for name in ("source", "bos_token", "eos_token")}
+    return {**described, "chat_template": fields}
 
 
-def _load_tokenizer(directory: Path, described: dict[str, Any] | None) -> Tokenizer | None:
-    if described is None:
-        return None
+def _load_tokenizer(directory: Path, described: dict[str, Any]) -> Tokenizer:
     template = described.pop("chat_template")
-    text = (directory / "tokenizer.json").read_text(encoding="utf-8")
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises nothing narrower.
-        raise CheckpointError(f"{directory}: tokenizer.json is not a tokenizer: {error}") from error
+    backend = read_backend(directory / "tokenizer.json")
     return Tokenizer(backend, chat_template=None if template is None else ChatTemplate(**template), **described)

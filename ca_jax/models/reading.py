@@ -17,12 +17,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import flax.traverse_util
 import numpy as np
 
 from ca_jax.errors import CheckpointError
+from ca_jax.models import weights
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families.family import Fused, Names
-from ca_jax.models.weights import Params, ProgressFn, Slot, parameter_slots
+from ca_jax.models.tokenizer import Tokenizer
+from ca_jax.models.weights import Checkpoint, ProgressFn, Slot, parameter_slots
 
 _ALIGNMENT_BYTES = 64  # XLA's CPU client takes arrays so aligned as they are, without a copy.
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB of f32: read, dequantised and transposed while it is in the cache.
@@ -161,62 +164,82 @@ def unread(config: ModelConfig) -> Destination:
     return lambda leaf: leaf
 
 
-def build_params(
-    config: ModelConfig,
-    tensors: Mapping[str, StoredTensor],
-    names: Names,
-    *,
-    dtype: np.dtype,
-    source: str,
-    hash_content: Callable[[], str],
-    progress: ProgressFn | None = None,
-    destinations: Destinations = to_host,
-    is_tree: bool = False,
-) -> tuple[Params, str]:
-    """Reads every weight of `config` out of a checkpoint file's tensors. Blocks; reads on a few threads.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint that was opened: what it says of its model, and how its weights are read."""
+
+    path: str
+    """Where it is, for messages."""
+    name: str
+    """What to call the model."""
+    config: ModelConfig
+    """Its architecture, which decides the tree and every shape."""
+    tensors: Mapping[str, StoredTensor]
+    """What it holds, by its own names. Each must be used: a tensor nobody asked for (a bias, an expert) is a different
+    model."""
+    names: Names
+    """Under which of these names it holds each leaf."""
+    hash_content: Callable[[], str]
+    """Gives the SHA-256 of what its files hold; runs beside the reading."""
+    tokenizer: Tokenizer | None
+    """None where it has none."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a reply, ascending."""
+    is_tree: bool = False
+    """Whether it holds leaves in the layout of the tree, and not in that of other frameworks."""
+    fingerprint: Callable[[str, np.dtype], str] | None = None
+    """Gives the fingerprint of weights from that hash, for a dtype; None: as `weights.fingerprint`."""
+
+
+def load(
+    source: Source, *, dtype: np.dtype, progress: ProgressFn | None = None, destinations: Destinations = to_host
+) -> Checkpoint:
+    """Reads every weight of a checkpoint. Blocks; reads on a few threads.
 
     Beside what the destination keeps, the leaves being read take no more than the largest one, and a chunk each.
 
     Args:
-      config: the architecture, which decides the tree and every shape.
-      tensors: what the file holds, by its own names. Each must be used: a tensor nobody asked for (a bias, an expert)
-        is a different model.
-      names: where the file holds each leaf.
+      source: the checkpoint.
       dtype: of the weights.
-      source: the checkpoint's path, for messages.
-      hash_content: gives the SHA-256 of what the files hold; runs beside the reading.
-      progress: told of bytes read.
-      destinations: where the leaves go.
-      is_tree: whether the file holds leaves in the layout of the tree, and not in that of other frameworks.
-
-    Returns:
-      `{"params": tree}`, of what the destination returned; and the hash.
+      progress: is called with the bytes read.
+      destinations: where the leaves go; the tree holds what they return.
 
     Raises:
       CheckpointError: a tensor is missing, misshaped, or belongs to no parameter. Nothing is read then.
     """
-    wanted = []
+    config, wanted = source.config, []
     for slot in parameter_slots(config):
-        if is_tree:
+        if source.is_tree:
             slot = dataclasses.replace(slot, stored_shape=slot.shape, transposed=False, num_stacked=None)
-        wanted.append((slot, _origin(slot, names)))
-    _require_exactly(wanted, tensors, source)
+        wanted.append((slot, _origin(slot, source.names)))
+    _require_exactly(wanted, source.tensors, source.path)
     leaves = [
-        Leaf(slot=slot, dtype=dtype, tensors=tuple(tensors[name] for name in origin.names), rows=origin.rows)
+        Leaf(slot=slot, dtype=dtype, tensors=tuple(source.tensors[name] for name in origin.names), rows=origin.rows)
         for slot, origin in wanted
     ]
     destination = destinations(config)
-    total_bytes = sum(leaf.nbytes for leaf in leaves)
-    done_bytes = 0
-    tree: Params = {}
+    total_bytes, done_bytes = sum(leaf.nbytes for leaf in leaves), 0
+    tree: dict[tuple[str, ...], Any] = {}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        content_sha256 = pool.submit(hash_content)
+        hashing = pool.submit(source.hash_content)
         for leaf, result in stream(leaves, destination):
-            _put(tree, leaf.slot.path, result)
+            tree[leaf.slot.path] = result
             done_bytes += leaf.nbytes
             if progress is not None:
                 progress("reading weights", done_bytes, total_bytes)
-        return {"params": tree}, content_sha256.result()
+        content_sha256 = hashing.result()
+    if source.fingerprint is not None:
+        fingerprint = source.fingerprint(content_sha256, dtype)
+    else:
+        fingerprint = weights.fingerprint(content_sha256, config, dtype)
+    return Checkpoint(
+        config=config,
+        params={"params": flax.traverse_util.unflatten_dict(tree)},
+        tokenizer=source.tokenizer,
+        name=source.name,
+        fingerprint=fingerprint,
+        stop_token_ids=source.stop_token_ids,
+    )
 
 
 def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tuple[Leaf, _Result]]:
@@ -256,13 +279,6 @@ class _Origin:
     """Of each of them."""
     rows: np.ndarray | None
     """Which of their rows are the leaf's; None: all."""
-
-
-def _put(tree: Params, path: tuple[str, ...], leaf: np.ndarray) -> None:
-    *parents, last = path
-    for key in parents:
-        tree = tree.setdefault(key, {})
-    tree[last] = leaf
 
 
 def _origin(slot: Slot, names: Names) -> _Origin:

@@ -12,11 +12,13 @@ import functools
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
+from ca_jax.errors import CheckpointError
 from ca_jax.models.chat_template import ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -225,6 +227,18 @@ class Tokenizer:
     def stream(self) -> TokenStream:
         """A detokeniser for one reply."""
         return TokenStream(self)
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json`.
+
+    Raises:
+      CheckpointError: it is none, or cannot be read.
+    """
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # The library raises nothing narrower.
+        raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
 
 
 def _forget_words(backend: tokenizers.Tokenizer) -> None:

@@ -87,74 +87,58 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
     embed, heads, kv_heads, mlp = c.embed_dim, (c.num_heads, c.head_dim), (c.num_kv_heads, c.head_dim), c.mlp_dim
     of_heads, of_kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
 
-    def leaf(key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Slot:
-        stored = (math.prod(shape),) if key.startswith("attn.b") else shape
+    def slot(
+        key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int | None = None
+    ) -> Slot:
+        """A leaf; of a linear layer, which files hold as `[out, in]`, with the number of axes that are inputs."""
+        stored, path = shape, tuple(key.split("."))
+        if num_inputs is not None:
+            stored = (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs]))
+        elif key.startswith("attn.b"):
+            stored = (math.prod(shape),)
         return Slot(
-            path=_path(key, layer), key=key, layer=layer, stored_shape=stored, shape=shape, axes=axes, transposed=False
-        )
-
-    def linear(key: str, layer: int | None, shape: tuple[int, ...], axes: tuple[str, ...], num_inputs: int = 1) -> Slot:
-        out_by_in = (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs]))
-        return Slot(
-            path=_path(key, layer),
+            path=path if layer is None else (f"layer_{layer}", *path),
             key=key,
             layer=layer,
-            stored_shape=out_by_in,
+            stored_shape=stored,
             shape=shape,
             axes=axes,
-            transposed=True,
-        )
-
-    def experts(key: str, layer: int, shape: tuple[int, int], axes: tuple[str, str]) -> Slot:
-        return Slot(
-            path=_path(key, layer),
-            key=key,
-            layer=layer,
-            stored_shape=shape[::-1],
-            shape=(c.num_experts, *shape),
-            axes=("experts", *axes),
-            transposed=True,
-            num_stacked=c.num_experts,
+            transposed=num_inputs is not None,
         )
 
     def norm(key: str, layer: int | None) -> Iterator[Slot]:
-        yield leaf(f"{key}.scale", layer, (embed,), ("embed",))
+        yield slot(f"{key}.scale", layer, (embed,), ("embed",))
         if c.norm == "layer":
-            yield leaf(f"{key}.bias", layer, (embed,), ("embed",))
+            yield slot(f"{key}.bias", layer, (embed,), ("embed",))
 
     def attention(i: int) -> Iterator[Slot]:
-        yield linear("attn.wq", i, (embed, *heads), ("embed", *of_heads))
-        yield linear("attn.wk", i, (embed, *kv_heads), ("embed", *of_kv_heads))
-        yield linear("attn.wv", i, (embed, *kv_heads), ("embed", *of_kv_heads))
+        inputs = (("q", heads, of_heads), ("k", kv_heads, of_kv_heads), ("v", kv_heads, of_kv_heads))
+        for name, shape, axes in inputs:
+            yield slot(f"attn.w{name}", i, (embed, *shape), ("embed", *axes), 1)
         if c.qkv_bias:
-            yield leaf("attn.bq", i, heads, of_heads)
-            yield leaf("attn.bk", i, kv_heads, of_kv_heads)
-            yield leaf("attn.bv", i, kv_heads, of_kv_heads)
+            yield from (slot(f"attn.b{name}", i, shape, axes) for name, shape, axes in inputs)
         if c.qk_norm:
-            yield leaf("attn.q_norm.scale", i, (c.head_dim,), (None,))
-            yield leaf("attn.k_norm.scale", i, (c.head_dim,), (None,))
-        yield linear("attn.wo", i, (*heads, embed), (*of_heads, "embed"), num_inputs=2)
+            yield from (slot(f"attn.{name}_norm.scale", i, (c.head_dim,), (None,)) for name in "qk")
+        yield slot("attn.wo", i, (*heads, embed), (*of_heads, "embed"), 2)
         if c.out_bias:
-            yield leaf("attn.bo", i, (embed,), ("embed",))
+            yield slot("attn.bo", i, (embed,), ("embed",))
 
     def feed_forward(i: int) -> Iterator[Slot]:
         if c.num_experts:
-            yield linear("mlp.router", i, (embed, c.num_experts), ("embed", "experts"))
-            yield experts("mlp.w_gate", i, (embed, mlp), ("embed", "mlp"))
-            yield experts("mlp.w_up", i, (embed, mlp), ("embed", "mlp"))
-            yield experts("mlp.w_down", i, (mlp, embed), ("mlp", "embed"))
-            return
+            yield slot("mlp.router", i, (embed, c.num_experts), ("embed", "experts"), 1)
         names = ("gate", "up") if c.mlp == "swiglu" else ("up",)
-        for name in names:
-            yield linear(f"mlp.w_{name}", i, (embed, mlp), ("embed", "mlp"))
-        if c.mlp_bias:
-            for name in names:
-                yield leaf(f"mlp.b_{name}", i, (mlp,), ("mlp",))
-        yield linear("mlp.w_down", i, (mlp, embed), ("mlp", "embed"))
-        if c.mlp_bias:
-            yield leaf("mlp.b_down", i, (embed,), ("embed",))
+        wide = [(name, (embed, mlp), ("embed", "mlp")) for name in names]
+        for group in (wide, [("down", (mlp, embed), ("mlp", "embed"))]):
+            for name, shape, axes in group:
+                each = slot(f"mlp.w_{name}", i, shape, axes, 1)
+                if c.num_experts:
+                    num = c.num_experts
+                    each = dataclasses.replace(each, shape=(num, *shape), axes=("experts", *axes), num_stacked=num)
+                yield each
+            if c.mlp_bias:
+                yield from (slot(f"mlp.b_{name}", i, shape[1:], axes[1:]) for name, shape, axes in group)
 
-    yield leaf("embed.embedding", None, (c.vocab_size, embed), ("vocab", "embed"))
+    yield slot("embed.embedding", None, (c.vocab_size, embed), ("vocab", "embed"))
     for i in range(c.num_layers):
         yield from norm("attn_norm", i)
         yield from attention(i)
@@ -163,7 +147,7 @@ def parameter_slots(config: ModelConfig) -> Iterator[Slot]:
         yield from feed_forward(i)
     yield from norm("final_norm", None)
     if not c.tie_embeddings:
-        yield linear("head.kernel", None, (embed, c.vocab_size), ("embed", "vocab"))
+        yield slot("head.kernel", None, (embed, c.vocab_size), ("embed", "vocab"), 1)
 
 
 def hash_file(path: Path) -> str:
@@ -184,8 +168,3 @@ def fingerprint(content_sha256: str, config: ModelConfig, dtype: np.dtype) -> st
         {"content": content_sha256, "config": dataclasses.asdict(config), "dtype": dtype.name}, sort_keys=True
     )
     return hashlib.sha256(described.encode()).hexdigest()
-
-
-def _path(key: str, layer: int | None) -> tuple[str, ...]:
-    parts = tuple(key.split("."))
-    return parts if layer is None else (f"layer_{layer}", *parts)

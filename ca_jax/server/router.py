@@ -1,20 +1,20 @@
 """Which stored conversation a request goes on with.
 
-OpenAI's clients send the whole history with every turn. It is found again by what was said, contexts included: each
-state of a conversation that a turn has ended in has a name, its message chain, which the history is looked up by, up to
-its last reply:
+OpenAI's clients send the whole history with every turn. The router finds its conversation by what was said, contexts
+included: each state of a conversation that a turn has ended in has a name, its message chain, and a history is looked
+up by the chain up to its last reply:
 
     history     system, user, assistant, user, assistant, user
     names       c1      c2    c3         c4    c5                    c5 known: go on there; else begin anew
 
-A conversation that stands there and is idle goes on, also where the engine has truncated it. One that has moved on, or
-is busy, is forked there: token ids up to there are those that were generated, and only what differs is tokenised. What
-is known of no conversation begins anew, and the store still finds KV of the same first tokens. So does what is known
-only of one that has lost other tokens than the whole history would lose: what is answered depends on the request alone.
+A conversation that stands there and is idle goes on, even if the engine has truncated it. One that is busy or has
+moved on is forked there: its token ids up to there are kept, and only what differs is tokenised. A history that no
+conversation has begins anew, and the store still finds KV of the same first tokens. So does a history whose
+conversation has lost other tokens than the whole history would lose: the answer depends on the request alone.
 
 A request is answered from text that its own client has sent or named. Two clients may have said the same so far, and
-hold the name of one conversation: once it was gone on with by its history, a request that names it must also show where
-it stands. One that is gone on with by its name is forked for whoever sends its history.
+both know the name of one conversation: once it has gone on by its history, a request that names it must also say where
+it stands. A conversation that goes on by its name is forked for clients that send its history.
 
 Belongs to the engine's thread.
 
@@ -53,7 +53,7 @@ class Found:
     reached: str
     """What the conversation's `reached` is from this request on."""
     is_new: bool
-    """Whether it was begun or forked for this request: nobody misses it if the request fails."""
+    """Whether it was begun or forked for this request: then it is closed if the request fails."""
 
 
 class Router:
@@ -61,8 +61,7 @@ class Router:
 
     Args:
       engine: whose conversations.
-      max_open_sessions: most of a tenant that are open; of its own, what was used least recently is released to the
-        store.
+      max_open_sessions: most of a tenant that are open; then its least recently used one is released to the store.
     """
 
     def __init__(self, engine: Engine, max_open_sessions: int) -> None:
@@ -130,7 +129,7 @@ class Router:
           texts: has their names, or raises `TextWork` where that is much to hash.
           may_drop: whether it may be one that tokens have left.
         """
-        # Behind an earlier reply more than one turn would come at once: that begins anew, and is cut as what is told.
+        # Behind an earlier reply more than one turn would come at once: that begins anew, cut as a whole history is.
         replies = (number for number, each in enumerate(messages[:-1], 1) if each["role"] == "assistant")
         num_known = max(replies, default=0)
         chain = _chains_of(messages, texts)[num_known - 1] if num_known else ""
@@ -188,7 +187,7 @@ class Router:
             return None
 
     def let_go(self, sessions: Sequence[Session]) -> None:
-        """Closes conversations that nobody will ask for by name; what is stored of them stays."""
+        """Closes conversations that no client knows by name; what is stored of them stays."""
         for session in sessions:
             self.forget(session.tenant, session.session_id)
             if not session.is_busy:
@@ -197,7 +196,7 @@ class Router:
     def sibling(self, session: Session, num_tokens: int) -> Session:
         """Another conversation that begins like one that is about to go on, for another answer to the same.
 
-        Not in use yet: with all that one request goes on with it would count, and the first could be released.
+        It does not count as open yet: with all that one request goes on with, the first could be released.
         """
         return self._engine.fork(session, num_tokens, session_id=engine_name(session.tenant, uuid.uuid4().hex))
 
@@ -267,9 +266,9 @@ class Router:
         return forked
 
     def _tokens_at(self, conversation: Conversation, chain: str) -> int | None:
-        """How many tokens a conversation had where a history ends; None if it is not to go on there.
+        """How many tokens a conversation had where a history ends; None if it must not go on there.
 
-        That is so where others of its tokens have left since than would leave a history that is told anew.
+        It must not if it has lost other tokens since than the whole history would lose.
         """
         is_as_told = not conversation.cut_by or conversation.cut_by == self._engine.truncation_rule != OTHERWISE
         found = (num_tokens for name, num_tokens in conversation.states if name == chain)

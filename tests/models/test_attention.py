@@ -1,11 +1,25 @@
-"""Attention over history and over decode slots, against the textbook formula in float64."""
+"""Attention over history, over decode slots and of chosen tokens, and what each key receives, against the textbook."""
 
+from functools import partial
+from typing import get_args
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ca_jax.models import attention, rope
-from ca_jax.models.attention import QUERY_BLOCK, SLOT_BLOCK, attend, attend_slots
+from ca_jax.models.attention import (
+    BATCHED_QUERY_BLOCK,
+    QUERY_BLOCK,
+    SLOT_BLOCK,
+    UNROLLED_KV_HEADS,
+    ChosenAttention,
+    attend,
+    attend_chosen,
+    attend_slots,
+)
+from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import RopeConfig
 from ca_jax.models.kv import LayerKV
 from tests.tolerances import ATTENTION_ATOL
@@ -13,93 +27,193 @@ from tests.tolerances import ATTENTION_ATOL
 ATOL = ATTENTION_ATOL["float32"]
 ROPE = RopeConfig(theta=500.0)
 HEAD_DIM = 8
+MANY_HEADS = UNROLLED_KV_HEADS + 4
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """softmax(q k / sqrt(H)) v for rotated `q [T, N, H]`, `k` and `v` `[S, K, H]`, `seen [T, S]`."""
-    q, k, v = (part.astype(np.float64) for part in (q, k, v))
-    k, v = (part.repeat(q.shape[1] // k.shape[1], axis=1) for part in (k, v))
-    scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(q.shape[-1])
+def weights_of(q: np.ndarray, k: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """softmax(q k / sqrt(H)) in float64: rotated `q [T, N, H]`, `k [S, K, H]`, `seen [T, S]` to `[N, T, S]`."""
+    k = k.astype(np.float64).repeat(q.shape[1] // k.shape[1], axis=1)
+    scores = np.einsum("tnh,snh->nts", q.astype(np.float64), k) / np.sqrt(q.shape[-1])
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """The same weights over `v [S, K, H]`: `[T, N, H]`."""
+    values = v.astype(np.float64).repeat(q.shape[1] // v.shape[1], axis=1)
+    return np.einsum("nts,snh->tnh", weights_of(q, k, seen), values)
 
 
 def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return np.asarray(rope.rotate(jnp.asarray(x), rope.rotation_at(ROPE, HEAD_DIM, jnp.asarray(positions))))
+    """`x [T, heads, H]` at its positions, in float64."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * ROPE.theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag], -1)
 
 
-def attended(
-    num_new: int, num_history: int, capacity: int, num_kv: int, num_heads: int, window: int | None = None
-) -> tuple:
-    """One row by `attend`, NaN behind its history, and by the textbook."""
+def padded(x: np.ndarray, size: int) -> np.ndarray:
+    """`x` with NaN behind it."""
+    return np.concatenate([x, np.full((size - len(x), *x.shape[1:]), np.nan, np.float32)])
+
+
+def prefilled(num_new, num_history, capacity, num_kv=2, num_heads=6, window=None, new_size=None, implementation=None):
+    """What one sequence attends to and what its keys receive, NaN behind its history and behind its new tokens.
+
+    Returns:
+      Outputs of the new tokens and what is expected of them; what keys received and what is expected of that.
+    """
+    size = new_size or num_new
     q, k, v = (normal(i, num_new, n, HEAD_DIM) for i, n in enumerate((num_heads, num_kv, num_kv)))
-    old_k, old_v = (np.full((capacity, num_kv, HEAD_DIM), np.nan, np.float32) for _ in range(2))
-    old_k[:num_history], old_v[:num_history] = (normal(i, num_history, num_kv, HEAD_DIM) for i in (3, 4))
-    positions = np.arange(num_history, num_history + num_new)
-    out = attend(
-        jnp.asarray(q)[None],
-        LayerKV(jnp.asarray(k)[None], jnp.asarray(v)[None]),
-        LayerKV(jnp.asarray(old_k)[None], jnp.asarray(old_v)[None]) if capacity else None,
-        jnp.asarray([num_history], jnp.int32),
-        rope.rotation_at(ROPE, HEAD_DIM, jnp.asarray(positions)[None]),
-        rope.rotation_at(ROPE, HEAD_DIM, jnp.arange(capacity)) if capacity else None,
-        window=window,
+    old_k, old_v = (normal(i, num_history, num_kv, HEAD_DIM) for i in (3, 4))
+    new = LayerKV(*(jnp.asarray(padded(part, size))[None] for part in (k, v)))
+    history = LayerKV(*(jnp.asarray(padded(part, capacity))[None] for part in (old_k, old_v))) if capacity else None
+    rotate_at = partial(rope.rotation_at, ROPE, HEAD_DIM)
+    args = (
+        *(jnp.asarray(padded(q, size))[None], new, history, jnp.asarray([num_history], jnp.int32)),
+        *(rotate_at(num_history + jnp.arange(size)[None]), rotate_at(jnp.arange(capacity)) if capacity else None),
     )
-    keys = rotate(np.concatenate([old_k[:num_history], k]), np.arange(num_history + num_new))
-    places = np.arange(num_history + num_new)[None]
-    seen = (places <= positions[:, None]) & (places > positions[:, None] - (window or len(places[0])))
-    values = np.concatenate([old_v[:num_history], v])
-    return np.asarray(out[0]), textbook(rotate(q, positions), keys, values, seen)
+    positions = np.arange(num_history + num_new)
+    seen = positions[None] <= positions[num_history:, None]
+    seen &= positions[None] > positions[num_history:, None] - (window or len(positions))
+    rotated = rotate(q, positions[num_history:]), rotate(np.concatenate([old_k, k]), positions)
+    out = None
+    if size == num_new and implementation is None:
+        out = np.asarray(attend(*args, window=window)[0]), textbook(*rotated, np.concatenate([old_v, v]), seen)
+    received = np.asarray(attention_received(*args, jnp.int32(num_new), implementation, window))
+    given = weights_of(*rotated, seen).sum((0, 1))
+    expected = np.zeros(capacity + size)
+    expected[:num_history], expected[capacity : capacity + num_new] = given[:num_history], given[num_history:]
+    return out, (received, expected)
+
+
+SIZES = [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), (QUERY_BLOCK + 30, 40, 64)]
 
 
 @pytest.mark.parametrize("unrolled", [True, False], ids=["head by head", "heads together"])
-@pytest.mark.parametrize(
-    ("num_new", "num_history", "capacity"),
-    [(1, 0, 0), (5, 0, 8), (5, 3, 8), (5, 8, 8), (QUERY_BLOCK + 30, 40, 64)],
-)
+@pytest.mark.parametrize(("num_new", "num_history", "capacity"), SIZES)
 def test_attention_over_history_is_the_textbooks_on_both_paths(monkeypatch, unrolled, num_new, num_history, capacity):
     monkeypatch.setattr(attention, "UNROLLED_KV_HEADS", 2 if unrolled else 1)
-    out, expected = attended(num_new, num_history, capacity, num_kv=2, num_heads=6)
+    (out, expected), _ = prefilled(num_new, num_history, capacity)
     np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("window", [1, 3, 10, 70, QUERY_BLOCK])
-@pytest.mark.parametrize(
-    ("num_new", "num_history", "capacity"), [(5, 0, 0), (5, 3, 8), (5, 8, 16), (QUERY_BLOCK + 30, 40, 64), (3, 90, 96)]
-)
+@pytest.mark.parametrize(("num_new", "num_history", "capacity"), [*SIZES[1:], (5, 8, 16), (3, 90, 96)])
 def test_in_a_window_a_token_sees_those_right_before_it_and_itself(num_new, num_history, capacity, window):
-    out, expected = attended(num_new, num_history, capacity, num_kv=2, num_heads=6, window=window)
+    (out, expected), (received, given) = prefilled(num_new, num_history, capacity, window=window)
     np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(received, given, atol=ATOL * 6 * num_new, rtol=0)
+    np.testing.assert_array_equal(received[given == 0], 0.0)
 
 
 def test_more_kv_heads_than_are_unrolled_give_the_same():
-    num_kv = attention.UNROLLED_KV_HEADS + 4
-    out, expected = attended(9, 5, 8, num_kv=num_kv, num_heads=num_kv)
+    (out, expected), (received, given) = prefilled(9, 5, 8, MANY_HEADS, MANY_HEADS)
     np.testing.assert_allclose(out, expected, atol=ATOL, rtol=0)
+    np.testing.assert_allclose(received, given, atol=ATOL * MANY_HEADS * 9, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "batched", "flash"])
+@pytest.mark.parametrize(("num_new", "num_history", "capacity"), [(0, 3, 8), *SIZES, (BATCHED_QUERY_BLOCK + 3, 4, 8)])
+def test_keys_receive_what_tokens_that_count_give_them(implementation, num_new, num_history, capacity):
+    options = {"new_size": num_new + 3, "implementation": implementation}
+    _, (received, expected) = prefilled(num_new, num_history, capacity, **options)
+    assert received.dtype == np.float32
+    np.testing.assert_allclose(received, expected, atol=ATOL * 6 * max(num_new, 1), rtol=0)
+    np.testing.assert_array_equal(received[expected == 0], 0.0)
+    np.testing.assert_allclose(received.sum(), 6 * num_new, rtol=1e-5)
+
+
+def test_what_a_batch_receives_is_refused():
+    q = jnp.zeros((2, 3, 4, HEAD_DIM))
+    rotation = rope.rotation_at(ROPE, HEAD_DIM, jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="must get one sequence, got a batch of 2"):
+        attention_received(q, LayerKV(q, q), None, jnp.zeros(2, jnp.int32), rotation, None, 3)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, SLOT_BLOCK - 1, SLOT_BLOCK + 3, 5 * SLOT_BLOCK])
-@pytest.mark.parametrize("num_blocks", [None, 2], ids=["as many blocks as needed", "two blocks"])
+@pytest.mark.parametrize("num_blocks", [None, 2, 3], ids=["as many blocks as needed", "two blocks", "all blocks"])
 def test_decode_attends_to_each_rows_own_keys_and_to_nothing_behind_them(num_blocks, window):
     lengths, num_kv, groups, num_slots = (1, 7, 0, SLOT_BLOCK, SLOT_BLOCK + 9), 2, 3, 6
     q = normal(0, len(lengths), num_kv, groups, HEAD_DIM)
-    keys, values = (np.full((num_slots, num_kv, 2 * SLOT_BLOCK, HEAD_DIM), np.nan, np.float32) for _ in range(2))
+    keys, values = (np.full((num_slots, num_kv, 3 * SLOT_BLOCK, HEAD_DIM), np.nan, np.float32) for _ in range(2))
     for row, length in enumerate(lengths):
-        keys[row, :, :length], values[row, :, :length] = (normal(i, num_kv, length, HEAD_DIM) for i in (1, 2))
+        keys[row, :, :length], values[row, :, :length] = (normal(i + row, num_kv, length, HEAD_DIM) for i in (1, 2))
         if window is not None:  # What is before it is as little read as what is behind the length.
-            keys[row, :, : max(length - window, 0)] = values[row, :, : max(length - window, 0)] = np.nan
-    slots = jnp.asarray(keys), jnp.asarray(values)
-    out = np.asarray(attend_slots(q, *slots, jnp.asarray(lengths), num_blocks, window=window))
+            values[row, :, : max(length - window, 0)] = np.nan
+    keys[4, :, SLOT_BLOCK:] *= 3  # So that the largest score is not in the first block.
+    out = np.asarray(
+        attend_slots(q, jnp.asarray(keys), jnp.asarray(values), jnp.asarray(lengths), num_blocks, window=window)
+    )
+    received = slot_attention_received(jnp.asarray(q), jnp.asarray(keys), jnp.asarray(lengths), num_blocks, window)
+    received = np.asarray(received)
+    assert (received.shape, received.dtype) == ((len(lengths), 3 * SLOT_BLOCK), np.float32)
     for row, length in enumerate(lengths):
+        first = max(length - (window or length), 0)
+        np.testing.assert_array_equal(received[row, length:], 0.0)
+        np.testing.assert_array_equal(received[row, :first], 0.0)
         if not length:
             np.testing.assert_array_equal(out[row], 0.0)
             continue
-        flat = q[row].reshape(1, num_kv * groups, HEAD_DIM)
-        seen = slice(max(length - (window or length), 0), length)
-        k, v = (part[row, :, seen].transpose(1, 0, 2) for part in (keys, values))
-        expected = textbook(flat, k, v, np.ones((1, len(k)), bool))
-        np.testing.assert_allclose(out[row].reshape(1, -1, HEAD_DIM), expected, atol=ATOL, rtol=0)
+        flat, seen = q[row].reshape(1, num_kv * groups, HEAD_DIM), np.ones((1, length - first), bool)
+        k, v = (part[row, :, first:length].transpose(1, 0, 2) for part in (keys, values))
+        np.testing.assert_allclose(out[row].reshape(1, -1, HEAD_DIM), textbook(flat, k, v, seen), atol=ATOL, rtol=0)
+        given = weights_of(flat, k, seen).sum((0, 1))
+        np.testing.assert_allclose(received[row, first:length], given, atol=ATOL * num_kv * groups, rtol=0)
+
+
+# Some tokens of a sequence over all of it.
+
+
+@pytest.fixture(params=get_args(ChosenAttention))
+def chosen(request):
+    """Attends with one implementation; what is found, and the textbook's at those that are no padding."""
+    run = jax.jit(partial(attend_chosen, implementation=request.param), static_argnums=4)
+
+    def chosen(positions, num_places=30, num_kv=2, num_heads=6, window=None, dtype="float32"):
+        positions = np.array(positions)
+        q, keys, values = normal(0, len(positions), num_heads, HEAD_DIM), *normal(1, 2, num_places, num_kv, HEAD_DIM)
+        real = positions < num_places
+        behind = max([0, *positions[real]]) + 1
+        keys[behind:], values[behind:] = np.nan, np.nan  # Never read.
+        given = [jnp.asarray(part, dtype) for part in (q, keys, values)]
+        out = run(*given, jnp.asarray(positions, jnp.int32), window)
+        assert out.dtype == dtype
+        assert np.isfinite(np.asarray(out, np.float32)).all(), "padding gives some number"
+        q, keys, values = (np.asarray(part, np.float32) for part in given)
+        place, own = np.arange(behind)[None], positions[real][:, None]
+        seen = (place <= own) & (place > own - (window or num_places))
+        expected = textbook(q[real], keys[:behind], values[:behind], seen)
+        np.testing.assert_allclose(np.asarray(out, np.float32)[real], expected, atol=ATTENTION_ATOL[dtype], rtol=0)
+
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [[0], [29], [0, 1, 2, 3], [3, 4, 11, 28], list(range(30)), [30, 31], [2, 7, 30, 1 << 30], [5, *range(2000, 2200)]],
+    ids=lambda positions: f"{len(positions)} from {positions[0]}",
+)
+@pytest.mark.parametrize(("num_kv", "num_heads"), [(2, 6), (3, 3), (MANY_HEADS, 2 * MANY_HEADS)], ids=str)
+def test_each_chosen_token_sees_the_places_up_to_its_own(chosen, num_kv, num_heads, positions):
+    chosen(positions, num_kv=num_kv, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("window", [1, 4, 29, 30])
+def test_in_a_window_each_chosen_token_sees_the_last_places_up_to_its_own(chosen, window):
+    chosen([0, 3, 4, 11, 28], window=window)
+
+
+def test_half_precision_is_as_near_as_its_roundings(chosen):
+    chosen([5, 6, 21], dtype="bfloat16")
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("num_places", [SLOT_BLOCK + 1, 2 * SLOT_BLOCK + 100])
+def test_blocks_of_chosen_tokens_over_blocks_of_places(chosen, num_places, window):
+    positions = np.sort(np.random.default_rng(num_places).choice(num_places - 7, QUERY_BLOCK + 30, replace=False))
+    chosen(positions, num_places, 1, 2, window)

@@ -91,7 +91,7 @@ def test_next_turn_wants_a_reply_to_go_on_from(earlier):
     ],
 )
 def test_a_template_that_cannot_be_continued_says_so(source, times):
-    with pytest.raises(CheckpointError, match=f"it must write the last reply once, found it {times} times"):
+    with pytest.raises(CheckpointError, match=f"must write the last reply once, found it {times} times"):
         ChatTemplate(source).next_turn([HELLO, REPLY], [NEXT])
 
 

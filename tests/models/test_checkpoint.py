@@ -47,22 +47,20 @@ def test_the_default_model_names_its_wheel(monkeypatch):
         load_checkpoint("smollm2-135m-instruct")
 
 
-@pytest.mark.parametrize("model", ["no-such-model", "absent.gguf", "./absent/model", "/absent/model", "a/b/c", ""])
-def test_an_unknown_model_says_what_was_tried_and_what_there_is(model, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        *((model, "unknown model .*: .*Presets: smollm2-135m-instruct") for model in ("no-such-model", "absent.gguf")),
+        *((model, "unknown model .*: .*Presets: smollm2-135m-instruct") for model in ("./absent/model", "a/b/c")),
+        (".", r"neither config\.json .* nor ca_jax_checkpoint\.json"),
+        ("model.bin", r"is a file, but not a \.gguf file"),
+    ],
+)
+def test_an_unknown_model_says_what_was_tried_and_what_there_is(model, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnknownModelError, match=r"unknown model .*: .*Presets: smollm2-135m-instruct"):
-        load_checkpoint(model)
-
-
-def test_a_directory_without_a_model_says_what_was_looked_for(tmp_path):
-    with pytest.raises(UnknownModelError, match=r"neither config\.json .* nor ca_jax_checkpoint\.json"):
-        load_checkpoint(str(tmp_path))
-
-
-def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "model.bin").write_bytes(b"weights")
-    with pytest.raises(UnknownModelError, match=r"is a file, but not a \.gguf file"):
-        load_checkpoint(str(tmp_path / "model.bin"))
+    with pytest.raises(UnknownModelError, match=message):
+        load_checkpoint(model)
 
 
 def test_a_directory_comes_before_the_hub_name_it_looks_like(tmp_path, monkeypatch):

@@ -34,10 +34,7 @@ def converted(source, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_converted_model_is_the_same_model(source, tmp_path, dtype):
     convert(str(source), tmp_path / "converted", dtype)
-    original, loaded = (
-        load_checkpoint(str(source), dtype=dtype),
-        load_checkpoint(str(tmp_path / "converted"), dtype=dtype),
-    )
+    original, loaded = (load_checkpoint(str(path), dtype=dtype) for path in (source, tmp_path / "converted"))
     assert loaded.config == CONFIG
     assert_same_params(loaded.params, original.params)
     assert loaded.fingerprint == original.fingerprint, "KV stored under one is good under the other"
@@ -71,24 +68,13 @@ def test_an_output_directory_in_use_is_left_alone(source, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
-def largest_file(directory):
-    return max(
-        (path for path in (directory / "params").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
-
-
-def test_a_changed_bit_is_found(converted):
-    path = largest_file(converted)
+@pytest.mark.parametrize("damage", ["a changed bit", "a truncated file"])
+def test_damage_is_found(converted, damage):
+    files = (path for path in (converted / "params").rglob("*") if path.is_file())
+    path = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="converted: "):
-        load_checkpoint(str(converted))
-
-
-def test_a_truncated_file_is_found(converted):
-    path = largest_file(converted)
-    path.write_bytes(path.read_bytes()[:-100])
+    path.write_bytes(content if damage == "a changed bit" else content[:-100])
     with pytest.raises(CheckpointError, match="converted: "):
         load_checkpoint(str(converted))
 
@@ -96,22 +82,7 @@ def test_a_truncated_file_is_found(converted):
 @pytest.mark.parametrize("missing", ["params", "tokenizer.json"])
 def test_a_missing_part_is_found(converted, missing):
     (converted / missing).rename(converted / "elsewhere")
-    with pytest.raises(CheckpointError, match="converted: cannot be read"):
-        load_checkpoint(str(converted))
-
-
-def test_a_manifest_for_other_shapes_is_refused(converted):
-    manifest = json.loads((converted / orbax.MANIFEST).read_text())
-    manifest["config"]["mlp_dim"] = 256
-    (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"mlp/w_gate: the shape must be \(64, 256\), got \(64, 128\)"):
-        load_checkpoint(str(converted))
-
-
-def test_a_manifest_of_another_format_is_refused(converted):
-    manifest = json.loads((converted / orbax.MANIFEST).read_text())
-    (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CheckpointError, match="the format must be 1, got 2"):
+    with pytest.raises(CheckpointError, match=r"converted.*: cannot be read"):
         load_checkpoint(str(converted))
 
 
@@ -121,17 +92,23 @@ def test_a_tensor_that_is_gone_is_named(converted):
         load_checkpoint(str(converted))
 
 
-def test_a_manifest_of_another_architecture_is_refused(converted):
-    manifest = json.loads((converted / orbax.MANIFEST).read_text())
-    for changed, error, message in (
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"format": 2}, CheckpointError, "the format must be 1, got 2"),
+        ({"mlp_dim": 256}, CheckpointError, r"mlp/w_gate: the shape must be \(64, 256\), got \(64, 128\)"),
         ({"architecture": "mpt"}, UnsupportedArchitectureError, "converted: architecture 'mpt' is not served: its pos"),
         ({"num_experts": 4, "num_experts_per_token": 2}, CheckpointError, "tensor layer_0/mlp/router is missing"),
         ({"qkv_bias": True}, CheckpointError, r"tensor layer_0/attn/bq is missing; its shape must be \(4, 16\)"),
         ({"tie_embeddings": True}, CheckpointError, "1 tensors belong to no parameter .*: head/kernel"),
-    ):
-        (converted / orbax.MANIFEST).write_text(json.dumps({**manifest, "config": {**manifest["config"], **changed}}))
-        with pytest.raises(error, match=message):
-            load_checkpoint(str(converted))
+    ],
+)
+def test_a_manifest_of_another_model_is_refused(converted, changes, error, message):
+    manifest = json.loads((converted / orbax.MANIFEST).read_text())
+    (manifest if "format" in changes else manifest["config"]).update(changes)
+    (converted / orbax.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(error, match=message):
+        load_checkpoint(str(converted))
 
 
 def test_a_checkpoint_that_orbax_wrote_whole_is_read(converted, source):

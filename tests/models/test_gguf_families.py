@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import flax.traverse_util
 import gguf
@@ -176,45 +177,64 @@ def test_text_is_split_as_llama_cpp_splits_it(write, pre):
         assert np.abs(theirs.log_probabilities([*ids[:-3], *ids[-2:]]) - expected).max() > 0.1
 
 
-# Bad input.
+# Bad input, named before anything is computed.
+
+DAMAGED, UNSERVED = CheckpointError, UnsupportedArchitectureError
+UP, NORM, Q = "blk.1.ffn_up_exps.weight", "blk.1.attn_norm_2.bias", "blk.1.attn_q_norm.weight"
+ROUTER, FUSED, BIAS = "blk.0.ffn_gate_inp.weight", "blk.1.attn_qkv.weight", "blk.0.attn_qkv.bias"
 
 
 @pytest.mark.parametrize(
-    ("name", "metadata", "message"),
+    ("error", "name", "metadata", "message"),
     [
-        ("mixtral", {"expert_used_count": None}, r"metadata llama\.expert_used_count is missing"),
-        ("mixtral", {"expert_used_count": 9}, "must be 0 < num_experts_per_token <= num_experts.*got 9 and 4"),
-        ("falcon_7b", {"attention.layer_norm_epsilon": None}, r"falcon\.attention\.layer_norm_epsilon is missing"),
-        ("neox", {"use_parallel_residual": None}, r"metadata gptneox\.use_parallel_residual is missing"),
-        ("neox", {"rope.dimension_count": 5}, "rotary_dim must be positive and even, got 5"),
-        ("qwen2", {"attention.head_count": 0}, "its metadata describes no model"),
-    ],
-)
-def test_metadata_that_describes_no_model_is_named(write, name, metadata, message):
-    with CompileCounter() as counter, pytest.raises(CheckpointError, match=message):
-        ca_jax.load_model(str(write(name, metadata=metadata)))
-    assert counter.count == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "metadata", "message"),
-    [
-        ("qwen2", {"rope.scaling.type": "longrope"}, "qwen2: rope scaling 'longrope' is not served; it must be one of"),
-        ("neox", {"rope.scaling.type": "dynamic"}, "gptneox: rope scaling 'dynamic' is not served; it must be one of"),
+        (DAMAGED, "mixtral", {"expert_used_count": None}, "metadata llama.expert_used_count is missing"),
         (
-            "yarn_rope",
-            {"rope.scaling.attn_factor": 0.5},
-            r"rope\.scaling\.attn_factor 0\.5 is not served; it must be 1\.0",
+            DAMAGED,
+            "mixtral",
+            {"expert_used_count": 9},
+            "0 < num_experts_per_token <= num_experts, or both 0, got (9, 4)",
         ),
-        ("llama3_rope", {"rope.scaling.type": "linear"}, r"'linear' with rope_freqs\.weight is not served"),
-        ("qwen2", {"attention.sliding_window": 20}, r"attention\.sliding_window 20 is not served; it must be 0"),
-        ("qwen3", {"attention.value_length": 8}, r"value_length 8 is not served; it must be the head dim 16"),
-        ("falcon_7b", {"rope.dimension_count": 4}, r"rope\.dimension_count 4 is not served; it must be the head dim 8"),
-        ("mistral", {"attention.head_count_kv": [2, 1]}, "a head_count_kv of its own for each layer is not served"),
+        (
+            DAMAGED,
+            "falcon_7b",
+            {"attention.layer_norm_epsilon": None},
+            "falcon.attention.layer_norm_epsilon is missing",
+        ),
+        (DAMAGED, "neox", {"use_parallel_residual": None}, "metadata gptneox.use_parallel_residual is missing"),
+        (DAMAGED, "neox", {"rope.dimension_count": 5}, "rotary_dim must be positive and even, got 5"),
+        (DAMAGED, "qwen2", {"attention.head_count": 0}, "its metadata describes no model"),
+        (
+            UNSERVED,
+            "qwen2",
+            {"rope.scaling.type": "longrope"},
+            "qwen2: rope scaling 'longrope' is not served; it must be",
+        ),
+        (
+            UNSERVED,
+            "neox",
+            {"rope.scaling.type": "dynamic"},
+            "gptneox: rope scaling 'dynamic' is not served; it must be",
+        ),
+        (UNSERVED, "yarn_rope", {"rope.scaling.attn_factor": 0.5}, "attn_factor 0.5 is not served; it must be 1.0"),
+        (UNSERVED, "llama3_rope", {"rope.scaling.type": "linear"}, "'linear' with rope_freqs.weight is not served"),
+        (UNSERVED, "qwen2", {"attention.sliding_window": 20}, "sliding_window 20 is not served; it must be 0"),
+        (UNSERVED, "qwen3", {"attention.value_length": 8}, "value_length 8 is not served; it must be the head dim 16"),
+        (
+            UNSERVED,
+            "falcon_7b",
+            {"rope.dimension_count": 4},
+            "dimension_count 4 is not served; it must be the head dim 8",
+        ),
+        (
+            UNSERVED,
+            "mistral",
+            {"attention.head_count_kv": [2, 1]},
+            "a head_count_kv of its own for each layer is not served",
+        ),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(write, name, metadata, message):
-    with CompileCounter() as counter, pytest.raises(UnsupportedArchitectureError, match=message):
+def test_metadata_of_no_model_that_is_served_is_named(write, error, name, metadata, message):
+    with CompileCounter() as counter, pytest.raises(error, match=re.escape(message)):
         ca_jax.load_model(str(write(name, metadata=metadata)))
     assert counter.count == 0
 
@@ -222,39 +242,24 @@ def test_what_is_not_served_is_refused_by_name(write, name, metadata, message):
 @pytest.mark.parametrize(
     ("name", "tensor", "shape", "message"),
     [
-        ("mixtral", "blk.1.ffn_up_exps.weight", None, r"_exps\.weight\[0\] is missing; its shape must be \(48, 32\)"),
-        ("mixtral", "blk.1.ffn_up_exps.weight", (3, 48, 32), r"blk\.1\.ffn_up_exps\.weight\[3\] is missing"),
-        (
-            "mixtral",
-            "blk.0.ffn_gate_inp.weight",
-            (5, 32),
-            r"ffn_gate_inp\.weight: the shape must be \(4, 32\), got \(5,",
-        ),
-        (
-            "falcon_7b",
-            "blk.1.attn_qkv.weight",
-            (96, 32),
-            r"attn_qkv\.weight: the shape must be \(48, 32\), got \(96, 32\)",
-        ),
-        (
-            "falcon_40b",
-            "blk.1.attn_norm_2.bias",
-            None,
-            r"blk\.1\.attn_norm_2\.bias is missing; its shape must be \(32,\)",
-        ),
-        ("neox", "blk.0.attn_qkv.bias", None, r"blk\.0\.attn_qkv\.bias is missing; its shape must be \(192,\)"),
-        ("qwen2", "blk.1.attn_k.bias", (32,), r"attn_k\.bias: the shape must be \(16,\), got \(32,\)"),
+        ("mixtral", UP, None, "_exps.weight[0] is missing; its shape must be (48, 32)"),
+        ("mixtral", UP, (3, 48, 32), f"{UP}[3] is missing"),
+        ("mixtral", ROUTER, (5, 32), f"{ROUTER}: the shape must be (4, 32), got (5, 32)"),
+        ("falcon_7b", FUSED, (96, 32), f"{FUSED}: the shape must be (48, 32), got (96, 32)"),
+        ("falcon_40b", NORM, None, f"{NORM} is missing; its shape must be (32,)"),
+        ("neox", BIAS, None, f"{BIAS} is missing; its shape must be (192,)"),
+        ("qwen2", "blk.1.attn_k.bias", (32,), "attn_k.bias: the shape must be (16,), got (32,)"),
+        ("qwen3", Q, None, f"{Q} is missing; its shape must be (16,)"),
         (
             "qwen3",
-            "blk.1.attn_q_norm.weight",
-            None,
-            r"blk\.1\.attn_q_norm\.weight is missing; its shape must be \(16,\)",
+            "blk.1.attn_q.bias",
+            (64,),
+            "1 tensors belong to no parameter of this architecture: blk.1.attn_q.bias",
         ),
-        ("qwen3", "blk.1.attn_q.bias", (64,), r"1 tensors belong to no parameter.*blk\.1\.attn_q\.bias"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(write, name, tensor, shape, message):
     path = write(name, tensors={tensor: None if shape is None else np.ones(shape, np.float32)})
-    with CompileCounter() as counter, pytest.raises(CheckpointError, match=message):
+    with CompileCounter() as counter, pytest.raises(CheckpointError, match=re.escape(message)):
         ca_jax.load_model(str(path))
     assert counter.count == 0

@@ -47,10 +47,11 @@ def stored(config, chunk_rows=None):
     return tensors, names
 
 
-def load(config, chunk_rows=None, **options):
+def load(config, chunk_rows=None, hash_content=lambda: "hash", **options):
     tensors, names = stored(config, chunk_rows)
-    options = {"dtype": np.dtype(np.float32), "source": "here", "hash_content": lambda: "hash", **options}
-    return reading.build_params(config, tensors, names, **options)[0]["params"]
+    described = {"path": "here", "name": "it", "tokenizer": None, "stop_token_ids": ()}
+    source = reading.Source(config=config, tensors=tensors, names=names, hash_content=hash_content, **described)
+    return reading.load(source, dtype=np.dtype(np.float32), **options).params["params"]
 
 
 def leaves(tree):

@@ -8,7 +8,7 @@ import pytest
 
 from ca_jax.errors import CheckpointError, UnsupportedArchitectureError
 from ca_jax.models.checkpoint import PRESETS, load_checkpoint
-from ca_jax.models.gguf_tokenizer import stop_token_ids, tokenizer_from_gguf
+from ca_jax.models.gguf import stop_token_ids, tokenizer_from_gguf
 
 from . import tiny_gguf
 

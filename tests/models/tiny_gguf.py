@@ -1,5 +1,6 @@
 """Writes tiny GGUF files the way llama.cpp's converter does: Q and K rows in interleaved rotary order."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,43 @@ def byte_vocabulary() -> dict[str, Any]:
     }
 
 
+def write_file(
+    path: Path,
+    architecture: str,
+    *,
+    entries: Mapping[str, Any],
+    vocabulary: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+) -> Path:
+    """Writes a file.
+
+    Args:
+      path: of it.
+      architecture: its name.
+      entries: metadata, by keys without that name; None: left out.
+      vocabulary: the tokenizer's entries.
+      tensors: by name.
+      types: of tensors that are quantised; those of bytes are so already.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    named = {f"{architecture}.{key}": value for key, value in entries.items() if value is not None}
+    for key, value in (named | {f"tokenizer.{key}": value for key, value in vocabulary.items()}).items():
+        (writer.add_array if isinstance(value, list) else add[type(value)])(key, value)
+    for name, tensor in tensors.items():
+        kind = (types or {}).get(name, F32)
+        if kind == F32:
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+        else:
+            writer.add_tensor(name, tensor if tensor.dtype == np.uint8 else gguf.quantize(tensor, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def write_gguf(
     path: Path,
     config: ModelConfig,
@@ -77,7 +115,7 @@ def write_gguf(
     vocabulary: dict[str, Any] | None = None,
     chat_template: str | None = tiny.CHATML_TEMPLATE,
 ) -> Path:
-    """Writes a file. `types` quantises tensors by name (bytes are so already); a `metadata` key of None is left out."""
+    """Writes a file of a Llama; `metadata` is added to what its config says."""
     entries = {
         "context_length": config.max_positions,
         "embedding_length": config.embed_dim,
@@ -91,34 +129,7 @@ def write_gguf(
         "rope.dimension_count": config.head_dim,
         **(metadata or {}),
     }
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in entries.items():
-        if isinstance(value, str):
-            writer.add_string(f"{architecture}.{key}", value)
-        elif isinstance(value, float):
-            writer.add_float32(f"{architecture}.{key}", value)
-        elif value is not None:
-            writer.add_uint32(f"{architecture}.{key}", value)
-    for key, value in (vocabulary or byte_vocabulary()).items():
-        if isinstance(value, list):
-            writer.add_array(f"tokenizer.ggml.{key}", value)
-        elif isinstance(value, bool):
-            writer.add_bool(f"tokenizer.ggml.{key}", value)
-        elif isinstance(value, int):
-            writer.add_uint32(f"tokenizer.ggml.{key}", value)
-        else:
-            writer.add_string(f"tokenizer.ggml.{key}", value)
+    described = {f"ggml.{key}": value for key, value in (vocabulary or byte_vocabulary()).items()}
     if chat_template is not None:
-        writer.add_chat_template(chat_template)
-    for name, tensor in tensors.items():
-        kind = (types or {}).get(name, F32)
-        if kind == F32:
-            writer.add_tensor(name, tensor)
-        else:
-            quantised = tensor if tensor.dtype == np.uint8 else gguf.quantize(tensor, kind)
-            writer.add_tensor(name, quantised, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        described["chat_template"] = chat_template
+    return write_file(path, architecture, entries=entries, vocabulary=described, tensors=tensors, types=types)

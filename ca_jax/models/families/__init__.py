@@ -1,25 +1,17 @@
-"""The model families that are served: a row for each, and a file of its own.
+"""The model families that are served, and why others are refused.
 
-Not here: which others are refused, and why (`architectures`).
+Each is a `Family`: in `llama`, where it is Llama with small differences, or in a file of its own.
 """
 
 from __future__ import annotations
 
-from ca_jax.models.families import falcon, gpt_neox, llama, mistral, mixtral, qwen2, qwen3
+from collections.abc import Collection
+
+from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.models.families import falcon, gpt_neox, llama
 from ca_jax.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        llama.FAMILY,
-        mistral.FAMILY,
-        mixtral.FAMILY,
-        qwen2.FAMILY,
-        qwen3.FAMILY,
-        falcon.FAMILY,
-        gpt_neox.FAMILY,
-    )
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*llama.FAMILIES, falcon.FAMILY, gpt_neox.FAMILY)}
 """By `ModelConfig.architecture`."""
 
 BY_MODEL_TYPE: dict[str, Family] = {
@@ -27,8 +19,37 @@ BY_MODEL_TYPE: dict[str, Family] = {
 }
 """By Hugging Face's `model_type`."""
 
-BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {}
+BY_GGUF_ARCHITECTURE: dict[str, list[Family]] = {
+    architecture: [family for family in FAMILIES.values() if family.gguf_architecture == architecture]
+    for architecture in {family.gguf_architecture for family in FAMILIES.values()}
+}
 """By GGUF's `general.architecture`, which some share."""
-for _family in FAMILIES.values():
-    for _architecture in _family.gguf_architectures:
-        BY_GGUF_ARCHITECTURE.setdefault(_architecture, []).append(_family)
+
+_ABSOLUTE_POSITIONS = frozenset(
+    ("bert", "biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "roberta", "starcoder", "xglm")
+)  # They add a position embedding to the token embedding.
+_ALIBI = frozenset(("bloom", "jais", "mpt", "refact"))  # They add a bias by distance to scores (Press et al., 2022).
+
+
+def require_served(model_type: str, where: str, served: Collection[str]) -> None:
+    """Refuses a model family that is not served, with the reason.
+
+    Args:
+      model_type: the family's name.
+      where: what named it, for the message.
+      served: the names of those that are.
+
+    Raises:
+      UnsupportedArchitectureError: the family is not one of them.
+    """
+    if model_type in served:
+        return
+    reason = f"served are: {', '.join(sorted(served))}"
+    if model_type in _ABSOLUTE_POSITIONS:
+        reason = (
+            "it embeds absolute positions into its input, so its stored KV carries the position it was computed at: "
+            "such KV cannot be reused after truncation, nor kept unrotated and placed anew"
+        )
+    elif model_type in _ALIBI:
+        reason = "its positions enter as a bias on the attention scores (ALiBi); only rotary embedding is served"
+    raise UnsupportedArchitectureError(f"{where}: architecture {model_type!r} is not served: {reason}")

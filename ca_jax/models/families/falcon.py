@@ -14,12 +14,10 @@ import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf, split_rows
-from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
-from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
+from ca_jax.models.families.family import Family, Names, fused_rows, gelu_from_hf, rope_from_hf, split_rows
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, module_names, sizes_from_gguf
 
 _LAYER = "transformer.h.{layer}."
-_FUSED = "self_attention.query_key_value."
 
 
 def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
@@ -36,7 +34,6 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     is_parallel = bool(is_new or described.get("parallel_attn", True))
     num_norms = described.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
     has_bias = bool(described.get("bias", False))
-    rope = rope_from_hf(described, head_dim=embed_dim // num_heads)
     return ModelConfig(
         architecture="falcon",
         vocab_size=described["vocab_size"],
@@ -46,10 +43,8 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=embed_dim // num_heads,
-        max_positions=max_positions_from_hf(described, rope),
         norm_eps=described.get("layer_norm_epsilon", 1e-5),
         tie_embeddings=described.get("tie_word_embeddings", True),
-        rope=rope,
         norm="layer",
         mlp=gelu_from_hf(described, "activation"),
         is_parallel=is_parallel,
@@ -57,6 +52,7 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=has_bias,
+        **rope_from_hf(described, head_dim=embed_dim // num_heads),
     )
 
 
@@ -72,52 +68,37 @@ def _config_from_gguf(described: GgufDescription) -> ModelConfig:
 
 
 def _hf_names(config: ModelConfig) -> Names:
-    names: dict[str, str | Fused] = {
-        "embed.embedding": "transformer.word_embeddings.weight",
-        "attn.wo": _LAYER + "self_attention.dense.weight",
-        "attn.bo": _LAYER + "self_attention.dense.bias",
-        "mlp.w_up": _LAYER + "mlp.dense_h_to_4h.weight",
-        "mlp.b_up": _LAYER + "mlp.dense_h_to_4h.bias",
-        "mlp.w_down": _LAYER + "mlp.dense_4h_to_h.weight",
-        "mlp.b_down": _LAYER + "mlp.dense_4h_to_h.bias",
-        "head.kernel": "lm_head.weight",
-    }
-    has_two = config.is_parallel and not config.shares_norm
-    norms = {
-        "attn_norm": _LAYER + ("ln_attn" if has_two else "input_layernorm"),
-        "mlp_norm": _LAYER + ("ln_mlp" if has_two else "post_attention_layernorm"),
-        "final_norm": "transformer.ln_f",
-    }
-    for key, name in norms.items():
-        names |= {f"{key}.scale": f"{name}.weight", f"{key}.bias": f"{name}.bias"}
-    return names | _fused(config)
-
-
-def _fused(config: ModelConfig) -> dict[str, Fused]:
     """Rows of the fused projection: for each KV head its queries, its key and its value, a head dim of rows each.
 
     With 4 query heads on 2 KV heads:   q0 q1 k0 v0 q2 q3 k1 v1
     """
-    num_kv, groups, head_dim = config.num_kv_heads, config.num_groups, config.head_dim
-    rows = np.arange(num_kv * (groups + 2) * head_dim).reshape(num_kv, groups + 2, head_dim)
+    num_kv, groups = config.num_kv_heads, config.num_groups
+    rows = np.arange(num_kv * (groups + 2) * config.head_dim).reshape(num_kv, groups + 2, config.head_dim)
     parts = {"q": rows[:, :groups], "k": rows[:, groups], "v": rows[:, groups + 1]}
-    names = {"w": "weight", "b": "bias"}
+    fused = _LAYER + "self_attention.query_key_value."
+    has_two = config.is_parallel and not config.shares_norm
     return {
-        f"attn.{kind}{part}": Fused(_LAYER + _FUSED + name, rows.size, chosen.reshape(-1))
-        for part, chosen in parts.items()
-        for kind, name in names.items()
+        "embed.embedding": "transformer.word_embeddings.weight",
+        **module_names("attn_norm.scale", _LAYER + ("ln_attn" if has_two else "input_layernorm")),
+        **fused_rows(parts, {"w": fused + "weight", "b": fused + "bias"}),
+        **module_names("attn.wo", _LAYER + "self_attention.dense"),
+        **module_names("mlp_norm.scale", _LAYER + ("ln_mlp" if has_two else "post_attention_layernorm")),
+        **module_names("mlp.w_up", _LAYER + "mlp.dense_h_to_4h"),
+        **module_names("mlp.w_down", _LAYER + "mlp.dense_4h_to_h"),
+        **module_names("final_norm.scale", "transformer.ln_f"),
+        "head.kernel": "lm_head.weight",
     }
 
 
 def _gguf_names(config: ModelConfig) -> Names:
-    names: dict[str, str | Fused] = {**NAMES}
-    if not config.shares_norm:  # What is called as in Falcon-7B is not the attention's.
-        for kind, name in (("scale", "weight"), ("bias", "bias")):
-            names |= {
-                f"attn_norm.{kind}": f"blk.{{layer}}.attn_norm_2.{name}",
-                f"mlp_norm.{kind}": f"blk.{{layer}}.attn_norm.{name}",
-            }
-    return names | {f"attn.w{part}": rows for part, rows in split_rows(config, "blk.{layer}.attn_qkv.weight").items()}
+    names = NAMES | fused_rows(split_rows(config), {"w": "blk.{layer}.attn_qkv.weight"})
+    if config.shares_norm:
+        return names
+    return {  # What is called as in Falcon-7B is not the attention's.
+        **names,
+        **module_names("attn_norm.scale", "blk.{layer}.attn_norm_2"),
+        **module_names("mlp_norm.scale", "blk.{layer}.attn_norm"),
+    }
 
 
 FAMILY = Family(
@@ -127,7 +108,7 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq", "rotary.inv_freq", "maybe_rotary.inv_freq"),
-    gguf_architectures=("falcon",),
+    gguf_architecture="falcon",
     config_from_gguf=_config_from_gguf,
     gguf_names=_gguf_names,
 )

@@ -17,29 +17,33 @@ from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models import rope
 from ca_jax.models.config import RopeConfig
 
-NAMES: dict[str, str] = {
+
+def module_names(weight: str, name: str) -> dict[str, str]:
+    """A file's names of a module's weight and bias, by their keys in the parameter tree.
+
+    Args:
+      weight: the key of the weight: `attn.wq`, `attn_norm.scale`.
+      name: the file's name of the module.
+    """
+    bias = weight.replace(".scale", ".bias").replace(".w", ".b")
+    return {weight: f"{name}.weight", bias: f"{name}.bias"}
+
+
+_LAYER = "blk.{layer}."
+NAMES: dict[str, Any] = {
     "embed.embedding": "token_embd.weight",
-    "attn_norm.scale": "blk.{layer}.attn_norm.weight",
-    "attn_norm.bias": "blk.{layer}.attn_norm.bias",
-    "attn.wq": "blk.{layer}.attn_q.weight",
-    "attn.wk": "blk.{layer}.attn_k.weight",
-    "attn.wv": "blk.{layer}.attn_v.weight",
-    "attn.bq": "blk.{layer}.attn_q.bias",
-    "attn.bk": "blk.{layer}.attn_k.bias",
-    "attn.bv": "blk.{layer}.attn_v.bias",
-    "attn.q_norm.scale": "blk.{layer}.attn_q_norm.weight",
-    "attn.k_norm.scale": "blk.{layer}.attn_k_norm.weight",
-    "attn.wo": "blk.{layer}.attn_output.weight",
-    "attn.bo": "blk.{layer}.attn_output.bias",
-    "mlp_norm.scale": "blk.{layer}.ffn_norm.weight",
-    "mlp_norm.bias": "blk.{layer}.ffn_norm.bias",
-    "mlp.w_gate": "blk.{layer}.ffn_gate.weight",
-    "mlp.w_up": "blk.{layer}.ffn_up.weight",
-    "mlp.b_up": "blk.{layer}.ffn_up.bias",
-    "mlp.w_down": "blk.{layer}.ffn_down.weight",
-    "mlp.b_down": "blk.{layer}.ffn_down.bias",
-    "final_norm.scale": "output_norm.weight",
-    "final_norm.bias": "output_norm.bias",
+    **module_names("attn_norm.scale", _LAYER + "attn_norm"),
+    **module_names("attn.wq", _LAYER + "attn_q"),
+    **module_names("attn.wk", _LAYER + "attn_k"),
+    **module_names("attn.wv", _LAYER + "attn_v"),
+    **module_names("attn.q_norm.scale", _LAYER + "attn_q_norm"),
+    **module_names("attn.k_norm.scale", _LAYER + "attn_k_norm"),
+    **module_names("attn.wo", _LAYER + "attn_output"),
+    **module_names("mlp_norm.scale", _LAYER + "ffn_norm"),
+    **module_names("mlp.w_gate", _LAYER + "ffn_gate"),
+    **module_names("mlp.w_up", _LAYER + "ffn_up"),
+    **module_names("mlp.w_down", _LAYER + "ffn_down"),
+    **module_names("final_norm.scale", "output_norm"),
     "head.kernel": "output.weight",
 }
 """Names of tensors, which all families share as far as they have the parts."""
@@ -134,25 +138,21 @@ def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
         return plain
     if scaling == "linear":
         return dataclasses.replace(plain, scaling="linear", factor=factor)
-    if scaling == "yarn":
-        return _yarn_rope(described, plain, factor)
-    raise UnsupportedArchitectureError(
-        f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as rope_freqs.weight"
-    )
-
-
-def _yarn_rope(described: GgufDescription, plain: RopeConfig, factor: float) -> RopeConfig:
-    """Queries and keys are multiplied as Peng et al. (2023) say in section 3.4, which files leave unsaid."""
-    entries, scaling = described.entries, "rope.scaling."
+    if scaling != "yarn":
+        raise UnsupportedArchitectureError(
+            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as "
+            "rope_freqs.weight"
+        )
     served = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
-    require(described, {scaling + key: value for key, value in served.items()})
+    require(described, {f"rope.scaling.{key}": value for key, value in served.items()})
     return dataclasses.replace(
         plain,
         scaling="yarn",
         factor=factor,
-        original_max_positions=entries.get(scaling + "original_context_length", entries["context_length"]),
-        beta_fast=_shortest(entries.get(scaling + "yarn_beta_fast", 32.0)),
-        beta_slow=_shortest(entries.get(scaling + "yarn_beta_slow", 1.0)),
+        original_max_positions=entries.get("rope.scaling.original_context_length", entries["context_length"]),
+        beta_fast=_shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
+        # As Peng et al. (2023) say in section 3.4; files leave it unsaid.
         attention_factor=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
     )
 

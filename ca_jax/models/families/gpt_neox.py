@@ -11,20 +11,16 @@ from typing import Any
 import numpy as np
 
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Family, Fused, Names, gelu_from_hf, split_rows
-from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
-from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
+from ca_jax.models.families.family import Family, Names, fused_rows, gelu_from_hf, rope_from_hf, split_rows
+from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, module_names, sizes_from_gguf
 
 _LAYER = "gpt_neox.layers.{layer}."
 
 
 def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
     embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
-    head_dim = embed_dim // num_heads
-    has_bias = bool(described.get("attention_bias", True))
-    rope = rope_from_hf(
-        described, head_dim=head_dim, theta_key="rotary_emb_base", partial_key="rotary_pct", partial=0.25
-    )
+    head_dim, has_bias = embed_dim // num_heads, bool(described.get("attention_bias", True))
+    rotated: dict[str, Any] = {"theta_key": "rotary_emb_base", "partial_key": "rotary_pct", "partial": 0.25}
     return ModelConfig(
         architecture="gpt_neox",
         vocab_size=described["vocab_size"],
@@ -34,16 +30,15 @@ def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        max_positions=max_positions_from_hf(described, rope),
         norm_eps=described.get("layer_norm_eps", 1e-5),
         tie_embeddings=described.get("tie_word_embeddings", False),
-        rope=rope,
         norm="layer",
         mlp=gelu_from_hf(described, "hidden_act"),
         is_parallel=bool(described.get("use_parallel_residual", True)),
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=True,
+        **rope_from_hf(described, head_dim=head_dim, **rotated),
     )
 
 
@@ -61,37 +56,25 @@ def _config_from_gguf(described: GgufDescription) -> ModelConfig:
 
 
 def _hf_names(config: ModelConfig) -> Names:
-    names: dict[str, str | Fused] = {
-        "embed.embedding": "gpt_neox.embed_in.weight",
-        "attn_norm.scale": _LAYER + "input_layernorm.weight",
-        "attn_norm.bias": _LAYER + "input_layernorm.bias",
-        "attn.wo": _LAYER + "attention.dense.weight",
-        "attn.bo": _LAYER + "attention.dense.bias",
-        "mlp_norm.scale": _LAYER + "post_attention_layernorm.weight",
-        "mlp_norm.bias": _LAYER + "post_attention_layernorm.bias",
-        "mlp.w_up": _LAYER + "mlp.dense_h_to_4h.weight",
-        "mlp.b_up": _LAYER + "mlp.dense_h_to_4h.bias",
-        "mlp.w_down": _LAYER + "mlp.dense_4h_to_h.weight",
-        "mlp.b_down": _LAYER + "mlp.dense_4h_to_h.bias",
-        "final_norm.scale": "gpt_neox.final_layer_norm.weight",
-        "final_norm.bias": "gpt_neox.final_layer_norm.bias",
-        "head.kernel": "embed_out.weight",
-    }
     # Rows of the fused projection, a head dim of each: q0 k0 v0 q1 k1 v1 ...
     rows = np.arange(3 * config.num_heads * config.head_dim).reshape(config.num_heads, 3, config.head_dim)
-    for i, part in enumerate("qkv"):
-        for kind, name in (("w", "weight"), ("b", "bias")):
-            fused = Fused(f"{_LAYER}attention.query_key_value.{name}", rows.size, rows[:, i].reshape(-1))
-            names[f"attn.{kind}{part}"] = fused
-    return names
+    fused = _LAYER + "attention.query_key_value."
+    return {
+        "embed.embedding": "gpt_neox.embed_in.weight",
+        **module_names("attn_norm.scale", _LAYER + "input_layernorm"),
+        **fused_rows({part: rows[:, i] for i, part in enumerate("qkv")}, {"w": fused + "weight", "b": fused + "bias"}),
+        **module_names("attn.wo", _LAYER + "attention.dense"),
+        **module_names("mlp_norm.scale", _LAYER + "post_attention_layernorm"),
+        **module_names("mlp.w_up", _LAYER + "mlp.dense_h_to_4h"),
+        **module_names("mlp.w_down", _LAYER + "mlp.dense_4h_to_h"),
+        **module_names("final_norm.scale", "gpt_neox.final_layer_norm"),
+        "head.kernel": "embed_out.weight",
+    }
 
 
 def _gguf_names(config: ModelConfig) -> Names:
-    names: dict[str, str | Fused] = {**NAMES}
-    for kind, name in (("w", "weight"), ("b", "bias")):
-        parts = split_rows(config, f"blk.{{layer}}.attn_qkv.{name}")
-        names |= {f"attn.{kind}{part}": rows for part, rows in parts.items()}
-    return names
+    fused = "blk.{layer}.attn_qkv."
+    return NAMES | fused_rows(split_rows(config), {"w": fused + "weight", "b": fused + "bias"})
 
 
 FAMILY = Family(
@@ -101,7 +84,7 @@ FAMILY = Family(
     config_from_hf=_config_from_hf,
     hf_names=_hf_names,
     ignored=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
-    gguf_architectures=("gptneox",),
+    gguf_architecture="gptneox",
     config_from_gguf=_config_from_gguf,
     gguf_names=_gguf_names,
 )

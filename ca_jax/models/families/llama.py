@@ -1,50 +1,64 @@
-"""Llama 1, 2 and 3.x, and what has their shape: Yi, SmolLM, SmolLM2, TinyLlama.
+"""Llama and the families that are Llama with small differences: Mistral, Mixtral, Qwen2 and Qwen3.
 
-Source: Touvron et al., "LLaMA" (2023); Grattafiori et al., "The Llama 3 Herd of Models" (2024).
+Of Llama's shape are Llama 1, 2 and 3.x, Yi, SmolLM, SmolLM2 and TinyLlama. Mistral slides a window over every layer.
+Mixtral has a few experts in place of each feed-forward block. Qwen2 (and 2.5) has a bias on queries, keys and values,
+and slides a window over some layers if asked to. Qwen3, dense, norms each head of queries and keys, and its heads' size
+is not that of the residual stream.
+
+Source: Touvron et al., "LLaMA" (2023); Grattafiori et al., "The Llama 3 Herd of Models" (2024); Jiang et al.,
+"Mistral 7B" (2023) and "Mixtral of Experts" (2024); Yang et al., "Qwen2 Technical Report" (2024) and "Qwen3 Technical
+Report" (2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families.family import Family, Names, require
-from ca_jax.models.families.gguf_entries import NAMES, GgufDescription, sizes_from_gguf
-from ca_jax.models.families.rope_entries import max_positions_from_hf, rope_from_hf
+from ca_jax.models.families import gguf_entries
+from ca_jax.models.families.family import Family, require, rope_from_hf
+from ca_jax.models.families.gguf_entries import GgufDescription, module_names, sizes_from_gguf
 
-HF_NAMES: dict[str, str] = {
+_LAYER = "model.layers.{layer}."
+_HF_NAMES: dict[str, str] = {
     "embed.embedding": "model.embed_tokens.weight",
-    "attn_norm.scale": "model.layers.{layer}.input_layernorm.weight",
-    "attn.wq": "model.layers.{layer}.self_attn.q_proj.weight",
-    "attn.wk": "model.layers.{layer}.self_attn.k_proj.weight",
-    "attn.wv": "model.layers.{layer}.self_attn.v_proj.weight",
-    "attn.wo": "model.layers.{layer}.self_attn.o_proj.weight",
-    "mlp_norm.scale": "model.layers.{layer}.post_attention_layernorm.weight",
-    "mlp.w_gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "mlp.w_up": "model.layers.{layer}.mlp.up_proj.weight",
-    "mlp.w_down": "model.layers.{layer}.mlp.down_proj.weight",
+    **module_names("attn_norm.scale", _LAYER + "input_layernorm"),
+    **module_names("attn.wq", _LAYER + "self_attn.q_proj"),
+    **module_names("attn.wk", _LAYER + "self_attn.k_proj"),
+    **module_names("attn.wv", _LAYER + "self_attn.v_proj"),
+    **module_names("attn.wo", _LAYER + "self_attn.o_proj"),
+    **module_names("attn.q_norm.scale", _LAYER + "self_attn.q_norm"),
+    **module_names("attn.k_norm.scale", _LAYER + "self_attn.k_norm"),
+    **module_names("mlp_norm.scale", _LAYER + "post_attention_layernorm"),
+    **module_names("mlp.w_gate", _LAYER + "mlp.gate_proj"),
+    **module_names("mlp.w_up", _LAYER + "mlp.up_proj"),
+    **module_names("mlp.w_down", _LAYER + "mlp.down_proj"),
     "final_norm.scale": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-"""Names in safetensors files, which families after it took over."""
+_HF_EXPERTS: dict[str, str] = {
+    "mlp.router": _LAYER + "block_sparse_moe.gate.weight",
+    "mlp.w_gate": _LAYER + "block_sparse_moe.experts.{expert}.w1.weight",
+    "mlp.w_up": _LAYER + "block_sparse_moe.experts.{expert}.w3.weight",
+    "mlp.w_down": _LAYER + "block_sparse_moe.experts.{expert}.w2.weight",
+}
+_GGUF_EXPERTS: dict[str, str] = {
+    "mlp.router": "blk.{layer}.ffn_gate_inp.weight",
+    "mlp.w_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
+    "mlp.w_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
+    "mlp.w_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
+}
 
 
-def sizes_from_hf(described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta: float = 10000.0) -> dict[str, Any]:
-    """The fields of `ModelConfig` that Llama and the families after it spell alike in a config.json.
-
-    Args:
-      described: its contents.
-      norm_eps: the family's, where nothing is said.
-      theta: the base of its rotary frequencies, where nothing is said.
-
-    Raises:
-      KeyError, TypeError, ValueError, UnsupportedArchitectureError: as for `Family.config_from_hf`.
-    """
+def _sizes_from_hf(
+    described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta: float = 10000.0, head_dim: int | None = None
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that these families spell alike in a config.json, and their defaults."""
     require(described, {"hidden_act": "silu"})
     embed_dim, num_heads = described["hidden_size"], described["num_attention_heads"]
-    head_dim = described.get("head_dim") or embed_dim // num_heads
-    rope = rope_from_hf(described, head_dim=head_dim, theta=theta)
+    head_dim = described.get("head_dim", head_dim) or embed_dim // num_heads
     return {
         "vocab_size": described["vocab_size"],
         "embed_dim": embed_dim,
@@ -53,43 +67,123 @@ def sizes_from_hf(described: Mapping[str, Any], *, norm_eps: float = 1e-6, theta
         "num_heads": num_heads,
         "num_kv_heads": described.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
-        "max_positions": max_positions_from_hf(described, rope),
         "norm_eps": described.get("rms_norm_eps", norm_eps),
         "tie_embeddings": described.get("tie_word_embeddings", False),
-        "rope": rope,
+        **rope_from_hf(described, head_dim=head_dim, theta=theta),
     }
 
 
-def _config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
+def _family(
+    name: str,
+    hf_architecture: str,
+    from_hf: Callable[[Mapping[str, Any]], dict[str, Any]],
+    from_gguf: Callable[[Mapping[str, Any]], dict[str, Any]],
+    gguf_architecture: str = "llama",
+    **defaults: Any,
+) -> Family:
+    """A family by its differences.
+
+    Args:
+      name: of it, also what Hugging Face's `model_type` calls it.
+      hf_architecture: what Hugging Face's `architectures` calls it.
+      from_hf: fields of `ModelConfig` that only it has, from the contents of a config.json.
+      from_gguf: the same from the entries of a GGUF file's metadata.
+      gguf_architecture: what GGUF calls it; by one name of Llama's go all of whom `_kind` tells apart.
+      **defaults: as `_sizes_from_hf` takes them.
+    """
+    has_experts = name == "mixtral"
+    hf_names = _HF_NAMES | (_HF_EXPERTS if has_experts else {})
+    gguf_names = gguf_entries.NAMES | (_GGUF_EXPERTS if has_experts else {})
+
+    def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
+        return ModelConfig(architecture=name, **from_hf(described), **_sizes_from_hf(described, **defaults))
+
+    def config_from_gguf(described: GgufDescription) -> ModelConfig | None:
+        if gguf_architecture == "llama" and _kind(described.entries) != name:
+            return None
+        if gguf_architecture != "llama":  # In some layers only, and the file does not say in which.
+            gguf_entries.require(described, {"attention.sliding_window": 0})
+        return ModelConfig(architecture=name, **from_gguf(described.entries), **sizes_from_gguf(described))
+
+    return Family(
+        name=name,
+        model_types=(name,),
+        architectures=(hf_architecture,),
+        config_from_hf=config_from_hf,
+        hf_names=lambda config: hf_names,
+        gguf_architecture=gguf_architecture,
+        config_from_gguf=config_from_gguf,
+        gguf_names=lambda config: gguf_names,
+        gguf_is_interleaved=gguf_architecture == "llama",
+    )
+
+
+def _kind(entries: Mapping[str, Any]) -> str:
+    if entries.get("expert_count"):
+        return "mixtral"
+    return "mistral" if entries.get("attention.sliding_window") else "llama"
+
+
+def _llama_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
     require(described, {"attention_bias": False, "mlp_bias": False})
-    return ModelConfig(architecture="llama", **sizes_from_hf(described))
+    return {}
 
 
-def _hf_names(config: ModelConfig) -> Names:
-    return HF_NAMES
+def _mistral_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": described.get("sliding_window")}
 
 
-def _config_from_gguf(described: GgufDescription) -> ModelConfig | None:
-    if described.entries.get("expert_count") or described.entries.get("attention.sliding_window"):
-        return None
-    return ModelConfig(architecture="llama", **sizes_from_gguf(described))
+def _mistral_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": entries.get("attention.sliding_window") or None}
 
 
-def gguf_names(config: ModelConfig) -> Names:
-    """Names in GGUF files of families whose parts are all called as those of others."""
-    return NAMES
+def _mixtral_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    experts = {"num_experts": described["num_local_experts"], "num_experts_per_token": described["num_experts_per_tok"]}
+    return experts | _mistral_from_hf(described)
 
 
-FAMILY = Family(
-    name="llama",
-    model_types=("llama",),
-    architectures=("LlamaForCausalLM",),
-    config_from_hf=_config_from_hf,
-    hf_names=_hf_names,
-    ignored=("rotary_emb.inv_freq",),
-    gguf_architectures=("llama",),
-    config_from_gguf=_config_from_gguf,
-    gguf_names=gguf_names,
-    gguf_is_interleaved=True,
+def _mixtral_from_gguf(entries: Mapping[str, Any]) -> dict[str, Any]:
+    experts = {"num_experts": entries["expert_count"], "num_experts_per_token": entries["expert_used_count"]}
+    return experts | _mistral_from_gguf(entries)
+
+
+def _qwen2_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": True, **_windows_from_hf(described)}
+
+
+def _qwen3_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    has_bias = bool(described.get("attention_bias", False))
+    return {"qk_norm": True, "qkv_bias": has_bias, "out_bias": has_bias, **_windows_from_hf(described)}
+
+
+def _windows_from_hf(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers slide: those that `layer_types` says, or else those from `max_window_layers` on, if any do.
+
+    Raises:
+      ValueError: `layer_types` is not of the model's layers.
+      UnsupportedArchitectureError: a type of layer that is not served.
+    """
+    window = described.get("sliding_window", 4096) if described.get("use_sliding_window") else None
+    if window is None:
+        return {}
+    num_layers, types = described["num_hidden_layers"], described.get("layer_types")
+    if types is None:
+        return {"sliding_window": window, "full_layers": range(min(described.get("max_window_layers", 28), num_layers))}
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types must be one for each of {num_layers} layers, got {len(types)}")
+    if unknown := sorted({*types} - {"sliding_attention", "full_attention"}):
+        raise UnsupportedArchitectureError(
+            f"config.json: layer_types {', '.join(unknown)} not served; they must be sliding_attention "
+            "or full_attention"
+        )
+    return {"sliding_window": window, "full_layers": [i for i, each in enumerate(types) if each == "full_attention"]}
+
+
+FAMILIES = (
+    _family("llama", "LlamaForCausalLM", _llama_from_hf, lambda entries: {}),
+    _family("mistral", "MistralForCausalLM", _mistral_from_hf, _mistral_from_gguf),
+    _family("mixtral", "MixtralForCausalLM", _mixtral_from_hf, _mixtral_from_gguf, norm_eps=1e-5, theta=1e6),
+    _family("qwen2", "Qwen2ForCausalLM", _qwen2_from_hf, lambda entries: {"qkv_bias": True}, "qwen2"),
+    _family("qwen3", "Qwen3ForCausalLM", _qwen3_from_hf, lambda entries: {"qk_norm": True}, "qwen3", head_dim=128),
 )
-"""The family."""
+"""The families."""
