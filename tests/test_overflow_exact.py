@@ -139,12 +139,11 @@ def test_what_stays_is_the_same_cache_sliced(name, store):
         assert bool(metrics.invalidated_histories) == (overflow.method == "of")
 
 
-@pytest.mark.parametrize("method", ["ca", "nkvt"])
-def test_cuts_outlive_the_engine(method, tmp_path):
+def test_cuts_outlive_the_engine(tmp_path):
     """Each engine finds what the last one left: cut before a prompt, in an answer, by hand; and cuts it again."""
     before, reference = None, None
     for start in range(4):
-        with ok.engine_of(ok.config(5, 0.3, method=method), store=kit.ssd_store(tmp_path)) as engine:
+        with ok.engine_of(ok.config(5, 0.3), store=kit.ssd_store(tmp_path)) as engine:
             session = engine.session(session_id="one")
             pair = ok.Pair(engine, session, reference)
             reference = pair.reference
@@ -156,11 +155,21 @@ def test_cuts_outlive_the_engine(method, tmp_path):
                 assert session.usage.cached_tokens == {"ssd": reference.num_cached}
             if start != 1:
                 pair.turn(kit.prompt(60, seed=start), 50)
-            if start and method == "ca":
+            if start:
                 pair.discard(some(start, 0.3)(len(session.token_ids)))
             before = session.conversation
     assert before.num_dropped > 200
-    assert (reference.cache.positions == list(range(len(reference.cache.positions)))) == (method == "ca")
+
+
+def test_keys_at_their_old_positions_outlive_the_engine(tmp_path):
+    reference = None
+    for start in range(3):
+        with ok.engine_of(ok.config(4, 0.3, method="nkvt"), store=kit.ssd_store(tmp_path)) as engine:
+            pair = ok.Pair(engine, engine.session(session_id="one"), reference)
+            reference = pair.reference
+            pair.turns(40, 50, seed=start)
+            assert pair.session.usage.num_cached_tokens > 0
+    assert reference.cache.positions != list(range(len(reference.cache.positions)))
 
 
 def test_saving_at_the_end_of_a_turn_makes_no_difference():

@@ -14,6 +14,7 @@ import pytest
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.recompute.blend import Blender, BlendPlan, repair_plan
 from ca_jax.recompute.drift import Drift
+from ca_jax.recompute.repair import make_blender
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.turns.requests import Usage
 from tests import engine_kit as kit
@@ -184,7 +185,7 @@ def cut_by_hand(overflow: OverflowConfig) -> CutByHand:
             token_ids=token_ids,
             usage=session.usage,
             plan=plan,
-            blender=None if plan is None else engine._runner.blender(plan, token_ids),
+            blender=None if plan is None else make_blender(engine._runner, plan, token_ids),
         )
 
 
