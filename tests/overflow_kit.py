@@ -155,6 +155,7 @@ class Conversation:
 
     def discard(self, discarded: np.ndarray) -> None:
         """Forgets tokens by hand, bool `[T]`: nothing drifts then."""
+        self.num_cuts += 1
         self._drop(discarded, by_hand=True)
 
     def forget(self, num_tokens: int) -> None:

@@ -345,7 +345,8 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         monkeypatch.setattr(costs, "choose_history", any_plan)
         with CompileCounter() as after:
             decoding = engine.session().send_ids(kit.prompt(12), max_tokens=400)
-            next(decoding)  # Beside it no prefill is alone.
+            while not decoding.job.output_ids:  # Beside it no prefill is alone.
+                engine.step()
             sessions = [engine.session() for _ in range(3)]
             for turn, length in enumerate((200, 15, 77, 31)):
                 kit.drain(*(s.send_ids(kit.prompt(length + 9 * i, turn), max_tokens=3) for i, s in enumerate(sessions)))
