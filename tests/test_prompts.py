@@ -200,3 +200,11 @@ def test_a_chunk_of_text_is_tokenised_alone_and_ends_in_a_line_break():
 def test_a_context_that_is_none_is_refused(chunks, error, message):
     with pytest.raises(error, match=message):
         context_ids(kit.tiny_model(), chunks)
+
+
+def test_blanks_before_a_message_stay_where_a_template_strips_what_is_said():
+    """With a context before them they are within what is said."""
+    model = model_of(TEMPLATES["stripping"])
+    before, after = turn_parts(model, [], [], "  now ")
+    assert bytes(before) == b"[INST] "
+    assert bytes(after) == b"  now [/INST]"

@@ -207,3 +207,10 @@ def test_first_tokens_anew_are_a_prefill_of_these_and_the_others_stay_bit_for_bi
     np.testing.assert_allclose(after[..., :num_anew, :], expected, atol=ATOL, rtol=0)
     np.testing.assert_array_equal(after[..., num_anew:, :], before[..., num_anew:, :])
     np.testing.assert_array_equal(slot_of(runner, 200, other), beside)
+
+
+@with_buckets_of_a_cpu
+def test_what_prefills_take_is_measured_for_lengths_up_to_those_given(runner):
+    samples = runner.measure_prefill(max_history=300, max_new=64)
+    assert {(history, new) for history, new, _ in samples} == {(h, n) for h in (0, 256, 512) for n in (16, 64)}
+    assert all(seconds > 0 for _, _, seconds in samples)

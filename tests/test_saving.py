@@ -498,3 +498,21 @@ def test_a_save_that_breaks_is_counted_and_one_that_was_given_up_is_not(gated, b
     gated.buffer.collect(wait=True)
     assert gated.metrics.failed_saves == breaks
     gated.expect_stored(0 if breaks else 6, "a")
+
+
+def test_settling_gives_up_what_the_store_has_no_room_for_in_the_end(rig):
+    settled = []
+
+    def settle() -> bool:
+        settled.append(len(settled))
+        return len(settled) < 3
+
+    rig.store.settle = settle
+    rig.is_room_coming = True
+    rig.gate.open()
+    rig.buffer.end(rig.begin_turn("a", 3))
+    rig.buffer.settle()
+    assert settled == [0, 1, 2]
+    assert not rig.buffer.is_unsaved("a")
+    rig.expect_stored(0, "a")
+    assert not any(info.pinned for info in rig.inner.list())

@@ -13,6 +13,7 @@ from ca_jax.models.transformer import Transformer
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from tests import engine_kit as kit
+from tests.threads_kit import ThreadProcesses, run_together
 
 SLIDING = 48
 PROMPTS = [kit.prompt(70), kit.prompt(5), kit.prompt(90), kit.prompt(33)]
@@ -151,3 +152,22 @@ def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored(chan
 def test_nothing_slides_where_the_context_is_no_longer_than_what_a_layer_sees(context_window, kept):
     """There what is left of a full context has seen what left, and is repaired."""
     assert kept_window(model().config, kit.SMALL, context_window) == kept
+
+
+def test_processes_that_serve_as_one_keep_the_same():
+    def run(processes: ThreadProcesses) -> tuple[list, list, list]:
+        with Engine(model(), kit.SMALL, processes=processes) as served:
+            session = served.session()
+            answers = []
+            for turn, prompt in enumerate(PROMPTS):
+                if turn == 2:
+                    served.wait_for_saves()
+                answers.append(kit.say(session, prompt, 6))
+            served.wait_for_saves()
+            return answers, session.token_ids, [info.num_tokens for info in served.stored.list()]
+
+    one, other = run_together(2, run)
+    assert one[:2] == other[:2]
+    with engine() as alone:
+        session = alone.session()
+        assert [kit.say(session, prompt, 6) for prompt in PROMPTS] == one[0]
