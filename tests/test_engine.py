@@ -243,7 +243,7 @@ def test_what_a_cancelled_answer_held_back_is_its_last_tokens(engine):
 def test_the_models_own_stop_token_and_the_window_end_an_answer(engine, monkeypatch):
     prompt, long = kit.prompt(20), kit.prompt(kit.WINDOW - 5)
     answer = kit.greedy_answer(prompt, 12)
-    monkeypatch.setattr(engine, "model", dataclasses.replace(engine.model, stop_token_ids=(answer[4],)))
+    monkeypatch.setattr(engine._turns, "_model", dataclasses.replace(engine.model, stop_token_ids=(answer[4],)))
     stopped, ignored, filled = engine.generate(
         [prompt, prompt, long], [GREEDY, *(SamplingParams(max_tokens=n, ignore_eos=True) for n in (12, 50))]
     )

@@ -26,7 +26,7 @@ from tests.test_engine_ssd import PROMPTS, cached_of
 def nothing_gets_to_ssd(engine):
     """What SSD was asked for by now is done, and nothing else until the block ends."""
     reached, may_write = threading.Event(), threading.Event()
-    workload.ssd_of(engine)._worker._writes.put(lambda: (reached.set(), may_write.wait()))
+    workload.ssd_of(engine)._mover._writes.put(lambda: (reached.set(), may_write.wait()))
     assert reached.wait(60)
     try:
         yield
@@ -222,7 +222,7 @@ def test_a_turn_is_done_when_it_is_in_the_log(tmp_path, monkeypatch, how):
 
 def no_space(engine, monkeypatch, gates):
     """The disk has no room."""
-    monkeypatch.setattr(workload.ssd_of(engine)._space._tier._space, "_free_bytes", lambda: 0)
+    monkeypatch.setattr(workload.ssd_of(engine)._mover._tier._space, "_free_bytes", lambda: 0)
 
 
 def deadline(engine, monkeypatch, gates):
@@ -232,7 +232,7 @@ def deadline(engine, monkeypatch, gates):
 
 def catalog(engine, monkeypatch, gates):
     """The catalog cannot be changed."""
-    keeper = workload.ssd_of(engine)._worker._writer
+    keeper = workload.ssd_of(engine)._mover._writer
     for name in ("publish", "set_note"):
         monkeypatch.setattr(keeper._catalog, name, unwritable)
 

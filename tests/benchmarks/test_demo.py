@@ -210,7 +210,7 @@ def test_turns_measured_while_compiling_are_told(ran):
     output = io.StringIO()
     demo.print_report(report, rich.console.Console(file=output, width=100))
     assert "while turns [1] were measured" in output.getvalue()
-    assert " NO\n" in output.getvalue()
+    assert " NO" in output.getvalue()
 
 
 def test_a_conversation_that_is_too_short_is_refused(recording):

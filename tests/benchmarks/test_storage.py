@@ -17,9 +17,8 @@ from benchmarks.suites.store import StoreBenchConfig, StoreRow
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.store import AttentionStore
-from ca_jax.storage.tiers.formats import RawTier
+from ca_jax.storage.tiers.formats import FORMATS, RawTier
 from tests.benchmarks.conftest import steps
-from tests.reliability.workload import DRIVERS
 
 STORE_SIZES = {
     "num_layers": 3,
@@ -164,10 +163,10 @@ def test_a_disk_without_room_is_told_of(measure, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", FORMATS)
 def test_plain_reads_give_what_the_tier_wrote(tmp_path: Path, driver: str, num_threads: int) -> None:
     layout = StoreBenchConfig(**STORE_SIZES).layout
-    tier = DRIVERS[driver](layout, tmp_path, 12 * (layout.block_bytes + 16384))
+    tier = FORMATS[driver](layout, tmp_path, 12 * layout.stored_block_bytes)
     blocks = np.random.default_rng(0).standard_normal((11, *layout.block_shape)).astype(np.float32)
     tier.write_blocks(range(11), blocks).result()
     extents = block_extents(tmp_path, layout.block_bytes, tier.stored_block_bytes, 11)

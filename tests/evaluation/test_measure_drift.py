@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ca_jax.evaluation.drift import measure_drift
+from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL
@@ -44,7 +45,7 @@ def test_it_is_the_mean_of_what_moved(keep, ratio, num_tokens):
 def test_what_else_would_be_done_to_what_stays_is_not():
     plain = measure_drift(kit.tiny_model(), TEXT[:200], OverflowConfig(), window=WINDOW)
     for changes in ({"method": "nkvt"}, {"anchor_tokens": 8, "repair_ratio": 0.5}, {"drift": "none.npz"}):
-        found = measure_drift(kit.tiny_model(), TEXT[:200], OverflowConfig(**changes), window=WINDOW)
+        found = measure_drift(kit.tiny_model(), TEXT[:200], ComparedOverflow(**changes), window=WINDOW)
         np.testing.assert_array_equal(found.values, plain.values)
 
 

@@ -22,7 +22,7 @@ def ignore(*_: object) -> None:
 
 
 def overflow(method: str, **changes: object) -> ComparedOverflow:
-    return ok.plain(**{"method": method, "keep_first_tokens": 4, **changes})
+    return ok.plain(ComparedOverflow, **{"method": method, "keep_first_tokens": 4, **changes})
 
 
 def ask(path: Path, *methods: ComparedOverflow, window: int = 48, max_tokens: int = 80) -> PerplexityConfig:

@@ -176,7 +176,7 @@ def test_a_single_chunk_is_right_as_it_is(path):
     [
         (lambda: Blends(ratios=(0.1, 1.5)), "ratios must be shares in .0, 1., got 1.5"),
         (lambda: Blends(ratios=()), "must be at least one each"),
-        (lambda: Blends(selections=("best",)), "selections must be some of hkvd, spread, random, first; got 'best'"),
+        (lambda: Blends(selections=("best",)), "selections must be some of hkvd, spread, first, random; got 'best'"),
         (lambda: Blends(ratios=(0.1, 0.1)), "ratios and selections must differ"),
         (lambda: Blends(other_ratios=(-1.0,)), "got -1.0"),
         (lambda: Blends(positions=0), "positions must be at least 1"),

@@ -46,7 +46,7 @@ CHANGED = {
     "share_prefixes=False",
     OverflowConfig(): "method=tt truncation_ratio=0.75 keep_first_tokens=1 anchor_tokens=16 repair_ratio=0.15 "
     "repair=none drift=drift.npz whole_turns=True discarder=oldest",
-    BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=random",
+    BlendConfig(): "mode=prefix recompute_ratio=0.25 min_recompute_ratio=0.0 check_layers=4 selection=spread",
     StoreConfig(): "dram_gib=1.5 dram_free_fraction=0.25 ssd_dir=/kv ssd_gib=3.0 ssd_free_floor_gib=0.0 "
     "ssd_driver=zarr3 ssd_url=memory://kv eviction_policy=fifo ttl_s=90.0 tenant_quota_gib=0.125 "
     "tenant_quotas=(('a=b',1),('bob',5000))",
@@ -308,7 +308,7 @@ FIELDS = [
         "--overflow_anchor_tokens=4 --overflow_repair_ratio=0.1",
         MmluConfig(
             comparison=Comparison(
-                methods=(OverflowConfig(method="of", **METHODS_OF), OverflowConfig(method="ca", **METHODS_OF)),
+                methods=tuple(ComparedOverflow(method=name, **METHODS_OF) for name in ("of", "ca")),
                 window=512,
                 step_tokens=64,
             ),
@@ -367,7 +367,7 @@ def test_a_method_may_say_what_it_has_otherwise():
     found = config_of("evaluate", "--task=agreement", "--data=a", "--method=ca", "--overflow_repair=none")
     assert list(found.comparison.by_name) == ["tt, keep 4", "ca, keep 4"]
     found = config_of("evaluate", "--task=ppl", "--data=a", "--method=ca:drift=a.npz:discarder=sinks")
-    assert found.comparison.methods == (OverflowConfig(drift="a.npz", discarder="sinks"),)
+    assert found.comparison.methods == (ComparedOverflow(drift="a.npz", discarder="sinks"),)
 
 
 REFUSED = {

@@ -49,11 +49,7 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> n
 
 
 def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """`x [T, heads, H]` at its positions, in float64."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * ROPE.theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:].astype(np.float64)) * np.exp(1j * angles)
-    return np.concatenate([turned.real, turned.imag], -1)
+    return np.asarray(rope.rotate(jnp.asarray(x), rope.rotation_at(ROPE, HEAD_DIM, jnp.asarray(positions))))
 
 
 def padded(x: np.ndarray, size: int) -> np.ndarray:

@@ -45,7 +45,7 @@ def test_another_directory_is_refused_by_name_and_destroys_nothing(open_at, tmp_
     first = open_at(tmp_path / "first")
     kv = put(first, "a", 9)
     for _ in range(2):  # The second time its catalog knows the namespace, and still no session.
-        with pytest.raises(BlocksOwnedError, match=f"found {tmp_path / 'first'} on .* claim"):
+        with pytest.raises(BlocksOwnedError, match=f"got {tmp_path / 'first'} on .* claim"):
             open_at(tmp_path / "second")
     first.close()
     first = open_at(tmp_path / "first")
