@@ -1,7 +1,7 @@
 """The engine: sessions and jobs in, tokens out. Composes scheduler, runner and stored KV; computes nothing itself.
 
 One turn: `submit_turn` queues a job; each `step` takes in what was saved and has the batch do what the scheduler plans.
-Whoever iterates an answer runs the engine, one thread at a time.
+The thread that iterates an answer runs the engine, one at a time.
 
 Not here: what a step does (batch), who runs (scheduler), device state (runner), loading and saving (session_kv), text
 to tokens (prompts).
@@ -269,7 +269,7 @@ class Engine:
     def submit_chunks(
         self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
     ) -> list[Job]:
-        """Queues a job for each chunk that is not stored, for whoever runs the engine; otherwise as `precompute`."""
+        """Queues a job for each chunk that is not stored, without running the engine; otherwise as `precompute`."""
         with self._lock:
             self._check_open()
             return [self._submit(job) for job in self._turns.chunks(chunks, tenant, tier)]

@@ -250,7 +250,7 @@ class Session:
         texts: Texts | None = None,
         truncation: Truncation = "auto",
     ) -> Job:
-        """Queues a turn of messages or of token ids, for whoever runs the engine; otherwise as `send` and `send_ids`.
+        """Queues a turn of messages or of token ids, without running the engine; otherwise as `send` and `send_ids`.
 
         Nothing ends the job by itself but what `sampling` says: `Engine.cancel` does. With `texts` it may raise
         `TextWork`, as `Engine.submit_turn` says.

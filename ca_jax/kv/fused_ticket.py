@@ -59,7 +59,7 @@ class FusedTicket:
         for ticket, start in self.parts:
             try:
                 future = ticket.read(layer, dst[:, start : start + ticket.num_tokens])
-            except Exception as error:  # For whoever takes the layer: copies into it may be under way.
+            except Exception as error:  # Raised where the layer is taken: copies into it may be under way.
                 self._ended(ticket, error, joined)
                 continue
             future.add_done_callback(functools.partial(self._done, ticket, joined))
@@ -84,6 +84,7 @@ class _Joined:
         self._lock = threading.Lock()
 
     def one_ended(self, error: BaseException | None) -> None:
+        """One of them is done, or has failed."""
         with self._lock:
             self._num_left -= 1
             self._error = self._error or error

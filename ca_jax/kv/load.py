@@ -348,7 +348,7 @@ class LayerLoad:
         self._loader.staged.append((self, stage))
         try:
             stage.future = self.ticket.read(layer, view)
-        except Exception as error:  # For whoever takes the layer.
+        except Exception as error:  # Raised where the layer is taken.
             stage.future = concurrent.futures.Future()
             stage.future.set_exception(error)
         stage.future.add_done_callback(lambda _: self._done(stage))
@@ -397,7 +397,7 @@ class LayerLoader:
         self.staged: collections.deque[tuple[LayerLoad, _Stage]] = collections.deque()  # All that hold a region.
         self._loads: list[LayerLoad] = []
         self._is_pinned = False
-        self._pinning = threading.Lock()  # Between whoever touches and whoever closes.
+        self._pinning = threading.Lock()  # Between the thread that touches and the one that closes.
         self._closed = threading.Event()
 
     def touch(self) -> float:

@@ -270,7 +270,7 @@ class RateMeter:
 
     @property
     def rates(self) -> Rates | None:
-        """Of the last samples; None while there are none of some kind but fetches."""
+        """Fitted to the last samples; None until there are loads, saves and prefills."""
         with self._lock:
             samples = tuple(self._loads), tuple(self._saves), tuple(self._prefills)
             fetches = tuple(self._fetches)

@@ -276,7 +276,7 @@ class TurnSaver:
         self.key = turn.key
         """Of the session, in the store."""
         self.times = SaveTimes()
-        """When it was saved; for whoever shows that."""
+        """When it was saved, to be shown."""
         self._owner = turn.owner
         self._store = store
         self._saver = saver

@@ -1,6 +1,6 @@
 """Rotary position embedding: the only place where a position enters the model.
 
-Keys are stored unrotated; whoever uses them rotates them here, at the positions they have then.
+Keys are stored unrotated; their users rotate them here, at the positions they have then.
 
 Not here: attention, masks, where positions come from.
 Source: Su et al., "RoFormer" (2021); decoupling positions from stored keys is CachedAttention, section 3.4.

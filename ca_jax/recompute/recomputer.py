@@ -181,7 +181,7 @@ class RecomputedHistory:
       token_ids: of all its places.
       runner: computes.
       repair: of the session's own first tokens; None: they are as they should be.
-      blend: of the chunks behind them; None: there are none.
+      blend: how the chunks behind them are computed; None: without chunks.
     """
 
     def __init__(

@@ -293,7 +293,7 @@ class Batch:
         except Exception as error:
             job.error = error
             raise
-        job.finish_reason = reason  # Last: whoever sees that it is done finds its turn adopted, and in the log.
+        job.finish_reason = reason  # Last: once it is seen to be done, its turn is adopted and in the log.
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""

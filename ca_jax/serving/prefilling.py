@@ -167,7 +167,7 @@ class Prefilling:
     def await_pass(self) -> bool:
         """Waits for the last pass, if nobody has; whether it did. What is dispatched behind it computes from then on.
 
-        For whoever waits for that anyway: so what each took is known.
+        For a caller that waits for that anyway: so what each took is known.
         """
         if self._dispatched_s is None:
             return False

@@ -1,4 +1,4 @@
-"""What the store keeps of which session, for whoever looks at it or after it: `engine.stored`.
+"""What the store keeps of which session, to be listed, pinned and dropped: `engine.stored`.
 
 Not here: conversations that are open (engine), the tool for a directory that no engine uses (launch.store).
 """

@@ -1,6 +1,6 @@
 """What happened when: spans on named tracks, for traces that open in Perfetto and for figures.
 
-A `Timeline` is handed to whoever does something worth seeing; `NO_TIMELINE` is one that records nothing. Times are
+A `Timeline` is handed to what is worth seeing; `NO_TIMELINE` is one that records nothing. Times are
 seconds of one clock, `time.perf_counter` unless told otherwise.
 
 Loads no jax before `annotate` is called: the store, which has none, records here too.
