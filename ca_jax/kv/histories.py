@@ -189,7 +189,7 @@ class Histories:
             self._abort(history.tickets, MissReason.CANCELLED)
 
     def pump(self) -> bool:
-        """Has the loader go on while the device is waited for; returns whether the preloaded history has more to begin."""
+        """Has the loader go on while the device is waited for; whether the preloaded history has more to begin."""
         self._loader.pump()
         load = None if self._preloaded is None else self._preloaded[1].load
         return load is not None and load.num_issued < min(load.depth, load.num_layers)

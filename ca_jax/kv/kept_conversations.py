@@ -1,7 +1,7 @@
 """What is known of conversations beside their KV: kept with it, and found again after a restart.
 
 On SSD a conversation is a note of its KV, written with it, some time after the turn. Until then the note is in a log
-(`NoteLog`) that outlives the process: a client that was told of a turn finds it again though the process was killed. Open
+(`NoteLog`) that outlives the process: a client told of a turn finds it again though the process was killed. Open
 conversations stay there for as long as they are open; their KV may be evicted meanwhile.
 
     turn ends       what it adds to the note to the log, then the note to the store; then the turn is told
