@@ -163,7 +163,7 @@ class Server:
             self._store.poll()
 
     def _returns_s(self, key: str) -> float:
-        """When a session that does not wait comes next, seconds; infinite if never. For policies that know the future."""
+        """When a session that does not wait comes next, seconds; infinite if never. For policies that know it."""
         client = self._clients.get(key)
         return math.inf if client is None or client.next_arrival_s is None else client.next_arrival_s
 
