@@ -260,7 +260,9 @@ def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recompu
       plan: which.
       token_ids: of all places of the history.
     """
-    x = runner.embed_history(token_ids[plan.start : plan.start + plan.num_tokens])
+    places = len(token_ids)  # Padded as its KV is, however few are computed: no other function is compiled.
+    own = token_ids[plan.start : plan.start + plan.num_tokens]
+    x = runner.embed_history(own + [0] * (places - len(own)))
     return Recomputer(runner.config, runner.layers, runner.table, plan, x, runner.sharding)
 
 

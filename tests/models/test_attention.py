@@ -49,7 +49,7 @@ def textbook(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> n
 
 
 def rotate(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    return np.asarray(rope.rotate(jnp.asarray(x), rope.rotation_at(ROPE, HEAD_DIM, jnp.asarray(positions))))
+    return np.asarray(rope.rotate(jnp.asarray(x), rope.rotation_at(ROPE, x.shape[-1], jnp.asarray(positions))))
 
 
 def padded(x: np.ndarray, size: int) -> np.ndarray:

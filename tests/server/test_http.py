@@ -213,16 +213,17 @@ def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(serv
     before, _ = scrape(server)
     with (
         server.client(max_retries=0) as client,
-        server.client() as patient,
+        server.client(max_retries=20) as patient,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
-        waiting = [pool.submit(chat, client, [user(f"long {i}")], 200) for i in range(3)]
-        server.wait_until(lambda: server.service.loop.num_live == 3)
-        for stream in (False, True):
-            with pytest.raises(openai.RateLimitError, match="2 turns wait already, and 2 may") as told:
-                chat(client, [user("one more")], stream=stream)
-            assert 1 <= int(told.value.response.headers["Retry-After"]) <= 60
-        coming = pool.submit(chat, patient, [user("comes again, as it is told")])
+        with held(server):
+            waiting = [pool.submit(chat, client, [user(f"long {i}")], 200) for i in range(3)]
+            server.wait_until(lambda: server.service._num_there == 3)
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError, match="2 turns wait already, and 2 may") as told:
+                    chat(client, [user("one more")], stream=stream)
+                assert 1 <= int(told.value.response.headers["Retry-After"]) <= 60
+            coming = pool.submit(chat, patient, [user("comes again, as it is told")])
         assert all(each.result().usage.completion_tokens == 200 for each in waiting)
         assert text_of(coming.result())
         options = {"max_tokens": 400, "extra_body": {"timeout_s": 0.02, "ignore_eos": True}}
