@@ -27,14 +27,9 @@ class Stored:
 
 
 def describe(item: Stored, queue_position: int | None) -> StoredEntry:
-    """Shows a session to a policy: never pinned, of no age."""
+    """Shows a session to a policy: of no age."""
     return StoredEntry(
-        key=item.key,
-        num_blocks=item.num_blocks,
-        pinned=False,
-        last_used_s=0.0,
-        created_s=0.0,
-        queue_position=queue_position,
+        key=item.key, num_blocks=item.num_blocks, last_used_s=0.0, created_s=0.0, queue_position=queue_position
     )
 
 
@@ -47,7 +42,7 @@ class Tier:
     """
 
     def __init__(self, look_ahead: LookAhead, num_blocks: int):
-        self.orders: TierOrders[Stored] = TierOrders(look_ahead)
+        self.orders: TierOrders[Stored] = TierOrders(look_ahead, describe)
         """Who is stored."""
         self.num_free = num_blocks
         """Blocks that nobody holds."""
@@ -81,8 +76,19 @@ class Tier:
         lacking = num_blocks - self.num_free
         if lacking <= 0:
             return []
-        victims = policy.choose_victims(self.orders.view(describe), lacking)
+        victims = self.victims(policy, lacking)
         return [self.take(key) for key in victims] if victims else None
+
+    def victims(self, policy: EvictionPolicy, num_blocks: int, needed_at: int | None = None) -> tuple[str, ...]:
+        """Who would have to go for so many more blocks, for the job at a queue position; none if that cannot be."""
+        named = []
+        for entry in policy.order(self.orders.view(), needed_at):
+            if needed_at is None or entry.queue_position is None or entry.queue_position > needed_at:
+                named.append(entry.key)
+                num_blocks -= entry.num_blocks
+                if num_blocks <= 0:
+                    return tuple(named)
+        return ()
 
 
 def loop_trace(num_sessions: int, num_rounds: int) -> list[str]:
@@ -137,7 +143,7 @@ def hits_of_one_tier(
         tier.num_free += item.num_blocks  # Belady's choice is among all, the one just served too.
         tier.add(item)
         if tier.num_free < item.num_blocks:
-            for victim in belady.choose_victims(tier.orders.view(describe), item.num_blocks - tier.num_free):
+            for victim in tier.victims(belady, item.num_blocks - tier.num_free):
                 tier.take(victim)
         tier.num_free -= item.num_blocks
     return num_hits

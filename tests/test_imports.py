@@ -34,7 +34,7 @@ STORAGE_FLOORS = (
     {"tokens"},
     {"placement", "catalog"},
     {"config", "tiers"},
-    {"prefixes", "tickets"},
+    {"tickets"},
     {"sessions"},
     {"flush"},
     {"ssd"},

@@ -29,14 +29,16 @@ from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogError
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
+from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import (
     EVICTION_POLICIES,
     EvictionPolicy,
-    PrefetchPolicy,
     ReturnAwarePolicy,
+    Room,
     look_ahead_window,
     make_policy,
+    plan_fetches,
 )
 from ca_jax.storage.placement.returns import ReturnTimes
 from ca_jax.storage.records import Owner
@@ -255,19 +257,24 @@ class _Books:
     def __init__(self, config: PolicyBenchConfig, policy: EvictionPolicy, rng: np.random.Generator) -> None:
         self.num_planned = 0
         """Fetches planned, by all steps."""
-        self._policy = policy
-        self._prefetch = PrefetchPolicy(eviction=policy)
         self._look_ahead = LookAhead()
         sizes = rng.integers(1, _MAX_BLOCKS, size=config.num_sessions, endpoint=True)
         in_dram = rng.permutation(config.num_sessions) % _DRAM_SHARE == 0
         dram_blocks = int(sizes[in_dram].sum())
-        self._reserve_blocks = dram_blocks // _RESERVE_SHARE
         self._mean_blocks = float(sizes.mean())
         self._window_jobs = look_ahead_window(dram_blocks, self._mean_blocks)
         returns = ReturnTimes(time.monotonic) if isinstance(policy, ReturnAwarePolicy) else None
         self._table = SessionIndex(self._look_ahead, dram_blocks, _LAYOUT.block_tokens, returns)
         for i, (size, stays) in enumerate(zip(sizes.tolist(), in_dram.tolist(), strict=True)):
             self._table.add(_make_entry(i, size, stays))
+
+        def table_of(key: str) -> Sequence[int]:
+            entry = self._table.get(key)
+            return () if entry is None or entry.ssd is None else range(entry.ssd.num_blocks)
+
+        blocks = ChargedBlocks(BlockAllocator(0))  # None of them is shared.
+        views = self._table.in_dram, self._table.on_ssd
+        self._rooms = [Room(policy, blocks, view, table_of, time.monotonic) for view in views]
         self._keys: Iterator[str] = (f"s{i}" for i in iter(lambda: int(rng.integers(config.num_sessions)), -1))
         self._jobs: collections.deque[tuple[int, str]] = collections.deque()
         self._job_ids = itertools.count()
@@ -288,18 +295,17 @@ class _Books:
                 raise BenchError(f"session {each!r} must be stored, got none")
             self._table.use(entry, queued_s)
         found_s = time.perf_counter()
-        plan = self._prefetch.plan(
+        fetch, _ = plan_fetches(
             self._table.to_fetch(),
-            self._table.in_dram(),
+            lambda num_blocks, needed_at: self._rooms[0].choose(num_blocks, needed_at=needed_at),
             window_jobs=self._window_jobs,
-            free_blocks=self._reserve_blocks,
-            reserve_blocks=self._reserve_blocks,
+            lacking=0,
         )
         planned_s = time.perf_counter()
-        for view in (self._table.in_dram(), self._table.on_ssd()):
-            self._policy.choose_victims(view, round(self._mean_blocks))
+        for room in self._rooms:
+            room.choose(round(self._mean_blocks))
         chosen_s = time.perf_counter()
-        self.num_planned += len(plan.fetch)
+        self.num_planned += len(fetch)
         return queued_s - started_s, found_s - queued_s, planned_s - found_s, chosen_s - planned_s
 
     def _join(self, key: str) -> None:

@@ -39,6 +39,7 @@ from ca_jax.storage.records import (
     MissReason,
     Owner,
     Residency,
+    StoreRuntime,
 )
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
@@ -89,14 +90,8 @@ class SessionKV:
         heads = held_heads(kv_sharding, runner.num_kv_heads)
         weights = fingerprint if heads is None else f"{fingerprint} {heads}"
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
-        store = AttentionStore(
-            layout,
-            shard,
-            weights=weights,
-            on_progress=runtime.wake,
-            on_fetch=self.meter.add_fetch,
-            timeline=timeline,
-        )
+        of_store = StoreRuntime(on_progress=runtime.wake, on_fetch=self.meter.add_fetch, timeline=timeline)
+        store = AttentionStore(layout, shard, weights=weights, runtime=of_store)
         try:
             directory = shard.ssd_directory
             log = None if directory is None else NoteLog(directory, max_bytes=log_bytes(shard.ssd_bytes))

@@ -5,11 +5,10 @@ Not here: policies that can be had (`ca_jax.storage.placement.policy`).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 
-from ca_jax.storage.placement.policy import StoredEntry, StoreView
+from ca_jax.storage.placement.policy import StoredEntry, StoreView, last_needed_first
 
 
 class BeladyPolicy:
@@ -27,19 +26,8 @@ class BeladyPolicy:
     def __init__(self, next_use: Callable[[str], float]):
         self._next_use = next_use
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterator[StoredEntry]:
         """See `EvictionPolicy`. Sorts all that will return and do not wait: for comparisons, not for service."""
-        victims = []
-        for entry in self._needed_last_first(view, needed_at):
-            if not entry.num_blocks or entry.pinned:
-                continue
-            victims.append(entry.key)
-            num_blocks -= entry.num_blocks
-            if num_blocks <= 0:
-                return tuple(victims)
-        return ()
-
-    def _needed_last_first(self, view: StoreView, needed_at: int | None) -> Iterator[StoredEntry]:
         returning = []
         for entry in view.idle:
             if (next_use := self._next_use(entry.key)) == math.inf:
@@ -47,7 +35,4 @@ class BeladyPolicy:
             else:
                 returning.append((next_use, entry))
         yield from (entry for _, entry in sorted(returning, key=lambda each: each[0], reverse=True))
-        waiting: Iterator[StoredEntry] = reversed(view.by_next_job)
-        if needed_at is not None:
-            waiting = itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
-        yield from waiting
+        yield from last_needed_first(view, needed_at)

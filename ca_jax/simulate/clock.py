@@ -11,14 +11,15 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ca_jax.storage.catalog.records import Contents
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import BlockAllocator, TenantQuota
+from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tokens import Lineage
@@ -109,10 +110,10 @@ class SimulatedSsd:
         self._on_progress: Callable[[], None] = lambda: None
         self._no_sums = np.zeros((0, layout.num_layers), np.uint32)
 
-    def open(self, *, on_progress: Callable[[], None], **parts: Any) -> SsdIndex:
+    def open(self, parts: StoreParts) -> SsdIndex:
         """Opens the index of this SSD, for `AttentionStore(open_ssd=...)`."""
-        self._on_progress = on_progress
-        return SsdIndex(self, quota=TenantQuota(None), **parts)
+        self._on_progress = parts.runtime.on_progress
+        return SsdIndex(self, config=StoreConfig(), parts=parts)
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`."""

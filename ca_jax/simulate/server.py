@@ -32,6 +32,7 @@ from ca_jax.simulate.workload import Client, SimSession, SimTurn, num_turns, sto
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.policy import EVICTION_POLICIES
+from ca_jax.storage.records import StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tickets import LoadTicket, SaveTicket
 from ca_jax.turns.jobs import Job
@@ -429,8 +430,7 @@ class Server:
                 eviction_policy=policy_name,
             ),
             policy,
-            clock=lambda: self._clock.now_s,
-            on_progress=self._progressed,
+            runtime=StoreRuntime(clock=lambda: self._clock.now_s, on_progress=self._progressed),
             open_ssd=None if ssd is None else ssd.open,
         )
 

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_asi
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.placement.blocks import TenantQuota
 from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
@@ -32,7 +31,6 @@ from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
 from ca_jax.storage.tiers.formats import FORMATS, Zarr3Tier
 from ca_jax.storage.tiers.mover import SsdWorker
 from ca_jax.storage.tiers.owner import claim_blocks
-from ca_jax.telemetry.timeline import Timeline
 
 _LOG = logging.getLogger(__name__)
 _DELETED_AT_ONCE = 1024  # Blocks. With the first that cannot be deleted the rest of its move never begins.
@@ -262,24 +260,13 @@ def _delete(tier: DiskTier, block_ids: Sequence[int]) -> BlockIoError | None:
     return handle.error
 
 
-def open_ssd_index(
-    config: StoreConfig,
-    namespace: Namespace,
-    *,
-    parts: StoreParts,
-    on_progress: Callable[[], None],
-    on_fetch: Callable[[int, float], None],
-    timeline: Timeline,
-) -> SsdIndex:
+def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts) -> SsdIndex:
     """Opens the directory that the config names, and takes in what is stored there.
 
     Args:
       config: with an `ssd_dir`.
       namespace: whose sessions.
       parts: of the store; entries are added to its index for what is stored.
-      on_progress: as for `SsdWorker`.
-      on_fetch: likewise.
-      timeline: likewise.
 
     Raises:
       ValueError: the caps do not fit block or disk.
@@ -287,18 +274,14 @@ def open_ssd_index(
     """
     with _garbage_collector_paused():  # It would walk over all sessions again and again: 2 s of 4 for 100,000.
         opened = open_ssd(config, namespace)
-        quotas = dict(config.tenant_quotas)
-        quota = TenantQuota.in_bytes(config.tenant_quota_bytes, quotas, opened.tier.stored_block_bytes)
         mover = SsdWorker(
             opened.tier,
             opened.catalog,
             prepare=opened.reclaim,
             deadline_s=config.ssd_deadline_s,
-            on_progress=on_progress,
-            on_fetch=on_fetch,
-            timeline=timeline,
+            runtime=parts.runtime,
         )
-        return SsdIndex(mover, opened.records, opened.num_lost, quota=quota, parts=parts)
+        return SsdIndex(mover, opened.records, opened.num_lost, config=config, parts=parts)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,24 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import time
+from collections.abc import Callable
+
+from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoreRuntime:
+    """What every part of a store is given."""
+
+    clock: Callable[[], float] = time.time
+    """Seconds since the epoch, which times to live are counted by."""
+    on_progress: Callable[[], None] = lambda: None
+    """Called from any thread when `AttentionStore.poll` has something to do."""
+    on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None
+    """Given bytes and seconds of fetches from SSD, from any thread, whenever some have ended and none is under way."""
+    timeline: Timeline = NO_TIMELINE
+    """Gets a span of every fetch and of every flush, each from catalog to catalog; one that fails says why."""
 
 
 class StoreClosedError(RuntimeError):
@@ -135,7 +153,11 @@ class Note(bytes):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Whose a session is, told once, when its first save is prepared."""
+    """Whose a session is, told once, when its first save is prepared.
+
+    Raises:
+      ValueError: a time to live that is negative or not finite.
+    """
 
     tenant: str = ""
     """Who pays for its bytes: quotas count by tenant."""
@@ -143,6 +165,9 @@ class Owner:
     """The name its owner knows it by."""
     ttl_s: float | None = None
     """How long it lives after its last use, seconds; None: as the config says."""
+
+    def __post_init__(self) -> None:
+        check_ttl(self.ttl_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,15 +247,28 @@ class GapHistogram:
 
 
 @dataclasses.dataclass(kw_only=True)
-class SsdStats:
-    """The SSD tier: sizes now, and counts since the store was made."""
+class TierStats:
+    """What both tiers have: sizes now, and counts since the store was made."""
 
     capacity_bytes: int = 0
-    """Bytes of all blocks, each rounded up to whole pages."""
+    """Bytes of all blocks; of those on SSD each is rounded up to whole pages."""
     used_bytes: int = 0
-    """Bytes of blocks held by sessions, those on their way included."""
+    """Bytes of blocks held by sessions, or by moves that have not settled."""
     free_bytes: int = 0
     """Bytes of free blocks."""
+    num_evictions: int = 0
+    """Sessions evicted from the tier."""
+    evicted_bytes: int = 0
+    """Bytes of the blocks that this freed."""
+    evict_to_reuse: GapHistogram = GapHistogram()
+    """How long after it was evicted a session was wanted again: from DRAM, whether SSD had it or not; from SSD, where
+    no tier had it."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class SsdStats(TierStats):
+    """The SSD tier."""
+
     num_sessions: int = 0
     """Sessions on SSD."""
     num_lost_sessions: int = 0
@@ -245,24 +283,12 @@ class SsdStats:
     """Bytes of the blocks that took: what is there already, as another session's that shares it, is not written."""
     failed_flushes: dict[FlushFailure, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(FlushFailure, 0))
     """Flushes that were not published, by reason."""
-    num_evictions: int = 0
-    """Sessions evicted from SSD."""
-    evicted_bytes: int = 0
-    """Bytes of the blocks that this freed."""
-    evict_to_reuse: GapHistogram = GapHistogram()
-    """How long after it was evicted from SSD a session was wanted again that no tier had."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class StoreStats:
-    """Sizes of the DRAM tier now, and counts since the store was made."""
+class StoreStats(TierStats):
+    """The DRAM tier, and the store."""
 
-    capacity_bytes: int = 0
-    """Bytes of all blocks of DRAM."""
-    used_bytes: int = 0
-    """Bytes of blocks held by sessions, or by moves that have not settled."""
-    free_bytes: int = 0
-    """Bytes of free blocks."""
     num_sessions: int = 0
     """Sessions stored or being stored, in any tier."""
     num_dram_sessions: int = 0
@@ -279,12 +305,6 @@ class StoreStats:
     """Saves that were begun and not published."""
     skipped_saves: dict[SkipReason, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SkipReason, 0))
     """Saves that did not begin, by reason."""
-    num_evictions: int = 0
-    """Sessions evicted from DRAM."""
-    evicted_bytes: int = 0
-    """Bytes of the blocks that this freed."""
-    evict_to_reuse: GapHistogram = GapHistogram()
-    """How long after it was evicted from DRAM a session was wanted again, whether SSD had it or not."""
     num_expired: int = 0
     """Sessions whose time to live was over."""
     loaded_bytes: int = 0

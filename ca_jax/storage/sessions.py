@@ -8,20 +8,30 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from sortedcontainers import SortedList
 
 from ca_jax.storage.placement.blocks import ChargedBlocks
-from ca_jax.storage.placement.orders import ExpiryQueue, LookAhead, TierOrders
-from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry, StoreView
+from ca_jax.storage.placement.orders import LookAhead, TierOrders
+from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry
 from ca_jax.storage.placement.returns import ReturnTimes
-from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
-from ca_jax.storage.records import MissReason, Note, Owner, Residency, StoreStats
+from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime, StoreStats
 from ca_jax.storage.tickets import SaveTicket
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.tiers.tasks import FetchTask, FlushTask
-from ca_jax.storage.tokens import HASH_BYTES, PLAIN, Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import (
+    HASH_BYTES,
+    PLAIN,
+    Lineage,
+    PrefixIndex,
+    Published,
+    SsdCopy,
+    TokenPlaces,
+    as_units,
+    prefix_hashes,
+)
 
 _TOKEN_BYTES = 4
 
@@ -35,6 +45,8 @@ class Entry:
     created_s: float
     last_used_s: float
     ttl_s: float | None = None
+    expires_s: float | None = None
+    """When that is over; None: never."""
     pinned: bool = False
     """By its owner, durably."""
     num_pins: int = 0
@@ -106,38 +118,6 @@ class Entry:
         """What was dropped from what can be read now, or after a fetch."""
         return self.lineage if self.ssd is None or self.num_reserved_tokens else self.ssd.lineage
 
-    def share_with(self, other: Entry) -> None:
-        """Another session, which has nothing in DRAM yet, begins with blocks of this one."""
-        if self.share_group is None:
-            self.share_group = {self.key: None}
-        self.share_group[other.key] = None
-        other.share_group = self.share_group
-
-    def leave_share_group(self) -> None:
-        """It has left DRAM, and shares no block any more."""
-        if self.share_group is not None:
-            del self.share_group[self.key]
-            self.share_group = None
-
-    def take_in(self, copy: SsdCopy, token_ids: np.ndarray, block_ids: list[int]) -> None:
-        """It is in DRAM, fetched from SSD: these tokens in these blocks."""
-        self.token_ids, self.block_ids = token_ids, block_ids
-        self.places, self.lineage = copy.places, copy.lineage
-        self.num_same_tokens, self.num_same_rows = len(token_ids), copy.places.num_places
-        self.fetched = True
-
-    def take_in_note(self, note: bytes | None) -> None:
-        """SSD keeps this with it now; None: what it kept. Its owner may want something else by now."""
-        if note is not None:
-            self.noted = note.generation if isinstance(note, Note) else 0
-            if self.note is note:
-                self.note = None
-
-    def forget_copy(self) -> None:
-        """It is on SSD no more."""
-        self.ssd, self.noted = None, -1
-        self.num_same_tokens = self.num_same_rows = 0
-
     @property
     def in_use(self) -> bool:
         """Whether a load or a save is open."""
@@ -172,13 +152,17 @@ class SessionIndex:
         self._max_fetched_blocks = max_fetched_blocks
         self._entries: dict[str, Entry] = {}
         self._returns = returns
-        group_of = None if returns is None else returns.group
-        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, group_of)
-        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, group_of)
-        self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead)
+        grouped = () if returns is None else (returns.group,)
+        self._in_dram: TierOrders[Entry] = TierOrders(look_ahead, self._describe, *grouped)
+        self._on_ssd: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd, *grouped)
+        self._to_fetch: TierOrders[Entry] = TierOrders(look_ahead, self._describe_on_ssd)
+        self._tiers = self._in_dram, self._on_ssd, self._to_fetch
+        self.in_dram, self.on_ssd, self.to_fetch = (orders.view for orders in self._tiers)
+        """What a policy may see of a tier (of one tenant), or of what is on SSD only, can be fetched and has a job
+        waiting: lazy, so it must be used before the next change."""
         self._by_name: dict[str, set[str]] = collections.defaultdict(set)
         self._pins: collections.Counter[str] = collections.Counter()  # Of keys, whether they have an entry or not.
-        self._expiry = ExpiryQueue()
+        self._by_expiry: SortedList[tuple[float, str]] = SortedList()  # Entries that do not live for ever.
         self._notes: dict[str, bytes] = {}  # Of pinned keys that have no entry yet.
         self._block_tokens = block_tokens
         self._prefixes = PrefixIndex(self._published, _TOKEN_BYTES, block_tokens)
@@ -250,12 +234,12 @@ class SessionIndex:
         """Takes an entry out of everything."""
         del self._entries[entry.key]
         self._share_changed(entry.key)
-        self._expiry.discard(entry.key)
+        self._expire_at(entry, None)
         names = self._by_name[entry.owner.session_id]
         names.discard(entry.key)
         if not names:
             del self._by_name[entry.owner.session_id]
-        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
+        for orders in self._tiers:
             if entry.key in orders:
                 orders.remove(entry.key)
 
@@ -292,18 +276,21 @@ class SessionIndex:
         """Marks an entry as the last used, from when on its time to live counts."""
         entry.last_used_s = now_s
         self.expire_after(entry, now_s)
-        for orders in (self._in_dram, self._on_ssd, self._to_fetch):
+        for orders in self._tiers:
             if entry.key in orders:
                 orders.use(entry.key)
 
     def expire_after(self, entry: Entry, used_s: float) -> None:
         """Counts an entry's time to live from then on; not of one that is gone."""
         if self._entries.get(entry.key) is entry:
-            self._expiry.set(entry.key, used_s, entry.ttl_s)
+            self._expire_at(entry, None if entry.ttl_s is None else used_s + entry.ttl_s)
 
-    def pop_expired(self, now_s: float) -> tuple[Entry, ...]:
-        """The entries whose time is over, once: of one that stays it is to be counted anew."""
-        return tuple(self._entries[key] for key in self._expiry.pop_expired(now_s))
+    def pop_expired(self, now_s: float) -> Iterator[Entry]:
+        """The entries whose time is over, each once: of one that stays it is to be counted anew."""
+        while self._by_expiry and self._by_expiry[0][0] <= now_s:
+            entry = self._entries[self._by_expiry[0][1]]
+            self._expire_at(entry, None)
+            yield entry
 
     def place(self, entry: Entry) -> None:
         """Brings an entry into the orders of the tiers it is in now, held where it must stay. After every change.
@@ -353,18 +340,6 @@ class SessionIndex:
             entry.num_pins -= 1
             self.place(entry)
 
-    def in_dram(self, tenant: str | None = None) -> StoreView:
-        """What a policy may see of DRAM; lazy, so it must be used before the next change."""
-        return self._in_dram.view(lambda entry, position: self._describe(entry, len(entry.block_ids), position), tenant)
-
-    def on_ssd(self, tenant: str | None = None) -> StoreView:
-        """What a policy may see of SSD, likewise."""
-        return self._on_ssd.view(self._describe_on_ssd, tenant)
-
-    def to_fetch(self) -> StoreView:
-        """What is on SSD only, can be fetched and has a job waiting, likewise."""
-        return self._to_fetch.view(self._describe_on_ssd)
-
     def _requeue(self, key: str, before: int | None, after: int | None) -> None:
         """A session's next job is another one now: only what a job waits for is fetched."""
         if self._returns is not None and before is None:
@@ -372,6 +347,14 @@ class SessionIndex:
         entry = self._entries.get(key)
         if entry is not None and (before is None) != (after is None):
             self.place(entry)
+
+    def _expire_at(self, entry: Entry, expires_s: float | None) -> None:
+        """Says when an entry expires; None: never."""
+        if entry.expires_s is not None:
+            self._by_expiry.remove((entry.expires_s, entry.key))
+        entry.expires_s = expires_s
+        if expires_s is not None:
+            self._by_expiry.add((expires_s, entry.key))
 
     def _share_changed(self, key: str) -> None:
         self._prefixes.changed(key)
@@ -382,14 +365,14 @@ class SessionIndex:
         if entry is None or not entry.num_tokens:
             return None
         num_plain = entry.lineage.plain_tokens(entry.num_tokens)
-        return Published(tenant=entry.owner.tenant, units=entry.token_ids, num_units=num_plain)
+        return entry.owner.tenant, entry.token_ids, num_plain
 
     def _published_on_ssd(self, key: str) -> Published | None:
         entry = self._entries.get(key)
         if entry is None or entry.ssd is None or entry.num_reserved_tokens:  # Otherwise it would be fetched.
             return None
         prefixes = entry.ssd.prefixes
-        return Published(tenant=entry.owner.tenant, units=prefixes, num_units=len(prefixes) // HASH_BYTES)
+        return entry.owner.tenant, prefixes, len(prefixes) // HASH_BYTES
 
     def _put(self, orders: TierOrders[Entry], entry: Entry, belongs: bool, held: bool) -> None:
         if belongs != (entry.key in orders):
@@ -400,14 +383,13 @@ class SessionIndex:
         if belongs:
             orders.set_held(entry.key, held)
 
-    def _describe(self, entry: Entry, num_blocks: int, queue_position: int | None) -> StoredEntry:
+    def _describe(self, entry: Entry, queue_position: int | None, num_blocks: int | None = None) -> StoredEntry:
         rate = 0.0
         if self._returns is not None and queue_position is None:
             rate = self._returns.rate(self._returns.group(entry.key), entry.last_used_s)
         return StoredEntry(
             key=entry.key,
-            num_blocks=num_blocks,
-            pinned=False,  # What must stay is held, and never looked at.
+            num_blocks=len(entry.block_ids) if num_blocks is None else num_blocks,
             last_used_s=entry.last_used_s,
             created_s=entry.created_s,
             queue_position=queue_position,
@@ -415,7 +397,7 @@ class SessionIndex:
         )
 
     def _describe_on_ssd(self, entry: Entry, queue_position: int | None) -> StoredEntry:
-        return self._describe(entry, 0 if entry.ssd is None else len(entry.ssd.block_ids), queue_position)
+        return self._describe(entry, queue_position, 0 if entry.ssd is None else entry.ssd.num_blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -434,5 +416,5 @@ class StoreParts:
     """Who is evicted, from either tier."""
     counters: StoreStats
     """Where outcomes are counted; sizes are 0 in it."""
-    clock: Callable[[], float]
-    """Seconds since the epoch."""
+    runtime: StoreRuntime
+    """A clock, and what is told of progress."""

@@ -22,10 +22,10 @@ import numpy as np
 
 from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
 from ca_jax.storage.catalog.records import SessionRecord
+from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.flush import Cut, Move, cut_copy, entry_of, num_kept_blocks, record_of, shared_on_ssd
-from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
-from ca_jax.storage.placement.policy import FreeingPolicy, choose_room
-from ca_jax.storage.placement.returns import ReuseGaps
+from ca_jax.storage.placement.blocks import ChargedBlocks
+from ca_jax.storage.placement.policy import Room
 from ca_jax.storage.records import BlockIoError, FlushFailure, IoFailure, MissReason, Note, SsdStats
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, SsdMover, TaskEnd
@@ -42,7 +42,7 @@ class SsdIndex:
       mover: does what is decided here. The blocks of `records` are taken in its allocator.
       records: the sessions that are there, the least recently used first.
       num_lost: how many more were there, and cannot be served.
-      quota: most blocks that tenants may hold there.
+      config: of the store; says what tenants may hold there.
       parts: of the store; the entries' parts about SSD are changed here alone.
     """
 
@@ -52,7 +52,7 @@ class SsdIndex:
         records: Sequence[SessionRecord] = (),
         num_lost: int = 0,
         *,
-        quota: TenantQuota,
+        config: StoreConfig,
         parts: StoreParts,
     ) -> None:
         self._mover = mover
@@ -60,11 +60,11 @@ class SsdIndex:
         self._index = parts.index
         self._dram = parts.dram
         self._dram_blocks = parts.blocks
-        self._blocks = ChargedBlocks(mover.allocator, quota)
-        self._policy = FreeingPolicy(parts.policy, self._blocks, self._blocks_on_ssd)
+        self._blocks = ChargedBlocks.in_bytes(
+            mover.allocator, config.tenant_quota_bytes, config.tenant_quotas, mover.stored_block_bytes
+        )
+        self._room = Room(parts.policy, self._blocks, parts.index.on_ssd, self._blocks_on_ssd, parts.runtime.clock)
         self._counters = SsdStats(num_lost_sessions=num_lost)
-        self.gaps = ReuseGaps(parts.clock)
-        """How soon what was evicted from SSD is wanted again."""
         self._moves: dict[FetchTask | FlushTask, Move] = {}
         self._failed: list[Entry] = []  # What could not be written since `poll` was called last.
         self._late_until_s = -np.inf
@@ -107,24 +107,24 @@ class SsdIndex:
 
     def stats(self) -> SsdStats:
         """Sizes now, and counts since the store was made."""
-        size = self._mover.stored_block_bytes
         return dataclasses.replace(
             self._counters,
-            capacity_bytes=self._blocks.num_blocks * size,
-            used_bytes=self.num_used_blocks * size,
-            free_bytes=self._blocks.num_free * size,
+            **self._room.stats(self.stored_block_bytes),
             num_sessions=self._index.num_on_ssd,
             failed_flushes=dict(self._counters.failed_flushes),
-            evict_to_reuse=self.gaps.histogram(),
         )
 
     def wanted(self, key: str) -> None:
         """A session's KV is wanted, for how soon that is after it was evicted from SSD: counts where no tier has it."""
         entry = self._index.get(key)
         if entry is not None and entry.ssd is not None:
-            self.gaps.forget(key)
+            self._room.gaps.forget(key)
         elif entry is None or not entry.block_ids:
-            self.gaps.wanted(key)
+            self._room.gaps.wanted(key)
+
+    def give_up(self, key: str) -> None:
+        """A session is forgotten by its owner: what was evicted of it will not be wanted."""
+        self._room.gaps.forget(key)
 
     # Moves.
 
@@ -137,10 +137,15 @@ class SsdIndex:
             return False
         return True
 
-    def fetch(self, entry: Entry, dram_block_ids: Sequence[int]) -> None:
-        """Begins to bring a session to DRAM, into blocks that are this move's until it has settled."""
+    def fetch(self, entry: Entry) -> None:
+        """Begins to bring a session to DRAM, where there is room: into blocks that are the move's until it has settled.
+
+        Raises:
+          RuntimeError: it is not on SSD, or on its way already, or there is no room.
+        """
         if entry.ssd is None or entry.fetch is not None:
             raise RuntimeError(f"session {entry.key!r} was to be fetched, and is not on SSD or on its way already")
+        dram_block_ids = self._dram_blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks)
         into = [self._dram.slab[block] for block in dram_block_ids]
         entry.fetch = FetchTask(key=entry.key, copy=entry.ssd, into=into)
         self._begin(entry.fetch, Move(entry, dram_blocks=list(dram_block_ids)))
@@ -165,7 +170,7 @@ class SsdIndex:
             self._blocks.free(entry.owner.tenant, shared_ids)
             return False
         if failure is FlushFailure.NO_ROOM and entry.ssd is not None:  # Rather its new state alone than its old one.
-            failure = self._make_room(entry, num_blocks - self._policy.frees([entry.key]))
+            failure = self._make_room(entry, num_blocks - self._room.frees([entry.key]))
             if failure is None:
                 self._forget_copy(entry)
                 num_kept = 0
@@ -207,7 +212,6 @@ class SsdIndex:
                     self._take_in_note(entry, end.note, end.error)
                     continue
                 self._let_go(entry)
-                self._index.place(entry)
                 if entry.num_tokens:
                     lost.append(entry)
                 continue
@@ -241,25 +245,6 @@ class SsdIndex:
 
     # Forgetting.
 
-    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None) -> None:
-        """Forgets what is on SSD, or on its way, behind the first `num_tokens` tokens, > 0. DRAM is cut already.
-
-        `note` is kept with the session from now on; None keeps what is kept.
-        """
-        if entry.fetch is not None and entry.fetch.copy.num_tokens > num_tokens:
-            self._cancel_fetch(entry)
-        is_longer = entry.ssd is not None and entry.ssd.num_tokens > num_tokens
-        kept = np.arange(0 if entry.ssd is None else entry.ssd.num_tokens) < num_tokens
-        if entry.flush is not None:
-            move, num_flushed = self._moves[entry.flush], entry.flush.record.num_tokens
-            if move.detached or move.cuts or num_flushed > num_tokens:
-                self.cancel(entry)
-            elif is_longer:  # Perhaps the catalog has it no more.
-                move.cuts.append(Cut(kept, entry.lineage, note, num_flushed))
-                return
-        if entry.ssd is not None and is_longer:
-            self._cut_copy(entry, Cut(kept, entry.ssd.lineage, note), len(kept))
-
     def discard(self, entry: Entry, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Forgets tokens of a session on SSD, or on their way. DRAM is cut already.
 
@@ -270,10 +255,11 @@ class SsdIndex:
           entry: of the session.
           kept: bool `[T]`, which of the tokens stay that were in DRAM, or on SSD alone.
           lineage: what has been dropped then.
-          note: as for `shorten`.
+          note: what to keep with the session from then on; None keeps what is kept.
         """
         cut = Cut(kept, lineage, note)
-        self._cancel_fetch(entry)
+        if entry.fetch is not None and (lineage != entry.fetch.copy.lineage or not kept.all()):
+            self._cancel_fetch(entry)
         if entry.flush is not None:
             move = self._moves[entry.flush]
             num_flushed = move.cuts[-1].num_flushed if move.cuts else entry.flush.record.num_tokens
@@ -359,7 +345,9 @@ class SsdIndex:
         entry.fetch = None
         if end.error is None and end.contents is not None:
             block_ids, move.dram_blocks = move.dram_blocks, []
-            entry.take_in(task.copy, end.contents.token_ids, block_ids)
+            entry.token_ids, entry.block_ids, entry.fetched = end.contents.token_ids, block_ids, True
+            entry.places, entry.lineage = task.copy.places, task.copy.lineage
+            entry.num_same_tokens, entry.num_same_rows = entry.num_tokens, entry.places.num_places
             self._counters.num_fetches += 1
             self._counters.fetched_bytes += task.copy.num_blocks * self._layout.block_bytes
             return
@@ -369,16 +357,15 @@ class SsdIndex:
             self.forget(entry)
 
     def _end_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
-        entry = move.entry
-        entry.flush = None
         self._take_in_flush(move, task, end)
         for cut in move.cuts:
-            self._cut_copy(entry, cut, entry.num_same_tokens)
+            self._cut_copy(move.entry, cut, move.entry.num_same_tokens)
         if move.detached:
-            entry.num_same_tokens = entry.num_same_rows = 0
+            move.entry.num_same_tokens = move.entry.num_same_rows = 0
 
     def _take_in_flush(self, move: Move, task: FlushTask, end: TaskEnd) -> None:
         entry = move.entry
+        entry.flush = None
         if end.error is not None:
             reason = end.error.reason
             if reason is IoFailure.CORRUPT:  # What the catalog says of it: then it cannot be written on.
@@ -406,35 +393,24 @@ class SsdIndex:
             self._failed.append(entry)
             return
         entry.pause_s = 0.0
-        entry.take_in_note(note)
+        if note is not None:
+            entry.noted = note.generation if isinstance(note, Note) else 0
+            if entry.note is note:
+                entry.note = None
 
     def _make_room(self, entry: Entry, num_blocks: int) -> FlushFailure | None:
         """Evicts from SSD until `num_blocks` more fit beside what `entry` has; or says why not, and evicts nothing."""
-        tenant = entry.owner.tenant
         with self._index.kept(entry):
-            victims = choose_room(
-                self._policy,
-                self._index.on_ssd,
-                tenant=tenant,
-                lacking=self._blocks.lacking(num_blocks),
-                excess=self._blocks.excess(tenant, num_blocks),
-            )
+            victims = self._room.victims(entry.owner.tenant, num_blocks)
         if victims is None:
             return FlushFailure.NO_ROOM
-        evicted = [entry for entry in map(self._index.get, victims) if entry is not None]
+        evicted = {key: entry for key in victims if (entry := self._index.get(key)) is not None}
         try:
-            for victim in evicted:
+            for victim in evicted.values():
                 self._take_note_back(victim)
         except CatalogLateError:
             return FlushFailure.DEADLINE
-        for victim in evicted:
-            num_free = self._blocks.num_free
-            self._let_go(victim)
-            self._counters.num_evictions += 1
-            self.gaps.evicted(victim.key)
-            num_freed = self._blocks.num_free - num_free
-            self._counters.evicted_bytes += num_freed * self._mover.stored_block_bytes
-            self._index.place(victim)
+        self._room.evict(evicted, lambda key: self._let_go(evicted[key]))
         if victims:
             self._mover.forget(victims)
         return None
@@ -490,4 +466,6 @@ class SsdIndex:
     def _let_go(self, entry: Entry) -> None:
         if entry.ssd is not None:
             self._blocks.free(entry.owner.tenant, entry.ssd.block_ids.tolist())
-        entry.forget_copy()
+        entry.ssd, entry.noted = None, -1
+        entry.num_same_tokens = entry.num_same_rows = 0
+        self._index.place(entry)

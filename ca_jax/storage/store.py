@@ -30,7 +30,7 @@ from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.opening import open_ssd_index
-from ca_jax.storage.placement.blocks import ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.blocks import ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead
 from ca_jax.storage.placement.policy import EvictionPolicy, ReturnAwarePolicy, make_policy
 from ca_jax.storage.placement.returns import ReturnTimes
@@ -41,6 +41,7 @@ from ca_jax.storage.records import (
     Owner,
     Residency,
     StoreClosedError,
+    StoreRuntime,
     StoreStats,
     check_ttl,
 )
@@ -50,7 +51,6 @@ from ca_jax.storage.tiering import Placement
 from ca_jax.storage.tiers.dram import DramTier
 from ca_jax.storage.transfers import Transfers, as_token_ids
 from ca_jax.storage.truncation import Truncation
-from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 
 _CLOSE_S = 60.0  # How long `close` waits for what is on its way to SSD.
 _CLOSE_UNSETTLED_S = 1.0  # And for an SSD that has not answered in that time.
@@ -81,13 +81,9 @@ class AttentionStore:
       config: caps and policy.
       policy: chooses what is evicted; by default the one that the config names.
       weights: fingerprint of the weights and of whatever else decides what KV they give; other KV is not found on SSD.
-      clock: seconds since the epoch, which times to live are counted by.
-      on_progress: called from any thread when `poll` has something to do.
-      on_fetch: given bytes and seconds of fetches from SSD, from any thread, whenever some have ended and none is under
-        way.
-      timeline: gets a span of every fetch and flush.
-      open_ssd: given `parts` and `on_progress` as `open_ssd_index` is, makes the SSD tier in place of the one that the
-        config names. A simulator has its own.
+      runtime: a clock, and what is told of progress.
+      open_ssd: makes the SSD tier of the store's parts, in place of the one that the config names. A simulator has its
+        own.
 
     Raises:
       ValueError: layout and config disagree, or a cap is under one block, above the machine's memory, or above what the
@@ -104,45 +100,44 @@ class AttentionStore:
         policy: EvictionPolicy | None = None,
         *,
         weights: str = "",
-        clock: Callable[[], float] = time.time,
-        on_progress: Callable[[], None] | None = None,
-        on_fetch: Callable[[int, float], None] = lambda num_bytes, seconds: None,
-        timeline: Timeline = NO_TIMELINE,
-        open_ssd: Callable[..., SsdIndex] | None = None,
+        runtime: StoreRuntime | None = None,
+        open_ssd: Callable[[StoreParts], SsdIndex] | None = None,
     ):
         if layout.block_tokens != config.block_tokens:
             raise ValueError(f"layout must have blocks of {config.block_tokens} tokens, got {layout.block_tokens}")
         self.layout = layout
         """The shape of a block."""
+        self._closed = False
         self._progress = threading.Event()
-        self._on_progress = on_progress
+        runtime = runtime or StoreRuntime()
+        self._on_progress = runtime.on_progress
         policy = make_policy(config.eviction_policy) if policy is None else policy
-        quota = TenantQuota.in_bytes(config.tenant_quota_bytes, dict(config.tenant_quotas), layout.block_bytes)
         self._dram = DramTier(layout, config.dram_bytes)
-        self._blocks = ChargedBlocks(self._dram.allocator, quota)
-        look_ahead = LookAhead()
-        returns = ReturnTimes(clock) if isinstance(policy, ReturnAwarePolicy) else None
-        self._entries = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
+        self._blocks = ChargedBlocks.in_bytes(
+            self._dram.allocator, config.tenant_quota_bytes, config.tenant_quotas, layout.block_bytes
+        )
+        self._look_ahead = look_ahead = LookAhead()
+        returns = ReturnTimes(runtime.clock) if isinstance(policy, ReturnAwarePolicy) else None
+        self._index = SessionIndex(look_ahead, self._dram.num_blocks, layout.block_tokens, returns)
         self._counters = StoreStats()
         parts = StoreParts(
-            index=self._entries,
+            index=self._index,
             look_ahead=look_ahead,
             dram=self._dram,
             blocks=self._blocks,
             policy=policy,
             counters=self._counters,
-            clock=clock,
+            runtime=dataclasses.replace(runtime, on_progress=self._progressed),
         )
         if open_ssd is None and config.ssd_dir is not None:
             namespace = Namespace(
                 weights=weights, layout=layout, driver=config.ssd_driver, location=config.ssd_url or ""
             )
-            open_ssd = functools.partial(open_ssd_index, config, namespace, on_fetch=on_fetch, timeline=timeline)
-        self._ssd = None if open_ssd is None else open_ssd(parts=parts, on_progress=self._progressed)
+            open_ssd = functools.partial(open_ssd_index, config, namespace)
+        self._ssd = None if open_ssd is None else open_ssd(parts)
         self._placement = Placement(parts, self._ssd, free_fraction=config.dram_free_fraction)
-        self._truncation = Truncation(parts, self._placement, self._ssd, self._progressed)
+        self._truncation = Truncation(parts, self._placement, self._ssd)
         self._transfers = Transfers(parts, self._placement, self._truncation, ttl_s=config.ttl_s)
-        self._closed = False
 
     def touch(self, stopped: Callable[[], bool] = lambda: False) -> float:
         """Makes the DRAM tier's memory resident, so that saves do not pay for it; see `DramTier.touch`.
@@ -156,39 +151,32 @@ class AttentionStore:
 
     def num_readable(self, key: str) -> int:
         """How many of a session's tokens can be read, or fetched. Not a use."""
-        self._check_open()
         entry = self._entries.get(key)
         return 0 if entry is None else entry.num_readable
 
     def residency(self, key: str) -> Residency:
         """Where a session's KV is. Not a use."""
-        self._check_open()
         entry = self._entries.get(key)
         return Residency.ABSENT if entry is None else entry.residency
 
     def list(self) -> tuple[EntryInfo, ...]:
         """Describes every session stored or being stored, in the order in which they came. Not a use."""
-        self._check_open()
         return tuple(self._describe(entry) for entry in self._entries)
 
     def owners(self) -> Iterator[tuple[str, Owner]]:
         """Key and owner of every session stored or being stored, the latest to come first; to be used at once."""
-        self._check_open()
         return ((entry.key, entry.owner) for entry in reversed(self._entries))
 
     def names_pinned(self, tenant: str) -> set[str]:
         """Names of a tenant's sessions that were pinned by `set_pinned`. Not a use."""
-        self._check_open()
         return {entry.owner.session_id for entry in self._entries if entry.pinned and entry.owner.tenant == tenant}
 
     def of_name(self, session_id: str) -> tuple[EntryInfo, ...]:
         """Describes the sessions that their owners, of whatever tenant, know by a name. Not a use."""
-        self._check_open()
         return tuple(self._describe(entry) for entry in self._entries.of_name(session_id))
 
     def blocks(self, key: str) -> tuple[BlockTiers, ...]:
         """Where each block of a session is, in token order; none of a session that is not stored. Not a use."""
-        self._check_open()
         entry = self._entries.get(key)
         return () if entry is None else block_map(entry, self.layout.block_tokens)
 
@@ -200,19 +188,13 @@ class AttentionStore:
 
     def stats(self) -> StoreStats:
         """Sizes now, and counts since the store was made."""
-        self._check_open()
-        free_bytes = self._blocks.num_free * self.layout.block_bytes
-        capacity_bytes = self._blocks.num_blocks * self.layout.block_bytes
         return dataclasses.replace(
             self._counters,
-            capacity_bytes=capacity_bytes,
-            used_bytes=capacity_bytes - free_bytes,
-            free_bytes=free_bytes,
+            **self._placement.room.stats(self.layout.block_bytes),
             num_sessions=len(self._entries),
             num_dram_sessions=self._entries.num_in_dram,
             misses=dict(self._counters.misses),
             skipped_saves=dict(self._counters.skipped_saves),
-            evict_to_reuse=self._placement.evict_to_reuse,
             ssd=None if self._ssd is None else self._ssd.stats(),
         )
 
@@ -222,7 +204,6 @@ class AttentionStore:
         Raises:
           CatalogLateError: after `ssd_deadline_s` it has not been read; it is not known then whether there is one.
         """
-        self._check_open()
         entry = self._entries.get(key)
         if entry is None or self._ssd is None:
             return b""
@@ -232,7 +213,6 @@ class AttentionStore:
 
     def has_note_on_ssd(self, key: str, generation: int) -> bool:
         """Whether SSD is known to have a session's `Note` of a generation, or a later one, durably."""
-        self._check_open()
         entry = self._entries.get(key)
         return entry is not None and entry.ssd is not None and entry.noted >= generation
 
@@ -254,7 +234,6 @@ class AttentionStore:
         Returns:
           Its key; None where there is none.
         """
-        self._check_open()
         wanted = as_token_ids(token_ids)
         num_near, near = self._entries.find_prefix(tenant, wanted)
         if self._ssd is not None and not in_dram:
@@ -268,7 +247,7 @@ class AttentionStore:
     enqueue = _done_by("_placement", Placement.enqueue)
     dequeue = _done_by("_placement", Placement.dequeue)
     request = _done_by("_placement", Placement.request)
-    queue_position = _done_by("_placement", Placement.queue_position)
+    queue_position = _done_by("_look_ahead", LookAhead.position)
     set_note = _done_by("_placement", Placement.set_note)
 
     def ready(self, key: str, is_next: bool) -> bool:
@@ -318,7 +297,6 @@ class AttentionStore:
 
         A pin does not keep the owner from `truncate` and `drop`.
         """
-        self._check_open()
         self._entries.add_pins(key, 1)
 
     def unpin(self, key: str) -> None:
@@ -327,7 +305,6 @@ class AttentionStore:
         Raises:
           ValueError: there is none.
         """
-        self._check_open()
         if not self._entries.num_pins(key):
             raise ValueError(f"the key must be pinned, got {key!r}, which has no pin")
         self._entries.add_pins(key, -1)
@@ -349,7 +326,6 @@ class AttentionStore:
         Returns:
           Whether the session is stored.
         """
-        self._check_open()
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -368,7 +344,6 @@ class AttentionStore:
         Raises:
           ValueError: `ttl_s` is negative or not finite.
         """
-        self._check_open()
         check_ttl(ttl_s)
         entry = self._entries.get(key)
         if entry is None:
@@ -438,10 +413,15 @@ class AttentionStore:
             ttl_s=entry.ttl_s,
         )
 
+    @property
+    def _entries(self) -> SessionIndex:
+        """The index, while the store is open."""
+        self._check_open()
+        return self._index
+
     def _progressed(self) -> None:
         self._progress.set()
-        if self._on_progress is not None:
-            self._on_progress()
+        self._on_progress()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -19,17 +19,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from ca_jax.storage.placement.policy import (
-    FifoPolicy,
-    FreeingPolicy,
-    LruPolicy,
-    PrefetchPolicy,
-    StoredEntry,
-    choose_room,
-    look_ahead_window,
-)
-from ca_jax.storage.placement.returns import ReuseGaps
-from ca_jax.storage.records import GapHistogram, LookAheadWindows, MissReason, Residency, SkipReason
+from ca_jax.storage.placement.policy import FifoPolicy, LruPolicy, Room, StoredEntry, look_ahead_window, plan_fetches
+from ca_jax.storage.records import LookAheadWindows, MissReason, Residency, SkipReason
 from ca_jax.storage.sessions import Entry, StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tokens import PLAIN, TokenPlaces
@@ -55,11 +46,11 @@ class Placement:
         self._blocks = parts.blocks
         self._ssd = ssd
         self._looks_at_queue = not isinstance(parts.policy, LruPolicy | FifoPolicy)
-        self._policy = FreeingPolicy(parts.policy, parts.blocks, self._evictable_blocks)
+        self.room = Room(parts.policy, parts.blocks, parts.index.in_dram, self._evictable_blocks, parts.runtime.clock)
+        """Who is evicted from DRAM."""
         self._counters = parts.counters
         self._reserve_blocks = int(free_fraction * parts.blocks.num_blocks) if ssd is not None else 0
-        self._clock = parts.clock
-        self._gaps = ReuseGaps(parts.clock)
+        self._clock = parts.runtime.clock
         self._dirty: dict[str, float] = {}  # What is to be written to SSD, oldest first; from when on, by the clock.
 
     # What happens.
@@ -72,22 +63,17 @@ class Placement:
         """A session's KV is wanted, wherever it is: if it was evicted, this is how soon it is missed."""
         entry = self._index.get(key)
         if entry is not None and entry.block_ids:
-            self._gaps.forget(key)
+            self.room.gaps.forget(key)
         else:
-            self._gaps.wanted(key)
+            self.room.gaps.wanted(key)
         if self._ssd is not None:
             self._ssd.wanted(key)
 
     def give_up(self, key: str) -> None:
         """A session is forgotten by its owner, stored or not: what was evicted of it will not be wanted."""
-        self._gaps.forget(key)
+        self.room.gaps.forget(key)
         if self._ssd is not None:
-            self._ssd.gaps.forget(key)
-
-    @property
-    def evict_to_reuse(self) -> GapHistogram:
-        """How soon what was evicted from DRAM was wanted again."""
-        return self._gaps.histogram()
+            self._ssd.give_up(key)
 
     def changed(self, entry: Entry) -> None:
         """A session has what SSD has not, in DRAM or kept with it."""
@@ -161,7 +147,7 @@ class Placement:
             if self._ssd.can_fetch(entry):
                 skipped = self.make_room(entry, num_blocks)
                 if skipped is None:
-                    self._fetch(entry)
+                    self._ssd.fetch(entry)
                 elif skipped is SkipReason.NO_ROOM and self._room_will_come():
                     return True
                 else:
@@ -204,10 +190,6 @@ class Placement:
         num_looked_at = len(self._look_ahead) if self._looks_at_queue else 0
         return LookAheadWindows(prefetch_jobs=self._prefetch_window(), eviction_jobs=num_looked_at)
 
-    def queue_position(self, key: str) -> int | None:
-        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
-        return self._look_ahead.position(key)
-
     @property
     def is_late(self) -> bool:
         """Whether SSD missed a deadline: nothing should wait for it."""
@@ -230,7 +212,7 @@ class Placement:
         victims = self._victims(entry, num_blocks)
         if victims is None:
             return SkipReason.NO_ROOM
-        self._evict_all(victims)
+        self._evict(victims)
         return None
 
     def room_is_coming(self, entry: Entry, num_blocks: int, num_replaced: int) -> bool:
@@ -261,7 +243,9 @@ class Placement:
         del entry.block_ids[num_blocks:]
         self.free_dram(entry, block_ids)
         if not num_blocks:
-            entry.leave_share_group()
+            if entry.share_group is not None:
+                del entry.share_group[entry.key]
+                entry.share_group = None
             entry.lineage = PLAIN
             entry.num_same_tokens = entry.num_same_rows = 0
             entry.waits_for_flush = entry.fetched = False
@@ -292,17 +276,10 @@ class Placement:
     def _victims(self, entry: Entry, num_blocks: int) -> tuple[str, ...] | None:
         """Who would have to leave DRAM for `entry` to take so many blocks; None if that cannot be had."""
         tenant = entry.owner.tenant
-        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
-        if lacking <= 0 and excess <= 0:
+        if self._blocks.lacking(num_blocks) <= 0 and not self._blocks.excess(tenant, num_blocks):
             return ()
         with self._index.kept(entry):
-            return choose_room(
-                self._policy,
-                self._index.in_dram,
-                tenant=tenant,
-                lacking=lacking,
-                excess=excess,
-            )
+            return self.room.victims(tenant, num_blocks)
 
     def _room_will_come(self) -> bool:
         """Whether sessions that do not run are on their way to SSD, or are about to be: they may leave DRAM then."""
@@ -311,19 +288,9 @@ class Placement:
         entries = filter(None, map(self._index.get, self._dirty))
         return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
 
-    def _fetch(self, entry: Entry) -> None:
-        """Begins a fetch; there is room."""
-        if self._ssd is None or entry.ssd is None:
-            raise RuntimeError(f"session {entry.key!r} was to be fetched and is not on SSD")
-        self._ssd.fetch(entry, self._blocks.alloc_room(entry.owner.tenant, entry.ssd.num_blocks))
-
-    def _evict_all(self, keys: tuple[str, ...]) -> None:
-        for entry in filter(None, map(self._index.get, keys)):
-            num_free = self._blocks.num_free
-            self._leave_dram(entry)
-            self._counters.num_evictions += 1
-            self._gaps.evicted(entry.key)
-            self._counters.evicted_bytes += (self._blocks.num_free - num_free) * self._layout.block_bytes
+    def _evict(self, keys: Sequence[str]) -> None:
+        entries = {key: entry for key in keys if (entry := self._index.get(key)) is not None}
+        self.room.evict(entries, lambda key: self._leave_dram(entries[key]))
 
     def _leave_dram(self, entry: Entry) -> None:
         """Forgets what of a session is in DRAM."""
@@ -354,7 +321,9 @@ class Placement:
             entry = self._index.get(key)
             if entry is None:
                 del self._dirty[key]
-            elif from_s <= now_s and _can_flush(entry):  # Most that are dirty run, and are pinned.
+            elif from_s > now_s or entry.num_pins or not (entry.num_tokens or entry.ssd):
+                continue  # Most that are dirty run, and are pinned.
+            elif not (entry.open_saves or entry.flush or entry.fetch):  # Nothing of it is about to change, or moves.
                 yield entry
 
     def _put_off(self, entry: Entry) -> None:
@@ -377,10 +346,10 @@ class Placement:
     def _evict_ahead(self) -> None:
         """Keeps a part of DRAM free, one session at a time, so that saves and fetches find room."""
         while self._blocks.num_free < self._reserve_blocks:
-            victims = self._policy.choose_victims(self._index.in_dram(), 1)
+            victims = self.room.choose(1)
             if not victims:
                 return
-            self._evict_all(victims)
+            self._evict(victims)
 
     def _prefetch(self) -> None:
         if self._ssd is None or self._ssd.is_late or not len(self._look_ahead):
@@ -388,18 +357,18 @@ class Placement:
         num_fetches = _MAX_FETCHES - self._ssd.num_fetching
         if num_fetches <= 0 or not self._index.num_on_ssd:
             return
-        plan = PrefetchPolicy(eviction=self._policy, max_fetches=num_fetches).plan(
+        fetch, evict = plan_fetches(
             self._index.to_fetch(),
-            self._index.in_dram(),
+            lambda num_blocks, needed_at: self.room.choose(num_blocks, needed_at=needed_at),
             window_jobs=self._prefetch_window(),
-            free_blocks=self._blocks.num_free,
-            reserve_blocks=self._reserve_blocks,
+            lacking=self._reserve_blocks - self._blocks.num_free,
+            max_fetches=num_fetches,
             admits=self._within_quotas(),
         )
-        self._evict_all(plan.evict)
-        for entry in filter(None, map(self._index.get, plan.fetch)):
+        self._evict(evict)
+        for entry in filter(None, map(self._index.get, fetch)):
             if entry.ssd is not None and self._blocks.lacking(len(entry.ssd.block_ids)) <= 0:
-                self._fetch(entry)
+                self._ssd.fetch(entry)
 
     def _prefetch_window(self) -> int:
         """How many jobs from the queue's head on are fetched for."""
@@ -429,16 +398,10 @@ class Placement:
 
     def _expire(self) -> None:
         now_s = self._clock()
-        for entry in self._index.pop_expired(now_s):
+        for entry in tuple(self._index.pop_expired(now_s)):
             if entry.in_use or entry.pinned or entry.num_pins or self._look_ahead.next_ticket(entry.key) is not None:
                 self._index.expire_after(entry, now_s)
                 continue
             self._counters.num_expired += 1
             self.give_up(entry.key)
             self.forget(entry)
-
-
-def _can_flush(entry: Entry) -> bool:
-    """Whether nothing of a session is about to change, or on its way."""
-    is_somewhere = entry.num_tokens or entry.ssd is not None
-    return bool(is_somewhere and not (entry.open_saves or entry.num_pins or entry.flush or entry.fetch))

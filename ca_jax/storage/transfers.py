@@ -37,7 +37,7 @@ class Transfers:
         self._truncation = truncation
         self._counters = parts.counters
         self._ttl_s = ttl_s
-        self._clock = parts.clock
+        self._clock = parts.runtime.clock
         self._open_loads: dict[LoadTicket, Entry] = {}
 
     # Saves.
@@ -280,7 +280,10 @@ class Transfers:
         if entry.miss is not None:  # What SSD had of it was lost.
             self._counters.misses[entry.miss] += 1
             entry.miss = None
-        from_entry.share_with(entry)
+        if from_entry.share_group is None:
+            from_entry.share_group = {source: None}
+        from_entry.share_group[key] = None
+        entry.share_group = from_entry.share_group
         self._placement.used(from_entry)
         self._keep(entry)
         return num_tokens

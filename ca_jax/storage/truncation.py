@@ -17,7 +17,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,19 +53,16 @@ class Truncation:
       parts: of the store.
       placement: is notified of changes.
       ssd: the SSD tier, if there is one.
-      on_progress: called from any thread when `step` has something to do.
     """
 
-    def __init__(
-        self, parts: StoreParts, placement: Placement, ssd: SsdIndex | None, on_progress: Callable[[], None]
-    ) -> None:
+    def __init__(self, parts: StoreParts, placement: Placement, ssd: SsdIndex | None) -> None:
         self._index = parts.index
         self._dram = parts.dram
         self._layout = parts.dram.layout
         self._blocks = parts.blocks
         self._placement = placement
         self._ssd = ssd
-        self._on_progress = on_progress
+        self._on_progress = parts.runtime.on_progress
         self._wasteful: dict[Entry, None] = {}  # Perhaps; looked at when nothing of them moves.
         self._copy: _Copy | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "ca_jax-compact")
@@ -90,26 +87,6 @@ class Truncation:
     def close(self) -> None:
         """Waits for the copy that is under way. Nothing is begun any more."""
         self._thread.shutdown(cancel_futures=True)
-
-    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None = None) -> None:
-        """Keeps only a session's first tokens, > 0, in both tiers and of what is on its way.
-
-        Args:
-          entry: of the session.
-          num_tokens: how many.
-          note: what to keep with it from now on; None keeps what is kept.
-        """
-        shorter = num_tokens < entry.num_tokens
-        if shorter:  # First: a flush may read what is freed.
-            entry.token_ids = entry.token_ids[:num_tokens].copy()
-            entry.places = entry.places.take(num_tokens)
-            self._placement.free_unused(entry)
-        self._keep_note(entry, note)
-        if self._ssd is not None:
-            self._ssd.shorten(entry, num_tokens, note)
-        if shorter or note is not None:
-            self._placement.changed(entry)
-        self._index.place(entry)
 
     def truncate(self, key: str, num_tokens: int, note: bytes | None = None) -> int:
         """Keeps only a session's first `num_tokens` published tokens, if it has more. Blocks are free at once.
@@ -138,11 +115,15 @@ class Truncation:
                 self._placement.set_note(key, note)
             return 0
         _check_idle(entry)
+        self.shorten(entry, num_tokens, note)
+        return entry.num_readable
+
+    def shorten(self, entry: Entry, num_tokens: int, note: bytes | None = None) -> None:
+        """Keeps only the first tokens of a session that is not in use; see `truncate`."""
         if num_tokens:
-            self.shorten(entry, num_tokens, note)
+            self._discard(entry, np.arange(max(entry.num_readable, num_tokens)) >= num_tokens, note)
         else:
             self._placement.forget(entry)
-        return entry.num_readable
 
     def drop(self, key: str) -> bool:
         """Forgets a session's KV.
@@ -208,6 +189,8 @@ class Truncation:
     def _discard(self, entry: Entry, discarded: np.ndarray, note: bytes | None) -> None:
         """Forgets tokens of a session in both tiers, and of what is on its way."""
         if not entry.num_readable:
+            if note is not None:
+                self._placement.set_note(entry.key, note)
             return
         kept = np.ones(entry.num_readable, bool)
         num_tokens = min(len(kept), len(discarded))
@@ -221,8 +204,9 @@ class Truncation:
         in_dram = bool(entry.num_tokens)
         if in_dram:
             self._discard_in_dram(entry, kept, lineage)
-        self._keep_note(entry, note)
         if self._ssd is not None:
+            if note is not None:  # It goes with the next flush too, should SSD forget the session before it has it.
+                entry.note = note
             self._ssd.discard(entry, kept, lineage, note)
         if in_dram:
             if not entry.places.is_dense:
@@ -236,11 +220,6 @@ class Truncation:
         if entry.lineage.num_dropped != num_dropped:
             entry.lineage = Lineage(num_dropped)
             self._placement.changed(entry)
-
-    def _keep_note(self, entry: Entry, note: bytes | None) -> None:
-        """Has a note go with the next flush too, should SSD forget the session before it has it."""
-        if note is not None and self._ssd is not None:
-            entry.note = note
 
     def _discard_in_dram(self, entry: Entry, kept: np.ndarray, lineage: Lineage) -> None:
         places, table = entry.places.keep(kept, self._layout.block_tokens)
@@ -257,7 +236,7 @@ class Truncation:
         Blocks that it shares are not its to free, and no waste. It stays in DRAM, and is not flushed, meanwhile.
         """
         num_blocks, tenant = self._layout.num_blocks(entry.num_tokens), entry.owner.tenant
-        if self._blocks.frees([entry.block_ids])[0] <= num_blocks + _MAX_SPARE_BLOCKS:
+        if next(self._blocks.frees([entry.block_ids])) <= num_blocks + _MAX_SPARE_BLOCKS:
             return
         fresh = None if self._blocks.excess(tenant, num_blocks) > 0 else self._blocks.alloc(tenant, num_blocks)
         if fresh is None:

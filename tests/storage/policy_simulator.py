@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from benchmarks.loop_workload import Stored, Tier, describe, hits_of_one_tier, next_use_in
 from ca_jax.storage.placement.orders import LookAhead
-from ca_jax.storage.placement.policy import EvictionPolicy, PrefetchPolicy, look_ahead_window
+from ca_jax.storage.placement.policy import EvictionPolicy, look_ahead_window, plan_fetches
 
 __all__ = ["Stored", "Tier", "TwoTierResult", "describe", "hits_of_one_tier", "next_use_in", "run_two_tiers"]
 
@@ -26,7 +27,7 @@ def run_two_tiers(
     dram_blocks: int,
     ssd_blocks: int,
     policy: EvictionPolicy,
-    prefetch: PrefetchPolicy | None,
+    prefetch: bool,
     queue_jobs: int,
     reserve_blocks: int,
 ) -> TwoTierResult:
@@ -50,16 +51,15 @@ def run_two_tiers(
         while num_queued < min(len(trace), now + 1 + queue_jobs):
             look_ahead.append(num_queued, trace[num_queued])
             num_queued += 1
-        if prefetch is not None:
-            plan = prefetch.plan(
-                ssd.orders.view(describe),
-                dram.orders.view(describe),
+        if prefetch:
+            fetch, evict = plan_fetches(
+                ssd.orders.view(),
+                functools.partial(dram.victims, policy),
                 window_jobs=look_ahead_window(dram_blocks - reserve_blocks, mean),
-                free_blocks=dram.num_free,
-                reserve_blocks=reserve_blocks,
+                lacking=reserve_blocks - dram.num_free,
             )
-            taken = [ssd.take(key) for key in plan.fetch]
-            to_ssd([dram.take(key) for key in plan.evict])
+            taken = [ssd.take(key) for key in fetch]
+            to_ssd([dram.take(key) for key in evict])
             for item in taken:
                 result.num_fetches += 1
                 fetched.add(item.key)

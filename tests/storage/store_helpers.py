@@ -17,7 +17,7 @@ from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, 
 from ca_jax.storage import opening as ssd_setup
 from ca_jax.storage.config import GIB
 from ca_jax.storage.opening import open_ssd
-from ca_jax.storage.records import BlockIoError, Owner
+from ca_jax.storage.records import BlockIoError, Owner, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
@@ -84,9 +84,8 @@ def make_store(
         eviction_policy=eviction_policy,
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
     )
-    store = AttentionStore(
-        layout, config, policy, clock=clock or FakeClock(), weights=weights, on_fetch=on_fetch, timeline=timeline
-    )
+    runtime = StoreRuntime(clock=clock or FakeClock(), on_fetch=on_fetch, timeline=timeline)
+    store = AttentionStore(layout, config, policy, weights=weights, runtime=runtime)
     fill_blocks_with_nan(store)
     return store
 

@@ -60,18 +60,6 @@ def test_taking_is_all_or_nothing():
     assert free.alloc(4) == (0, 1, 4, 5)  # Two runs of two, the first one first.
 
 
-def test_blocks_of_a_hundred_thousand_sessions_are_taken_at_once():
-    num_sessions, per_session = 100_000, 17
-    first = 20 * np.random.default_rng(0).permutation(num_sessions)
-    ids = (first[:, None] + np.arange(per_session)).ravel()
-    free = BlockAllocator(20 * num_sessions)
-    free.take(ids)
-    assert free.num_free == 3 * num_sessions
-    assert free.alloc(4) == (17, 18, 19, 37)
-    free.free(ids)
-    assert free.num_free == 20 * num_sessions - 4
-
-
 @given(st.data())
 def test_accounting_is_exact_whatever_comes(data):
     free = BlockAllocator(12)

@@ -252,18 +252,6 @@ def test_a_tenant_over_its_quota_loses_its_own_sessions_only(open_store):
     assert store.stats().num_evictions == 0, "in DRAM she is within it"
 
 
-def test_prefetching_does_not_take_a_tenant_over_its_quota(open_store):
-    options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES}  # 17 blocks of DRAM, 4 of SSD.
-    store = on_ssd(open_store, {"a": 16}, **options)
-    with store.pinned("big"):
-        assert save(store, "big", ids(64), make_kv(LAYOUT, 64))
-        store.enqueue(0, "a")
-        store.poll()
-        store.settle()
-        assert used_blocks(store) <= 17
-    store.dequeue(0)
-
-
 def test_what_is_prefetched_for_a_tenant_fits_its_quota_together(open_store):
     options = {"num_blocks": 40, "quota_bytes": 4 * SLOT_BYTES}  # 17 blocks of DRAM, 4 of SSD.
     alice, bob = Owner(tenant="alice"), Owner(tenant="bob")
@@ -312,7 +300,7 @@ def test_nothing_is_kept_of_the_time_to_live_of_what_is_gone(open_store):
     put(store, "a", 4)
     ticket = store.prepare_load("a", ids(4))
     store.complete_load(ticket)
-    assert len(store._entries._expiry) == len(store.list()) == 1
+    assert len(store._entries._by_expiry) == len(store.list()) == 1
 
 
 def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):

@@ -12,21 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks, TenantQuota
+from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import (
     FifoPolicy,
-    FreeingPolicy,
     LruPolicy,
-    PrefetchPlan,
-    PrefetchPolicy,
     ReturnAwarePolicy,
+    Room,
     SchedulerAwarePolicy,
     StoredEntry,
     StoreView,
-    choose_room,
     look_ahead_window,
     make_policy,
+    plan_fetches,
 )
 
 from .policy_simulator import Stored, describe, hits_of_one_tier, run_two_tiers
@@ -54,27 +52,35 @@ def group_of(entry: StoredEntry) -> int:
 
 
 def view(*entries: tuple) -> StoreView:
-    """A view of (key, blocks, pinned, last used, queue position if any), created in the order given."""
+    """A view of (key, blocks, last used, queue position if any), created in the order given."""
     return make_view(
         [
             StoredEntry(
                 key=key,
                 num_blocks=blocks,
-                pinned=pinned,
                 last_used_s=used,
                 created_s=float(i),
                 queue_position=position[0] if position else None,
             )
-            for i, (key, blocks, pinned, used, *position) in enumerate(entries)
+            for i, (key, blocks, used, *position) in enumerate(entries)
         ]
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_choice_is_all_the_room_or_none_and_never_what_is_pinned(name):
-    stored = view(("a", 2, True, 1), ("b", 1, False, 2), ("c", 2, False, 3))
-    assert make_policy(name).choose_victims(stored, 3) == ("b", "c")
-    assert make_policy(name).choose_victims(stored, 4) == ()
+def make_room(policy, stored: StoreView, num_free: int = 0) -> Room:
+    """Room in a tier of these sessions, which share no block."""
+    tables = {entry.key: range(entry.num_blocks) for entry in stored.by_created}
+    blocks = ChargedBlocks(BlockAllocator(num_free))
+    return Room(policy, blocks, lambda tenant: stored, lambda key: tables.get(key, ()), lambda: 0.0)
+
+
+def choose(policy, stored: StoreView, num_blocks: int, needed_at: int | None = None) -> tuple[str, ...]:
+    return make_room(policy, stored).choose(num_blocks, needed_at=needed_at)
+
+
+def plan(on_ssd: StoreView, in_dram: StoreView, policy, **options) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    room = make_room(policy, in_dram)
+    return plan_fetches(on_ssd, lambda num_blocks, at: room.choose(num_blocks, needed_at=at), **options)
 
 
 def test_an_unknown_policy_is_named():
@@ -87,13 +93,11 @@ def test_an_unknown_policy_is_named():
 
 def test_figure_9_of_the_paper():
     """Job 1 runs, jobs 2 to 9 wait; the host memory has room for two of them, the disks are full."""
-    dram = view(("1", 1, True, 9), ("2", 1, False, 1, 0), ("4", 1, False, 2, 2))
-    ssd = view(*((str(job), 1, False, float(job), job - 2) for job in (3, 5, 6, 7, 8, 9)))
-    plan = PrefetchPolicy(eviction=SchedulerAwarePolicy()).plan(
-        ssd, dram, window_jobs=look_ahead_window(2.0, 1.0), free_blocks=1, reserve_blocks=1
-    )
-    assert plan == PrefetchPlan(fetch=("3",), evict=("4",))
-    assert SchedulerAwarePolicy().choose_victims(ssd, 1) == ("9",)
+    dram = view(("2", 1, 1, 0), ("4", 1, 2, 2))  # And 1, which is in use.
+    ssd = view(*((str(job), 1, float(job), job - 2) for job in (3, 5, 6, 7, 8, 9)))
+    window_jobs = look_ahead_window(2.0, 1.0)
+    assert plan(ssd, dram, SchedulerAwarePolicy(), window_jobs=window_jobs, lacking=0) == (("3",), ("4",))
+    assert choose(SchedulerAwarePolicy(), ssd, 1) == ("9",)
 
 
 @st.composite
@@ -104,7 +108,6 @@ def entries(draw, prefix="s") -> list[StoredEntry]:
         StoredEntry(
             key=f"{prefix}{i}",
             num_blocks=draw(st.integers(0, 5)),
-            pinned=draw(st.booleans()),
             last_used_s=draw(st.integers(0, 1000)) + i / 100,
             created_s=float(i),
             queue_position=positions[i] if draw(st.booleans()) else None,
@@ -120,9 +123,9 @@ def test_every_policy_keeps_the_rules(stored, num_blocks, needed_at, data):
 
     def may_go(entry):
         sooner = needed_at is not None and entry.queue_position is not None and entry.queue_position <= needed_at
-        return not entry.pinned and entry.num_blocks and not sooner
+        return entry.num_blocks and not sooner
 
-    victims = [by_key[key] for key in policy.choose_victims(make_view(stored), num_blocks, needed_at=needed_at)]
+    victims = [by_key[key] for key in choose(policy, make_view(stored), num_blocks, needed_at)]
     room = sum(entry.num_blocks for entry in stored if may_go(entry))
     if room < num_blocks:
         assert not victims
@@ -146,13 +149,13 @@ def test_every_policy_keeps_the_rules(stored, num_blocks, needed_at, data):
 @given(stored=entries(), num_blocks=st.integers(1, 20), window_jobs=st.integers(0, 24))
 def test_for_a_window_of_any_length_its_sessions_are_exempt_while_others_suffice(stored, num_blocks, window_jobs):
     """The paper's rule, word for word, for the length that the paper gives and for every other."""
-    victims = SchedulerAwarePolicy().choose_victims(make_view(stored), num_blocks)
+    victims = choose(SchedulerAwarePolicy(), make_view(stored), num_blocks)
     inside = {
         entry.key: entry.queue_position
         for entry in stored
         if entry.queue_position is not None and entry.queue_position < window_jobs
     }
-    evictable = [entry for entry in stored if not entry.pinned and entry.num_blocks]
+    evictable = [entry for entry in stored if entry.num_blocks]
     if any(key in inside for key in victims):
         outside = {entry.key for entry in evictable if entry.key not in inside}
         assert outside <= set(victims)
@@ -166,15 +169,15 @@ def test_for_a_window_of_any_length_its_sessions_are_exempt_while_others_suffice
 
 
 def idle_entry(key: str, used: float, rate: float) -> StoredEntry:
-    return StoredEntry(key=key, num_blocks=1, pinned=False, last_used_s=used, created_s=0.0, return_rate=rate)
+    return StoredEntry(key=key, num_blocks=1, last_used_s=used, created_s=0.0, return_rate=rate)
 
 
 def test_what_is_worth_least_goes_first_whichever_end_of_its_group_it_is_at():
     rising_and_falling = [idle_entry("a", 1, 0.2), idle_entry("c", 2, 0.9), idle_entry("e", 3, 0.5)]
     falling_with_time = [idle_entry("b", 4, 0.3), idle_entry("d", 5, 0.6)]
-    stored = make_view([*rising_and_falling, *falling_with_time, *view(("z", 1, False, 0, 0)).by_next_job])
+    stored = make_view([*rising_and_falling, *falling_with_time, *view(("z", 1, 0, 0)).by_next_job])
     for num_blocks, keys in enumerate(("a", "ab", "abe", "abed", "abedc", "abedcz"), 1):
-        assert ReturnAwarePolicy().choose_victims(stored, num_blocks) == tuple(keys)
+        assert choose(ReturnAwarePolicy(), stored, num_blocks) == tuple(keys)
 
 
 @given(rates=st.lists(st.floats(0, 1), max_size=12), num_blocks=st.integers(1, 12))
@@ -182,7 +185,7 @@ def test_where_worth_rises_and_then_falls_with_time_the_order_is_that_of_all(rat
     half = len(rates) // 2
     groups = [sorted(each)[::2] + sorted(each)[1::2][::-1] for each in (rates[:half], rates[half:])]
     stored = [idle_entry(f"{i}{'ab'[group]}", i, rate) for group in (0, 1) for i, rate in enumerate(groups[group])]
-    victims = ReturnAwarePolicy().choose_victims(make_view(stored), num_blocks)
+    victims = choose(ReturnAwarePolicy(), make_view(stored), num_blocks)
     by_key = {entry.key: entry.return_rate for entry in stored}
     assert [by_key[key] for key in victims] == (sorted(rates)[:num_blocks] if num_blocks <= len(rates) else [])
 
@@ -190,43 +193,29 @@ def test_where_worth_rises_and_then_falls_with_time_the_order_is_that_of_all(rat
 # Prefetching.
 
 
-def test_a_plan_is_no_longer_than_the_disk_can_work_on():
-    ssd = view(*((f"s{i}", 1, False, i, i) for i in range(9)))
-    prefetch = PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=3)
-    assert prefetch.plan(ssd, view(), window_jobs=9, free_blocks=9).fetch == ("s0", "s1", "s2")
-    with pytest.raises(ValueError, match="max_fetches must be positive, got 0"):
-        PrefetchPolicy(eviction=SchedulerAwarePolicy(), max_fetches=0)
-
-
 @given(
     on_ssd=entries("ssd"),
     in_dram=entries("dram"),
     window_jobs=st.integers(0, 24),
-    free_blocks=st.integers(0, 8),
-    reserve_blocks=st.integers(0, 4),
+    lacking=st.integers(-8, 4),
+    max_fetches=st.integers(0, 9),
     name=st.sampled_from(NAMES),
 )
-def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, free_blocks, reserve_blocks, name):
-    plan = PrefetchPolicy(eviction=make_policy(name)).plan(
-        make_view(on_ssd),
-        make_view(in_dram),
-        window_jobs=window_jobs,
-        free_blocks=free_blocks,
-        reserve_blocks=reserve_blocks,
-    )
+def test_a_plan_has_room_for_what_it_fetches(on_ssd, in_dram, window_jobs, lacking, max_fetches, name):
+    options = {"window_jobs": window_jobs, "lacking": lacking, "max_fetches": max_fetches}
+    fetch, evict = plan(make_view(on_ssd), make_view(in_dram), make_policy(name), **options)
     by_key = {entry.key: entry for entry in (*on_ssd, *in_dram)}
-    fetched = [by_key[key] for key in plan.fetch]
-    evicted = [by_key[key] for key in plan.evict]
+    fetched = [by_key[key] for key in fetch]
+    evicted = [by_key[key] for key in evict]
     waiting = sorted(
         (entry for entry in on_ssd if entry.queue_position is not None and entry.queue_position < window_jobs),
         key=lambda entry: entry.queue_position,
     )
     assert fetched == waiting[: len(fetched)]
     assert not evicted or fetched
-    assert not any(entry.pinned for entry in evicted)
+    assert len(fetched) <= max_fetches
     if fetched:
-        num_free = free_blocks + sum(entry.num_blocks for entry in evicted)
-        assert sum(entry.num_blocks for entry in fetched) + reserve_blocks <= num_free
+        assert sum(entry.num_blocks for entry in fetched) + lacking <= sum(entry.num_blocks for entry in evicted)
         last = fetched[-1].queue_position
         assert all(entry.queue_position is None or entry.queue_position > last for entry in evicted)
 
@@ -326,12 +315,12 @@ def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(siz
         "queue_jobs": 59,
         "reserve_blocks": largest,
     }
-    fetched = run_two_tiers(prefetch=PrefetchPolicy(eviction=SchedulerAwarePolicy()), **arguments)
+    fetched = run_two_tiers(prefetch=True, **arguments)
     assert fetched.dram_hits >= 0.97 * (fetched.dram_hits + fetched.ssd_hits)
     assert fetched.dram_hits + fetched.ssd_hits >= 0.9 * 7 * 60 / 1.05
     assert fetched.wasted_fetches == 0
     assert fetched.num_fetches <= fetched.dram_hits
-    on_demand = run_two_tiers(prefetch=None, **arguments)
+    on_demand = run_two_tiers(prefetch=False, **arguments)
     assert on_demand.dram_hits < 0.5 * fetched.dram_hits
 
 
@@ -341,21 +330,32 @@ TABLES = {"x1": [0, 1], "y1": [2, 3, 4], "x2": [5], "y2": [6, 7]}
 SHARED = {**TABLES, "x3": [8, 9, 10], "x4": [8, 9, 10], "x5": [8, 11]}
 
 
+class Lacking(ChargedBlocks):
+    """Blocks of a tier that lacks so many, and of tenants that are so far over their quota."""
+
+    num_lacking = num_excess = 0
+
+    def lacking(self, num_blocks: int) -> int:
+        return self.num_lacking
+
+    def excess(self, tenant: str, num_blocks: int) -> int:
+        return self.num_excess
+
+
 def room(lacking: int, excess: int = 0, tenant: str = "x", held: str = "", policy=None, tables=TABLES):
-    orders, allocator = TierOrders(LookAhead()), BlockAllocator(12)
-    blocks = ChargedBlocks(allocator, TenantQuota(None))
+    orders, allocator = TierOrders(LookAhead(), describe), BlockAllocator(12)
+    blocks = Lacking(allocator)
+    blocks.num_lacking, blocks.num_excess = lacking, excess
     allocator.take({block for table in tables.values() for block in table})
     blocks.adopt((key[0], np.array(table)) for key, table in tables.items())
     for key, table in tables.items():
         orders.add(key, Stored(key, len(table)), key[0])
         orders.set_held(key, key in held.split())
-    return choose_room(
-        FreeingPolicy(policy or LruPolicy(), blocks, lambda key: () if key in held.split() else tables[key]),
-        lambda tenant: orders.view(describe, tenant),
-        tenant=tenant,
-        lacking=lacking,
-        excess=excess,
-    )
+
+    def table_of(key: str):
+        return () if key in held.split() else tables[key]
+
+    return Room(policy or LruPolicy(), blocks, orders.view, table_of, lambda: 0.0).victims(tenant, 1)
 
 
 def test_a_tenant_makes_room_for_itself_first():
@@ -365,22 +365,6 @@ def test_a_tenant_makes_room_for_itself_first():
     assert room(lacking=0, excess=4, tenant="x") is None, "it has three blocks, and others' do not count"
     assert room(lacking=0, excess=2, tenant="x", held="x1") is None
     assert room(lacking=0, excess=1, tenant="nobody") is None
-
-
-class _Names:
-    """A policy that names what it is told."""
-
-    def __init__(self, *keys: str):
-        self.keys = keys
-
-    def choose_victims(self, view, num_blocks, *, needed_at=None):
-        return self.keys
-
-
-@pytest.mark.parametrize("keys", [("x2",), ("y1", "y1"), ("y1", "x1")])
-def test_a_policy_that_names_too_few_or_who_must_stay_or_one_twice_is_refused(keys):
-    with pytest.raises(RuntimeError, match="_Names must free 3 blocks by evicting"):
-        room(lacking=3, held="x1", policy=_Names(*keys))
 
 
 def test_of_those_that_share_a_block_all_go_or_none_goes_for_it():

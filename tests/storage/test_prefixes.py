@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ca_jax.storage.placement.orders import LookAhead
-from ca_jax.storage.prefixes import PrefixIndex, Published, as_units
 from ca_jax.storage.records import Owner
 from ca_jax.storage.sessions import Entry, SessionIndex
-from ca_jax.storage.tokens import Lineage, SsdCopy, TokenPlaces, prefix_hashes
+from ca_jax.storage.tokens import Lineage, PrefixIndex, Published, SsdCopy, TokenPlaces, as_units, prefix_hashes
 
 TOKEN_IDS = st.lists(st.sampled_from([0, 256]), max_size=6)
 MIN_TOKENS = BLOCK_TOKENS = 2
@@ -18,7 +17,7 @@ MIN_TOKENS = BLOCK_TOKENS = 2
 
 def published(token_ids: list[int], tenant: str = "x", num_plain: int | None = None) -> Published:
     num_plain = len(token_ids) if num_plain is None else num_plain
-    return Published(tenant=tenant, units=np.array(token_ids, np.int32), num_units=num_plain)
+    return tenant, np.array(token_ids, np.int32), num_plain
 
 
 def num_common(a: list[int], b: list[int]) -> int:
@@ -49,9 +48,9 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
         if looked_for is None:  # Several changes come before a search.
             continue
         common = {
-            name: num_common(each.units[: each.num_units].tolist(), looked_for)
-            for name, each in known.items()
-            if each.tenant == "x"
+            name: num_common(units[:num_units].tolist(), looked_for)
+            for name, (tenant, units, num_units) in known.items()
+            if tenant == "x"
         }
         longest = max(common.values(), default=0)
         num_tokens, key = index.find("x", as_units(np.array(looked_for)))
@@ -59,7 +58,7 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
             assert (num_tokens, key) == (0, "")
         else:
             assert (num_tokens, common[key]) == (longest, longest)
-    assert len(index._indexed) == sum(each.num_units >= MIN_TOKENS for each in known.values())
+    assert len(index._indexed) == sum(num_units >= MIN_TOKENS for _, _, num_units in known.values())
 
 
 def test_what_changes_between_searches_is_copied_once():

@@ -40,16 +40,6 @@ def test_before_anything_is_known_the_rate_falls_with_time_for_all_alike():
     assert all(each == rates[0] for each in rates)
 
 
-def test_sessions_are_grouped_by_their_turns():
-    clock = StoppedClock()
-    times = ReturnTimes(clock)
-    groups = [times.group("a")]
-    for now_s in range(6):
-        serve(times, clock, [(float(now_s), "a")])
-        groups.append(times.group("a"))
-    assert groups == [0, 0, 1, 2, 3, 3, 3]
-
-
 def test_people_who_read_first_are_worth_more_when_they_are_about_to_come_back():
     """All come back after 40 to 60 s, if at all; the rate rises until then, and what stayed away is worth little."""
     clock = StoppedClock()
@@ -72,20 +62,6 @@ def test_who_came_back_before_is_likelier_to():
     serve(times, clock, turns)
     rates = [times.rate(group, clock.now_s) for group in range(NUM_GROUPS)]
     assert rates[0] < min(rates[1:])
-
-
-def test_who_waits_still_counts_for_the_time_so_far():
-    """Of a hundred sessions one came back at once; that the others have not come yet is known, and not overlooked."""
-    clock = StoppedClock()
-    times = ReturnTimes(clock)
-    serve(times, clock, [(i / 1000, f"s{i}") for i in range(100)])
-    serve(times, clock, [(0.5, "s0")])
-    clock.now_s = 0.9
-    times._advance()
-    exposure = np.sum(times._exposure) + np.sum(times._num_waiting) * clock.now_s - np.sum(times._sum_ended_s)
-    waited_s = sum(0.9 - i / 1000 for i in range(1, 100)) + 0.5 + 0.4  # s0 waited twice.
-    assert exposure == pytest.approx(waited_s)
-    assert np.sum(times._num_returns) == 1
 
 
 def test_counts_are_those_of_a_plain_tally():

@@ -46,35 +46,6 @@ def ssd_block_ids(store, key) -> list[int]:
 # In DRAM.
 
 
-def test_full_blocks_are_shared_and_the_rest_is_copied():
-    store = make_store(6)
-    kv = make_kv(LAYOUT, 14)
-    save(store, "a", ids(14), kv)
-    assert store.find_prefix("", [*ids(10), 7]) == "a"
-    assert store.copy_prefix("a", "b", [*ids(10), 7]) == 10
-    assert used_blocks(store) == 5, "four, and one for two tokens"
-    assert block_ids(store, "a")[:2] == block_ids(store, "b")[:2]
-    assert store.find_prefix("", ids(3)) is None, "less than a block"
-    more = make_kv(LAYOUT, 4, seed=1)
-    save(store, "b", ids(4, 700), more, start_token=10)
-    assert_serves(store, "b", ids(10) + ids(4, 700), np.concatenate([kv[:, :, :10], more], axis=2))
-    assert_serves(store, "a", ids(14), kv)
-    assert store.find_prefix("", [*ids(10), 700, 701, 9]) == "b"
-    store.drop("a")
-    assert used_blocks(store) == 4
-    assert_serves(store, "b", ids(10), kv[:, :, :10])
-
-
-def test_where_there_is_no_room_for_a_copy_full_blocks_are_shared_alone():
-    store = make_store(3)
-    kv = make_kv(LAYOUT, 10)
-    save(store, "a", ids(10), kv)
-    assert store.copy_prefix("a", "b", ids(10)) == 8
-    assert_serves(store, "b", ids(10), kv[:, :, :8])
-    assert store.copy_prefix("a", "c", ids(3)) == 0
-    assert info(store, "c") is None
-
-
 def test_nothing_is_written_to_a_block_that_another_holds():
     """b is cut within a block that it shares, and goes on while it is still being loaded."""
     store = make_store(8)

@@ -9,7 +9,6 @@ import pytest
 
 from ca_jax.storage import (
     AttentionStore,
-    EntryInUseError,
     MissReason,
     Residency,
     SkipReason,
@@ -33,16 +32,6 @@ from .store_helpers import (
 
 def keys(store: AttentionStore) -> set[str]:
     return {info.key for info in store.list()}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_dram_round_trip_is_bit_exact(dtype):
-    store = make_store(dtype=dtype)
-    kv = make_kv(store.layout, 14)
-    assert save(store, "a", ids(14), kv)
-    assert store.residency("a") is Residency.DRAM
-    assert store.num_readable("a") == 14
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
 
 
 def test_a_save_may_be_written_layer_by_layer_and_in_pieces_of_any_strides():
@@ -86,6 +75,7 @@ def test_partly_written_save_is_never_readable(store):
         store.complete_save(grown)
     assert store.num_readable("a") == 6
     store.abort_save(grown)
+    assert store.stats().num_aborted_saves == 1
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(9))), as_bits(kv))
 
 
@@ -133,93 +123,6 @@ def test_a_sequence_larger_than_the_store_is_skipped_and_evicts_nothing(store):
     assert keys(store) == {"b"}
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "return_aware"])
-def test_pinned_keys_are_never_evicted(policy):
-    store = make_store(eviction_policy=policy)
-    save(store, "a", ids(8), make_kv(store.layout, 8))
-    save(store, "b", ids(4), make_kv(store.layout, 4))
-    store.pin("a")
-    store.pin("a")
-    assert save(store, "c", ids(8), make_kv(store.layout, 8))
-    assert keys(store) == {"a", "c"}
-    assert store.prepare_save("d", 0, ids(9)) is None  # c alone would not be enough: it stays too.
-    assert keys(store) == {"a", "c"}
-    assert store.stats().skipped_saves[SkipReason.NO_ROOM] == 1
-    store.unpin("a")
-    assert store.prepare_save("d", 0, ids(9)) is None  # One pin is left.
-    store.unpin("a")
-    assert save(store, "d", ids(9), make_kv(store.layout, 9))
-    with pytest.raises(ValueError, match="'a', which has no pin"):
-        store.unpin("a")
-
-
-class EvictsWhatItMayNot:
-    """A policy with a fault: it does not ask what may go."""
-
-    def choose_victims(self, view, num_blocks, *, needed_at=None):
-        return ("a",)
-
-
-def test_a_policy_that_names_a_pinned_key_is_refused():
-    store = make_store(policy=EvictsWhatItMayNot())
-    save(store, "a", ids(8), make_kv(store.layout, 8))
-    save(store, "b", ids(8), make_kv(store.layout, 8))
-    with store.pinned("a"), pytest.raises(RuntimeError, match="EvictsWhatItMayNot must free 1 blocks"):
-        store.prepare_save("c", 0, ids(1))
-    assert keys(store) == {"a", "b"}
-    assert save(store, "c", ids(1), make_kv(store.layout, 1))
-    assert keys(store) == {"b", "c"}
-
-
-def test_what_is_being_loaded_or_saved_is_not_evicted(store):
-    kv = make_kv(store.layout, 8)
-    save(store, "a", ids(8), kv)
-    reading = store.prepare_load("a", ids(8))
-    writing = store.prepare_save("b", 0, ids(8))
-    assert store.prepare_save("c", 0, ids(1)) is None
-    staging = np.zeros((2, 8, 2, 5), np.float32)
-    reading.read(2, staging).result()
-    np.testing.assert_array_equal(as_bits(staging), as_bits(kv[2]))
-    store.complete_load(reading)
-    assert store.prepare_save("c", 0, ids(1)) is not None
-    assert keys(store) == {"b", "c"}
-    store.abort_save(writing)
-    assert keys(store) == {"c"}
-
-
-def test_an_aborted_save_takes_the_later_ones_with_it(store):
-    kv = make_kv(store.layout, 14)
-    save(store, "a", ids(5), kv[:, :, :5])
-    first = store.prepare_save("a", 5, ids(7)[5:])
-    second = store.prepare_save("a", 7, ids(14)[7:])
-    assert second.write_all(kv[:, :, 7:])
-    assert used_blocks(store) == 4
-    store.abort_save(first)
-    assert used_blocks(store) == 2  # Those of the published prefix.
-    assert not second.write_all(kv[:, :, 7:])
-    assert not store.complete_save(second)
-    store.abort_save(second)  # Nothing is left to abort.
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv[:, :, :5]))
-    assert save(store, "a", ids(14)[5:], kv[:, :, 5:], start_token=5)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(14))), as_bits(kv))
-    assert store.stats().num_aborted_saves == 2
-
-
-def test_what_is_in_use_is_neither_truncated_nor_dropped(store):
-    save(store, "a", ids(5), make_kv(store.layout, 5))
-    reading = store.prepare_load("a", ids(5))
-    with pytest.raises(EntryInUseError, match="got 1 loads and 0 saves"):
-        store.truncate("a", 2)
-    store.abort_load(reading)
-    writing = store.prepare_save("a", 5, ids(1))
-    with pytest.raises(EntryInUseError, match="got 0 loads and 1 saves"):
-        store.drop("a")
-    store.abort_save(writing)
-    assert store.drop("a")
-    assert not store.drop("a")
-    assert used_blocks(store) == 0
-
-
 def test_an_aborted_load_is_a_miss(store):
     save(store, "a", ids(5), make_kv(store.layout, 5))
     ticket = store.prepare_load("a", ids(5))
@@ -244,6 +147,8 @@ def test_a_ticket_is_closed_once_and_by_its_own_store(store):
         with pytest.raises(ValueError, match="an open one of this store, got one of 'a' that is done"):
             again(ticket)
     assert not ticket.write_all(kv)
+    with pytest.raises(ValueError, match="'a', which has no pin"):
+        store.unpin("a")
 
 
 class GatedArray(np.ndarray):

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from ca_jax.storage import EntryInUseError, KVLayout, LoadTicket, MissReason, Residency, SaveTicket
 from ca_jax.storage.placement.blocks import ChargedBlocks
@@ -156,7 +156,7 @@ class StoreMachine(RuleBasedStateMachine):
     driver: str | None = None
 
     @initialize(
-        dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+        dtype=st.sampled_from(["float32", "float16", "bfloat16", "int8"]),
         policy=st.sampled_from(["lru", "fifo", "scheduler_aware", "return_aware"]),
         ssd_blocks=st.sampled_from([9, AMPLE]),
         free_fraction=st.sampled_from([0.0, 0.4]),
@@ -247,16 +247,24 @@ class StoreMachine(RuleBasedStateMachine):
         reference.tokens = reference.tokens + tokens
         reference.places = reference.places.append(len(tokens))
 
-    def shortened(self, key: str, num_tokens: int, was_flushed: bool) -> None:
-        """A session was, in both tiers."""
+    def state_on_ssd(self, key: str) -> tuple[bool, int]:
+        """Whether a flush is under way, and how many of a session's first tokens SSD has as they are now."""
+        entry = self.entry(key)
+        return entry.flush is not None, entry.num_same_tokens if entry.num_tokens else sys.maxsize
+
+    def shortened(self, key: str, num_tokens: int, was_flushed: bool, was_same: int) -> None:
+        """A session was, in both tiers; of what SSD has of another state nothing is left."""
         reference, entry = self.reference[key], self.entry(key)
+        if num_tokens and num_tokens >= len(reference.readable()[0]):
+            return
         reference.tokens = reference.tokens[:num_tokens]
         reference.places = reference.places.take(num_tokens)
-        if reference.ssd is not None and len(reference.ssd) > num_tokens:
-            if was_flushed and entry is not None and entry.flush is not None:  # What it writes takes that one's place.
-                reference.is_cut_after_flush = True
-                return
-            reference.ssd = reference.ssd[:num_tokens] or None
+        if was_flushed and entry is not None and entry.flush is not None:
+            reference.is_cut_after_flush = True
+            reference.flushed_left, reference.flushed_lineage = reference.flushed_left[:num_tokens], reference.lineage
+            return
+        if reference.ssd is not None:
+            reference.ssd = reference.ssd[: min(num_tokens, was_same)] or None
             reference.ssd_blocks = reference.ssd_blocks[: len(entry.ssd.block_ids) if entry and entry.ssd else 0]
         if was_flushed and (entry is None or entry.ssd is None):  # The flush may have been too far to be undone alone.
             reference.ssd = None
@@ -466,7 +474,7 @@ class StoreMachine(RuleBasedStateMachine):
         wanted = 1 + which % len(reference.tokens)
         is_other = num_dropped != reference.lineage.num_dropped
         num_tokens = reference.lineage.plain_tokens(wanted) if is_other else wanted
-        was_flushed = self.entry(key).flush is not None
+        was_flushed, was_same = self.state_on_ssd(key)
         ticket = self.store.prepare_load(
             key, [*ids_of(reference.tokens[:wanted]), -1], truncate=True, num_dropped=num_dropped
         )
@@ -475,7 +483,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert ticket.num_tokens == num_tokens
         if num_tokens < len(reference.tokens):
-            self.shortened(key, num_tokens, was_flushed)
+            self.shortened(key, num_tokens, was_flushed, was_same)
         if is_other:
             reference.lineage = Lineage(num_dropped)
         if goes_on:  # It is saved behind what is being loaded.
@@ -548,14 +556,14 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(EntryInUseError):
                 self.store.truncate(key, num_tokens)
             return
-        was_flushed = reference is not None and self.entry(key).flush is not None
+        was_flushed, was_same = (False, 0) if reference is None else self.state_on_ssd(key)
         kept = self.store.truncate(key, num_tokens)
         if not num_tokens:
             self.waiting_notes.pop(key, None)
         if reference is None:
             assert kept == 0
             return
-        self.shortened(key, num_tokens, was_flushed)
+        self.shortened(key, num_tokens, was_flushed, was_same)
         assert kept == len(reference.tokens or reference.ssd or [])
         if not kept:
             del self.reference[key]
@@ -595,6 +603,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not left:
             if tokens:
                 del self.reference[key]
+            elif note is not None and self.driver:
+                reference.note = note
             return
         reference.note = note if note is not None and self.driver else reference.note
         if changes_nothing:
@@ -638,7 +648,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def drop(self, key):
-        if key not in self.reference or not self.reference[key].in_use:
+        if key in self.reference and self.reference[key].in_use:
+            with pytest.raises(EntryInUseError):
+                self.store.drop(key)
+        else:
             assert self.store.drop(key) == (key in self.reference)
             self.reference.pop(key, None)
             self.waiting_notes.pop(key, None)
@@ -924,7 +937,7 @@ def check_books(blocks: ChargedBlocks, tables: list[tuple[str, list[int]]]) -> i
     assert blocks._others == {block: number - 1 for block, number in held.items() if number > 1}
     holders = {(tenant, block) for tenant, table in tables for block in table}
     assert len(holders) == len(held), "no two tenants hold a block"
-    assert collections.Counter(tenant for tenant, _ in holders) == collections.Counter(blocks._quota.used)
+    assert collections.Counter(tenant for tenant, _ in holders) == collections.Counter(blocks._used)
     return len(held)
 
 
@@ -936,12 +949,26 @@ class RawMachine(StoreMachine):
     driver = "raw"
 
 
-StoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+NUM_EXAMPLES = 25
 # What fails may depend on threads: no use in shrinking it.
-WITH_THREADS = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
-Zarr3Machine.TestCase.settings = RawMachine.TestCase.settings = WITH_THREADS
-TestDramAgainstReference = StoreMachine.TestCase
-TestZarr3AgainstReference = Zarr3Machine.TestCase
-TestRawAgainstReference = RawMachine.TestCase
+WITH_THREADS = [Phase.explicit, Phase.reuse, Phase.generate]
+
+
+def run(machine: type[StoreMachine], max_examples: int) -> None:
+    phases = WITH_THREADS if machine.driver else list(Phase)
+    options = settings(max_examples=max_examples, stateful_step_count=40, deadline=None, phases=phases)
+    run_state_machine_as_test(machine, settings=options)
+
+
+MACHINES = pytest.mark.parametrize("machine", [StoreMachine, Zarr3Machine, RawMachine])
+
+
+@MACHINES
+def test_it_is_as_the_reference(machine):
+    run(machine, NUM_EXAMPLES)
+
+
+@pytest.mark.slow
+@MACHINES
+def test_it_is_as_the_reference_for_long(machine):
+    run(machine, 40 * NUM_EXAMPLES)

@@ -24,27 +24,6 @@ def assert_serves(store, key: str, token_ids, kv: np.ndarray, num_dropped: int) 
     np.testing.assert_array_equal(as_bits(found), as_bits(kv))
 
 
-@pytest.mark.parametrize("num_tokens", [3, 4, 11, 12])
-@pytest.mark.parametrize("first", [0, 1, 4, 5])
-def test_the_oldest_tokens_behind_the_first_ones_go(first, num_tokens):
-    """Every cut point in blocks and across them, with saves going on behind."""
-    kv = make_kv(LAYOUT, num_tokens + 6)
-    for num_dropped in range(1, num_tokens - first):
-        store = make_store(6)
-        save(store, "a", ids(num_tokens), kv[:, :, :num_tokens])
-        mask = mask_of(num_tokens, range(first, first + num_dropped))
-        assert store.discard("a", mask) == num_tokens - num_dropped
-        kept = np.flatnonzero(~mask)
-        assert_serves(store, "a", 100 + kept, kv[:, :, kept], num_dropped)
-        held = {place // 4 for place in kept.tolist()}
-        assert info(store, "a").num_blocks == used_blocks(store) == len(held), "blocks are not free at once"
-        assert info(store, "a").num_dropped == num_dropped
-        more = ids(num_tokens + 6)[num_tokens:]
-        assert save(store, "a", more, kv[:, :, num_tokens:], start_token=len(kept))
-        kept = np.append(kept, np.arange(num_tokens, num_tokens + 6))
-        assert_serves(store, "a", 100 + kept, kv[:, :, kept], num_dropped)
-
-
 def test_a_shortened_load_of_a_cut_session():
     store = make_store(6)
     kv = make_kv(LAYOUT, 20)
@@ -84,19 +63,6 @@ def test_a_mask_that_is_none_is_refused(store, wrong):
     assert info(store, "a").num_tokens == 4
     with pytest.raises(ValueError, match="discarded must be"):
         store.discard("nobody", wrong)
-
-
-def test_what_is_in_use_is_not_cut(store):
-    save(store, "a", ids(4), make_kv(LAYOUT, 4))
-    reading = store.prepare_load("a", ids(4))
-    with pytest.raises(EntryInUseError, match="1 loads"):
-        store.discard("a", [True, False])
-    store.complete_load(reading)
-    writing = store.prepare_save("a", 4, ids(2))
-    with pytest.raises(EntryInUseError, match="1 saves"):
-        store.discard("a", [True, False])
-    store.abort_save(writing)
-    assert store.discard("a", [True, False]) == 3
 
 
 def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
@@ -278,15 +244,3 @@ def test_a_session_leaves_dram_to_be_saved_anew(store):
     assert_serves(store, "a", ids(8), kv, 5)
     assert_serves(store, "a", ids(3), kv[:, :, :3], 0)
     np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv[:, :, :3]))
-
-
-def test_only_what_has_seen_no_dropped_token_is_copied():
-    store = make_store(8)
-    kv = make_kv(LAYOUT, 12)
-    save(store, "a", ids(12), kv)
-    store.discard("a", mask_of(12, [6]))
-    assert store.copy_prefix("a", "b", [*ids(6), *ids(5, 107)]) == 6
-    assert_serves(store, "b", ids(6), kv[:, :, :6], 0)
-    assert info(store, "b").num_dropped == 0
-    store.discard("a", mask_of(11, [0]))
-    assert store.copy_prefix("a", "c", ids(5, 101)) == 0

@@ -57,10 +57,10 @@ def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
 
 
 @pytest.mark.parametrize("in_dram", [True, False], ids=["in both", "on SSD only"])
-@pytest.mark.parametrize("first", [0, 1, 4, 6])
+@pytest.mark.parametrize("first", [0, 1, 4])
 def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, in_dram):
     kv = make_kv(LAYOUT, 17)
-    for number, num_dropped in enumerate(range(1, 11 - first)):
+    for number, num_dropped in enumerate((1, 3, 4, 10 - first)):
         options = {"ssd_dir": tmp_path / str(number), "ssd_driver": driver}
         store = make_store(6, **options)
         save(store, "a", ids(11), kv[:, :, :11])
@@ -358,7 +358,7 @@ def test_tools_read_cut_sessions(open_store, directory, driver):
 def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
     """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
     seen = collections.Counter()
-    for number, num_steps in enumerate(range(0, 1200, 20)):
+    for number, num_steps in enumerate(range(0, 1200, 40)):
         directory, left = tmp_path / str(number), tmp_path / f"{number} left"
         store = make_store(8, ssd_dir=directory)
         kv = put(store, "a", 12)

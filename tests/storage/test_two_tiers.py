@@ -528,9 +528,6 @@ def test_a_flush_that_fails_is_counted_and_changes_nothing_until_it_is_tried_aga
     assert_loads(open_store(), "a", ids(9), np.concatenate([kv, make_kv(LAYOUT, 3)], axis=2))
 
 
-# Races with the thread that writes.
-
-
 # Other sessions' KV.
 
 
@@ -545,61 +542,6 @@ def test_looking_for_a_prefix_reads_no_file(open_store, monkeypatch):
     assert store.find_prefix("", [*ids(9), 7]) == "a"
     assert store.find_prefix("", ids(10, 500)) is None
     monkeypatch.undo()
-
-
-def test_who_begins_alike_is_found_after_each_change(open_store):
-    """A session's hashes go along with what is written, cut and saved anew."""
-    store = open_store(12)
-    put(store, "a", 10)
-    save(store, "a", ids(16)[10:], make_kv(LAYOUT, 6, seed=1), start_token=10)
-    store.settle()
-    put(store, "b", 6, first=500)
-
-    def found_on_ssd(wanted):
-        store.settle()
-        store.leave_dram("a")
-        return store._entries.find_prefix_on_ssd("", np.array(wanted))
-
-    assert found_on_ssd(ids(16)) == (16, "a"), "what was new was added to what was known"
-    store.truncate("a", 9)
-    assert found_on_ssd(ids(16)) == (8, "a")
-    store.discard("a", np.arange(9) == 5)
-    assert found_on_ssd(ids(16)) == (4, "a"), "what follows has seen what was dropped"
-    save(store, "a", ids(12), make_kv(LAYOUT, 12))
-    assert store._entries.find_prefix_on_ssd("", np.arange(16)) == (0, ""), "it is in DRAM"
-    assert found_on_ssd(ids(16)) == (12, "a")
-    store.drop("a")
-    assert found_on_ssd(ids(16)) == (0, "")
-
-
-def test_a_session_begins_with_what_another_has_on_ssd(open_store):
-    store = open_store(8)
-    kv = put(store, "a", 10, owner=Owner(tenant="alice"))
-    put(store, "b", 9, first=500, owner=Owner(tenant="bob"))
-    store.close()
-    store = open_store(8)
-    wanted = [*ids(9), 7, 7]
-    assert store.find_prefix("bob", wanted) is None
-    assert store.find_prefix("alice", ids(3)) is None, "less than a block"
-    source = store.find_prefix("alice", wanted)
-    assert source == "a"
-    mine = Owner(tenant="alice", session_id="mine")
-    assert store.copy_prefix(source, "c", wanted, mine) == 0, "it is not in DRAM yet"
-    assert store.find_prefix("alice", wanted, in_dram=True) is None
-    fetch(store, "a")
-    with pytest.raises(ValueError, match="the source must be of tenant 'bob'"):
-        store.copy_prefix(source, "c", wanted, Owner(tenant="bob"))
-    assert store.copy_prefix(source, "c", wanted, mine) == 9
-    with pytest.raises(ValueError, match="got 'c', which has"):
-        store.copy_prefix(source, "c", wanted)
-    save(store, "c", [7, 7], make_kv(LAYOUT, 2, seed=3), start_token=9)
-    store.drop("a")
-    store.settle()
-    store.close()
-    store = open_store(8)
-    assert [found.key for found in store.of_name("mine")] == ["c"]
-    both = np.concatenate([kv[:, :, :9], make_kv(LAYOUT, 2, seed=3)], axis=2)
-    assert_loads(store, "c", wanted, both)
 
 
 def test_what_is_fetched_for_a_job_that_did_not_wait_does_not_come_between_its_load_and_its_save(open_store, gates):

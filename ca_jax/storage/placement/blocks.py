@@ -9,13 +9,13 @@ Not here: that choice, who a tenant is, or which sessions share blocks.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 from sortedcontainers import SortedDict, SortedList
-
-_NO_TENANTS: Mapping[str, int] = MappingProxyType({})
 
 
 class BlockAllocator:
@@ -150,59 +150,6 @@ class BlockAllocator:
         return length
 
 
-class TenantQuota:
-    """Blocks held by tenant, against one quota for each. Belongs to the bookkeeping thread.
-
-    Args:
-      quota_blocks: most blocks a tenant may hold that is not named; None for no limit.
-      of_tenants: most blocks of those that are named, in its place.
-
-    Raises:
-      ValueError: a quota is negative.
-    """
-
-    def __init__(self, quota_blocks: int | None, of_tenants: Mapping[str, int] = _NO_TENANTS):
-        for quota in (quota_blocks, *of_tenants.values()):
-            if quota is not None and quota < 0:
-                raise ValueError(f"quota must be a number of blocks >= 0, or None, got {quota}")
-        self._quota_blocks = quota_blocks
-        self._of_tenants = dict(of_tenants)
-        self.used: collections.Counter[str] = collections.Counter()
-        """Blocks held, by tenant; those that hold none are left out."""
-
-    @classmethod
-    def in_bytes(cls, quota_bytes: int | None, of_tenants: Mapping[str, int], block_bytes: int) -> TenantQuota:
-        """Quotas that are given in bytes: as many whole blocks of `block_bytes` as they hold."""
-        return cls(
-            None if quota_bytes is None else quota_bytes // block_bytes,
-            {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants.items()},
-        )
-
-    def charge(self, tenant: str, num_blocks: int) -> None:
-        """Counts blocks that a tenant took, or gave back if negative.
-
-        Raises:
-          ValueError: more is given back than the tenant holds.
-        """
-        used = self.used[tenant] + num_blocks
-        if used < 0:
-            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self.used[tenant]}")
-        if used:
-            self.used[tenant] = used
-        else:
-            del self.used[tenant]
-
-    def admits(self, tenant: str, num_blocks: int) -> bool:
-        """Whether one sequence of `num_blocks` blocks fits a tenant's quota at all."""
-        quota = self._of_tenants.get(tenant, self._quota_blocks)
-        return quota is None or num_blocks <= quota
-
-    def excess(self, tenant: str, wanted_blocks: int = 0) -> int:
-        """Blocks of its own that a tenant has to give up before it may take `wanted_blocks` more; 0 for none."""
-        quota = self._of_tenants.get(tenant, self._quota_blocks)
-        return 0 if quota is None else max(0, self.used[tenant] + wanted_blocks - quota)
-
-
 class ChargedBlocks:
     """A tier's free list, with every block charged to the tenant that holds it, and counted how often it is held.
 
@@ -213,13 +160,35 @@ class ChargedBlocks:
 
     Args:
       allocator: the free list.
-      quota: what tenants may hold, of which nothing is charged yet.
+      quota_blocks: most blocks a tenant may hold that is not named; None for no limit.
+      of_tenants: most blocks of those that are named, in its place.
+
+    Raises:
+      ValueError: a quota is negative.
     """
 
-    def __init__(self, allocator: BlockAllocator, quota: TenantQuota):
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        quota_blocks: int | None = None,
+        of_tenants: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        for quota in (quota_blocks, *of_tenants.values()):
+            if quota is not None and quota < 0:
+                raise ValueError(f"quota must be a number of blocks >= 0, or None, got {quota}")
         self._allocator = allocator
-        self._quota = quota
+        self._quota_blocks = quota_blocks
+        self._of_tenants = dict(of_tenants)
+        self._used: collections.Counter[str] = collections.Counter()  # By tenant; those that hold none are left out.
         self._others: dict[int, int] = {}  # Of shared blocks: holders beside the first.
+
+    @classmethod
+    def in_bytes(
+        cls, allocator: BlockAllocator, quota_bytes: int | None, of_tenants: Iterable[tuple[str, int]], block_bytes: int
+    ) -> ChargedBlocks:
+        """With quotas that are given in bytes: as many whole blocks of `block_bytes` as they hold."""
+        quotas = {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants}
+        return cls(allocator, None if quota_bytes is None else quota_bytes // block_bytes, quotas)
 
     @property
     def num_blocks(self) -> int:
@@ -233,21 +202,21 @@ class ChargedBlocks:
 
     def admits(self, tenant: str, num_blocks: int) -> bool:
         """Whether one sequence of `num_blocks` blocks fits tier and quota at all."""
-        return num_blocks <= self.num_blocks and self._quota.admits(tenant, num_blocks)
+        return num_blocks <= min(self.num_blocks, self._quota(tenant))
 
     def lacking(self, num_blocks: int) -> int:
         """Blocks to be freed before so many more can be taken; none, if not positive."""
         return num_blocks - self._allocator.num_free
 
     def excess(self, tenant: str, num_blocks: int) -> int:
-        """Blocks of its own that a tenant has to give up before it may take so many more."""
-        return self._quota.excess(tenant, num_blocks)
+        """Blocks of its own that a tenant has to give up before it may take so many more; 0 for none."""
+        return int(max(0, self._used[tenant] + num_blocks - self._quota(tenant)))
 
     def alloc(self, tenant: str, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
         """Takes blocks, all or none; see `BlockAllocator.alloc`."""
         ids = self._allocator.alloc(num_blocks, after)
         if ids:
-            self._quota.charge(tenant, len(ids))
+            self._charge(tenant, len(ids))
         return ids
 
     def alloc_room(self, tenant: str, num_blocks: int, after: int | None = None) -> tuple[int, ...]:
@@ -277,7 +246,7 @@ class ChargedBlocks:
         charges = np.bincount(of_table[first], minlength=len(tables)).tolist()
         for (tenant, _), num_blocks in zip(tables, charges, strict=True):
             if num_blocks:
-                self._quota.charge(tenant, num_blocks)
+                self._charge(tenant, num_blocks)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Adds a holder, of the same tenant, to blocks that are taken."""
@@ -306,21 +275,21 @@ class ChargedBlocks:
                     unheld.append(block)
         self._allocator.free(unheld)
         if unheld:
-            self._quota.charge(tenant, -len(unheld))
+            self._charge(tenant, -len(unheld))
         for block, others in left.items():
             if others:
                 self._others[block] = others
             else:
                 del self._others[block]
 
-    def frees(self, tables: Iterable[Sequence[int]]) -> list[int]:
+    def frees(self, tables: Iterable[Sequence[int]]) -> Iterator[int]:
         """How many blocks would be free once sequences gave all their blocks back: after each, with those before.
 
         Args:
-          tables: the blocks of each, in the order in which they go.
+          tables: the blocks of each, in the order in which they go; taken from as it goes on.
         """
         left: dict[int, int] = {}
-        freed, found = 0, []
+        freed = 0
         for table in tables:
             if self._others:
                 for block in table:
@@ -328,10 +297,27 @@ class ChargedBlocks:
                     freed += not others
             else:
                 freed += len(table)
-            found.append(freed)
-        return found
+            yield freed
 
     def held_by_none_but(self, tables: Iterable[Sequence[int]]) -> set[int]:
         """The blocks that would be free then."""
-        holders = collections.Counter(block for table in tables for block in table)
+        holders = collections.Counter(itertools.chain.from_iterable(tables))
         return {block for block, number in holders.items() if number > self._others.get(block, 0)}
+
+    def _quota(self, tenant: str) -> float:
+        quota = self._of_tenants.get(tenant, self._quota_blocks)
+        return math.inf if quota is None else quota
+
+    def _charge(self, tenant: str, num_blocks: int) -> None:
+        """Counts blocks that a tenant took, or gave back if negative.
+
+        Raises:
+          ValueError: more is given back than the tenant holds.
+        """
+        used = self._used[tenant] + num_blocks
+        if used < 0:
+            raise ValueError(f"tenant {tenant!r} gives {-num_blocks} blocks back, but holds {self._used[tenant]}")
+        if used:
+            self._used[tenant] = used
+        else:
+            del self._used[tenant]

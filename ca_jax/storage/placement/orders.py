@@ -13,10 +13,9 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedDict
 
 from ca_jax.storage.placement.policy import StoredEntry, StoreView
-from ca_jax.storage.records import check_ttl
 
 T = TypeVar("T")
 _TICKETS_PER_PRIORITY = 2**48  # More than jobs ever come; an integer compares faster than a pair.
@@ -89,7 +88,7 @@ class LookAhead:
         return waiting[0] if waiting else None
 
     def position(self, key: str) -> int | None:
-        """Queue position of a session's next job, 0 at the head; None where none waits."""
+        """Where a session's next job stands in the queue that placement looks at, 0 at its head; None: none waits."""
         ticket = self.next_ticket(key)
         return None if ticket is None else self._keys.bisect_left(ticket)
 
@@ -112,15 +111,22 @@ class TierOrders(Generic[T]):
 
     Args:
       look_ahead: the job queue; watched from now on, for as long as it lives.
+      describe: what policies see of an item, with the queue position of its session's next job.
       group_of: which group a session without a waiting job is of, by its key, from the time on when it begins to be
-        one; None: all are of one.
+        one; by default all are of one.
     """
 
-    def __init__(self, look_ahead: LookAhead, group_of: Callable[[str], int] | None = None):
+    def __init__(
+        self,
+        look_ahead: LookAhead,
+        describe: Callable[[T, int | None], StoredEntry],
+        group_of: Callable[[str], int] = lambda key: 0,
+    ) -> None:
         self._look_ahead = look_ahead
+        self._describe = describe
         self._group_of = group_of
         self._slots: dict[str, _Slot[T]] = {}
-        self._all: _Orders[T] = _Orders(group_of)
+        self._all: _Orders[T] = _Orders()
         self._of_tenant: dict[str, _Orders[T]] = {}
         look_ahead.watch(self._requeue)
 
@@ -143,73 +149,98 @@ class TierOrders(Generic[T]):
         """
         if key in self._slots:
             raise ValueError(f"the key must be one that the tier does not hold, got {key!r}")
-        slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant)
-        if tenant not in self._of_tenant:
-            self._of_tenant[tenant] = _Orders(self._group_of)
-        for orders in (self._all, self._of_tenant[tenant]):
+        of_tenant = self._of_tenant.setdefault(tenant, _Orders())
+        slot = self._slots[key] = _Slot(key=key, item=item, tenant=tenant, orders=(self._all, of_tenant))
+        for orders in slot.orders:
             orders.by_created[key] = slot
-            orders.enter(slot, self._look_ahead.next_ticket(key))
+        self._enter(slot)
 
     def use(self, key: str) -> None:
         """Marks a session as the last used."""
         slot = self._slots[key]
         if not slot.held:
-            for orders in self._orders_of(slot):
-                orders.use(slot)
+            for orders in slot.orders:
+                orders.by_last_used.move_to_end(key)
+                if key in orders.idle:
+                    orders.idle.move_to_end(key)
+                    orders.groups[slot.group].move_to_end(key)
 
     def remove(self, key: str) -> None:
         """Takes a session out."""
         slot = self._slots.pop(key)
-        for orders in self._orders_of(slot):
+        if not slot.held:
+            self._leave(slot)
+        for orders in slot.orders:
             del orders.by_created[key]
-            if not slot.held:
-                orders.leave(slot, self._look_ahead.next_ticket(key))
         if not self._of_tenant[slot.tenant].by_created:
             del self._of_tenant[slot.tenant]
 
     def set_held(self, key: str, held: bool) -> None:
         """Says whether a session must stay (pinned, or in use): then no choice so much as looks at it."""
         slot = self._slots[key]
-        if slot.held == held:
-            return
-        slot.held = held
-        ticket = self._look_ahead.next_ticket(key)
-        for orders in self._orders_of(slot):
-            if held:
-                orders.leave(slot, ticket)
-            else:
-                orders.enter(slot, ticket)
+        if slot.held != held:
+            slot.held = held
+            (self._leave if held else self._enter)(slot)
 
-    def view(self, describe: Callable[[T, int | None], StoredEntry], tenant: str | None = None) -> StoreView:
+    def view(self, tenant: str | None = None) -> StoreView:
         """What a policy may see, of all tenants or of one; lazy, so it must be used before the next change.
 
         Args:
-          describe: makes an entry of an item and the queue position of its session's next job.
           tenant: whose sessions; None for everybody's.
         """
-        orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders(self._group_of))
+        orders = self._all if tenant is None else self._of_tenant.get(tenant, _Orders())
 
         def described(slot: _Slot[T]) -> StoredEntry:
-            return describe(slot.item, self._look_ahead.position(slot.key))
+            return self._describe(slot.item, self._look_ahead.position(slot.key))
 
-        idle_groups = [orders.idle] if self._group_of is None else list(orders.groups.values())
         return StoreView(
             by_last_used=_Described(orders.by_last_used, described),
             by_created=_Described(orders.by_created, described),
             idle=_Described(orders.idle, described),
             by_next_job=_Described(orders.waiting, described),
-            idle_groups=tuple(_Described(group, described) for group in idle_groups),
+            idle_groups=tuple(_Described(group, described) for group in orders.groups.values()),
         )
 
-    def _orders_of(self, slot: _Slot[T]) -> tuple[_Orders[T], _Orders[T]]:
-        return self._all, self._of_tenant[slot.tenant]
+    def _enter(self, slot: _Slot[T]) -> None:
+        """Takes a slot that is not held (any more) in, as the last used."""
+        for orders in slot.orders:
+            orders.by_last_used[slot.key] = slot
+        self._place(slot, self._look_ahead.next_ticket(slot.key))
+
+    def _leave(self, slot: _Slot[T]) -> None:
+        """Takes a slot out of the orders of those that are not held."""
+        for orders in slot.orders:
+            del orders.by_last_used[slot.key]
+        self._displace(slot, self._look_ahead.next_ticket(slot.key))
 
     def _requeue(self, key: str, before: int | None, after: int | None) -> None:
         """A session's next job is another one now, or there is none."""
         slot = self._slots.get(key)
         if slot is not None and not slot.held:
-            for orders in self._orders_of(slot):
-                orders.requeue(slot, before, after)
+            self._displace(slot, before)
+            self._place(slot, after)
+            if after is None:
+                for orders in slot.orders:
+                    orders.by_last_used.move_to_end(key)
+
+    def _place(self, slot: _Slot[T], ticket: int | None) -> None:
+        if ticket is None:
+            slot.group = self._group_of(slot.key)
+        for orders in slot.orders:
+            if ticket is None:
+                orders.idle[slot.key] = slot
+                orders.groups.setdefault(slot.group, collections.OrderedDict())[slot.key] = slot
+            else:
+                orders.waiting[ticket] = slot
+
+    def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
+        for orders in slot.orders:
+            if ticket is None:
+                del orders.idle[slot.key], orders.groups[slot.group][slot.key]
+                if not orders.groups[slot.group]:
+                    del orders.groups[slot.group]
+            else:
+                del orders.waiting[ticket]
 
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
@@ -219,67 +250,21 @@ class _Slot(Generic[T]):
     key: str
     item: T
     tenant: str
+    orders: tuple[_Orders[T], _Orders[T]]  # Of all, and of its tenant.
     held: bool = False
+    group: int = 0  # While it is idle.
 
 
 class _Orders(Generic[T]):
     """The orders of one set of sessions. Held ones are in `by_created` alone."""
 
-    def __init__(self, group_of: Callable[[str], int] | None) -> None:
+    def __init__(self) -> None:
         # OrderedDict, not dict: taking from the front of a dict walks over all that was taken there before.
         self.by_created: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.by_last_used: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
         self.idle: collections.OrderedDict[str, _Slot[T]] = collections.OrderedDict()
-        # Of the idle ones, if asked for; no group is empty.
-        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}
-        self._group: dict[str, int] = {}  # Of the idle ones.
-        self._group_of = group_of
+        self.groups: dict[int, collections.OrderedDict[str, _Slot[T]]] = {}  # Of the idle ones; no group is empty.
         self.waiting: SortedDict[int, _Slot[T]] = SortedDict()  # Those that are not idle, by ticket of their next job.
-
-    def enter(self, slot: _Slot[T], ticket: int | None) -> None:
-        """Takes a slot in, as the last used."""
-        self.by_last_used[slot.key] = slot
-        self._place(slot, ticket)
-
-    def leave(self, slot: _Slot[T], ticket: int | None) -> None:
-        """Takes a slot out."""
-        del self.by_last_used[slot.key]
-        self._displace(slot, ticket)
-
-    def use(self, slot: _Slot[T]) -> None:
-        """Marks a slot as the last used."""
-        self.by_last_used.move_to_end(slot.key)
-        if slot.key in self.idle:
-            self.idle.move_to_end(slot.key)
-            if self._group_of is not None:
-                self.groups[self._group[slot.key]].move_to_end(slot.key)
-
-    def requeue(self, slot: _Slot[T], before: int | None, after: int | None) -> None:
-        """A slot's next job is another one now, or none."""
-        self._displace(slot, before)
-        self._place(slot, after)
-        if after is None:
-            self.by_last_used.move_to_end(slot.key)
-
-    def _place(self, slot: _Slot[T], ticket: int | None) -> None:
-        if ticket is None:
-            self.idle[slot.key] = slot
-            if self._group_of is not None:
-                group = self._group[slot.key] = self._group_of(slot.key)
-                self.groups.setdefault(group, collections.OrderedDict())[slot.key] = slot
-        else:
-            self.waiting[ticket] = slot
-
-    def _displace(self, slot: _Slot[T], ticket: int | None) -> None:
-        if ticket is None:
-            del self.idle[slot.key]
-            if self._group_of is not None:
-                group = self._group.pop(slot.key)
-                del self.groups[group][slot.key]
-                if not self.groups[group]:
-                    del self.groups[group]
-        else:
-            del self.waiting[ticket]
 
 
 class _Described(Generic[T]):
@@ -297,47 +282,3 @@ class _Described(Generic[T]):
     def __reversed__(self) -> Iterator[StoredEntry]:
         slots = map(self._slots.__getitem__, reversed(self._slots))
         return (self._described(slot) for slot in slots if not slot.held)
-
-
-class ExpiryQueue:
-    """Sessions by when they expire. A change costs O(log n), nothing is scanned.
-
-    Times are seconds of any one clock. Belongs to the bookkeeping thread.
-    """
-
-    def __init__(self) -> None:
-        self._expires_s: dict[str, float] = {}
-        self._by_time: SortedList[tuple[float, str]] = SortedList()
-
-    def __len__(self) -> int:
-        return len(self._expires_s)
-
-    def set(self, key: str, used_s: float, ttl_s: float | None) -> None:
-        """Says that a session was used at `used_s` and lives `ttl_s` seconds from then on; None: for ever.
-
-        Raises:
-          ValueError: ttl_s is negative or not finite.
-        """
-        check_ttl(ttl_s)
-        self.discard(key)
-        if ttl_s is not None:
-            self._expires_s[key] = used_s + ttl_s
-            self._by_time.add((used_s + ttl_s, key))
-
-    def discard(self, key: str) -> None:
-        """Forgets a session, if it is known."""
-        expires_s = self._expires_s.pop(key, None)
-        if expires_s is not None:
-            self._by_time.remove((expires_s, key))
-
-    def pop_expired(self, now_s: float) -> tuple[str, ...]:
-        """Takes out all sessions whose time is over at `now_s`, the longest expired first.
-
-        The caller sets one again that cannot go now, since it is pinned or in use.
-        """
-        expired = []
-        while self._by_time and self._by_time[0][0] <= now_s:
-            _, key = self._by_time.pop(0)
-            del self._expires_s[key]
-            expired.append(key)
-        return tuple(expired)

@@ -3,7 +3,7 @@
 A choice costs what it names, not what is stored: the view yields sessions in orders that are kept anyway (`orders`).
 
 Sessions may share blocks, and then what the eviction of several frees is no sum: a block goes with the last that holds
-it. Policies choose by how many blocks sessions hold; `FreeingPolicy` asks them for more until what they name is enough.
+it. A policy says in which order sessions go; `Room` takes as many of them as free enough.
 
 Not here: what is stored (the AttentionStore keeps it and carries the choice out), those orders, what is learned of
 returns (returns), or any clock.
@@ -18,9 +18,10 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Reversible, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ca_jax.storage.placement.blocks import ChargedBlocks
+from ca_jax.storage.placement.returns import ReuseGaps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +32,6 @@ class StoredEntry:
     """Session id."""
     num_blocks: int
     """Blocks of the tier that it holds: that its eviction frees where no other does, or that fetching it takes."""
-    pinned: bool
-    """Whether it must stay: pinned, being loaded or saved, or the one that room is sought for."""
     last_used_s: float
     """When it was last looked up, loaded or saved; seconds of the store's clock."""
     created_s: float
@@ -50,7 +49,7 @@ class StoreView:
 
     `by_last_used` and `by_created` hold the same entries, and each of them is in either `idle` or `by_next_job`. They
     are made on demand, in orders that the store keeps: a policy that stops early looks at few, however many are stored.
-    What must stay may be left out of all of them.
+    What must stay (pinned, being loaded or saved, or what room is sought for) is in none of them.
     """
 
     by_last_used: Iterable[StoredEntry]
@@ -66,23 +65,17 @@ class StoreView:
 
 
 class EvictionPolicy(Protocol):
-    """Chooses whom to evict: from DRAM to SSD, or from SSD altogether."""
+    """Says whom to evict: from DRAM to SSD, or from SSD altogether."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
-        """Names entries whose eviction frees at least `num_blocks` blocks.
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
+        """The sessions of a tier, those that should go first first. Taken from as long as room lacks: best lazy.
 
-        Atomic: enough room, or nothing. Pure: the same view gives the same answer.
+        Pure: the same view gives the same answer.
 
         Args:
           view: what the tier holds.
-          num_blocks: blocks wanted, > 0.
-          needed_at: queue position of the job that the room is for. A session whose own job comes no later is not
-            evicted for it, lest fetching one job's KV push out another's that is needed sooner. None: no such limit.
-
-        Returns:
-          Keys of entries that are not pinned and together hold at least `num_blocks` blocks, in the order in which they
-          should go, and none of which follows one that is enough; empty if there are none. Blocks that several share
-          count for each: `room` asks for more where less is freed.
+          needed_at: queue position of the job that the room is for. Sessions whose own job comes no later are not
+            evicted for it, lest fetching one job's KV push out another's that is needed sooner, and may be left out.
         """
         ...
 
@@ -101,11 +94,9 @@ class SchedulerAwarePolicy:
     Source: CachedAttention, section 3.3.2.
     """
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(
-            itertools.chain(view.idle, _last_needed_first(view, needed_at)), num_blocks, needed_at
-        )
+        return itertools.chain(view.idle, last_needed_first(view, needed_at))
 
 
 class ReturnAwarePolicy:
@@ -120,26 +111,25 @@ class ReturnAwarePolicy:
     answer before they go on, the least is at one of the ends.
     """
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        idle = _least_worth_first(view.idle_groups)
-        return _first_that_suffice(itertools.chain(idle, _last_needed_first(view, needed_at)), num_blocks, needed_at)
+        return itertools.chain(_least_worth_first(view.idle_groups), last_needed_first(view, needed_at))
 
 
 class LruPolicy:
     """Evicts what was not used for longest."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(view.by_last_used, num_blocks, needed_at)
+        return view.by_last_used
 
 
 class FifoPolicy:
     """Evicts what was stored first, used since or not."""
 
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterable[StoredEntry]:
         """See `EvictionPolicy`."""
-        return _first_that_suffice(view.by_created, num_blocks, needed_at)
+        return view.by_created
 
 
 EVICTION_POLICIES: dict[str, type[SchedulerAwarePolicy | ReturnAwarePolicy | LruPolicy | FifoPolicy]] = {
@@ -161,82 +151,146 @@ def make_policy(name: str) -> EvictionPolicy:
     return EVICTION_POLICIES[name]()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefetchPlan:
-    """What to fetch from SSD to DRAM now, and what to evict from DRAM for it."""
+class Room:
+    """Room in one tier: who is evicted for it.
 
-    fetch: tuple[str, ...] = ()
-    """Sessions in queue order."""
-    evict: tuple[str, ...] = ()
-    """Sessions in the order in which they should go. None of them is needed before any of `fetch`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefetchPolicy:
-    """Fetches the KV of waiting jobs before they run, in queue order, while room lasts.
-
-    Source: CachedAttention, section 3.3.1.
-
-    Raises:
-      ValueError: max_fetches is not positive.
+    Args:
+      policy: in which order sessions go.
+      blocks: of the tier.
+      view: of the tier, of one tenant's sessions or (None) of everybody's.
+      table_of: blocks that a session holds; none for one that must stay, which is passed by.
+      clock: seconds.
     """
 
-    eviction: EvictionPolicy
-    """Who makes room in DRAM."""
-    max_fetches: int = 8
-    """Most sessions in one plan. The next plan knows the queue better: more than the disk can work on is a guess."""
-
-    def __post_init__(self) -> None:
-        if self.max_fetches <= 0:
-            raise ValueError(f"max_fetches must be positive, got {self.max_fetches}")
-
-    def plan(
+    def __init__(
         self,
-        on_ssd: StoreView,
-        in_dram: StoreView,
-        *,
-        window_jobs: int,
-        free_blocks: int,
-        reserve_blocks: int = 0,
-        admits: Callable[[StoredEntry], bool] = lambda entry: True,
-    ) -> PrefetchPlan:
-        """Plans fetches for the first `window_jobs` waiting jobs.
+        policy: EvictionPolicy,
+        blocks: ChargedBlocks,
+        view: Callable[[str | None], StoreView],
+        table_of: Callable[[str], Sequence[int]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._blocks = blocks
+        self._view = view
+        self._table_of = table_of
+        self.gaps = ReuseGaps(clock)
+        """How soon what was evicted from the tier is wanted again."""
+        self._num_evictions = self._num_evicted_blocks = 0
 
-        A fetch may start at once in blocks that are free, the reserve's among them; what is evicted for it brings the
-        reserve back. A session is fetched only where less urgent ones can make that room, so a fetch never undoes an
-        eviction, nor the other way round.
-
-        Args:
-          on_ssd: what may be fetched: sessions on SSD that are neither in DRAM nor on their way. Pins do not matter.
-          in_dram: what may be evicted for it.
-          window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
-          free_blocks: free blocks in DRAM.
-          reserve_blocks: how many of them should be free again when the plan is carried out: the host buffer.
-          admits: whether a session may be fetched beside those that it admitted before. One that may not takes no place
-            in the plan, and no room is made for it.
+    def victims(self, tenant: str, num_blocks: int) -> tuple[str, ...] | None:
+        """Names sessions to evict so that a tenant can take so many more blocks: its own as far as its quota lacks.
 
         Returns:
-          The plan: all the room that its fetches need, or fewer fetches. The first that lacks room ends it, so that a
-          small one does not take the room of one that is needed sooner; one that could not have it even in an otherwise
-          empty DRAM is the caller's to leave out of `on_ssd`.
+          Keys in the order in which they should go; None where there is not enough that may go.
         """
-        fetch: list[str] = []
-        evict: tuple[str, ...] = ()
-        lacking = reserve_blocks - free_blocks
-        for entry in on_ssd.by_next_job:
-            position = entry.queue_position
-            if position is None or position >= window_jobs or len(fetch) == self.max_fetches:
+        lacking, excess = self._blocks.lacking(num_blocks), self._blocks.excess(tenant, num_blocks)
+        own = self.choose(excess, tenant=tenant) if excess > 0 else ()
+        if excess > 0 and not own:
+            return None
+        if self.frees(own) >= lacking:
+            return own
+        others = self.choose(lacking)  # It may name the same sessions again.
+        return tuple(dict.fromkeys(own + others)) if others else None
+
+    def choose(self, num_blocks: int, *, tenant: str | None = None, needed_at: int | None = None) -> tuple[str, ...]:
+        """Names sessions whose eviction frees at least `num_blocks` blocks, and none without need; none if too few.
+
+        Args:
+          num_blocks: > 0.
+          tenant: whose sessions; None for everybody's.
+          needed_at: as for `EvictionPolicy.order`; None: no such limit.
+        """
+        tables: dict[str, Sequence[int]] = {}
+
+        def named() -> Iterator[Sequence[int]]:
+            for entry in self._policy.order(self._view(tenant), needed_at):
+                position = math.inf if entry.queue_position is None else entry.queue_position
+                is_later = needed_at is None or position > needed_at
+                if is_later and entry.key not in tables and (table := self._table_of(entry.key)):
+                    tables[entry.key] = table
+                    yield table
+
+        if not any(freed >= num_blocks for freed in self._blocks.frees(named())):
+            return ()
+        goes = self._blocks.held_by_none_but(tables.values())
+        return tuple(key for key, table in tables.items() if not goes.isdisjoint(table))
+
+    def frees(self, keys: Sequence[str]) -> int:
+        """How many blocks the eviction of sessions frees."""
+        return max(self._blocks.frees(map(self._table_of, keys)), default=0)
+
+    def evict(self, keys: Iterable[str], leave: Callable[[str], object]) -> None:
+        """Evicts sessions, each by a call of `leave`, and counts what that frees."""
+        for key in keys:
+            num_free = self._blocks.num_free
+            leave(key)
+            self._num_evictions += 1
+            self._num_evicted_blocks += self._blocks.num_free - num_free
+            self.gaps.evicted(key)
+
+    def stats(self, block_bytes: int) -> dict[str, Any]:
+        """The fields of `TierStats`, for blocks of so many bytes."""
+        num_blocks, num_free = self._blocks.num_blocks, self._blocks.num_free
+        return {
+            "capacity_bytes": num_blocks * block_bytes,
+            "used_bytes": (num_blocks - num_free) * block_bytes,
+            "free_bytes": num_free * block_bytes,
+            "num_evictions": self._num_evictions,
+            "evicted_bytes": self._num_evicted_blocks * block_bytes,
+            "evict_to_reuse": self.gaps.histogram(),
+        }
+
+
+def plan_fetches(
+    on_ssd: StoreView,
+    choose: Callable[[int, int], tuple[str, ...]],
+    *,
+    window_jobs: int,
+    lacking: int,
+    max_fetches: int = 8,
+    admits: Callable[[StoredEntry], bool] = lambda entry: True,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Plans fetches for the first `window_jobs` waiting jobs, before they run, in queue order, while room lasts.
+
+    A fetch may start at once in blocks that are free, the reserve's among them; what is evicted for it brings the
+    reserve back. A session is fetched only where less urgent ones can make that room, so a fetch never undoes an
+    eviction, nor the other way round.
+
+    Args:
+      on_ssd: what may be fetched: sessions on SSD that are neither in DRAM nor on their way. Pins do not matter.
+      choose: names sessions in DRAM whose eviction frees so many blocks, for the job at a queue position; none if it
+        cannot be.
+      window_jobs: the look-ahead prefetch window `L_pw`, of `look_ahead_window`.
+      lacking: blocks of DRAM that should be free when the plan is carried out (the host buffer), beyond those that are.
+      max_fetches: most sessions in one plan. The next plan knows the queue better: more than the disk can work on is a
+        guess.
+      admits: whether a session may be fetched beside those that it admitted before. One that may not takes no place in
+        the plan, and no room is made for it.
+
+    Returns:
+      Sessions to fetch, in queue order, and sessions to evict for them, in the order in which they should go. The first
+      that lacks room ends the plan, so that a small one does not take the room of one that is needed sooner; one that
+      could not have it even in an otherwise empty DRAM is the caller's to leave out of `on_ssd`.
+
+    Source: CachedAttention, section 3.3.1.
+    """
+    fetch: list[str] = []
+    evict: tuple[str, ...] = ()
+    for entry in on_ssd.by_next_job:
+        position = entry.queue_position
+        if position is None or position >= window_jobs or len(fetch) >= max_fetches:
+            break
+        if not admits(entry):
+            continue
+        lacking += entry.num_blocks
+        if lacking > 0:
+            victims = choose(lacking, position)
+            if not victims:
                 break
-            if not admits(entry):
-                continue
-            lacking += entry.num_blocks
-            if lacking > 0:
-                victims = self.eviction.choose_victims(in_dram, lacking, needed_at=position)
-                if not victims:
-                    break
-                evict = victims
-            fetch.append(entry.key)
-        return PrefetchPlan(fetch=tuple(fetch), evict=evict)
+            evict = victims
+        fetch.append(entry.key)
+    return tuple(fetch), evict
 
 
 def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
@@ -262,7 +316,7 @@ def look_ahead_window(available_bytes: float, mean_session_bytes: float) -> int:
     return max(1, int(available_bytes // mean_session_bytes))
 
 
-def _last_needed_first(view: StoreView, needed_at: int | None) -> Iterable[StoredEntry]:
+def last_needed_first(view: StoreView, needed_at: int | None) -> Iterable[StoredEntry]:
     """Those with a waiting job behind that place, from the queue's tail on."""
     waiting = reversed(view.by_next_job)
     if needed_at is None:
@@ -291,121 +345,3 @@ def _least_worth_first(groups: Iterable[Reversible[StoredEntry]]) -> Iterator[St
             named.add(entry.key)
             yield entry
             push(end)
-
-
-def _first_that_suffice(entries: Iterable[StoredEntry], num_blocks: int, needed_at: int | None) -> tuple[str, ...]:
-    victims = []
-    for entry in entries:
-        if entry.pinned or not entry.num_blocks:
-            continue
-        if needed_at is not None and entry.queue_position is not None and entry.queue_position <= needed_at:
-            continue
-        victims.append(entry.key)
-        num_blocks -= entry.num_blocks
-        if num_blocks <= 0:
-            return tuple(victims)
-    return ()
-
-
-class FreeingPolicy:
-    """Another policy's choice, with the blocks counted that are freed, and not those that are held.
-
-    Skips sessions whose eviction frees no block. Where blocks are shared the policy is asked O(log n) times.
-
-    Args:
-      policy: who chooses.
-      blocks: says which blocks are shared.
-      table_of: blocks that a session holds; none for one that must stay.
-
-    Raises:
-      RuntimeError: of any choice: the policy named too few, one twice, or one that must stay.
-    """
-
-    def __init__(self, policy: EvictionPolicy, blocks: ChargedBlocks, table_of: Callable[[str], Sequence[int]]) -> None:
-        self._policy = policy
-        self._blocks = blocks
-        self._table_of = table_of
-
-    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
-        """See `EvictionPolicy`; what is named frees at least `num_blocks` blocks."""
-        wanted, asked_for_all = num_blocks, False
-        while True:
-            keys = self._policy.choose_victims(view, wanted, needed_at=needed_at)
-            if keys:
-                tables = self._tables_of(keys, wanted)
-                freed = self._blocks.frees(tables)
-                if freed[-1] >= num_blocks:
-                    return self._that_count(keys, tables, freed, num_blocks)
-                wanted *= 2
-            if asked_for_all:
-                return ()
-            if not keys:  # So many are not held, and what is held may be enough.
-                wanted, asked_for_all = _num_held(view, needed_at), True
-                if wanted < num_blocks:
-                    return ()
-
-    def frees(self, keys: Sequence[str]) -> int:
-        """How many blocks the eviction of sessions frees."""
-        return self._blocks.frees(map(self._table_of, keys))[-1] if keys else 0
-
-    def _tables_of(self, keys: tuple[str, ...], num_blocks: int) -> list[Sequence[int]]:
-        """What sessions hold that the policy named, checked."""
-        tables = [self._table_of(key) for key in keys]
-        sizes = [len(table) for table in tables]
-        if len({*keys}) != len(keys) or not all(sizes) or sum(sizes) < num_blocks:
-            raise RuntimeError(
-                f"{type(self._policy).__name__} must free {num_blocks} blocks by evicting {keys}; "
-                f"got that these may free {sizes}"
-            )
-        return tables
-
-    def _that_count(
-        self, keys: tuple[str, ...], tables: list[Sequence[int]], freed: list[int], num_blocks: int
-    ) -> tuple[str, ...]:
-        """The first ones that are enough, without those of whose blocks none is freed."""
-        num_keys = next(index for index, number in enumerate(freed, 1) if number >= num_blocks)
-        if all(more > less for less, more in zip((0, *freed), freed[:num_keys], strict=False)):
-            return keys[:num_keys]
-        goes = self._blocks.held_by_none_but(tables[:num_keys])
-        return tuple(key for key, table in zip(keys[:num_keys], tables, strict=False) if not goes.isdisjoint(table))
-
-
-def choose_room(
-    policy: FreeingPolicy,
-    view: Callable[[str | None], StoreView],
-    *,
-    tenant: str,
-    lacking: int,
-    excess: int,
-) -> tuple[str, ...] | None:
-    """Names sessions to evict, all that is needed or none.
-
-    Args:
-      policy: who chooses.
-      view: of the tier, of one tenant's sessions or (None) of everybody's.
-      tenant: whose sequence the room is for.
-      lacking: blocks the tier lacks; none, if not positive.
-      excess: blocks that `tenant` has to give up itself.
-
-    Returns:
-      Keys in the order in which they should go; None where there is not enough that may go.
-
-    Raises:
-      RuntimeError: the policy named too few, or one that must stay.
-    """
-    victims = policy.choose_victims(view(tenant), excess) if excess > 0 else ()
-    if excess > 0 and not victims:
-        return None
-    if policy.frees(victims) >= lacking:
-        return victims
-    others = policy.choose_victims(view(None), lacking)  # It may name the same sessions again.
-    return tuple(dict.fromkeys(victims + others)) if others else None
-
-
-def _num_held(view: StoreView, needed_at: int | None) -> int:
-    """Blocks of all sessions that may be evicted, for a job in that place; those that several share count for each."""
-    return sum(
-        entry.num_blocks
-        for entry in view.by_last_used
-        if not entry.pinned and (needed_at is None or entry.queue_position is None or entry.queue_position > needed_at)
-    )

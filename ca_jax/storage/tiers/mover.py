@@ -35,13 +35,13 @@ from ca_jax.storage.catalog.records import Contents, DamagedRecordError
 from ca_jax.storage.catalog.writer import CatalogWriter
 from ca_jax.storage.layout import layer_sums
 from ca_jax.storage.placement.blocks import BlockAllocator
-from ca_jax.storage.records import BlockIoError, IoFailure
+from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, StepThread
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
 from ca_jax.storage.tokens import Lineage
-from ca_jax.telemetry.timeline import ArgValue, Timeline, Track
+from ca_jax.telemetry.timeline import ArgValue, Track
 
 _POLL_S = 0.25  # How often what is under way is held against its deadline.
 _CLOSE_ASKS_S = 1.0  # A reader that does not answer in that time stays open.
@@ -56,10 +56,7 @@ class SsdWorker:
       catalog: written by the worker alone from now on.
       prepare: run before the first write, on the writing thread, for as long as it takes.
       deadline_s: seconds without progress after which a read or change of the catalog is late.
-      on_progress: called, from the threads, whenever `take_ended` has something new.
-      on_fetch: given bytes and seconds, on the threads, whenever fetches have ended and none is under way.
-      timeline: gets a span of every fetch and of every flush, each from catalog to catalog; that of a move which
-        fails says why.
+      runtime: its `on_progress` is called, from the threads, whenever `take_ended` has something new.
     """
 
     def __init__(
@@ -69,9 +66,7 @@ class SsdWorker:
         *,
         prepare: Callable[[], object],
         deadline_s: float,
-        on_progress: Callable[[], None],
-        on_fetch: Callable[[int, float], None],
-        timeline: Timeline,
+        runtime: StoreRuntime,
     ) -> None:
         self._tier = tier
         self.layout = tier.layout
@@ -79,9 +74,9 @@ class SsdWorker:
         self._writer = CatalogWriter(catalog, on_lost=self._lost)
         self._reader, self._asked_reader = (CatalogReader(catalog.directory, catalog.namespace) for _ in range(2))
         self._asked: concurrent.futures.Future[Contents | None] | None = None
-        self._on_progress = on_progress
-        self._fetching = BusyPeriods(on_fetch)
-        self._timeline = timeline
+        self._on_progress = runtime.on_progress
+        self._fetching = BusyPeriods(runtime.on_fetch)
+        self._timeline = runtime.timeline
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
         self._ended: collections.deque[TaskEnd | Changed | Lost] = collections.deque()
         self._bounces: list[np.ndarray] = []
