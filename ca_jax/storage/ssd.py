@@ -128,15 +128,6 @@ class SsdIndex:
 
     # Moves.
 
-    def can_fetch(self, entry: Entry) -> bool:
-        """Whether a fetch of the session may begin; if not because the SSD was late, that is its next miss."""
-        if entry.ssd is None or entry.fetch is not None or entry.flush is not None:
-            return False
-        if self.is_late:
-            entry.miss = MissReason.DEADLINE
-            return False
-        return True
-
     def fetch(self, entry: Entry) -> None:
         """Begins to bring a session to DRAM, where there is room: into blocks that are the move's until it has settled.
 
@@ -404,7 +395,7 @@ class SsdIndex:
             victims = self._room.victims(entry.owner.tenant, num_blocks)
         if victims is None:
             return FlushFailure.NO_ROOM
-        evicted = {key: entry for key in victims if (entry := self._index.get(key)) is not None}
+        evicted = {key: found for key in victims if (found := self._index.get(key)) is not None}
         try:
             for victim in evicted.values():
                 self._take_note_back(victim)

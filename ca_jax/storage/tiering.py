@@ -142,16 +142,15 @@ class Placement:
         if entry is None or self._ssd is None:
             return False
         entry.requested = True  # What comes must not go again before the job has run.
-        if entry.residency is Residency.SSD and entry.ssd is not None and entry.miss is None:
-            num_blocks = len(entry.ssd.block_ids)
-            if self._ssd.can_fetch(entry):
-                skipped = self.make_room(entry, num_blocks)
-                if skipped is None:
-                    self._ssd.fetch(entry)
-                elif skipped is SkipReason.NO_ROOM and self._room_will_come():
-                    return True
-                else:
-                    entry.miss = MissReason.NO_ROOM
+        if entry.residency is Residency.SSD and entry.ssd is not None and not (entry.miss or entry.flush):
+            if self._ssd.is_late:
+                entry.miss = MissReason.DEADLINE
+            elif (skipped := self.make_room(entry, entry.ssd.num_blocks)) is None:
+                self._ssd.fetch(entry)
+            elif skipped is SkipReason.NO_ROOM and self._room_will_come():
+                return True
+            else:
+                entry.miss = MissReason.NO_ROOM
         self._index.place(entry)
         return entry.fetch is not None
 
@@ -289,7 +288,7 @@ class Placement:
         return self.busy or any(entry.open_saves and not entry.num_pins for entry in entries)
 
     def _evict(self, keys: Sequence[str]) -> None:
-        entries = {key: entry for key in keys if (entry := self._index.get(key)) is not None}
+        entries = {key: found for key in keys if (found := self._index.get(key)) is not None}
         self.room.evict(entries, lambda key: self._leave_dram(entries[key]))
 
     def _leave_dram(self, entry: Entry) -> None:

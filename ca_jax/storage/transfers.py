@@ -195,7 +195,9 @@ class Transfers:
         if truncate and not entry.in_use:
             if num_tokens < entry.num_tokens:
                 self._truncation.shorten(entry, num_tokens)
-            self._truncation.adopt(entry, num_dropped)
+            if entry.lineage.num_dropped != num_dropped:  # All that is left has seen no dropped token.
+                entry.lineage = Lineage(num_dropped)
+                self._placement.changed(entry)
         places = entry.places.take(num_tokens)
         ticket = LoadTicket(self._dram, key, places, np.array(entry.block_ids), from_ssd=entry.fetched)
         entry.fetched = False

@@ -215,12 +215,6 @@ class Truncation:
             self._placement.changed(entry)
         self._index.place(entry)
 
-    def adopt(self, entry: Entry, num_dropped: int) -> None:
-        """Takes what is in DRAM, all of which has seen no dropped token, for a session that dropped so many."""
-        if entry.lineage.num_dropped != num_dropped:
-            entry.lineage = Lineage(num_dropped)
-            self._placement.changed(entry)
-
     def _discard_in_dram(self, entry: Entry, kept: np.ndarray, lineage: Lineage) -> None:
         places, table = entry.places.keep(kept, self._layout.block_tokens)
         stays = set(table.tolist())

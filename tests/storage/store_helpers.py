@@ -153,6 +153,11 @@ def ids(num_tokens: int, first: int = 100) -> list[int]:
     return list(range(first, first + num_tokens))
 
 
+def mask_of(num_tokens: int, discarded) -> np.ndarray:
+    """Which of the first tokens are discarded, bool `[num_tokens]`."""
+    return np.isin(np.arange(num_tokens), list(discarded))
+
+
 def info(store: AttentionStore, key: str) -> EntryInfo | None:
     """What the store tells of a session."""
     return next((each for each in store.list() if each.key == key), None)

@@ -146,25 +146,6 @@ def test_every_policy_keeps_the_rules(stored, num_blocks, needed_at, data):
     assert victims == sorted(filter(may_go, stored), key=key)[: len(victims)]
 
 
-@given(stored=entries(), num_blocks=st.integers(1, 20), window_jobs=st.integers(0, 24))
-def test_for_a_window_of_any_length_its_sessions_are_exempt_while_others_suffice(stored, num_blocks, window_jobs):
-    """The paper's rule, word for word, for the length that the paper gives and for every other."""
-    victims = choose(SchedulerAwarePolicy(), make_view(stored), num_blocks)
-    inside = {
-        entry.key: entry.queue_position
-        for entry in stored
-        if entry.queue_position is not None and entry.queue_position < window_jobs
-    }
-    evictable = [entry for entry in stored if entry.num_blocks]
-    if any(key in inside for key in victims):
-        outside = {entry.key for entry in evictable if entry.key not in inside}
-        assert outside <= set(victims)
-        assert sum(entry.num_blocks for entry in evictable if entry.key in outside) < num_blocks
-    kept = [inside[entry.key] for entry in evictable if entry.key in inside and entry.key not in victims]
-    gone = [inside[key] for key in victims if key in inside]
-    assert not kept or not gone or max(kept) < min(gone), "one nearer to the tail stayed"
-
-
 # Return-aware eviction.
 
 
@@ -267,19 +248,6 @@ def test_on_a_loop_over_capacity_lru_finds_nothing_and_the_queue_nearly_all_ther
         room += size
         kept += room <= num_blocks
     assert hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), num_sessions - 1) >= 0.9 * 7 * kept
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_on_random_revisits_the_queue_beats_recency(seed):
-    rng = random.Random(seed)
-    size_of = make_sizes(100, "uniform", seed)
-    trace = [f"s{rng.randrange(100)}" for _ in range(1000)]
-    num_blocks = sum(size_of.values()) // 2
-    hits = {
-        name: hits_of_one_tier(trace, size_of, num_blocks, make_policy(name), queue_jobs=100)
-        for name in ("scheduler_aware", "lru", "fifo")
-    }
-    assert hits["scheduler_aware"] > 1.1 * max(hits["lru"], hits["fifo"])
 
 
 def test_belady_is_what_trying_all_choices_finds():

@@ -189,18 +189,6 @@ def test_an_abort_waits_for_the_write_under_way(store, monkeypatch):
     worker.join()
 
 
-def test_writers_on_several_threads_do_not_meet(store):
-    kv = make_kv(store.layout, 15)
-    ticket = store.prepare_save("a", 0, ids(15))
-    workers = [threading.Thread(target=ticket.write, args=(layer, kv[layer])) for layer in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert store.complete_save(ticket)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(15))), as_bits(kv))
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "token_offset", "message"),
     [

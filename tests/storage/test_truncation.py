@@ -10,11 +10,7 @@ import pytest
 from ca_jax.storage import EntryInUseError, MissReason
 from ca_jax.storage import truncation as cutting
 
-from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, save, used_blocks
-
-
-def mask_of(num_tokens: int, discarded) -> np.ndarray:
-    return np.isin(np.arange(num_tokens), list(discarded))
+from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, mask_of, save, used_blocks
 
 
 def assert_serves(store, key: str, token_ids, kv: np.ndarray, num_dropped: int) -> None:

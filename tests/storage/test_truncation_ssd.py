@@ -29,6 +29,7 @@ from .store_helpers import (
     load,
     make_kv,
     make_store,
+    mask_of,
     put,
     save,
     ssd_tokens,
@@ -36,10 +37,6 @@ from .store_helpers import (
     wait_until,
     writer_stopped,
 )
-
-
-def mask_of(num_tokens: int, discarded) -> np.ndarray:
-    return np.isin(np.arange(num_tokens), list(discarded))
 
 
 def used_ssd_blocks(store: AttentionStore) -> int:

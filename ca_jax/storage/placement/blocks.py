@@ -27,18 +27,14 @@ class BlockAllocator:
     def __init__(self, num_blocks: int):
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
+        """Free and taken blocks together."""
         self.num_free = num_blocks
         """Blocks that `alloc` can still hand out."""
         self._taken = bytearray(num_blocks)
         # The free blocks as runs: how many there are from each first id on. Neighbours are always merged.
         self._run_length: SortedDict[int, int] = SortedDict({0: num_blocks} if num_blocks else {})
         self._by_length = SortedList((length, start) for start, length in self._run_length.items())
-
-    @property
-    def num_blocks(self) -> int:
-        """Free and taken blocks together."""
-        return self._num_blocks
 
     def alloc(self, num_blocks: int, after: int | None = None) -> tuple[int, ...] | None:
         """Takes `num_blocks` blocks, all or nothing.
@@ -87,8 +83,8 @@ class BlockAllocator:
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
             raise ValueError(f"block ids must be integers[n], got {wanted.dtype}{list(wanted.shape)}")
         for end in (wanted[0], wanted[-1]):
-            if not 0 <= end < self._num_blocks:
-                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {end}")
+            if not 0 <= end < self.num_blocks:
+                raise ValueError(f"a block id must be in [0, {self.num_blocks}), got {end}")
         wanted = wanted.astype(np.int64)
         is_taken = np.frombuffer(self._taken, np.uint8)  # A view: what is set here is set there.
         again = wanted[is_taken[wanted] != 0].tolist() + wanted[1:][wanted[1:] == wanted[:-1]].tolist()
@@ -109,8 +105,8 @@ class BlockAllocator:
         """
         ids = sorted(ids)
         for i, block in enumerate(ids):
-            if not 0 <= block < self._num_blocks:
-                raise ValueError(f"a block id must be in [0, {self._num_blocks}), got {block}")
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(f"a block id must be in [0, {self.num_blocks}), got {block}")
             if not self._taken[block] or (i and ids[i - 1] == block):
                 raise ValueError(f"block {block} is freed twice")
         start = 0
@@ -184,10 +180,14 @@ class ChargedBlocks:
 
     @classmethod
     def in_bytes(
-        cls, allocator: BlockAllocator, quota_bytes: int | None, of_tenants: Iterable[tuple[str, int]], block_bytes: int
+        cls,
+        allocator: BlockAllocator,
+        quota_bytes: int | None,
+        of_tenants: Mapping[str, int] | Iterable[tuple[str, int]],
+        block_bytes: int,
     ) -> ChargedBlocks:
         """With quotas that are given in bytes: as many whole blocks of `block_bytes` as they hold."""
-        quotas = {tenant: num_bytes // block_bytes for tenant, num_bytes in of_tenants}
+        quotas = {tenant: num_bytes // block_bytes for tenant, num_bytes in dict(of_tenants).items()}
         return cls(allocator, None if quota_bytes is None else quota_bytes // block_bytes, quotas)
 
     @property
