@@ -18,64 +18,27 @@ from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyErr
 from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, Usage
+from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, TurnRequest, Usage
 from ca_jax.turns.text import Texts
 
 
-class Host(Protocol):
+class _Host(Protocol):
     """What a session asks of its engine; see there."""
 
-    def submit_turn(
-        self,
-        session: Session,
-        new: str | Sequence[Message] | Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        context: Sequence[str | Sequence[int]] | None = None,
-        texts: Texts | None = None,
-        truncation: Truncation = "auto",
-    ) -> Job:
-        """Queues a turn."""
-        ...
-
-    def stream(self, job: Job) -> Iterator[str]:
-        """Runs until a job ends and yields its text as it comes."""
-        ...
-
-    def cancel(self, job: Job) -> None:
-        """Ends a job that has not ended."""
-        ...
-
-    def abandon(self, job: Job) -> None:
-        """Notes that nobody listens to a job any more. Takes no lock."""
-        ...
-
-    def end_abandoned(self) -> None:
-        """Cancels the jobs that nobody listens to."""
-        ...
-
-    def rewind(self, session: Session, left: Conversation) -> None:
-        """Takes a conversation back to what is left of it."""
-        ...
-
-    def discard(self, session: Session, discarded: np.ndarray) -> None:
-        """Drops tokens of a conversation, bool `[T]`."""
-        ...
-
-    def forget(self, session: Session) -> None:
-        """Drops a conversation and its KV."""
-        ...
+    def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job: ...
+    def stream(self, job: Job) -> Iterator[str]: ...
+    def cancel(self, job: Job) -> None: ...
+    def abandon(self, job: Job) -> None: ...
+    def end_abandoned(self) -> None: ...
+    def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None: ...
+    def discard(self, session: Session, discarded: np.ndarray) -> None: ...
+    def forget(self, session: Session) -> None: ...
 
 
 class Answer(Iterator[str]):
-    """The text of one turn as it comes. Iterating runs the engine; an answer that is let go of ends its turn.
+    """The text of one turn as it comes. Iterating runs the engine; an answer that is let go of ends its turn."""
 
-    Args:
-      engine: who runs.
-      job: the turn.
-    """
-
-    def __init__(self, engine: Host, job: Job) -> None:
+    def __init__(self, engine: _Host, job: Job) -> None:
         self._engine = engine
         self._job = job
         self._pieces = engine.stream(job)
@@ -110,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Host,
+        engine: _Host,
         session_id: str,
         conversation: Conversation,
         *,
@@ -125,6 +88,8 @@ class Session:
         self._packed_ids: np.ndarray | None = None
         self.session_id = session_id
         """Names the conversation in the store."""
+        self.key = ""
+        """Of its KV in the store; the engine says which."""
         self.tenant = tenant
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
@@ -242,7 +207,7 @@ class Session:
 
     def submit(
         self,
-        new: Sequence[Message] | Sequence[int],
+        new: str | Sequence[Message] | Sequence[int],
         *,
         context: Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | None = None,
@@ -263,9 +228,14 @@ class Session:
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
-        self._job = self._engine.submit_turn(
-            self, new, sampling or SamplingParams(), priority, context, texts, truncation
+        asked = TurnRequest(
+            new=new,
+            params=sampling or SamplingParams(),
+            priority=priority,
+            context=context,
+            truncation=truncation,
         )
+        self._job = self._engine.submit_turn(self, asked, texts)
         return self._job
 
     def rewind(self, num_tokens: int) -> None:
@@ -281,7 +251,7 @@ class Session:
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"tokens to keep must be 0..{len(self.token_ids)}, got {num_tokens}")
-        self._engine.rewind(self, self._conversation.take(num_tokens))
+        self._engine.truncate_stored(self, num_tokens, self._conversation.take(num_tokens))
 
     def discard(self, tokens: npt.ArrayLike) -> int:
         """Forgets some tokens of the conversation and their KV; what remains is used as it stands.

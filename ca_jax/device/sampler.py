@@ -1,7 +1,7 @@
 """Drawing tokens: the jitted draw, and the parameters of each decode slot that it takes.
 
 A draw depends on the seed and on how many tokens are before the drawn one, and on nothing else: the same turn gives the
-same answer in any batch.
+same answer in any batch. Shapes: B rows, V tokens of the vocabulary, `logits` f32 `[B, V]`.
 
 Not here: what may be asked for (turns.requests), logits (runner, slots).
 """
@@ -77,8 +77,6 @@ def sample(
     What is added to logits comes right behind the repetition penalty.
 
     Args:
-      logits: f32 `[B, V]`.
-      rows: parameters of the B rows.
       seen: bool `[slots, V]`, tokens the repetition penalty applies to.
       first_slot: i32 scalar, the slot that row 0 is.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
@@ -142,7 +140,6 @@ def log_probabilities(logits: jax.Array, drawn: jax.Array, num_top: int) -> LogP
     That is the softmax of the logits as they are: before penalties, biases, temperature and filters.
 
     Args:
-      logits: f32 `[B, V]`.
       drawn: i32 `[B]`.
       num_top: static, how many of the likeliest tokens are wanted, at most V.
     """
@@ -216,8 +213,6 @@ class Sampler:
     """Draws tokens for slots, each with its own parameters. Belongs to the engine's thread.
 
     Args:
-      num_slots: how many decode slots there are.
-      vocab_size: V.
       sharding: of the model whose logits it draws from, which are whole on each device; None: it is on one.
     """
 
@@ -280,7 +275,6 @@ class Sampler:
         """Draws a token for each row. Does not wait.
 
         Args:
-          logits: f32 `[n, V]`, of slots `first_slot` to `first_slot + n`.
           positions: i32 `[n]`, of the tokens being drawn.
           first_slot: which slot the first row is.
 

@@ -20,9 +20,8 @@ import numpy as np
 from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.kv import blend_costs, costs
-from ca_jax.kv.chunk_kv import ChunkKV
-from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv import costs
+from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.kv.rates import RateMeter
@@ -97,16 +96,7 @@ class History:
 
 
 class Histories:
-    """Loads of stored histories. Belongs to the engine's thread.
-
-    Args:
-      store: where they are.
-      loader: who brings them.
-      runner: whose padding.
-      meter: measured rates.
-      chunks: the store's.
-      runtime: the engine's; what one of its processes has not, none loads.
-    """
+    """Loads of stored histories. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -206,9 +196,7 @@ class Histories:
             return blend.recompute_ratio
         if rates is None:
             return blend.min_recompute_ratio
-        ratio = blend_costs.choose_ratio(
-            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
-        )
+        ratio = costs.choose_ratio(rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history)
         return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
 
     def measure(self, ticket: LoadTicket) -> None:

@@ -91,7 +91,7 @@ class KeptConversations:
 
     def note(self, key: str, session: TurnSession) -> None:
         """Has a conversation outlive the process as it is now; its KV was changed with it."""
-        if self._log is None:
+        if self._log is None or not session.is_kept:
             return
         note = self.pack(key, session.conversation)
         packed = self._packed[key]

@@ -1,20 +1,18 @@
 """How long transfers and prefills take: fitted to what was measured, and the engine's latest measurements.
 
-Not here: what follows from rates (costs, blend_costs), who measures.
+Not here: what follows from rates (costs), who measures.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import math
 import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-
-_PRECISION = 1e-9  # A fit that is better by less is no better.
+import scipy.optimize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,8 +185,7 @@ def _num_pairs(history_tokens: int, new_tokens: int) -> float:
 def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Times >= 0 of the terms that measured times are sums of: those of least relative error.
 
-    Of equally good ones those with fewer terms, then of earlier columns. The best under that bound is the unbounded
-    best of the terms that are not 0, so all sets of terms are tried.
+    Terms that no sample tells apart are the first column's.
 
     Args:
       rows: how much of each term is in each measured time; every term is in one at least.
@@ -201,15 +198,7 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
         raise ValueError("a rate must be fitted to at least one sample, got none")
     weighted = np.array(rows, float) / np.array(seconds)[:, None]  # Of relative errors: short times count as well.
     scale = weighted.max(axis=0)
-    weighted = weighted / scale
-    best, least_error = np.zeros(weighted.shape[1]), math.inf
-    for num_terms in range(1, weighted.shape[1] + 1):
-        for terms in map(list, itertools.combinations(range(weighted.shape[1]), num_terms)):
-            found, *_ = np.linalg.lstsq(weighted[:, terms], np.ones(len(weighted)))
-            error = float(np.linalg.norm(weighted[:, terms] @ found - 1))
-            if found.min() >= 0 and error < least_error - _PRECISION:
-                best, least_error = np.zeros_like(best), error
-                best[terms] = found
+    best, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(weighted)))
     return [float(value) for value in best / scale]
 
 
@@ -224,12 +213,7 @@ _REFIT_SAMPLES = 8  # New ones that make another fit worth its half millisecond.
 
 
 class RateMeter:
-    """Keeps the last samples of each kind. Any thread may add; fitting is the engine's thread's.
-
-    Args:
-      num_layers: L.
-      layer_token_bytes: of one token's KV in one layer.
-    """
+    """Keeps the last samples of each kind. Any thread may add; fitting is the engine's thread's."""
 
     def __init__(self, num_layers: int, layer_token_bytes: int) -> None:
         self._num_layers = num_layers

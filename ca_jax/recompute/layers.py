@@ -1,7 +1,9 @@
 """One layer of selective recompute: some tokens over the KV of all, and what it says of the others.
 
 Everything here is pure. Shapes: n tokens that are computed, S places of stored KV, T new tokens, K KV heads, H head
-dim, F embed.
+dim, F embed. `x [1, n, F]` is what goes into a layer of the chosen tokens, `kv [2, S, K, H]` its stored unrotated KV,
+of which a token sees places up to its own, `table` the rotations of all positions; `config`, `window` (`config.window_of`
+the layer) and `sharding` are static.
 
 Not here: which tokens and in which layers (plan), one sequence through all layers (recomputer).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
@@ -45,16 +47,9 @@ def recompute_layer(
     """Computes one layer of some tokens anew, over the KV of all.
 
     Args:
-      config: static.
-      layer_params: of this layer.
-      x: `[1, n, F]`, the chosen tokens.
       positions: i32 `[n]`, increasing: their places in `kv`. At S or beyond it is padding, which changes nothing.
-      kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
-      table: rotations of all positions.
       carried: bool `[n]` and `[S]`: by which of these tokens others move, and which places do, see `carry_along`; None:
         the others stay.
-      window: static, of the layer: `config.window_of`.
-      sharding: static.
 
     Returns:
       `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
@@ -111,7 +106,6 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
     Args:
       new: `[2, n, K, H]`, the tokens' KV as it is now.
       positions: i32 `[n]`, their places in `kv`; at S or beyond it is padding.
-      kv: what is stored, unrotated, `[2, S, K, H]`; anything at places that neither move nor are fitted to.
       fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in `kv`.
       moves: bool `[S]`, places that move.
     """
@@ -159,17 +153,10 @@ def join_layer(
     """`recompute_layer` and, over what it gives, a layer of new tokens: weights are read once for both.
 
     Args:
-      config: static.
-      layer_params: of this layer.
-      x: `[1, n, F]`, the chosen tokens.
       positions: i32 `[n]`, see `recompute_layer`.
       new_x: `[1, T, F]`, tokens behind the history.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
-      kv: this layer's unrotated KV `[2, S, K, H]`.
-      table: rotations of all positions.
       carried: see `recompute_layer`.
-      window: static, of the layer: `config.window_of`.
-      sharding: static.
 
     Returns:
       `x [1, n, F]` and `new_x [1, T, F]` for the next layer, `kv` as of `recompute_layer`, and the new tokens'
@@ -226,12 +213,7 @@ def kv_deviation(
     Keys are compared unrotated, which is the same as rotated: a rotation changes no distance.
 
     Args:
-      config: static.
-      layer_params: of the layer.
-      x: `[1, n, F]`, what goes into it.
       positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
-      kv: what is stored, unrotated, `[2, S, K, H]`.
-      sharding: static.
     """
     new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
     found = jnp.concatenate([new.k, new.v], axis=0)
@@ -260,15 +242,10 @@ def choose_deviating(
     """The tokens that are computed from a layer on: some in any case, and those whose KV deviates most at it.
 
     Args:
-      config: static.
-      layer_params: of the layer.
-      x: `[1, n, F]`, what goes into it.
       places: i32 `[n]`, increasing; padding from `NOWHERE` on.
-      kv: this layer's stored unrotated KV `[2, S, K, H]`.
       always: bool `[S]`, places whose tokens are computed in any case.
       num_tokens: how many, at least as many as are computed in any case; static.
       num_rows: as many or more; static.
-      sharding: static.
 
     Returns:
       `x [1, num_rows, F]` and their places i32 `[num_rows]`, increasing; padding as in `places`.

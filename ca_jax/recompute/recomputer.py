@@ -32,12 +32,7 @@ class Recomputer:
     """One sequence under a plan, layer by layer.
 
     Args:
-      config: of the model.
-      layers: parameters of each layer.
-      table: rotations of all positions.
-      plan: which tokens in which layer.
       x: `[1, n', F]`, embeddings of the plan's tokens, from its `start` on; what is behind them is not read.
-      sharding: of the model; None: it is on one device.
 
     Raises:
       ValueError: fewer embeddings than tokens.
@@ -177,9 +172,7 @@ class RecomputedHistory:
     """A history that is repaired, blended, or both, layer by layer; to a prefill it is like any other.
 
     Args:
-      source: gives its layers as they are stored.
       token_ids: of all its places.
-      runner: computes.
       repair: of the session's own first tokens; None: they are as they should be.
       blend: how the chunks behind them are computed; None: without chunks.
     """
@@ -225,7 +218,7 @@ class RecomputedHistory:
         return kv
 
     def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `runner.JoinedSource`; only where `may_join`."""
+        """See `runner.Join`; only where `may_join`."""
         [recomputer] = self._recomputers
         kv, new_x, new_kv = recomputer.join(layer, self._loaded(layer), new_x, length)
         self._took(layer, kv)
@@ -256,8 +249,6 @@ def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recompu
     """Has tokens of a history computed anew.
 
     Args:
-      runner: of the model.
-      plan: which.
       token_ids: of all places of the history.
     """
     places = len(token_ids)  # Padded as its KV is, however few are computed: no other function is compiled.

@@ -6,25 +6,27 @@ Not here: sessions by name, locks, the public API (engine).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
+
 from ca_jax.config import EngineConfig
-from ca_jax.device.memory import check_buffers
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.device.slots import RunnerSizes
-from ca_jax.kv.layout import kept_window, kv_layout
+from ca_jax.kv.layout import check_buffers, kept_window, kv_layout
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
 from ca_jax.recompute.drift import Drift
 from ca_jax.serving.batch import Batch
+from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
-from ca_jax.serving.turn_builder import TurnBuilder
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
@@ -35,14 +37,6 @@ DEFAULT_WINDOW_TOKENS = 4096
 
 class EngineCore:
     """The parts of one engine. Belongs to the engine's thread.
-
-    Args:
-      model: what to serve.
-      config: how.
-      processes: those that serve as one.
-      timeline: gets spans of what happens when.
-      wake: called from any thread when there is something to do.
-      store_wrapper: given the store, returns what is used in its place.
 
     Raises:
       ValueError: see `Engine`; so is ProcessesError.
@@ -145,6 +139,15 @@ def layout_of(config: EngineConfig) -> Layout:
         data_parallel_size=config.data_parallel_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
+
+
+def enable_compile_cache(directory: str | None) -> None:
+    """Keeps compiled functions in `directory` between runs, unless jax has been given one already."""
+    if directory is None or jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:

@@ -45,7 +45,6 @@ class Scheduler:
     A step's plan costs O(log n) comparisons for n waiting jobs, and one move within a list of them.
 
     Args:
-      max_batch_size: how many slots there are.
       num_parts: equal parts that they are in, each on other devices: jobs take a slot of each part in turn.
     """
 
@@ -87,8 +86,8 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self._queue and not self._running
 
-    def submit(self, job: Job) -> None:
-        """Queues a job, behind those of its priority.
+    def submit(self, job: Job) -> Job:
+        """Queues a job, behind those of its priority, and returns it.
 
         Raises:
           ValueError: it waits or runs already.
@@ -96,6 +95,7 @@ class Scheduler:
         if job in self._queue or self._is_running(job):
             raise ValueError(f"a job must neither wait nor run to be queued, and job {job.job_id} does")
         self._queue.add(job)
+        return job
 
     def schedule(
         self,

@@ -13,7 +13,6 @@ Not here: buffers and their owners (runner), host transfers (transfer), sampling
 """
 
 from ca_jax.device.steps.common import Params
-from ca_jax.device.steps.decode_steps import decode
 from ca_jax.device.steps.prefill_steps import (
     all_logits,
     append_history,
@@ -27,7 +26,7 @@ from ca_jax.device.steps.prefill_steps import (
     rotation_table,
     unpack_kv,
 )
-from ca_jax.device.steps.slot_steps import Slots, cut_slot, drift_slot, insert_slot, make_slots
+from ca_jax.device.steps.slot_steps import Slots, cut_slot, decode, drift_slot, insert_slot, make_slots
 
 __all__ = [
     "Params",

@@ -1,8 +1,9 @@
 """Prefill: layer by layer, over history that is unrotated.
 
-Shapes: T new tokens (padded), S history places (padded), L K G H F V as in models.
+Shapes: T new tokens (padded), S history places (padded), L K G H F V as in models. `table` is the rotations of
+all positions; `config`, `window` (`config.window_of` the layer) and `sharding` are static.
 
-Not here: the decode slots (slot_steps, decode_steps).
+Not here: the decode slots (slot_steps).
 """
 
 from __future__ import annotations
@@ -31,10 +32,8 @@ def rotation_table(
     """The rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]` each, R as in `rope`.
 
     Args:
-      config: static.
       num_positions: P, static.
       context: how long a text may become, tokens, static; `dynamic` rope asks for it. None: P.
-      sharding: static.
     """
     table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
     return rope.Rotation(*(constrain(part, sharding) for part in table))
@@ -121,14 +120,10 @@ def prefill_layer(
     """One layer over new tokens and their unrotated history. Layers of a window share a compiled function per (T, S).
 
     Args:
-      config: static.
-      layer_params: of this layer.
       x: `[1, T, F]`.
       history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
       history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
-      table: rotations of all positions.
       window: static, of the layer: `config.window_of`.
-      sharding: static.
 
     Returns:
       `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer.
@@ -152,15 +147,7 @@ def prefill_layer_attention(
     """`prefill_layer`, and the attention that each token received in it.
 
     Args:
-      config: static.
-      layer_params: of this layer.
-      x: `[1, T, F]`.
-      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
-      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
       num_new: i32 scalar, new tokens that count, at most T; those behind them are padding.
-      table: rotations of all positions.
-      window: static, of the layer: `config.window_of`.
-      sharding: static.
 
     Returns:
       `x [1, T, F]` and the new KV `[2, T, K, H]` as of `prefill_layer`; f32 `[S + T]`, history places first: summed
