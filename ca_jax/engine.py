@@ -9,7 +9,6 @@ to tokens (prompts).
 
 from __future__ import annotations
 
-import atexit
 import collections
 import contextlib
 import math
@@ -18,21 +17,16 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, current, from_first
-from ca_jax.errors import (
-    InvalidRequestError,
-    SessionBusyError,
-    SessionClosedError,
-    TenantError,
-)
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError, TenantError
+from ca_jax.kv.costs import Tier
 from ca_jax.kv.rates import Rates
 from ca_jax.pretrained import LoadedModel, Progress, load_model
-from ca_jax.serving.core import EngineCore, enable_compile_cache, layout_of
+from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
 from ca_jax.serving.prompts import prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.session import Session
@@ -47,7 +41,6 @@ from ca_jax.turns.text import Texts, TextWork
 
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
 _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.
-_KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
 class Engine:
@@ -89,10 +82,7 @@ class Engine:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._abandoned: collections.deque[Job] = collections.deque()
-        atexit.register(_close_at_exit, weakref.ref(self))
-        threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True
-        ).start()
+        keep_going(weakref.ref(self), self._wakeup)
 
     @classmethod
     def from_pretrained(
@@ -106,12 +96,7 @@ class Engine:
     # Conversations.
 
     def session(
-        self,
-        *,
-        system: str | None = None,
-        session_id: str | None = None,
-        tenant: str = "",
-        ttl_s: float | None = None,
+        self, *, system: str | None = None, session_id: str | None = None, tenant: str = "", ttl_s: float | None = None
     ) -> Session:
         """Begins a conversation, returns the open one of that id, or goes on with the one that the store kept.
 
@@ -148,12 +133,7 @@ class Engine:
             return self._find(session_id, tenant)
 
     def fork(
-        self,
-        session: Session,
-        num_tokens: int | None = None,
-        *,
-        session_id: str | None = None,
-        is_kept: bool = True,
+        self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None, is_kept: bool = True
     ) -> Session:
         """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
 
@@ -181,7 +161,7 @@ class Engine:
 
     @property
     def truncation_rule(self) -> str:
-        """Names how tokens leave, where what was said is enough to tell which; see `Conversation.cut_by`."""
+        """Names how tokens leave; see `Conversation.cut_by`."""
         return self._truncator.rule
 
     @property
@@ -205,10 +185,8 @@ class Engine:
                 with self._open_now():
                     job = self._turns.turn(session, request, known)
                     job.submitted_s = submitted_s
-                    for span in job.spans if session.is_kept else ():
-                        ids = job.prompt_ids[span.start : span.stop]
-                        if (chunk := self._turns.chunk(ids, session.tenant, request.priority)) is not None:
-                            self._scheduler.submit(chunk)
+                    for chunk in self._turns.missing_chunks(job, session):
+                        self._scheduler.submit(chunk)
                     self._kv.announce(job, session)
                     return self._scheduler.submit(job)
             except TextWork as work:
@@ -216,9 +194,7 @@ class Engine:
                     raise
                 work.do()
 
-    def precompute(
-        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
-    ) -> int:
+    def precompute(self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Tier | None = None) -> int:
         """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
 
         Runs the engine until all are on their way to the store.
@@ -246,7 +222,7 @@ class Engine:
         return len(jobs)
 
     def submit_chunks(
-        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Tier | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, without running the engine; otherwise as `precompute`."""
         with self._open_now():
@@ -495,8 +471,6 @@ class Engine:
         session = self._sessions.get(session_id)
         return session if session is not None and session.tenant == tenant else None
 
-    # What its parts need.
-
     def _find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
         session = self._sessions.get(session_id)
         if session is not None:
@@ -523,19 +497,3 @@ class Engine:
             if self._closed:
                 raise SessionClosedError("the engine is closed")
             yield
-
-
-def _close_at_exit(engine: weakref.ref[Engine]) -> None:
-    """Ends the engine's threads while the interpreter still stands."""
-    if (alive := engine()) is not None:
-        alive.close()
-
-
-def _keep(engine: weakref.ref[Engine], wakeup: Wakeup) -> None:
-    """Keeps saves and tiers going while nobody runs the engine, for as long as it lives and is open."""
-    seen, going = 0, True
-    while going:
-        seen = wakeup.wait(seen, _KEEP_S)
-        alive = engine()
-        going = alive is not None and alive.keep()
-        del alive

@@ -212,7 +212,7 @@ class Runner:
         length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
-        for i, layer_params in enumerate(self.layers):
+        for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
                 if join is not None:
                     prefill.past[i], x, kv = join(i, x, length)
@@ -220,7 +220,7 @@ class Runner:
                     if history is not None:
                         with self._timeline.annotate("engine", f"await {i}", layer=i):
                             prefill.past[i] = history.layer(i)
-                    x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
+                    x, kv = self._prefill_layer(prefill, i, x, length, len(part), received)
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)
                 if history is not None:
@@ -241,7 +241,6 @@ class Runner:
         self,
         prefill: Prefill,
         layer: int,
-        layer_params: steps.Params,
         x: jax.Array,
         length: jax.Array,
         num_new: int,
@@ -249,13 +248,11 @@ class Runner:
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
         past, window = prefill.past[layer], self.config.window_of(layer)
-        if not self.with_attention:
-            return steps.prefill_layer(self.config, layer_params, x, past, length, self.table, window, self.sharding)
-        count = self.to_device(num_new, np.int32)
-        x, kv, attention = steps.prefill_layer_attention(
-            self.config, layer_params, x, past, length, count, self.table, window, self.sharding
+        count = self.to_device(num_new, np.int32) if self.with_attention else None
+        x, kv, *attention = steps.prefill_layer(
+            self.config, self.layers[layer], x, past, length, self.table, window, self.sharding, count
         )
-        received.append(attention)
+        received += attention
         return x, kv
 
     def insert_past(self, prefill: Prefill, layer: int) -> jax.Array:
@@ -352,7 +349,7 @@ class Runner:
             for history in pasts:
                 for layer in self._kinds:
                     prefill = Prefill(0, [0], 0, past=[history] * self.config.num_layers)
-                    self._prefill_layer(prefill, layer, self.layers[layer], x, zero, 1, [])
+                    self._prefill_layer(prefill, layer, x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -410,7 +407,7 @@ class Runner:
             jax.block_until_ready((x, past))
             started_s = time.perf_counter()
             out, _ = steps.prefill_layer(
-                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding
+                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding, None
             )
             out.block_until_ready()
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])

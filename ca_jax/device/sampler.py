@@ -175,21 +175,18 @@ class Drawn:
 
     tokens: np.ndarray
     """i32 `[n]`."""
-    logprobs: np.ndarray | None = None
-    """f32 `[n]`, of the tokens; None where no row's answer is to have it."""
-    top_ids: np.ndarray | None = None
-    """i32 `[n, m]`, the likeliest tokens of each row, likeliest first."""
-    top_logprobs: np.ndarray | None = None
-    """f32 `[n, m]`, theirs."""
+    of: LogProbabilities | None = None
+    """On the host too; None where no row's answer is to have it."""
 
     def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
         """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
-        if params.logprobs is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+        of, num_top = self.of, params.logprobs
+        if num_top is None or of is None:
             return None
-        top = zip(self.top_ids[row, : params.logprobs], self.top_logprobs[row, : params.logprobs], strict=True)
+        top = zip(of.top_ids[row, :num_top], of.top[row, :num_top], strict=True)
         return TokenLogprob(
             token_id=int(self.tokens[row]),
-            logprob=float(self.logprobs[row]),
+            logprob=float(of.drawn[row]),
             top=tuple((int(token), float(logprob)) for token, logprob in top),
         )
 
@@ -205,8 +202,7 @@ class Draw:
 
     def wait(self) -> Drawn:
         """Waits for them."""
-        tokens, of = to_host(self.tokens), self.logprobs
-        return Drawn(tokens) if of is None else Drawn(tokens, to_host(of.drawn), to_host(of.top_ids), to_host(of.top))
+        return Drawn(to_host(self.tokens), jax.tree.map(to_host, self.logprobs))
 
 
 class Sampler:

@@ -427,11 +427,8 @@ class LayerLoader:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 
         Args:
-          ticket: an open load of the store.
           padded_tokens: S of the arrays, at least the ticket's tokens.
-          depth: layers of the read buffer.
           all_at_once: `layer` waits for all layers, as without pre-loading.
-          job: for the timeline.
         """
         load = LayerLoad(self, ticket, padded_tokens, depth, all_at_once, job)
         self._loads.append(load)

@@ -103,7 +103,6 @@ class AsyncSaver:
     Args:
       on_done: called, from the thread, when `poll` has something new.
       on_sample: called, from the thread, with bytes and seconds of a larger copy.
-      timeline: told of every copy.
     """
 
     def __init__(
@@ -243,10 +242,6 @@ class TurnSaver:
     """Saves one turn. Belongs to the engine's thread.
 
     Args:
-      store: where to.
-      saver: who copies.
-      turn: what is saved.
-      group_tokens: decoded tokens that are saved together.
       at_end: whether nothing is saved before `end`.
     """
 

@@ -231,7 +231,6 @@ class SessionKV:
         What is on SSD stays there until the new KV is.
 
         Args:
-          session: whose turn.
           num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
             None: all.
           num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
@@ -313,7 +312,6 @@ class SessionKV:
         """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
 
         Args:
-          session: whose.
           token_ids: of its context, with those of a turn that runs.
 
         Returns:

@@ -87,11 +87,6 @@ class Plan:
         return len(self.counts)
 
     @property
-    def chooses(self) -> bool:
-        """Whether tokens are chosen by how far they deviate."""
-        return self.counts[-1] < self.counts[0]
-
-    @property
     def num_recomputed(self) -> float:
         """Tokens with stored KV that are computed anew; of some layers alone, times their share of the layers."""
         return sum(self.counts) / self.num_layers - self.num_new
@@ -114,8 +109,6 @@ def plan_repair(
     mean over all layers to the ratio. Where they are spread, the same ones in all layers.
 
     Args:
-      num_layers: L.
-      num_tokens: that may be chosen, from place 0 on.
       ratio: tokens computed anew, as a share of all, in the mean over the layers; in [0, 1].
       num_first: first tokens that are chosen in any case; all of them where there are fewer.
       check_layers: of which all tokens are computed. The KV of the first never deviates: it is of the token alone.

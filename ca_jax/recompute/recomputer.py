@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from ca_jax.device.runner import JOINED_TOKENS, LayerSource, Runner
-from ca_jax.device.steps.common import Params
+from ca_jax.device.steps import Params
 from ca_jax.device.transfer import to_device
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, replicated
 from ca_jax.recompute.drift import Drift, add_drift
-from ca_jax.recompute.layers import NOWHERE, choose_deviating, fresh_copy, join_layer, recompute_layer, take_rows
+from ca_jax.recompute.layers import NOWHERE, choose_deviating, fresh_copy, recompute_layer, take_rows
 from ca_jax.recompute.plan import Plan
 
 
@@ -87,17 +87,7 @@ class Recomputer:
                 sharding=self._sharding,
             )
             self._count = count
-        self._x, fused = recompute_layer(
-            self._config,
-            self._layers[layer],
-            self._x,
-            self._places,
-            kv,
-            self._table,
-            self._carried_at(layer, kv.shape[1]),
-            self._config.window_of(layer),
-            self._sharding,
-        )
+        [fused] = self._computed(layer, kv)
         return fused
 
     def join(
@@ -114,23 +104,25 @@ class Recomputer:
         Returns:
           KV as of `layer`; `new_x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`.
         """
-        carried = self._carried_at(layer, kv.shape[1])
-        if carried is None:
+        if self._carried_at(layer, kv.shape[1]) is None:
             raise ValueError("a plan that joins with new tokens must spread, got one that chooses")
-        self._x, new_x, fused, new_kv = join_layer(
+        fused, new_x, new_kv = self._computed(layer, kv, new_x, history_length)
+        return fused, new_x, new_kv
+
+    def _computed(self, layer: int, kv: jax.Array, *joined: jax.Array) -> list[jax.Array]:
+        self._x, *found = recompute_layer(
             self._config,
             self._layers[layer],
             self._x,
             self._places,
-            new_x,
-            history_length,
             kv,
             self._table,
-            carried,
+            self._carried_at(layer, kv.shape[1]),
             self._config.window_of(layer),
             self._sharding,
+            *joined,
         )
-        return fused, new_x, new_kv
+        return found
 
     def _always_at(self, num_places: int) -> jax.Array:
         if self._always is None:
@@ -246,11 +238,7 @@ class RecomputedHistory:
 
 
 def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recomputer:
-    """Has tokens of a history computed anew.
-
-    Args:
-      token_ids: of all places of the history.
-    """
+    """Has tokens of a history computed anew."""
     places = len(token_ids)  # Padded as its KV is, however few are computed: no other function is compiled.
     own = token_ids[plan.start : plan.start + plan.num_tokens]
     x = runner.embed_history(own + [0] * (places - len(own)))

@@ -13,10 +13,11 @@ Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -202,10 +203,8 @@ class Batch:
         if plan.prefill is not None:
             self._begin_prefill(plan.prefill)
         if plan.preload is not None and plan.preload.session is not None:
-            try:
+            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
                 self._kv.preload(plan.preload, plan.preload.session)
-            except Exception as error:  # As below; least of all may it end the job whose caller runs the engine now.
-                self._fail(plan.preload, error)
 
     def _admits(self, job: Job) -> bool:
         if job.session is None and job.chunk is None:
@@ -218,21 +217,19 @@ class Batch:
         if self._prefilling is not None and self._prefilling.job is job:
             return
         job.started_s = time.perf_counter()
-        try:
+        with self._ending(job):
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._prefilling.begin()
-        except Exception as error:  # One broken job must not end the others; its caller gets the error.
-            self._fail(job, error)
 
     def _run_pass(self, job: Job, is_alone: bool) -> None:
         """Runs a pass of the prefill; with the last one, draws the first token."""
         prefilling = self._prefilling
         if prefilling is None or job.slot is None:
             raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
-        try:
+        with self._ending(job):
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
@@ -248,8 +245,6 @@ class Batch:
             self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
-        except Exception as error:  # As above.
-            self._fail(job, error)
 
     def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
         """A chunk was computed: it is on its way to the store, and that is all."""
@@ -274,13 +269,10 @@ class Batch:
         """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
         if prefilling is not None and prefilling.is_complete:
-            try:
+            with self._ending(prefilling.job):  # With its slot half filled it must not decode.
                 prefilling.insert()
-            except Exception as error:  # As above: with its slot half filled it must not decode.
-                self._fail(prefilling.job, error)
-                return
-            self._prefilling = None
-            prefilling.release()
+                self._prefilling = None
+                prefilling.release()
 
     def _decode(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -303,14 +295,10 @@ class Batch:
         def await_pass() -> None:
             """The device computes these rows from when it is done with the pass before them."""
             nonlocal started_s
-            prefilling = self._prefilling
-            if prefilling is None:
-                return
-            try:
-                if prefilling.await_pass():
-                    started_s = time.perf_counter()
-            except Exception as error:  # As above: of that job alone.
-                self._fail(prefilling.job, error)
+            if (prefilling := self._prefilling) is not None:
+                with self._ending(prefilling.job):
+                    if prefilling.await_pass():
+                        started_s = time.perf_counter()
 
         try:
             with self._timeline.annotate("engine", "decode", rows=len(rows)):
@@ -328,22 +316,18 @@ class Batch:
         for row, job in zip(rows, jobs, strict=True):
             if job.done:  # It was lost with the slots, when another broke.
                 continue
-            try:
+            with self._ending(job):
                 if received is not None and job.attention is not None:
                     job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
                 if job in self._savers:
                     self._savers[job].add_decoded(row.token, kv, row.slot)
                 self._accept(job, drawn, row.slot)
-            except Exception as error:  # As above.
-                self._fail(job, error)
 
     def _make_room(self, job: Job) -> None:
         """Drops tokens of a job whose context is full."""
         if not job.done and job.num_tokens >= self._window:
-            try:
+            with self._ending(job):  # A discarder may be anybody's.
                 self._truncator.cut_running(job, self._savers.get(job))
-            except Exception as error:  # As above: a discarder may be anybody's.
-                self._fail(job, error)
 
     def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
@@ -385,6 +369,14 @@ class Batch:
             job.error = error
             raise
         job.finish_reason = reason  # Last: once it is seen to be done, its turn is adopted and in the log.
+
+    @contextlib.contextmanager
+    def _ending(self, job: Job) -> Iterator[None]:
+        """Ends a job that breaks within: it must not end the others, and its caller gets the error."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""

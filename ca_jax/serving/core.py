@@ -5,10 +5,14 @@ Not here: sessions by name, locks, the public API (engine).
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -30,9 +34,11 @@ from ca_jax.serving.truncator import Truncator
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
+from ca_jax.telemetry.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
+_KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
 class EngineCore:
@@ -148,6 +154,28 @@ def enable_compile_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
+    """Has a thread keep saves and tiers going while nobody runs the engine, for as long as it lives and is open.
+
+    Its threads end while the interpreter still stands.
+    """
+
+    def keep() -> None:
+        seen, going = 0, True
+        while going:
+            seen = wakeup.wait(seen, _KEEP_S)
+            alive = engine()
+            going = alive is not None and alive.keep()
+            del alive
+
+    def close() -> None:
+        if (alive := engine()) is not None:
+            alive.close()
+
+    atexit.register(close)
+    threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
 
 
 def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:

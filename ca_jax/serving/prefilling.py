@@ -130,7 +130,7 @@ class Prefilling:
                 history.num_places,
                 num_own,
                 history.chunks,
-                history.recompute_ratio,
+                self.job.recompute_ratio,
             )
         if repair is None and blend is None:
             return None
@@ -159,7 +159,6 @@ class Prefilling:
         and costs nothing that is stored.
 
         Args:
-          num_tokens: how many.
           is_alone: whether no other job computes in between.
 
         Returns:

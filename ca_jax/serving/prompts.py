@@ -14,7 +14,7 @@ import re
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, from_first
@@ -57,7 +57,6 @@ def new_turn(
     token_ids: list[int],
     messages: list[Message],
     new: str | Sequence[Message],
-    *,
     finds_replies: bool = False,
 ) -> NewTurn:
     """The new tokens of a turn. The context of a message stands right before its own text.
@@ -276,11 +275,6 @@ class TurnBuilder:
     def turn(self, session: TurnSession, request: TurnRequest, texts: Texts) -> Job:
         """The job of a session's next turn. Tokens that have to leave for it have left when this returns.
 
-        Args:
-          session: whose turn; it is idle.
-          request: what is asked for.
-          texts: what is known of its texts.
-
         Raises:
           TextWork: more text is to be made token ids than is done at once.
           InvalidRequestError, EmptyMessageError, ContextWindowError: see `Session.send`.
@@ -325,6 +319,14 @@ class TurnBuilder:
             )
         return job
 
+    def missing_chunks(self, job: Job, session: TurnSession) -> list[Job]:
+        """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
+        if not session.is_kept:
+            return []
+        each = (job.prompt_ids[span.start : span.stop] for span in job.spans)
+        found = [self.chunk(ids, session.tenant, job.priority) for ids in each]
+        return [chunk for chunk in found if chunk is not None]
+
     def chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
         """The job that computes a chunk; None where that is not needed, or would not be kept."""
         kv = self._kv.chunks
@@ -336,9 +338,7 @@ class TurnBuilder:
         kv.coming(job)
         return job
 
-    def chunks(
-        self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: Literal["dram", "ssd"] | None
-    ) -> list[Job]:
+    def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:
         """The jobs of those chunks that are not stored; see `Engine.precompute`."""
         each = context_ids(self._model, chunks)
         self.check_chunks(each)
@@ -397,21 +397,11 @@ class TurnBuilder:
         if said:
             messages = conversation.messages
             size = _num_chars(said) + len(messages) * MESSAGE_CHARS
-            return texts.get(size, self._turn_behind, conversation.token_ids[-1:], messages, said)
-        chunks = [] if context is None else texts.get(num_chars(context), self._context_ids, context)
+            return texts.get(size, new_turn, self._model, conversation.token_ids[-1:], messages, said)
+        chunks = [] if context is None else texts.get(num_chars(context), context_ids, self._model, context)
         starts = itertools.accumulate(map(len, chunks), initial=0)
         spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
         return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
-
-    def _turn_behind(self, last_ids: list[int], messages: list[Message], said: list[Message]) -> NewTurn:
-        """What messages put behind those whose last token id is given; none before the first turn."""
-        return new_turn(self._model, last_ids, messages, said)
-
-    def _context_ids(self, context: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        return context_ids(self._model, context)
-
-    def _turn_with_replies(self, messages: list[Message]) -> NewTurn:
-        return new_turn(self._model, [], [], messages, finds_replies=True)
 
     def _told(
         self, begun: Conversation, said: list[Message], texts: Texts
@@ -422,7 +412,7 @@ class TurnBuilder:
         """
         num_before = len(begun.messages)
         everything = [*begun.messages, *said]
-        turn = texts.get(_num_chars(everything), self._turn_with_replies, everything)
+        turn = texts.get(_num_chars(everything), new_turn, self._model, [], [], everything, True)
         ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
         if not ends:
             return None, said
@@ -439,7 +429,7 @@ class TurnBuilder:
         )
         return history, said[num_messages - num_before :]
 
-    def _tier_of(self, num_tokens: int) -> Literal["dram", "ssd"]:
+    def _tier_of(self, num_tokens: int) -> costs.Tier:
         """Where a chunk is kept that is computed in advance."""
         rates, least, stats = self._kv.meter.rates, self._config.blend.min_recompute_ratio, self._kv.store.stats()
         if rates is None or self._config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:

@@ -54,7 +54,8 @@ class Scheduler:
         self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
-        self._prefilling: Job | None = None
+        self.prefilling: Job | None = None
+        """The job in a slot whose prefill is not complete."""
 
     @property
     def waiting(self) -> tuple[Job, ...]:
@@ -70,11 +71,6 @@ class Scheduler:
     def running(self) -> tuple[Job, ...]:
         """Jobs in slots, decoding or being prefilled, by slot."""
         return tuple(self._running[slot] for slot in sorted(self._running))
-
-    @property
-    def prefilling(self) -> Job | None:
-        """The job in a slot whose prefill is not complete."""
-        return self._prefilling
 
     @property
     def may_take(self) -> bool:
@@ -112,15 +108,15 @@ class Scheduler:
             queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
         """
-        decode = tuple(job for job in self.running if job is not self._prefilling)
-        if self._prefilling is None and self._free_turns:
+        decode = tuple(job for job in self.running if job is not self.prefilling)
+        if self.prefilling is None and self._free_turns:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
                 turn = heapq.heappop(self._free_turns)
                 job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
-                self._running[job.slot] = self._prefilling = job
-        return StepPlan(decode, self._prefilling, next(iter(self._queue), None))
+                self._running[job.slot] = self.prefilling = job
+        return StepPlan(decode, self.prefilling, next(iter(self._queue), None))
 
     def prefilled(self, job: Job) -> None:
         """Says that a job's prefill is complete: it decodes from the next plan on.
@@ -128,10 +124,10 @@ class Scheduler:
         Raises:
           ValueError: it is not the one that is being prefilled.
         """
-        if job is not self._prefilling:
-            found = "none is" if self._prefilling is None else f"job {self._prefilling.job_id} is"
+        if job is not self.prefilling:
+            found = "none is" if self.prefilling is None else f"job {self.prefilling.job_id} is"
             raise ValueError(f"job {job.job_id} must be the one being prefilled, got that {found}")
-        self._prefilling = None
+        self.prefilling = None
 
     def remove(self, job: Job) -> None:
         """Takes a job out, wherever it is; its slot is free at once. One that is nowhere is left alone."""
@@ -142,8 +138,8 @@ class Scheduler:
             part, slot = divmod(job.slot, self._part_slots)
             heapq.heappush(self._free_turns, slot * self._num_parts + part)
             job.slot = None
-            if job is self._prefilling:
-                self._prefilling = None
+            if job is self.prefilling:
+                self.prefilling = None
 
     def _is_running(self, job: Job) -> bool:
         return job.slot is not None and self._running.get(job.slot) is job

@@ -48,9 +48,7 @@ class StoredSessions:
 
         Args:
           opened: names of those that are open.
-          limit: most names.
           after: the name behind which they begin; None: all do.
-          tenant: whose.
 
         Raises:
           UnknownSessionError: none has the name `after`.

@@ -85,8 +85,6 @@ class Truncator:
         """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored.
 
         Args:
-          session: whose.
-          num_tokens: first tokens of it whose KV is loaded.
           num_places: of the load, which they are the first of.
         """
         if self._overflow is None or not self.repairs:
@@ -128,7 +126,6 @@ class Truncator:
         Where the first tokens that stay are in the way, all of it leaves.
 
         Args:
-          session: whose.
           num_new: how many tokens come.
           history: what was told of it at once, of which nothing is computed: the oldest leave, whatever the discarder
             would look at; None: the session's own.

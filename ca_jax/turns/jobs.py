@@ -29,10 +29,7 @@ class TurnSession(Protocol):
     tenant: str
     ttl_s: float | None
     is_kept: bool
-
-    @property
-    def conversation(self) -> Conversation:
-        """All that is to be known to go on with it, but for its KV."""
+    conversation: Conversation
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,40 +1,213 @@
-"""The decode slots: making them, putting KV into one, decoding a token for each, cutting one. All donate them.
+"""Every jitted function of the engine. Each is pure: it takes and returns all it touches, and says what it donates.
 
-Shapes: n rows decoded, T tokens, C slot capacity, L K G H F V as in models. Slots are `[slots, K, C, H]` a layer,
-`slot` is an i32 scalar, `table` the rotations of all positions; `config` and `sharding` are static.
+Prefill walks the layers one by one, so that a layer's history may still be on its way while earlier layers compute.
+It reads history unrotated. Decode is one function over all layers and reads the decode slots, which hold keys rotated
+at their positions: a working copy, never saved, donated by whatever changes it. New tokens' KV leaves both unrotated.
 
-Not here: sampling (sampler), which job has which slot (scheduler).
+Shapes: n rows decoded, T new tokens (padded), S history places (padded), C slot capacity, L K G H F V as in models.
+Slots are `[slots, K, C, H]` a layer, `slot` is an i32 scalar, `table` the rotations of all positions; `config`,
+`window` (`config.window_of` the layer) and `sharding` are static. With a `sharding` functions run over its mesh: what
+is done for each head by each device for the heads that it has, the products between by all, and what is small is whole
+on each device.
+
+Not here: buffers and their owners (runner, slots), host transfers (transfer), sampling (sampler).
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.device.steps.common import (
-    KV_HEADS,
-    ROW_HEADS,
-    ROW_KV_HEADS,
-    ROWS,
-    SLOT_HEADS,
-    STEP_KV,
-    Params,
-    apply,
-    logits_of,
-    slice_rotation,
-)
 from ca_jax.models import rope
-from ca_jax.models.attention import attend_slots
-from ca_jax.models.attention_received import slot_attention_received
+from ca_jax.models.attention import attend, attend_slots
+from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import LayerKV
-from ca_jax.models.kv_int8 import quantize, unpacked
-from ca_jax.models.sharding import ModelSharding, by_device, constrain
+from ca_jax.models.kv_int8 import dequantize, quantize, unpacked
+from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer
+
+Params = Any
+"""A tree of linen variables."""
+
+HEADS: Axes = (None, None, "heads", None)
+"""Of queries `[1, T, N, H]`."""
+KV_HEADS: Axes = (None, None, "kv_heads", None)
+"""Of new KV `[1, T, K, H]` and of unrotated KV `[2, S, K, H]`."""
+ROWS: Axes = ("batch",)
+"""Of what has a row for each slot."""
+ROW_HEADS: Axes = ("batch", None, "heads", None)
+"""Of queries `[n, 1, N, H]`."""
+ROW_KV_HEADS: Axes = ("batch", None, "kv_heads", None)
+"""Of new KV `[n, 1, K, H]`."""
+STEP_KV: Axes = (None, "batch", "kv_heads", None)
+"""Of a layer's new KV of a decode step `[2, n, K, H]`."""
+SLOT_HEADS: Axes = ("batch", "kv_heads", None, None)
+"""Of a layer's slots `[slots, K, C, H]`."""
+
+
+def apply(module: nn.Module, variables: Params, *args: Any, method: Any = None) -> Any:
+    """`module.apply`, typed as it is used here."""
+    return module.apply(variables, *args, method=method)
+
+
+def slice_rotation(table: rope.Rotation, start: jax.Array | int, size: int) -> rope.Rotation:
+    """The rotations of positions `start` to `start + size`."""
+    return rope.Rotation(*(lax.dynamic_slice_in_dim(part, start, size, 0) for part in table))
+
+
+def logits_of(
+    config: ModelConfig, params: Params, x: jax.Array, sharding: ModelSharding | None, rows: Axes
+) -> jax.Array:
+    """`x [n, 1, F]` to logits f32 `[n, V]`: each device computes those of its part of the vocabulary."""
+    logits = apply(Transformer(config), params, x, method=Transformer.head)[:, 0]
+    return constrain(constrain(logits, sharding, (*rows, "vocab")), sharding)
+
+
+# Prefill.
+
+
+@partial(jax.jit, static_argnames=("config", "num_positions", "context", "sharding"))
+def rotation_table(
+    config: ModelConfig, num_positions: int, context: int | None = None, sharding: ModelSharding | None = None
+) -> rope.Rotation:
+    """The rotations of positions 0 to `num_positions` - 1, f32 `[P, R/2]` each, R as in `rope`.
+
+    Args:
+      num_positions: P, static.
+      context: how long a text may become, tokens, static; `dynamic` rope asks for it. None: P.
+    """
+    table = rope.rotation_at(config.rope, config.head_dim, jnp.arange(num_positions), context or num_positions)
+    return rope.Rotation(*(constrain(part, sharding) for part in table))
+
+
+@partial(jax.jit, static_argnames=("config", "num_tokens", "dtype", "sharding"))
+def empty_kv(config: ModelConfig, num_tokens: int, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
+    """One layer's unrotated KV of so many tokens `[2, T, K, H]`, all zeros."""
+    return constrain(jnp.zeros((2, num_tokens, config.num_kv_heads, config.head_dim), dtype), sharding, KV_HEADS)
+
+
+@partial(jax.jit, static_argnames=("sharding",))
+def pack_kv(kv: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
+    """Unrotated KV `[2, T, K, H]` as it is kept in int8, `[2, T, K, H + 2]`."""
+    return constrain(quantize(kv), sharding, KV_HEADS)
+
+
+@partial(jax.jit, static_argnames=("dtype", "sharding"))
+def unpack_kv(kv: jax.Array, dtype: str, sharding: ModelSharding | None = None) -> jax.Array:
+    """KV that is kept in int8 `[2, S, K, H + 2]`, unrotated, `[2, S, K, H]`."""
+    return constrain(dequantize(kv, dtype), sharding, KV_HEADS)
+
+
+@partial(jax.jit, static_argnames=("config", "sharding"))
+def embed(config: ModelConfig, params: Params, tokens: jax.Array, sharding: ModelSharding | None = None) -> jax.Array:
+    """i32 `[1, T]` to `[1, T, F]`."""
+    return constrain(apply(Transformer(config), params, tokens, method=Transformer.embed), sharding)
+
+
+@partial(jax.jit, static_argnames=("config", "window", "sharding"))
+def prefill_layer(
+    config: ModelConfig,
+    layer_params: Params,
+    x: jax.Array,
+    history: jax.Array | None,
+    history_length: jax.Array,
+    table: rope.Rotation,
+    window: int | None = None,
+    sharding: ModelSharding | None = None,
+    num_new: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """One layer over new tokens and their unrotated history. Layers of a window share a compiled function per (T, S).
+
+    Args:
+      x: `[1, T, F]`.
+      history: this layer's unrotated KV `[2, S, K, H]` (0 keys, 1 values), or int8 `[2, S, K, H + 2]`, or None.
+      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
+      num_new: i32 scalar, new tokens that count, at most T, where the attention that tokens receive is wanted.
+
+    Returns:
+      `x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`, a fresh buffer. With `num_new`
+      also the attention that each token received, f32 `[S + T]`, history places first: summed over query heads and new
+      tokens that count, 0 behind `history_length` and behind `num_new`.
+    """
+    rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, x.shape[1])))
+    past_rotation = None if history is None else slice_rotation(table, 0, history.shape[1])
+
+    def attend_heads(
+        q: jax.Array,
+        new: LayerKV,
+        history: jax.Array | None,
+        history_length: jax.Array,
+        rotation: rope.Rotation,
+        past_rotation: rope.Rotation | None,
+        num_new: jax.Array | None,
+    ) -> tuple[jax.Array, ...]:
+        past = None
+        if history is not None:
+            history = unpacked(history, q.dtype)
+            past = LayerKV(history[0][None], history[1][None])
+        over = (q, new, past, history_length[None], rotation, past_rotation)
+        out, kv = attend(*over, window=window), jnp.concatenate([new.k, new.v], axis=0)
+        return (out, kv) if num_new is None else (out, kv, attention_received(*over, num_new, window=window)[None])
+
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        in_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ())
+        out_axes: tuple[Axes, ...] = (HEADS, KV_HEADS) if num_new is None else (HEADS, KV_HEADS, ("heads",))
+        of_device = by_device(attend_heads, sharding, in_axes, out_axes)
+        out, kv, *received = of_device(q, new, history, history_length, rotation, past_rotation, num_new)
+        return out, (kv, *(constrain(each.sum(0), sharding) for each in received))  # Of all devices.
+
+    x, carried = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+    return constrain(x, sharding), *carried
+
+
+@partial(jax.jit, static_argnames=("config", "sharding"))
+def last_logits(
+    config: ModelConfig, params: Params, x: jax.Array, index: jax.Array, sharding: ModelSharding | None = None
+) -> jax.Array:
+    """Logits of one token: `x [1, T, F]` and an i32 scalar to f32 `[1, V]`."""
+    return logits_of(config, params, lax.dynamic_slice_in_dim(x, index, 1, 1), sharding, (None,))
+
+
+@partial(jax.jit, static_argnames=("config",))
+def all_logits(config: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """Logits of all tokens: `x [1, T, F]` to f32 `[1, T, V]`."""
+    return apply(Transformer(config), params, x, method=Transformer.head)
+
+
+@partial(jax.jit, static_argnames=("capacity", "dtype", "sharding"))
+def grow_history(
+    history: jax.Array, capacity: int, dtype: str, sharding: ModelSharding | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """A copy of unrotated history with more room: `[2, S, K, H]` to `[2, capacity, K, H]` of `dtype`, and a scalar.
+
+    What is packed in int8 is unpacked. The scalar is ready when the copy is, and outlives it: the copy is donated later
+    on.
+    """
+    history = unpacked(history, dtype)
+    _, num_places, num_kv, head_dim = history.shape
+    room = jnp.zeros((2, capacity, num_kv, head_dim), history.dtype)
+    room = constrain(lax.dynamic_update_slice(room, history[:, :capacity], (0, 0, 0, 0)), sharding, KV_HEADS)
+    return room, constrain(room[0, 0, 0, 0] * 0 + num_places, sharding)
+
+
+@partial(jax.jit, static_argnames=("sharding",), donate_argnames=("history",))
+def append_history(
+    history: jax.Array, new: jax.Array, length: jax.Array, sharding: ModelSharding | None = None
+) -> jax.Array:
+    """Puts new unrotated KV `[2, T, K, H]` behind the `length` tokens of `[2, S, K, H]`, which is donated.
+
+    `length + T` is at most S.
+    """
+    return constrain(lax.dynamic_update_slice(history, new, (0, length, 0, 0)), sharding, KV_HEADS)
+
+
+# The decode slots.
 
 
 class Slots(NamedTuple):
