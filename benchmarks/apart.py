@@ -20,7 +20,7 @@ from benchmarks.harness import BenchError
 from ca_jax.device.runner import LayerSource
 from ca_jax.device.transfer import to_host
 from ca_jax.engine import Engine
-from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv.chunk_kv import FusedTicket
 from ca_jax.kv.histories import History
 from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.recompute.plan import blend_plan
@@ -146,7 +146,7 @@ class ApartEngine:
 
         def blended() -> LayerSource:
             places = history.num_places
-            plan = blend_plan(self._engine.config.blend, runner.num_layers, places, 0, history.chunks, ratio)
+            plan = blend_plan(self._engine.config.blend, runner.config.num_layers, places, 0, history.chunks, ratio)
             return RecomputedHistory(context, list(context.token_ids), runner, blend=plan)
 
         return self._prefill(blended, context.num_tokens, new_ids)

@@ -153,7 +153,7 @@ def serve(engine: Engine, scripts: Sequence[Script]) -> ServedRound:
             if (exchange := next(to_come[index], None)) is not None:
                 history_tokens[index] = len(sessions[index].token_ids)
                 params = answer_of(exchange.answer_tokens)
-                running[index] = engine.submit_turn(sessions[index], exchange.message, params)
+                running[index] = sessions[index].submit(exchange.message, sampling=params)
 
     started_s = time.perf_counter()
     send(range(len(scripts)))

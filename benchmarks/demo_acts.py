@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 import rich.console
 
 from ca_jax.config import EngineConfig
-from ca_jax.engine import Engine, enable_compile_cache
+from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.machine import describe_machine
 from ca_jax.launch.script import note
 from ca_jax.launch.terminal import decode_rate, describe_usage, progress_bars, write_piece
 from ca_jax.pretrained import Progress, load_model
+from ca_jax.serving.core import enable_compile_cache
 from ca_jax.serving.prompts import turn_ids
 from ca_jax.session import Session
 from ca_jax.telemetry.metrics import CompileCounter

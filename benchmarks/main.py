@@ -19,7 +19,6 @@ from benchmarks.harness import SUITES, Config, Run, ServingConfig, Suite
 from benchmarks.peers import PEER_PACKAGES, make_peer
 from benchmarks.recording import Recorder
 from ca_jax.config import EngineConfig
-from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import machine
 from ca_jax.launch.flags import FlagError, out_path
@@ -27,6 +26,7 @@ from ca_jax.launch.plots import require_matplotlib
 from ca_jax.launch.script import command_line, make_console, note, write_json
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model, random_model
+from ca_jax.serving.core import enable_compile_cache
 from ca_jax.telemetry.metrics import CompileCounter
 
 FLAGS = absl_flags.FLAGS

@@ -107,7 +107,7 @@ def gap_sample(engine: Engine, num_sessions: int, rng: np.random.Generator) -> S
 
 
 def _submit(engine: Engine, session: Session, num_tokens: int, max_tokens: int, rng: np.random.Generator) -> Job:
-    return engine.submit_turn(session, random_ids(rng, engine.model, num_tokens), answer_of(max_tokens))
+    return session.submit(random_ids(rng, engine.model, num_tokens), sampling=answer_of(max_tokens))
 
 
 def next_turn_rows(run: Run[OverflowBenchConfig], engines: Engines, rng: np.random.Generator) -> Iterator[NextTurnRow]:

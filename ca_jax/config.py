@@ -47,7 +47,7 @@ class BlendConfig:
     """What becomes of the stored KV of chunks, one of `BLEND_MODES`."""
     recompute_ratio: float | None = None
     """Share of the chunks' tokens that is computed anew, in the mean over the layers behind the check layers, in
-    [0, 1]. None: what measured rates say that loading hides, see `blend_costs.choose_ratio`."""
+    [0, 1]. None: what measured rates say that loading hides, see `costs.choose_ratio`."""
     min_recompute_ratio: float = 0.15
     """Least ratio that is chosen by measured rates, in [0, 1]. The paper saw next to no loss of quality from there on
     (section 7.3)."""

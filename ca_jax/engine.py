@@ -9,48 +9,38 @@ to tokens (prompts).
 
 from __future__ import annotations
 
-import atexit
 import collections
+import contextlib
 import math
-import os
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
-import jax
 import numpy as np
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import Processes, current, from_first
-from ca_jax.errors import (
-    InvalidRequestError,
-    SessionBusyError,
-    SessionClosedError,
-    TenantError,
-)
+from ca_jax.errors import InvalidRequestError, SessionBusyError, SessionClosedError, TenantError
+from ca_jax.kv.costs import Tier
 from ca_jax.kv.rates import Rates
 from ca_jax.pretrained import LoadedModel, Progress, load_model
-from ca_jax.serving.core import EngineCore, layout_of
-from ca_jax.serving.prompts import (
-    prompt_ids,
-)
+from ca_jax.serving.core import EngineCore, enable_compile_cache, keep_going, layout_of
+from ca_jax.serving.prompts import prompt_ids
 from ca_jax.serving.stored_sessions import StoredSessions
 from ca_jax.session import Session
 from ca_jax.storage.records import StoreStats
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
 from ca_jax.telemetry.wakeup import Wakeup
-from ca_jax.turns.conversations import Conversation, Message
+from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import Completion, SamplingParams, Truncation, TurnRequest
+from ca_jax.turns.requests import Completion, SamplingParams, TurnRequest
 from ca_jax.turns.text import Texts, TextWork
 
 _STALL_S = 0.5  # Longest wait for KV on its way before looking again.
 _STALL_TOGETHER_S = 0.01  # The same where another process may be what has moved.
-_KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
 class Engine:
@@ -92,10 +82,7 @@ class Engine:
         self._closed = False
         self._sessions: dict[str, Session] = {}
         self._abandoned: collections.deque[Job] = collections.deque()
-        atexit.register(_close_at_exit, weakref.ref(self))
-        threading.Thread(
-            target=_keep, args=(weakref.ref(self), self._wakeup), name="ca_jax-keeper", daemon=True
-        ).start()
+        keep_going(weakref.ref(self), self._wakeup)
 
     @classmethod
     def from_pretrained(
@@ -109,12 +96,7 @@ class Engine:
     # Conversations.
 
     def session(
-        self,
-        *,
-        system: str | None = None,
-        session_id: str | None = None,
-        tenant: str = "",
-        ttl_s: float | None = None,
+        self, *, system: str | None = None, session_id: str | None = None, tenant: str = "", ttl_s: float | None = None
     ) -> Session:
         """Begins a conversation, returns the open one of that id, or goes on with the one that the store kept.
 
@@ -129,8 +111,7 @@ class Engine:
           TenantError: the conversation is another tenant's.
           InvalidRequestError: a system message for a conversation that exists, or a time that is negative.
         """
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             if ttl_s is not None and not (math.isfinite(ttl_s) and ttl_s >= 0):
                 raise InvalidRequestError(f"ttl_s must be a number of seconds >= 0, got {ttl_s}")
             session = None if session_id is None else self._find(session_id, tenant, ttl_s)
@@ -148,17 +129,11 @@ class Engine:
           SessionClosedError: the engine is closed.
           TenantError: the conversation is another tenant's.
         """
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             return self._find(session_id, tenant)
 
     def fork(
-        self,
-        session: Session,
-        num_tokens: int | None = None,
-        *,
-        session_id: str | None = None,
-        is_kept: bool = True,
+        self, session: Session, num_tokens: int | None = None, *, session_id: str | None = None, is_kept: bool = True
     ) -> Session:
         """Begins a conversation that goes on behind the first tokens of another, which stays as it is and may be busy.
 
@@ -175,8 +150,7 @@ class Engine:
           SessionClosedError: the engine is closed.
           InvalidRequestError: `num_tokens` is negative or above what there is, or the name is taken.
         """
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             most = len(session.token_ids)
             if not 0 <= (most if num_tokens is None else num_tokens) <= most:
                 raise InvalidRequestError(f"a fork must be behind 0..{most} tokens, got {num_tokens}")
@@ -187,7 +161,7 @@ class Engine:
 
     @property
     def truncation_rule(self) -> str:
-        """Names how tokens leave, where what was said is enough to tell which; see `Conversation.cut_by`."""
+        """Names how tokens leave; see `Conversation.cut_by`."""
         return self._truncator.rule
 
     @property
@@ -195,51 +169,32 @@ class Engine:
         """Conversations that are open, oldest first."""
         return tuple(self._sessions.values())
 
-    def submit_turn(
-        self,
-        session: Session,
-        new: str | Sequence[Message] | Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        context: Sequence[str | Sequence[int]] | None = None,
-        texts: Texts | None = None,
-        truncation: Truncation = "auto",
-    ) -> Job:
-        """Queues a turn; for `Session.send` and `send_ids`, which say what is raised.
+    def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job:
+        """Queues a turn; for `Session.submit`, which says what is raised.
 
         Much text is rendered and tokenised without the engine's lock; if the conversation is another one by then, anew.
 
         Args:
           session: whose.
-          new: messages, or token ids.
-          params: how to draw.
-          priority: as of `Session.send`; so is `context`.
-          context: chunks.
+          request: what is asked for.
           texts: what is known of these texts; then `TextWork` is raised where there is much that is not.
-          truncation: as of `Session.send`.
         """
         submitted_s, known = time.perf_counter(), texts or Texts()  # What is tokenised and dropped it waits for.
-        asked = TurnRequest(new=new, params=params, priority=priority, context=context, truncation=truncation)
         while True:
             try:
-                with self._lock:
-                    self._check_open()
-                    job = self._turns.turn(session, asked, known)
+                with self._open_now():
+                    job = self._turns.turn(session, request, known)
                     job.submitted_s = submitted_s
-                    for span in job.spans if session.is_kept else ():
-                        ids = job.prompt_ids[span.start : span.stop]
-                        if (chunk := self._turns.chunk(ids, session.tenant, priority)) is not None:
-                            self._submit(chunk)
+                    for chunk in self._turns.missing_chunks(job, session):
+                        self._scheduler.submit(chunk)
                     self._kv.announce(job, session)
-                    return self._submit(job)
+                    return self._scheduler.submit(job)
             except TextWork as work:
                 if texts is not None:
                     raise
                 work.do()
 
-    def precompute(
-        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
-    ) -> int:
+    def precompute(self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Tier | None = None) -> int:
         """Computes and stores the KV of text chunks, each alone, for contexts to come; see `Session.send`.
 
         Runs the engine until all are on their way to the store.
@@ -249,7 +204,7 @@ class Engine:
           tenant: whose: only sessions of the same tenant use them.
           tier: `ssd` keeps what is computed now on SSD alone until it is used, if the store has one. None: once half of
             DRAM is taken, the cheapest tier from which a layer's loading hides behind recomputing, by measured rates
-            (`blend_costs.choose_tier`).
+            (`costs.choose_tier`).
 
         Returns:
           How many were computed. Others were stored already, or are too large for the store.
@@ -267,12 +222,11 @@ class Engine:
         return len(jobs)
 
     def submit_chunks(
-        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Literal["dram", "ssd"] | None = None
+        self, chunks: Sequence[str | Sequence[int]], *, tenant: str = "", tier: Tier | None = None
     ) -> list[Job]:
         """Queues a job for each chunk that is not stored, without running the engine; otherwise as `precompute`."""
-        with self._lock:
-            self._check_open()
-            return [self._submit(job) for job in self._turns.chunks(chunks, tenant, tier)]
+        with self._open_now():
+            return [self._scheduler.submit(job) for job in self._turns.chunks(chunks, tenant, tier)]
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -293,19 +247,13 @@ class Engine:
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
           SessionClosedError: the engine is closed.
         """
-        each = (
-            [params or SamplingParams()] * len(prompts)
-            if params is None or isinstance(params, SamplingParams)
-            else list(params)
-        )
+        shared = params is None or isinstance(params, SamplingParams)
+        each = [params or SamplingParams()] * len(prompts) if shared else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]
-        with self._lock:
-            self._check_open()
-            jobs = list(map(self._turns.job, ids, each))
-            for job in jobs:
-                self._submit(job)
+        with self._open_now():
+            jobs = [self._scheduler.submit(job) for job in list(map(self._turns.job, ids, each))]
         try:
             for job in jobs:
                 for _ in self.stream(job):
@@ -359,7 +307,7 @@ class Engine:
                 raise SessionBusyError(f"session {session.session_id!r} still answers; it must be idle to be let go of")
             session.end()
             self._sessions.pop(session.session_id, None)
-            self._kv.let_go(session)
+            self._kv.conversations.closed(session.key)
 
     def forget(self, session: Session) -> None:
         """Drops a conversation and its KV; for `Session.close`."""
@@ -370,22 +318,14 @@ class Engine:
                 if job.session is session:
                     self.cancel(job)
             self._sessions.pop(session.session_id, None)
-            self._kv.forget(session)
-
-    def rewind(self, session: Session, left: Conversation) -> None:
-        """Takes a conversation back to what is left of it, its KV too; for `Session.rewind`."""
-        with self._lock:  # At once: what is written to SSD is either state.
-            self._check_open()
-            self._kv.truncate(session, len(left.token_ids), left)
-            session.resume(left)
-            self._kv.note(session)
+            self._kv.truncate(session, 0)
+            self._kv.conversations.forget(session.key)
 
     def discard(self, session: Session, discarded: np.ndarray) -> None:
         """Drops tokens of a conversation and their KV, bool `[T]`; for `Session.discard`."""
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             self._truncator.cut(session, discarded, by_hand=True)
-            self._kv.note(session)
+            self._kv.conversations.note(session.key, session)
 
     @property
     def stored(self) -> StoredSessions:
@@ -404,8 +344,7 @@ class Engine:
           Whether there was anything to do.
         """
         seen = self._wakeup.count
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             self.end_abandoned()
             self._kv.collect()
             has_run = self._batch.step()
@@ -439,8 +378,7 @@ class Engine:
         Raises:
           SessionBusyError: jobs are running or waiting.
         """
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             if not self._scheduler.idle:
                 raise SessionBusyError("an engine must be idle to warm up, got jobs running or waiting")
             started_s = time.perf_counter()
@@ -473,22 +411,24 @@ class Engine:
 
     def wait_for_saves(self) -> None:
         """Returns when the KV of all turns that have ended is in the store, on SSD if it has one, or was given up."""
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             self._kv.settle()
 
     def store_stats(self) -> StoreStats:
         """What the store holds and has done."""
-        with self._lock:
-            self._check_open()
+        with self._open_now():
             return self._kv.store.stats()
 
-    def truncate_stored(self, session: Session, num_tokens: int) -> None:
-        """Forgets a conversation's KV behind its first `num_tokens` tokens, but not the conversation."""
-        with self._lock:
-            self._check_open()
-            self._kv.truncate(session, num_tokens)
-            self._kv.note(session)  # SSD may have forgotten it with its KV.
+    def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None:
+        """Forgets a conversation's KV behind its first `num_tokens` tokens, and takes it back to what is `left` of it.
+
+        None: all of it is left, and its next turn prefills what is forgotten. What is written to SSD is either state.
+        """
+        with self._open_now():
+            self._kv.truncate(session, num_tokens, left)
+            if left is not None:
+                session.resume(left)
+            self._kv.conversations.note(session.key, session)  # SSD may have forgotten it with its KV.
 
     def drop_stored(self, session: Session) -> None:
         """Forgets a conversation's KV but not the conversation: its next turn prefills everything."""
@@ -531,15 +471,13 @@ class Engine:
         session = self._sessions.get(session_id)
         return session if session is not None and session.tenant == tenant else None
 
-    # What its parts need.
-
     def _find(self, session_id: str, tenant: str, ttl_s: float | None = None) -> Session | None:
         session = self._sessions.get(session_id)
         if session is not None:
             if session.tenant != tenant:
                 raise TenantError(f"session {session_id!r} must be asked for by its own tenant, got {tenant!r}")
             return session
-        kept = self._kv.recall(session_id, tenant)
+        kept = self._kv.conversations.recall(self._kv.key(session_id, tenant), session_id, tenant)
         return None if kept is None else self._open(session_id, kept, tenant, ttl_s)
 
     def _open(
@@ -547,40 +485,15 @@ class Engine:
     ) -> Session:
         name = session_id or from_first(self._processes, "a session's name", uuid.uuid4().hex)
         session = Session(self, name, begun, tenant=tenant, ttl_s=ttl_s, is_kept=is_kept)
+        session.key = self._kv.key(name, tenant)
         if is_kept:
             self._sessions[name] = session
-            self._kv.opened(session)
+            self._kv.conversations.opened(session.key)
         return session
 
-    def _submit(self, job: Job) -> Job:
-        self._scheduler.submit(job)
-        return job
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SessionClosedError("the engine is closed")
-
-
-def _close_at_exit(engine: weakref.ref[Engine]) -> None:
-    """Ends the engine's threads while the interpreter still stands."""
-    if (alive := engine()) is not None:
-        alive.close()
-
-
-def _keep(engine: weakref.ref[Engine], wakeup: Wakeup) -> None:
-    """Keeps saves and tiers going while nobody runs the engine, for as long as it lives and is open."""
-    seen, going = 0, True
-    while going:
-        seen = wakeup.wait(seen, _KEEP_S)
-        alive = engine()
-        going = alive is not None and alive.keep()
-        del alive
-
-
-def enable_compile_cache(directory: str | None) -> None:
-    """Keeps compiled functions in `directory` between runs, unless jax has been given one already."""
-    if directory is None or jax.config.values["jax_compilation_cache_dir"] is not None:
-        return
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    @contextlib.contextmanager
+    def _open_now(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise SessionClosedError("the engine is closed")
+            yield

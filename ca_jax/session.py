@@ -18,66 +18,30 @@ from ca_jax.errors import EmptyMessageError, InvalidRequestError, SessionBusyErr
 from ca_jax.overflow.discarding import check_discarded
 from ca_jax.turns.conversations import Conversation, Message, as_messages
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, Usage
+from ca_jax.turns.requests import FinishReason, SamplingParams, Truncation, TurnRequest, Usage
 from ca_jax.turns.text import Texts
 
 
-class Host(Protocol):
+class _Host(Protocol):
     """What a session asks of its engine; see there."""
 
-    def submit_turn(
-        self,
-        session: Session,
-        new: str | Sequence[Message] | Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        context: Sequence[str | Sequence[int]] | None = None,
-        texts: Texts | None = None,
-        truncation: Truncation = "auto",
-    ) -> Job:
-        """Queues a turn."""
-        ...
-
-    def stream(self, job: Job) -> Iterator[str]:
-        """Runs until a job ends and yields its text as it comes."""
-        ...
-
-    def cancel(self, job: Job) -> None:
-        """Ends a job that has not ended."""
-        ...
-
-    def abandon(self, job: Job) -> None:
-        """Notes that nobody listens to a job any more. Takes no lock."""
-        ...
-
-    def end_abandoned(self) -> None:
-        """Cancels the jobs that nobody listens to."""
-        ...
-
-    def rewind(self, session: Session, left: Conversation) -> None:
-        """Takes a conversation back to what is left of it."""
-        ...
-
-    def discard(self, session: Session, discarded: np.ndarray) -> None:
-        """Drops tokens of a conversation, bool `[T]`."""
-        ...
-
-    def forget(self, session: Session) -> None:
-        """Drops a conversation and its KV."""
-        ...
+    def submit_turn(self, session: Session, request: TurnRequest, texts: Texts | None = None) -> Job: ...
+    def stream(self, job: Job) -> Iterator[str]: ...
+    def cancel(self, job: Job) -> None: ...
+    def abandon(self, job: Job) -> None: ...
+    def end_abandoned(self) -> None: ...
+    def truncate_stored(self, session: Session, num_tokens: int, left: Conversation | None = None) -> None: ...
+    def discard(self, session: Session, discarded: np.ndarray) -> None: ...
+    def forget(self, session: Session) -> None: ...
 
 
 class Answer(Iterator[str]):
-    """The text of one turn as it comes. Iterating runs the engine; an answer that is let go of ends its turn.
+    """The text of one turn as it comes. Iterating runs the engine; an answer that is let go of ends its turn."""
 
-    Args:
-      engine: who runs.
-      job: the turn.
-    """
-
-    def __init__(self, engine: Host, job: Job) -> None:
+    def __init__(self, engine: _Host, job: Job) -> None:
         self._engine = engine
-        self._job = job
+        self.job = job
+        """The turn: its tokens, their texts and log-probabilities, and how it ended. For reading alone."""
         self._pieces = engine.stream(job)
 
     def __next__(self) -> str:
@@ -89,20 +53,15 @@ class Answer(Iterator[str]):
             self.close()
             raise
 
-    @property
-    def job(self) -> Job:
-        """The turn: its tokens, their texts and log-probabilities, and how it ended. For reading alone."""
-        return self._job
-
     def close(self) -> None:
         """Ends the turn, if it has not ended. May be called again."""
-        if not self._job.done:
-            self._engine.cancel(self._job)
+        if not self.job.done:
+            self._engine.cancel(self.job)
 
     def __del__(self) -> None:
         # Possibly in the middle of a step, and on any thread: only noted here, ended when the engine is next asked.
-        if not self._job.done:
-            self._engine.abandon(self._job)
+        if not self.job.done:
+            self._engine.abandon(self.job)
 
 
 class Session:
@@ -110,7 +69,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Host,
+        engine: _Host,
         session_id: str,
         conversation: Conversation,
         *,
@@ -119,12 +78,16 @@ class Session:
         is_kept: bool = True,
     ) -> None:
         self._engine = engine
-        self._job: Job | None = None
         self._closed = False
-        self._conversation = conversation
         self._packed_ids: np.ndarray | None = None
+        self.conversation = conversation
+        """All that is to be known to go on with it elsewhere, but for its KV."""
+        self.job: Job | None = None
+        """Its last turn, ended or not; None before its first since it was opened. For reading alone."""
         self.session_id = session_id
         """Names the conversation in the store."""
+        self.key = ""
+        """Of its KV in the store; the engine says which."""
         self.tenant = tenant
         """Whose it is: no other tenant meets its KV."""
         self.ttl_s = ttl_s
@@ -137,29 +100,19 @@ class Session:
         """Of the last turn that has ended."""
 
     @property
-    def conversation(self) -> Conversation:
-        """All that is to be known to go on with it elsewhere, but for its KV."""
-        return self._conversation
-
-    @property
     def is_busy(self) -> bool:
         """Whether a turn of it waits or runs."""
-        return self._job is not None and not self._job.done
-
-    @property
-    def job(self) -> Job | None:
-        """Its last turn, ended or not; None before its first since it was opened. For reading alone."""
-        return self._job
+        return self.job is not None and not self.job.done
 
     @property
     def messages(self) -> list[Message]:
         """The conversation as text, oldest first, without turns that have left the context window."""
-        return self._conversation.messages
+        return self.conversation.messages
 
     @property
     def token_ids(self) -> list[int]:
         """The conversation as the model sees it: templates, answers and stop tokens, but not what has left."""
-        return self._conversation.token_ids
+        return self.conversation.token_ids
 
     @property
     def packed_ids(self) -> np.ndarray:
@@ -171,7 +124,7 @@ class Session:
     @property
     def num_dropped(self) -> int:
         """Tokens that have left, since the context window was full or by `discard`."""
-        return self._conversation.num_dropped
+        return self.conversation.num_dropped
 
     def send(
         self,
@@ -242,7 +195,7 @@ class Session:
 
     def submit(
         self,
-        new: Sequence[Message] | Sequence[int],
+        new: str | Sequence[Message] | Sequence[int],
         *,
         context: Sequence[str | Sequence[int]] | None = None,
         sampling: SamplingParams | None = None,
@@ -263,10 +216,15 @@ class Session:
         last = new[-1] if len(new) else None
         if isinstance(last, Mapping) and not last["content"].strip():
             raise EmptyMessageError("a message must have text in it, got a blank one")
-        self._job = self._engine.submit_turn(
-            self, new, sampling or SamplingParams(), priority, context, texts, truncation
+        asked = TurnRequest(
+            new=new,
+            params=sampling or SamplingParams(),
+            priority=priority,
+            context=context,
+            truncation=truncation,
         )
-        return self._job
+        self.job = self._engine.submit_turn(self, asked, texts)
+        return self.job
 
     def rewind(self, num_tokens: int) -> None:
         """Forgets the conversation and its KV behind the first `num_tokens` tokens; what remains is used as it stands.
@@ -281,7 +239,7 @@ class Session:
         self._check_ready()
         if not 0 <= num_tokens <= len(self.token_ids):
             raise InvalidRequestError(f"tokens to keep must be 0..{len(self.token_ids)}, got {num_tokens}")
-        self._engine.rewind(self, self._conversation.take(num_tokens))
+        self._engine.truncate_stored(self, num_tokens, self.conversation.take(num_tokens))
 
     def discard(self, tokens: npt.ArrayLike) -> int:
         """Forgets some tokens of the conversation and their KV; what remains is used as it stands.
@@ -307,9 +265,9 @@ class Session:
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one; for the engine."""
-        if conversation.token_ids is not self._conversation.token_ids:
+        if conversation.token_ids is not self.conversation.token_ids:
             self._packed_ids = None
-        self._conversation = conversation
+        self.conversation = conversation
 
     def _check_ready(self) -> None:
         self._engine.end_abandoned()
@@ -323,7 +281,7 @@ class Session:
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation; for the engine."""
         num_before = len(self.token_ids)
-        self._conversation = self._conversation.with_turn(
+        self.conversation = self.conversation.with_turn(
             [*job.slid_ids, *job.token_ids],
             job.messages,
             job.output.text,
@@ -347,8 +305,8 @@ class Session:
         """
         if not self._closed:
             self._closed = True
-            if self._job is not None and not self._job.done:
-                self._engine.cancel(self._job)
+            if self.job is not None and not self.job.done:
+                self._engine.cancel(self.job)
             self._engine.forget(self)
 
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import ca_jax
-from ca_jax.device import memory as device_memory
 from ca_jax.device import steps
 from ca_jax.device.transfer import params_to_device
+from ca_jax.kv import layout as device_memory
 from ca_jax.kv.load import LayerLoad
 from ca_jax.kv.save import TurnSaver
 from ca_jax.models.config import ModelConfig, RopeConfig

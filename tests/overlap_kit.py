@@ -182,7 +182,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
     assert not kv.write_buffer._turns, "a turn's saving has not ended"
     assert not kv.write_buffer._held, "KV waits for room in the store"
     assert kv.write_buffer.num_bytes == 0, "the write buffer is not empty"
-    assert kv._saver.num_open == 0, "a save has not ended"
+    assert not kv._saver._open, "a save has not ended"
 
     loader = kv._loader
     assert not loader._loads, "a load is open"

@@ -13,7 +13,6 @@ import pytest
 
 import ca_jax
 from ca_jax.config import BlendConfig, EngineConfig
-from ca_jax.device import memory as device_memory
 from ca_jax.errors import (
     CaJaxError,
     ContextWindowError,
@@ -24,6 +23,7 @@ from ca_jax.errors import (
     UnknownModelError,
     UnsupportedArchitectureError,
 )
+from ca_jax.kv import layout as device_memory
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.overflow.discarding import DiscardContext, HeavyHitters, OldestFirst, SinksAndRecent
 from ca_jax.recompute.drift import Drift

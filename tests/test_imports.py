@@ -50,7 +50,7 @@ STORAGE_FLOORS = (
 )
 # Quality is measured over the model alone, so that what is measured is not what it is measured with.
 STRANGERS = {
-    "evaluation": {"kv", "serving", "session", "engine", "", *("device.runner", "device.slots", "device.decoder")},
+    "evaluation": {"kv", "serving", "session", "engine", "", *("device.runner", "device.slots")},
 }
 # Modules, or rooms of them, that load no jax.
 WITHOUT_JAX = {
@@ -65,7 +65,7 @@ WITHOUT_JAX = {
         "session",
     ),
     *("simulate.clock", "simulate.config", "simulate.fitted", "simulate.paper", "simulate.server", "simulate.traces"),
-    *("kv.costs", "kv.blend_costs", "kv.rates", "serving.scheduler"),
+    *("kv.costs", "kv.rates", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 LINKS = {"models", "storage", "launch"}

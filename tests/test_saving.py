@@ -140,11 +140,11 @@ def test_saves_that_are_handed_in_together_are_written_and_come_back_in_order(ga
     assert gated.saver.poll() == []
     assert gated.saver.poll(wait=True, key="c") == [], "there is no such save to wait for"
     assert gated.write_out(5) == [("b", 0), ("a", 0), ("b", 1), ("a", 1), ("b", 2)]
-    assert (gated.saver.is_open("a"), gated.saver.num_open) == (True, 2)
+    assert gated.saver.is_open("a")
     gated.write_out(1)
     results = gated.saver.poll(wait=True, key="b")  # All saves before it come too.
     assert [(result.ticket, result.error) for result in results] == [(a, None), (b, None)]
-    assert (gated.saver.num_open, gated.saver.poll(), gated.saver.poll(wait=True)) == (0, [], [])
+    assert (gated.saver.is_open("a"), gated.saver.poll(), gated.saver.poll(wait=True)) == (False, [], [])
     for key, ticket in (("a", a), ("b", b)):
         gated.expect_stored(0, key)
         assert gated.store.complete_save(ticket)
@@ -273,7 +273,7 @@ def test_layers_leave_as_they_come(rig):
     (ticket,) = rig.inner._entries.get("s").open_saves
     assert ticket.num_missing == 2 * 10, "layer 0 was not written before the pass had ended"
     run_layers(turn, 0, 10, range(1, 3))
-    assert rig.saver.num_open == 0
+    assert not rig.saver._open
     turn.end_pass()
     assert rig.publish() == []
     rig.expect_stored(10)
@@ -313,7 +313,7 @@ def test_room_may_come_in_the_middle_of_a_pass(rig, num_layers_before, gives_up)
     rig.is_room_coming = False
     turn.submit_held()
     assert not turn.is_held
-    assert rig.saver.num_open == 0, "a pass that has not ended was ended"
+    assert not rig.saver._open, "a pass that has not ended was ended"
     run_layers(turn, 0, 10, range(num_layers_before, 3))
     turn.end_pass()
     decode(turn, 10, 12)
@@ -374,7 +374,7 @@ def test_blocking_saves_begin_at_the_end_of_the_turn_and_are_all_there_then(rig,
     run_pass(turn, 0, 15)
     decode(turn, 15, 21)
     turn.submit_held()
-    assert (rig.saver.num_open, rig.saver.pending_bytes, rig.store.list()) == (0, 0, ())
+    assert (rig.saver._open.total(), rig.saver.pending_bytes, rig.store.list()) == (0, 0, ())
     assert turn.is_held
     assert turn.held_bytes == 3 * PADDING[0].nbytes + 21 * LAYOUT.token_bytes
     if gives_up:

@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.engines import send_turn
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
-from ca_jax.engine import Engine, enable_compile_cache
+from ca_jax.engine import Engine
 from ca_jax.evaluation.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import read_ids
@@ -35,6 +35,7 @@ from ca_jax.kv.layout import rest_layout
 from ca_jax.launch.machine import describe_machine, describe_versions
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.serving.core import enable_compile_cache
 from ca_jax.turns.requests import SamplingParams
 
 # Quality.

@@ -28,7 +28,6 @@ from benchmarks.evaluate.tables import Report, print_report
 from benchmarks.evaluate.timing import run_timing
 from benchmarks.flags import CaseFlags
 from ca_jax.config import EngineConfig
-from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.items import Chunking
@@ -51,6 +50,7 @@ from ca_jax.launch.script import command_line, make_console, note, write_json
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.serving.core import enable_compile_cache
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

@@ -21,13 +21,13 @@ from benchmarks.gpu.report import Report, make_report, to_markdown
 from benchmarks.gpu.rows import GpuBenchConfig, SectionResult
 from benchmarks.gpu.sections import GpuBench, choose_sections, run_sections
 from ca_jax.config import EngineConfig
-from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
 from ca_jax.launch import machine
 from ca_jax.launch.flags import made
 from ca_jax.launch.plots import require_matplotlib
 from ca_jax.launch.script import command_line, write_json
 from ca_jax.launch.terminal import progress_bars
+from ca_jax.serving.core import enable_compile_cache
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 

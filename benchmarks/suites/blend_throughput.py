@@ -266,7 +266,7 @@ def serve(engine: Engine, turns: Sequence[StreamTurn], config: BlendThroughputCo
     while running or to_come:
         while to_come and len(running) < config.concurrent_turns:
             turn, session = to_come.popleft(), engine.session()
-            running[engine.submit_turn(session, turn.question, params, context=turn.chunks)] = session
+            running[session.submit(turn.question, sampling=params, context=turn.chunks)] = session
         engine.step()
         for job in [job for job in running if job.done]:
             if job.error is not None:

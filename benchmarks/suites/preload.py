@@ -127,7 +127,7 @@ class DepthRow:
     by_rates: int
     """Layers by `costs.read_buffer_layers`, at least 1, from rates of the engine's warm-up and its turns since."""
     best: int
-    """Layers by `costs.best_depth`, from this run's load and compute."""
+    """Layers by trying all with `costs.pipeline_s`, from this run's load and compute."""
     measured_best: int
     """The shallowest of the measured depths that is as fast as the fastest, within `noise`."""
     noise: float
@@ -298,8 +298,8 @@ def take(name: str, way: _Way, ahead_ids: list[int], new_ids: list[int]) -> Samp
     num_history = len(session.token_ids)
     way.prepare()
     ahead_session = engine.session()
-    ahead = engine.submit_turn(ahead_session, ahead_ids, answer_of(1))
-    job = engine.submit_turn(session, new_ids, answer_of(1))
+    ahead = ahead_session.submit(ahead_ids, sampling=answer_of(1))
+    job = session.submit(new_ids, sampling=answer_of(1))
     for each in (ahead, job):
         collections.deque(engine.stream(each), maxlen=0)
     settle(engine)
@@ -358,7 +358,7 @@ class PreloadCell:
             new_tokens=self.new_tokens,
             read_buffer=read_buffer,
             ideal_s=self._ideal_s(read_buffer, compute_s, head_start_s),
-            hidden=costs.hidden_fraction(ttft_s, compute_s, blocking_s) if is_hidden else None,
+            hidden=1 - (ttft_s - compute_s) / blocking_s if is_hidden else None,
             compute_s=compute_s,
             load_s=self.load_s,
             same_tokens=harness.same(rounds, "tokens"),
@@ -380,7 +380,7 @@ class PreloadCell:
         return DepthRow(
             load_ratio=self.load_ratio or 0.0,
             by_rates=max(1, by_rates),
-            best=costs.best_depth(*self._of_layer(compute_s), self.num_layers, head_start_s),
+            best=self._best_depth(compute_s, head_start_s),
             measured_best=min(depth for depth, time_s in ttft_s.items() if time_s <= as_fast_s),
             noise=NOISE,
             rates_load_s=costs.load_s(rates, self.history_tokens),
@@ -396,6 +396,15 @@ class PreloadCell:
         if read_buffer == "off":
             return costs.blocking_s(*layer_times_s, self.num_layers)
         return costs.pipeline_s(*layer_times_s, self.num_layers, self._depth(read_buffer), head_start_s)
+
+    def _best_depth(self, compute_s: float, head_start_s: float) -> int:
+        """The smallest depth, 0 to L, with which `costs.pipeline_s` is shortest."""
+        num_layers = self.num_layers
+        times_s = [
+            costs.pipeline_s(*self._of_layer(compute_s), num_layers, depth, head_start_s)
+            for depth in range(num_layers + 1)
+        ]
+        return next(depth for depth, time_s in enumerate(times_s) if time_s <= min(times_s) * (1 + 1e-9))
 
     def _depth(self, read_buffer: str) -> int:
         return self.num_layers if read_buffer in ("all", "auto") else int(read_buffer)

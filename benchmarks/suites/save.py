@@ -28,7 +28,6 @@ from benchmarks.engines import answer_of, engine_for, random_ids, settle
 from benchmarks.harness import NOISE, BenchError, Rounds, Row, Run, Sample, Steps, Ways
 from benchmarks.links import CALIBRATIONS, AdjustableLink, paced_engine
 from ca_jax.engine import Engine
-from ca_jax.kv import costs
 from ca_jax.kv.layout import kv_layout
 from ca_jax.session import Session
 
@@ -313,7 +312,7 @@ def save_row(rounds: Rounds, **values: Any) -> SaveRow:
         SaveRow,
         taken,
         **values,
-        hidden=costs.hidden_fraction(async_s, off_s, added_s) if added_s > NOISE * off_s else None,
+        hidden=1 - (async_s - off_s) / added_s if added_s > NOISE * off_s else None,
         same_tokens=harness.same(rounds, "answers"),
         recompiles=harness.recompiles(rounds),
     )

@@ -30,6 +30,11 @@ JOINED_TOKENS = 64
 take long enough by themselves, and each length is compiled for."""
 
 
+Join = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+"""Repairs a layer of a history in the pass that reads it, given what goes into it of new tokens, and the history's
+length. Returns the history `[2, S, K, H]`, and of the new tokens what goes into the next layer and their KV."""
+
+
 class LayerSource(Protocol):
     """Where a prefill takes its history from, layer by layer; see `kv.load.LayerLoad`."""
 
@@ -41,13 +46,6 @@ class LayerSource(Protocol):
 
     def used(self, layer: int, result: jax.Array) -> None:
         """Nothing else reads what `layer` gave when `result` is ready."""
-
-
-class JoinedSource(Protocol):
-    """A history that is repaired in the pass that reads it; see `recompute.recomputer.RecomputedHistory`."""
-
-    def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The history `[2, S, K, H]`, and of new tokens behind it what goes into the next layer and their KV."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Prefill:
     """New tokens that were dispatched."""
     past: list[jax.Array | None] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, S, K, H]` of all tokens before the last pass, before the first pass as it was
-    kept; None where there are none."""
+    kept; None where there are none, or they are in the slot."""
     kv: list[jax.Array] = dataclasses.field(default_factory=list)
     """Per layer the unrotated KV `[2, T, K, H]` of the last pass."""
     outputs: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -93,8 +91,6 @@ class Prefill:
     """Position of the last pass's first token."""
     logits: jax.Array | None = None
     """Of the last token, f32 `[1, V]`; None before the last pass."""
-    inserted: set[int] = dataclasses.field(default_factory=set)
-    """Layers whose past is in the slot."""
     owns_past: bool = False
     """Whether `past` is its own, and not staging."""
     received: list[Received] = dataclasses.field(default_factory=list)
@@ -111,15 +107,7 @@ def _no_layer(layer: int, kv: jax.Array) -> None:
 
 
 class Runner:
-    """Runs a model over its decode slots. Belongs to the engine's thread.
-
-    Args:
-      config: of the model.
-      params: its parameters, on the device.
-      sizes: of slots and passes.
-      timeline: told of what is dispatched.
-      sharding: where the parameters lie, and all else will; None: on one device.
-    """
+    """Runs a model over its decode slots. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -166,16 +154,6 @@ class Runner:
         return len(self._kinds)
 
     @property
-    def num_layers(self) -> int:
-        """Of the model."""
-        return self.config.num_layers
-
-    @property
-    def num_kv_heads(self) -> int:
-        """K, of the model."""
-        return self.config.num_kv_heads
-
-    @property
     def param_bytes(self) -> int:
         """Of the model's parameters, on each device."""
         return bytes_per_device(self._params)
@@ -214,7 +192,7 @@ class Runner:
         num_tokens: int,
         history: LayerSource | None = None,
         on_layer: Callable[[int, jax.Array], None] = _no_layer,
-        joined: JoinedSource | None = None,
+        join: Join | None = None,
     ) -> None:
         """Runs some of the new tokens over all that is before them, layer by layer. Does not wait for the device.
 
@@ -223,26 +201,26 @@ class Runner:
           num_tokens: how many; one of `pass_sizes`, unless they are the last.
           history: of the first pass, where there is a history.
           on_layer: called with each layer's new unrotated KV `[2, T, K, H]` as soon as that is dispatched.
-          joined: the history, where it is repaired in this pass: the only one, of at most `JOINED_TOKENS`.
+          join: repairs the history in this pass: the only one, of at most `JOINED_TOKENS`; in place of `history.layer`.
         """
         start = prefill.history_length + prefill.num_done
         part = prefill.tokens[prefill.num_done : prefill.num_done + num_tokens]
         is_last = len(part) == prefill.num_left
-        padded = np.zeros((1, JOINED_TOKENS if joined else pad_to(self.new_token_buckets, len(part))), np.int32)
+        padded = np.zeros((1, JOINED_TOKENS if join else pad_to(self.new_token_buckets, len(part))), np.int32)
         padded[0, : len(part)] = part
         x = self.embed(padded)
         length = self.to_device(start, np.int32)
         received: list[jax.Array] = []
         prefill.kv, prefill.outputs, prefill.last_start = [], [], start
-        for i, layer_params in enumerate(self.layers):
+        for i in range(self.config.num_layers):
             with self._timeline.annotate("engine", f"dispatch {i}", layer=i):
-                if joined is not None:
-                    prefill.past[i], x, kv = joined.join(i, x, length)
+                if join is not None:
+                    prefill.past[i], x, kv = join(i, x, length)
                 else:
                     if history is not None:
                         with self._timeline.annotate("engine", f"await {i}", layer=i):
                             prefill.past[i] = history.layer(i)
-                    x, kv = self._prefill_layer(prefill, i, layer_params, x, length, len(part), received)
+                    x, kv = self._prefill_layer(prefill, i, x, length, len(part), received)
                 prefill.kv.append(kv)
                 prefill.outputs.append(x)
                 if history is not None:
@@ -263,7 +241,6 @@ class Runner:
         self,
         prefill: Prefill,
         layer: int,
-        layer_params: steps.Params,
         x: jax.Array,
         length: jax.Array,
         num_new: int,
@@ -271,13 +248,11 @@ class Runner:
     ) -> tuple[jax.Array, jax.Array]:
         """Dispatches a layer of a pass; what tokens received in it is appended, if that is measured."""
         past, window = prefill.past[layer], self.config.window_of(layer)
-        if not self.with_attention:
-            return steps.prefill_layer(self.config, layer_params, x, past, length, self.table, window, self.sharding)
-        count = self.to_device(num_new, np.int32)
-        x, kv, attention = steps.prefill_layer_attention(
-            self.config, layer_params, x, past, length, count, self.table, window, self.sharding
+        count = self.to_device(num_new, np.int32) if self.with_attention else None
+        x, kv, *attention = steps.prefill_layer(
+            self.config, self.layers[layer], x, past, length, self.table, window, self.sharding, count
         )
-        received.append(attention)
+        received += attention
         return x, kv
 
     def insert_past(self, prefill: Prefill, layer: int) -> jax.Array:
@@ -286,13 +261,12 @@ class Runner:
         Nobody may decode between the first such call and `insert`: rows that are not in use are written to.
         """
         past = prefill.past[layer]
-        if past is None or layer in prefill.inserted:
+        if past is None:
             raise RuntimeError(f"layer {layer} has nothing to insert")
-        prefill.inserted.add(layer)
         prefill.past[layer] = None  # No later pass reads it.
         return self.slots.insert(layer, past, self.to_device(prefill.slot, np.int32), self.to_device(0, np.int32))
 
-    def insert(self, prefill: Prefill) -> dict[int, jax.Array]:
+    def insert(self, prefill: Prefill, *, with_past: bool = True) -> dict[int, jax.Array]:
         """Puts a job's KV into its decode slot, rotated, as far as it is not there. Does not wait.
 
         Returns:
@@ -301,7 +275,7 @@ class Runner:
         done = {}
         slot, start = self.to_device(prefill.slot, np.int32), self.to_device(prefill.last_start, np.int32)
         for layer, kv in enumerate(prefill.kv):
-            if prefill.past[layer] is not None and layer not in prefill.inserted:
+            if with_past and prefill.past[layer] is not None:
                 done[layer] = self.insert_past(prefill, layer)
             self.slots.insert(layer, kv, slot, start)
         return done
@@ -345,10 +319,9 @@ class Runner:
             part = min(pad_to(self.new_token_buckets, part), len(tokens) - count)
             count += part
         prefill = self.start_prefill(slot, tokens[:count], 0)
-        prefill.inserted.update(range(self.config.num_layers))  # Its past is padded: each pass is put in by itself.
         while prefill.num_left:
             self.run_pass(prefill, min(self.chunk_tokens, prefill.num_left))
-            self.insert(prefill)
+            self.insert(prefill, with_past=False)  # Its past is padded: each pass is put in by itself.
         return count
 
     def warmup(self, max_history: int, max_new: int, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -376,7 +349,7 @@ class Runner:
             for history in pasts:
                 for layer in self._kinds:
                     prefill = Prefill(0, [0], 0, past=[history] * self.config.num_layers)
-                    self._prefill_layer(prefill, layer, self.layers[layer], x, zero, 1, [])
+                    self._prefill_layer(prefill, layer, x, zero, 1, [])
                 done += 1
                 if progress is not None:
                     progress("compile", done, total)
@@ -434,7 +407,7 @@ class Runner:
             jax.block_until_ready((x, past))
             started_s = time.perf_counter()
             out, _ = steps.prefill_layer(
-                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding
+                self.config, self.layers[layer], x, past, zero, self.table, windows[layer], self.sharding, None
             )
             out.block_until_ready()
             seconds += (time.perf_counter() - started_s) * windows.count(windows[layer])

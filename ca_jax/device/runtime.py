@@ -20,11 +20,7 @@ from ca_jax.telemetry.timeline import ArgValue, Timeline
 
 
 class ComputeWatch:
-    """Records when layers were computed.
-
-    Args:
-      timeline: where to.
-    """
+    """Records when layers were computed."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

@@ -1,7 +1,7 @@
 """Drawing tokens: the jitted draw, and the parameters of each decode slot that it takes.
 
 A draw depends on the seed and on how many tokens are before the drawn one, and on nothing else: the same turn gives the
-same answer in any batch.
+same answer in any batch. Shapes: B rows, V tokens of the vocabulary, `logits` f32 `[B, V]`.
 
 Not here: what may be asked for (turns.requests), logits (runner, slots).
 """
@@ -77,8 +77,6 @@ def sample(
     What is added to logits comes right behind the repetition penalty.
 
     Args:
-      logits: f32 `[B, V]`.
-      rows: parameters of the B rows.
       seen: bool `[slots, V]`, tokens the repetition penalty applies to.
       first_slot: i32 scalar, the slot that row 0 is.
       positions: i32 `[B]`, position of the token being drawn; with the seed it fixes the draw.
@@ -142,7 +140,6 @@ def log_probabilities(logits: jax.Array, drawn: jax.Array, num_top: int) -> LogP
     That is the softmax of the logits as they are: before penalties, biases, temperature and filters.
 
     Args:
-      logits: f32 `[B, V]`.
       drawn: i32 `[B]`.
       num_top: static, how many of the likeliest tokens are wanted, at most V.
     """
@@ -178,21 +175,18 @@ class Drawn:
 
     tokens: np.ndarray
     """i32 `[n]`."""
-    logprobs: np.ndarray | None = None
-    """f32 `[n]`, of the tokens; None where no row's answer is to have it."""
-    top_ids: np.ndarray | None = None
-    """i32 `[n, m]`, the likeliest tokens of each row, likeliest first."""
-    top_logprobs: np.ndarray | None = None
-    """f32 `[n, m]`, theirs."""
+    of: LogProbabilities | None = None
+    """On the host too; None where no row's answer is to have it."""
 
     def logprob(self, row: int, params: SamplingParams) -> TokenLogprob | None:
         """What is said of a row's token where its answer is drawn by `params`; None where they ask for nothing."""
-        if params.logprobs is None or self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+        of, num_top = self.of, params.logprobs
+        if num_top is None or of is None:
             return None
-        top = zip(self.top_ids[row, : params.logprobs], self.top_logprobs[row, : params.logprobs], strict=True)
+        top = zip(of.top_ids[row, :num_top], of.top[row, :num_top], strict=True)
         return TokenLogprob(
             token_id=int(self.tokens[row]),
-            logprob=float(self.logprobs[row]),
+            logprob=float(of.drawn[row]),
             top=tuple((int(token), float(logprob)) for token, logprob in top),
         )
 
@@ -208,16 +202,13 @@ class Draw:
 
     def wait(self) -> Drawn:
         """Waits for them."""
-        tokens, of = to_host(self.tokens), self.logprobs
-        return Drawn(tokens) if of is None else Drawn(tokens, to_host(of.drawn), to_host(of.top_ids), to_host(of.top))
+        return Drawn(to_host(self.tokens), jax.tree.map(to_host, self.logprobs))
 
 
 class Sampler:
     """Draws tokens for slots, each with its own parameters. Belongs to the engine's thread.
 
     Args:
-      num_slots: how many decode slots there are.
-      vocab_size: V.
       sharding: of the model whose logits it draws from, which are whole on each device; None: it is on one.
     """
 
@@ -280,7 +271,6 @@ class Sampler:
         """Draws a token for each row. Does not wait.
 
         Args:
-          logits: f32 `[n, V]`, of slots `first_slot` to `first_slot + n`.
           positions: i32 `[n]`, of the tokens being drawn.
           first_slot: which slot the first row is.
 

@@ -44,12 +44,7 @@ class DecodeSlots:
     """Owner of the slots' buffers. Belongs to the engine's thread.
 
     Args:
-      config: of the model.
-      params: its parameters, on the device.
-      table: rotations of all positions.
-      sizes: how many, and what decoding gives.
       capacity: tokens in each, a multiple of `SLOT_BLOCK`.
-      sharding: of the model; None: it is on one device.
     """
 
     def __init__(

@@ -63,8 +63,6 @@ def to_device(
     """Copies small host data (tokens, lengths, parameters of the sampler) to the device. Does not wait.
 
     Args:
-      value: what.
-      dtype: of the array; None: the value's.
       sharding: where to; None: the default device, bound to no mesh. Where it has devices of other processes, these
         are to be given the same value, and each puts it on its own.
     """
@@ -113,7 +111,6 @@ def shards_to_device(
 
     Args:
       read: gives the part of it that an index says; called once for each part that a device of this process has.
-      shape: of the whole.
       sharding: where to.
     """
     devices: dict[tuple[tuple[int | None, int | None], ...], list[tuple[Any, tuple[slice, ...]]]] = {}
@@ -150,11 +147,7 @@ def staging_to_device(
 
 
 def own_part(array: jax.Array) -> jax.Array:
-    """What this process's devices have of an array, as one of theirs alone. Nothing is copied, nor waited for.
-
-    Args:
-      array: on a mesh, or on one device.
-    """
+    """What this process's devices have of an array, as one of theirs alone. Nothing is copied, nor waited for."""
     if array.is_fully_addressable:
         return array
     sharding: Any = array.sharding
@@ -172,7 +165,6 @@ def to_host_memory(array: jax.Array, memory_kind: str | None = None) -> jax.Arra
     """Begins to copy an array to memory that the host reads without copying. Does not wait.
 
     Args:
-      array: on a device; not one that will be donated.
       memory_kind: None: `pinned_host` on an accelerator; on CPU the array stays where it is.
 
     Returns:

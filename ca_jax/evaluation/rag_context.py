@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ca_jax.device import steps
-from ca_jax.device.steps.common import Params, apply, slice_rotation
+from ca_jax.device.steps import Params, apply, slice_rotation
 from ca_jax.device.transfer import to_device, to_host
 from ca_jax.evaluation.items import RagPrompt
 from ca_jax.evaluation.statistics import log_softmax

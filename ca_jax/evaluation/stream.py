@@ -304,14 +304,12 @@ class ContextStream:
         for i, layer_params in enumerate(self._layers):
             past = self._kv[i] if start else None
             sees = self._config.window_of(i)
-            if self._discarder.needs_attention:
-                count = to_device(len(token_ids), np.int32)
-                x, kv, seen = steps.prefill_layer_attention(
-                    self._config, layer_params, x, past, length, count, self._table, sees
-                )
-                received = to_host(seen) if not i else received + to_host(seen)
-            else:
-                x, kv = steps.prefill_layer(self._config, layer_params, x, past, length, self._table, sees)
+            count = to_device(len(token_ids), np.int32) if self._discarder.needs_attention else None
+            x, kv, *seen = steps.prefill_layer(
+                self._config, layer_params, x, past, length, self._table, sees, num_new=count
+            )
+            for each in seen:
+                received = to_host(each) if not i else received + to_host(each)
             if self._rounds_kv:
                 kv = steps.unpack_kv(steps.pack_kv(kv), self._model.dtype)
             owns = past is not None and past.shape[1] == capacity and not self._is_shared

@@ -4,6 +4,8 @@ A chunk is found by its tokens: the key is a hash of them, the tenant, the weigh
 session's KV, and moves between the tiers like one: jobs that wait for it say so, so that it is fetched early and
 evicted late.
 
+`FusedTicket` reads several entries as one history, each in its place, with room between for what is not stored.
+
 Not here: how chunks become a context (recompute), loads (histories), who computes one that is missing (engine).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
 """
@@ -11,7 +13,9 @@ Source: CacheBlend (Yao et al., EuroSys 2025), section 5.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import hashlib
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,8 +35,6 @@ class ChunkKV:
     """The chunks in a store. Belongs to the engine's thread.
 
     Args:
-      store: where they are.
-      write_buffer: the way there.
       salt: tells weights and layouts apart.
     """
 
@@ -154,6 +156,69 @@ class ChunkKV:
 
     def _is_on_its_way(self, key: str) -> bool:
         return self._write_buffer.is_running(key) or self._write_buffer.is_unsaved(key)
+
+
+class FusedTicket:
+    """Open loads of a store, read as one history: to a `LayerLoader` they are one load.
+
+        places     0 .. 120   120 .. 140   140 .. 652   652 .. 1164   1164 .. 1676
+        read from  session    nothing      chunk        nothing       chunk
+
+    Args:
+      parts: loads, each with the place of its first token: in order, not overlapping, at least one.
+    """
+
+    def __init__(self, parts: Sequence[tuple[LoadTicket, int]]) -> None:
+        self.parts = tuple(parts)
+        """Loads and where they go."""
+        self.broken: set[str] = set()
+        """Keys of what could not be read."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Places, what is not read included."""
+        ticket, start = self.parts[-1]
+        return start + ticket.num_tokens
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that are read."""
+        return sum(ticket.num_tokens for ticket, _ in self.parts)
+
+    @property
+    def from_ssd(self) -> bool:
+        """Whether any of it was fetched from SSD for this load."""
+        return any(ticket.from_ssd for ticket, _ in self.parts)
+
+    def read(self, layer: int, dst: np.ndarray) -> concurrent.futures.Future[None]:
+        """Copies one layer's KV into places of `dst [2, S, K, H]`, and touches no others. Does not wait.
+
+        Returns:
+          A future, done when all of it is in place; failed if any of it is not.
+        """
+        joined: concurrent.futures.Future[None] = concurrent.futures.Future()
+        left, errors, lock = [len(self.parts)], list[BaseException](), threading.Lock()
+
+        def ended(ticket: LoadTicket, error: BaseException | None) -> None:
+            with lock:
+                left[0] -= 1
+                if error is not None:
+                    self.broken.add(ticket.key)
+                    errors.append(error)
+                is_last = not left[0]
+            if is_last and errors:
+                joined.set_exception(errors[0])
+            elif is_last:
+                joined.set_result(None)
+
+        for ticket, start in self.parts:
+            try:
+                future = ticket.read(layer, dst[:, start : start + ticket.num_tokens])
+            except Exception as error:  # Raised where the layer is taken: copies into it may be under way.
+                ended(ticket, error)
+                continue
+            future.add_done_callback(lambda done, ticket=ticket: ended(ticket, done.exception()))
+        return joined
 
 
 def _name(key: str) -> str:

@@ -1,10 +1,20 @@
 """What loading, saving and prefilling will take; how deep to pre-load, and what not to load at all.
 
 Pure arithmetic over measured rates, in seconds, bytes and tokens: the read buffer of layer-wise pre-loading, the time
-of the pipeline that it makes, and how much of a history is better computed again than loaded.
+of the pipeline that it makes, how much of a history is better computed again than loaded, and how many tokens of a
+context of chunks are computed anew for nothing, while others load:
+
+    link      [ load 0 ][ load 1 ][ load 2 ][ load 3 ]
+    device              [ blend 0 ][ blend 1 ][ blend 2 ][ blend 3 ]      one: some of the chunks' tokens, the new ones
+
+Arguments are the same everywhere: `rates` of model and machine; `history_tokens`, those before all others, which are
+loaded; `context_tokens`, of chunks, loaded too; `new_tokens` behind them, which are computed in any case, at least one;
+`check_layers`, the first ones in which all tokens of a context are computed; `tier`, where KV is loaded from, layer by
+layer.
 
 Not here: rates and how they are fitted (rates), moving bytes (transfer), what is stored (storage).
-Source: read buffer and its size, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1.
+Source: read buffer and its size, CachedAttention (Gao et al., USENIX ATC 2024), section 3.2.1; loading controller of
+chunks, CacheBlend (Yao et al., EuroSys 2025), section 5.1.
 """
 
 from __future__ import annotations
@@ -17,15 +27,38 @@ from typing import Literal
 from ca_jax.kv.rates import Rates, check
 
 _ROUNDING = 1e-9  # Relative: closer than that, two times are the same.
+Tier = Literal["ssd", "dram"]
+"""Where KV is loaded from."""
+TIERS: tuple[Tier, ...] = ("ssd", "dram")
+"""All, the cheapest first."""
 
 
 def _as_they_are(history_tokens: int, new_tokens: int) -> tuple[int, int]:
     return history_tokens, new_tokens
 
 
-def layer_load_s(rates: Rates, history_tokens: int) -> float:
-    """Seconds of loading one layer of a history."""
-    return rates.load.seconds(history_tokens * rates.layer_token_bytes)
+def fetch_s(rates: Rates, num_tokens: int) -> float:
+    """Seconds of bringing all layers of so many tokens from SSD to DRAM, before any is loaded.
+
+    Raises:
+      ValueError: nothing has been fetched yet, so that nothing is known of it.
+    """
+    if rates.fetch is None:
+        raise ValueError("fetch_s must be asked of rates with a fetch in them, got none: nothing was fetched yet")
+    return rates.fetch.seconds(num_tokens * rates.num_layers * rates.layer_token_bytes)
+
+
+def layer_load_s(rates: Rates, num_tokens: int, tier: Tier = "dram") -> float:
+    """Seconds from one loaded layer to the next: the paper's `T_load`.
+
+    Layers that come from SSD one by one are on their way to DRAM and to the device side by side. Sessions that are
+    fetched whole, before their job begins, are loaded from DRAM, `fetch_s` later.
+
+    Raises:
+      ValueError: `ssd`, and nothing has been fetched yet.
+    """
+    load_s = rates.load.seconds(num_tokens * rates.layer_token_bytes)
+    return load_s if tier == "dram" else max(load_s, fetch_s(rates, num_tokens) / rates.num_layers)
 
 
 def load_s(rates: Rates, history_tokens: int) -> float:
@@ -69,13 +102,10 @@ def read_buffer_layers(
 ) -> int:
     """The same in layers, 0 to L: the depth for `pipeline_s`.
 
-    It is `best_depth`, or one layer less: the formula leaves out that the first layer's compute has nothing to hide
-    its load behind.
+    That is the smallest depth with which `pipeline_s` is shortest, or one layer less: the formula leaves out that the
+    first layer's compute has nothing to hide its load behind.
 
     Args:
-      rates: of model and machine.
-      history_tokens: to load.
-      new_tokens: to prefill.
       max_buffer_bytes: cap of the read buffer.
       padded: the (history, new) lengths that are computed for such lengths.
     """
@@ -149,18 +179,6 @@ def blocking_s(load_s_per_layer: float, compute_s_per_layer: float, num_layers: 
     return num_layers * (load_s_per_layer + compute_s_per_layer)
 
 
-def best_depth(
-    load_s_per_layer: float, compute_s_per_layer: float, num_layers: int, head_start_s: float = math.inf
-) -> int:
-    """The smallest depth, 0 to L, with which `pipeline_s` is shortest, by trying all."""
-    times_s = [
-        pipeline_s(load_s_per_layer, compute_s_per_layer, num_layers, depth, head_start_s)
-        for depth in range(num_layers + 1)
-    ]
-    shortest_s = min(times_s) * (1 + _ROUNDING)
-    return next(depth for depth, time_s in enumerate(times_s) if time_s <= shortest_s)
-
-
 # Passes between decode steps.
 
 
@@ -168,8 +186,6 @@ def largest_pass(rates: Rates, history_tokens: int, sizes: Sequence[int], budget
     """The most new tokens whose prefill fits a time; the least there is where none does.
 
     Args:
-      rates: of model and machine.
-      history_tokens: before them, on the device.
       sizes: to choose from, ascending, at least one.
       budget_s: seconds.
     """
@@ -216,9 +232,6 @@ def choose_history(
     boundaries are tried.
 
     Args:
-      rates: of model and machine.
-      history_tokens: stored, at least one.
-      new_tokens: to prefill in any case, at least one.
       block_tokens: of the store.
       depth: of the read buffer, in layers.
       head_start_s: as in `pipeline_s`: negative where the KV can be loaded only after that time.
@@ -246,6 +259,164 @@ def choose_history(
     return fastest if fastest.predicted_s < load_all.predicted_s * (1 - min_gain) else load_all
 
 
+# Contexts of chunks.
+
+
+def recompute_layer_s(rates: Rates, num_tokens: int, ratio: float, *, history_tokens: int = 0) -> float:
+    """Seconds of computing a share of a context's tokens anew in one layer: the paper's `T_recompute`.
+
+    A token that is computed goes through the weights, and attends to all before it. Tokens are taken from all of the
+    context, so that each has half of it before it, in the mean. What is fixed about a prefill is the new tokens'.
+
+    Args:
+      num_tokens: of the context.
+      ratio: share of them that is computed anew, in [0, 1].
+
+    Raises:
+      ValueError: a ratio outside [0, 1].
+    """
+    check(0 <= ratio <= 1, "ratio", "a share in [0, 1]", ratio)
+    all_s = prefill_s(rates, history_tokens, num_tokens) - rates.prefill.fixed_s
+    return ratio * all_s / rates.num_layers
+
+
+def blend_layer_s(
+    rates: Rates, context_tokens: int, new_tokens: int, ratio: float, *, history_tokens: int = 0
+) -> float:
+    """Seconds of computing one layer: a share of the context's tokens, and the new ones behind it.
+
+    With ratio 1 that is a layer of the prefill of all of them.
+
+    Args:
+      ratio: share of the context's tokens that is computed anew, in [0, 1].
+
+    Raises:
+      ValueError: a number out of range.
+    """
+    check(context_tokens > 0, "context_tokens", "a positive number", context_tokens)
+    check(new_tokens > 0, "new_tokens", "a positive number", new_tokens)
+    check(history_tokens >= 0, "history_tokens", "at least 0", history_tokens)
+    chosen_s = recompute_layer_s(rates, context_tokens, ratio, history_tokens=history_tokens)
+    return chosen_s + layer_compute_s(rates, history_tokens + context_tokens, new_tokens)
+
+
+def choose_ratio(
+    rates: Rates,
+    context_tokens: int,
+    new_tokens: int,
+    min_ratio: float,
+    *,
+    history_tokens: int = 0,
+    tier: Tier = "dram",
+) -> float:
+    """The share of a context's tokens whose recompute is hidden by loading: as much as a layer's load leaves time for.
+
+    Args:
+      min_ratio: least share, which quality wants, in [0, 1].
+
+    Returns:
+      At least `min_ratio`. 1 where computing everything takes no longer than blending: then nothing is better loaded.
+
+    Raises:
+      ValueError: a number out of range, or `ssd` of which no rate is known.
+
+    Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, loading controller.
+    """
+    check(0 <= min_ratio <= 1, "min_ratio", "a share in [0, 1]", min_ratio)
+    none_s = blend_layer_s(rates, context_tokens, new_tokens, 0.0, history_tokens=history_tokens)
+    all_s = blend_layer_s(rates, context_tokens, new_tokens, 1.0, history_tokens=history_tokens)
+    load_s = layer_load_s(rates, history_tokens + context_tokens, tier)
+    if load_s >= all_s:
+        return 1.0
+    ratio = max(min_ratio, (load_s - none_s) / (all_s - none_s)) if all_s > none_s else 1.0
+    blend_s = predict_blend_s(
+        rates, context_tokens, new_tokens, ratio, check_layers=0, history_tokens=history_tokens, tier=tier
+    )
+    return ratio if blend_s < rates.num_layers * all_s else 1.0
+
+
+def blend_layers_s(
+    rates: Rates, context_tokens: int, new_tokens: int, ratio: float, *, check_layers: int = 1, history_tokens: int = 0
+) -> list[float]:
+    """Seconds of computing each layer: all of a context's tokens in the check layers, a share of them behind those.
+
+    Gradual filtering is taken as its mean. Where nothing is to be computed anew nothing is checked.
+
+    Args:
+      ratio: share of the context's tokens that is computed anew behind the check layers, in [0, 1].
+
+    Raises:
+      ValueError: a number out of range.
+    """
+    check(0 <= check_layers <= rates.num_layers, "check_layers", f"0 to {rates.num_layers}", check_layers)
+    num_checked = check_layers if ratio else 0
+    checked_s, filtered_s = (
+        blend_layer_s(rates, context_tokens, new_tokens, each, history_tokens=history_tokens) for each in (1.0, ratio)
+    )
+    return [checked_s] * num_checked + [filtered_s] * (rates.num_layers - num_checked)
+
+
+def predict_blend_s(
+    rates: Rates,
+    context_tokens: int,
+    new_tokens: int,
+    ratio: float,
+    *,
+    check_layers: int = 1,
+    history_tokens: int = 0,
+    tier: Tier = "dram",
+    depth: int | None = None,
+    head_start_s: float = 0.0,
+) -> float:
+    """Seconds from when the device is free for a job to its first token: each layer is blended once it is loaded.
+
+    Args:
+      ratio: as for `blend_layers_s`.
+      depth: layers of the read buffer, as for `pipeline_s`; None: all.
+      head_start_s: likewise; what is fetched whole first is late by `fetch_s`.
+
+    Raises:
+      ValueError: a number out of range, or `ssd` of which no rate is known.
+    """
+    layers_s = blend_layers_s(
+        rates, context_tokens, new_tokens, ratio, check_layers=check_layers, history_tokens=history_tokens
+    )
+    load_s = layer_load_s(rates, history_tokens + context_tokens, tier)
+    depth = rates.num_layers if depth is None else depth
+    check(depth >= 0, "depth", "at least 0", depth)
+    check(head_start_s > -math.inf, "head_start_s", "a number of seconds", head_start_s)
+    loaded_s = -head_start_s
+    ends_s: list[float] = []  # Of each layer's compute.
+    for layer, compute_s in enumerate(layers_s):
+        if layer >= depth:  # It is loaded to where an earlier layer was, see `pipeline_s`.
+            loaded_s = max(loaded_s, 0.0, ends_s[layer - depth - 2] if layer >= depth + 2 else 0.0)
+        loaded_s += load_s
+        ends_s.append(max(loaded_s, ends_s[-1] if ends_s else 0.0) + compute_s)
+    return ends_s[-1]
+
+
+def choose_tier(
+    rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float, *, history_tokens: int = 0
+) -> Tier:
+    """The cheapest tier from which a context loads without delay, if the least share of it is computed anew.
+
+    Args:
+      min_ratio: share of the context's tokens that is computed anew, in [0, 1].
+
+    Returns:
+      `dram` where no tier does, or where nothing is known of the SSD yet.
+
+    Raises:
+      ValueError: a number out of range.
+
+    Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, figure 10(b).
+    """
+    compute_s = blend_layer_s(rates, context_tokens, new_tokens, min_ratio, history_tokens=history_tokens)
+    known = [tier for tier in TIERS if tier == "dram" or rates.fetch is not None]
+    num_tokens = history_tokens + context_tokens
+    return next((tier for tier in known if layer_load_s(rates, num_tokens, tier) <= compute_s), "dram")
+
+
 # Measured against predicted.
 
 
@@ -257,21 +428,6 @@ def prediction_error(predicted_s: float, measured_s: float) -> float:
     """
     check(measured_s > 0, "measured_s", "a positive number", measured_s)
     return predicted_s / measured_s - 1
-
-
-def hidden_fraction(total_s: float, compute_s: float, transfer_s: float) -> float:
-    """The fraction of a transfer that did not lengthen what it ran beside: 1 all of it, 0 as if it had blocked.
-
-    Args:
-      total_s: of both together.
-      compute_s: of the compute alone.
-      transfer_s: of the transfer alone.
-
-    Raises:
-      ValueError: `transfer_s` is not positive.
-    """
-    check(transfer_s > 0, "transfer_s", "a positive number", transfer_s)
-    return 1 - (total_s - compute_s) / transfer_s
 
 
 def _share_to_buffer(

@@ -20,9 +20,8 @@ import numpy as np
 from ca_jax.device.processes import from_first, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.kv import blend_costs, costs
-from ca_jax.kv.chunk_kv import ChunkKV
-from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv import costs
+from ca_jax.kv.chunk_kv import ChunkKV, FusedTicket
 from ca_jax.kv.layout import kept_window
 from ca_jax.kv.load import LayerLoad, LayerLoader
 from ca_jax.kv.rates import RateMeter
@@ -58,8 +57,6 @@ class History:
     """Chunks that are loaded, each to its place. Between them is room for what is not."""
     missed_chunks: int = 0
     """Chunks of its context that are not."""
-    recompute_ratio: float = 0.0
-    """Share of the chunks' tokens to compute anew."""
 
     @property
     def tickets(self) -> tuple[LoadTicket, ...]:
@@ -97,16 +94,7 @@ class History:
 
 
 class Histories:
-    """Loads of stored histories. Belongs to the engine's thread.
-
-    Args:
-      store: where they are.
-      loader: who brings them.
-      runner: whose padding.
-      meter: measured rates.
-      chunks: the store's.
-      runtime: the engine's; what one of its processes has not, none loads.
-    """
+    """Loads of stored histories. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -206,9 +194,7 @@ class Histories:
             return blend.recompute_ratio
         if rates is None:
             return blend.min_recompute_ratio
-        ratio = blend_costs.choose_ratio(
-            rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history
-        )
+        ratio = costs.choose_ratio(rates, num_context, num_new, blend.min_recompute_ratio, history_tokens=num_history)
         return min(max(math.ceil(ratio / _RATIO_STEP) * _RATIO_STEP, blend.min_recompute_ratio), 1.0)
 
     def measure(self, ticket: LoadTicket) -> None:
@@ -262,12 +248,7 @@ class Histories:
                     held[index] = None
             if held[0] is None and self._store.residency(key) is Residency.DRAM:
                 self._store.drop(key)  # Other tokens than these: what is saved now begins anew.
-            if any(held[1:]):
-                spans = tuple(span.shifted(-num_slid) for span in spans)
-                return self._begin_fused(job, key, held, spans, num_slid)
-            history = self._begin(job, key, held[0], num_loaded, num_slid)
-            history.missed_chunks = len(spans)
-            return history
+            return self._begin(job, key, held, spans, num_loaded, num_slid)
         except Exception:
             self._abort(ticket for ticket in held if ticket is not None)
             raise
@@ -295,42 +276,38 @@ class Histories:
             return None
         return self._store.prepare_load(key, token_ids, truncate=True, num_dropped=lineage)
 
-    def _begin(self, job: Job, key: str, ticket: LoadTicket | None, num_loaded: int, num_slid: int) -> History:
-        """Begins to load the first tokens of what is stored."""
-        num_stored = 0 if ticket is None else ticket.num_tokens
-        if ticket is not None and not num_loaded:
-            self._store.abort_load(ticket, MissReason.RECOMPUTED)
-            ticket = None
-        elif ticket is not None and num_loaded < num_stored:
-            ticket.shorten(num_loaded)
-        num_new = len(job.prompt_ids) - num_slid - num_loaded
-        depth = self._depth(num_loaded, num_new)
+    def _begin(
+        self,
+        job: Job,
+        key: str,
+        held: Sequence[LoadTicket | None],
+        spans: Sequence[ChunkSpan],
+        num_loaded: int,
+        num_slid: int,
+    ) -> History:
+        """Begins to load first tokens of what is stored of a session, and chunks, each to its place; all in `held`."""
+        own, *chunks = held
+        found = [(part, span.shifted(-num_slid)) for part, span in zip(chunks, spans, strict=True) if part is not None]
+        num_stored = 0 if own is None else own.num_tokens
+        if own is not None and not num_loaded:
+            self._store.abort_load(own, MissReason.RECOMPUTED)
+            own = None
+        elif own is not None and num_loaded < num_stored:
+            own.shorten(num_loaded)
+        ticket: LoadTicket | FusedTicket | None = own
+        if found:
+            ticket = FusedTicket(([] if own is None else [(own, 0)]) + [(part, span.start) for part, span in found])
+        num_places = 0 if ticket is None else ticket.num_tokens
+        num_new = len(job.prompt_ids) - num_slid - num_places
+        depth = self._depth(num_places, num_new)
         return History(
             key=key,
             load=None if ticket is None else self._load(ticket, depth, job),
             num_stored=num_stored,
             num_slid=num_slid,
-            predicted_s=self._predict(num_loaded, num_new, depth),
-        )
-
-    def _begin_fused(
-        self, job: Job, key: str, held: Sequence[LoadTicket | None], spans: tuple[ChunkSpan, ...], num_slid: int
-    ) -> History:
-        """Begins to load a session's own first tokens and chunks, each to its place; `held` in the same order."""
-        own, *chunks = held
-        parts = [(own, 0)] if own is not None else []
-        parts += [(ticket, span.start) for ticket, span in zip(chunks, spans, strict=True) if ticket is not None]
-        ticket = FusedTicket(parts)
-        num_new = len(job.prompt_ids) - num_slid - ticket.num_tokens
-        return History(
-            key=key,
-            load=self._load(ticket, self._depth(ticket.num_tokens, num_new), job),
-            num_stored=0 if own is None else own.num_tokens,
-            num_slid=num_slid,
-            predicted_s=None,
-            chunks=tuple(span for part, span in zip(chunks, spans, strict=True) if part is not None),
-            missed_chunks=sum(part is None for part in chunks),
-            recompute_ratio=job.recompute_ratio,
+            predicted_s=None if found else self._predict(num_places, num_new, depth),
+            chunks=tuple(span for _, span in found),
+            missed_chunks=len(chunks) - len(found),
         )
 
     def _count(self, history: History) -> None:

@@ -53,11 +53,8 @@ class KeptConversations:
     """Conversations by the key of their KV. Belongs to the engine's thread.
 
     Args:
-      store: keeps them with their KV.
       log: keeps them until then; None where there is no SSD: then nothing outlives the process.
-      processes: all go on with the same.
       ttl_s: how long those are kept that do not say, seconds; None: while there is room.
-      metrics: where notes are counted that the log did not take.
       clock: seconds, of whatever origin.
     """
 
@@ -91,7 +88,7 @@ class KeptConversations:
 
     def note(self, key: str, session: TurnSession) -> None:
         """Has a conversation outlive the process as it is now; its KV was changed with it."""
-        if self._log is None:
+        if self._log is None or not session.is_kept:
             return
         note = self.pack(key, session.conversation)
         packed = self._packed[key]

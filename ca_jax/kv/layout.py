@@ -1,6 +1,6 @@
-"""How a model's KV lies at rest, by what the engine's config says.
+"""How a model's KV lies at rest, by what the engine's config says, and what the engine's buffers take of the device.
 
-Not here: blocks and tokens in them (storage.layout), packing (models.kv_int8).
+Not here: blocks and tokens in them (storage.layout), packing (models.kv_int8), the buffers (load, write_buffer, slots).
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 import dataclasses
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.transfer import held_heads
+from ca_jax.device.runner import Runner
+from ca_jax.device.transfer import device_memory_bytes, held_heads
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv_int8 import SCALE_BYTES
 from ca_jax.pretrained import LoadedModel
+from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
+
+EXECUTION_REGIONS = 2
+"""Of staging, behind the read buffer: one layer that is computed on, one that is filled."""
 
 
 def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayout:
@@ -28,19 +33,69 @@ def rest_layout(model: ModelConfig, dtype: str, config: EngineConfig) -> KVLayou
 
 
 def kept_window(model: ModelConfig, config: EngineConfig, window: int) -> int | None:
-    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them.
-
-    Args:
-      model: of the session.
-      config: of the engine.
-      window: the engine's, tokens.
-    """
+    """How many last tokens of a session have KV that is needed: as far as the model looks back. None: all of them."""
     slides = model.kv_window is not None and model.kv_window < window
     return model.kv_window if slides and not (config.overflow and config.overflow.needs_everything) else None
 
 
 def kv_layout(model: LoadedModel, config: EngineConfig) -> KVLayout:
-    """The same, of a model that is loaded: of the heads that this process has."""
+    """As `rest_layout`, of a model that is loaded: of the heads that this process has."""
     layout = rest_layout(model.config, model.dtype, config)
     heads = None if model.sharding is None else held_heads(model.sharding.kv, layout.num_kv_heads)
     return layout if heads is None else dataclasses.replace(layout, num_kv_heads=heads.stop - heads.start)
+
+
+def staging_bytes(layout: KVLayout, config: EngineConfig, max_tokens: int) -> int:
+    """Bytes of staging: the read buffer under its cap, and the execution regions behind it."""
+    layer_bytes = layout.token_bytes // layout.num_layers * max_tokens
+    everything = layout.num_layers * layer_bytes
+    if config.read_buffer_gib is None:
+        return everything
+    return min(int(config.read_buffer_gib * GIB) + EXECUTION_REGIONS * layer_bytes, everything)
+
+
+def wanted_bytes(
+    config: EngineConfig,
+    layout: KVLayout,
+    *,
+    max_tokens: int,
+    num_parts: int,
+    param_bytes: int,
+    slot_bytes: int,
+) -> dict[str, int]:
+    """What an engine takes of each device, by what it is for; activations and what is compiled come on top."""
+    return {
+        "the read buffer": staging_bytes(layout, config, max_tokens) // num_parts,
+        "write_buffer_gib": int(config.write_buffer_gib * GIB) // num_parts,
+        "the weights": param_bytes,
+        "the decode slots": slot_bytes,
+    }
+
+
+def check_buffers(config: EngineConfig, layout: KVLayout, runner: Runner) -> None:
+    """Checks that the read and the write buffer fit beside the weights and the decode slots, on each device.
+
+    Raises:
+      ValueError: they do not, or the cap of one is more than there is, however much of it would be used.
+    """
+    capacity = device_memory_bytes()
+    if capacity is None:
+        return
+    num_parts = 1 if runner.sharding is None else runner.sharding.num_kv
+    for name, cap_gib in (("read_buffer_gib", config.read_buffer_gib), ("write_buffer_gib", config.write_buffer_gib)):
+        if cap_gib is not None and cap_gib / num_parts * GIB > capacity:
+            whose = "the device's" if num_parts == 1 else f"{num_parts} times a device's"
+            raise ValueError(f"{name} must be at most {whose} {capacity / GIB:.2f} GiB of memory, got {cap_gib}")
+    wanted = wanted_bytes(
+        config,
+        layout,
+        max_tokens=runner.history_buckets[-1],
+        num_parts=num_parts,
+        param_bytes=runner.param_bytes,
+        slot_bytes=runner.slots.num_bytes,
+    )
+    if sum(wanted.values()) > capacity:
+        parts = ", ".join(f"{num_bytes / GIB:.2f} for {name}" for name, num_bytes in wanted.items())
+        raise ValueError(
+            f"the sizes must be at most the device's {capacity / GIB:.2f} GiB of memory together, got {parts}"
+        )

@@ -29,7 +29,8 @@ import jax
 import numpy as np
 
 from ca_jax.device import transfer
-from ca_jax.kv.fused_ticket import FusedTicket
+from ca_jax.kv.chunk_kv import FusedTicket
+from ca_jax.kv.layout import EXECUTION_REGIONS
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.tickets import LoadTicket
 from ca_jax.storage.tiers.dram import host_array, touch
@@ -49,11 +50,7 @@ class Region:
 
 
 class ReadBuffer:
-    """Staging memory that is allocated once.
-
-    Args:
-      num_bytes: its size.
-    """
+    """Staging memory that is allocated once."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = host_array((num_bytes,), np.uint8)
@@ -104,7 +101,6 @@ class ReadBuffer:
         return self.memory[region.start : region.start + num_bytes].view(dtype).reshape(shape)
 
 
-_EXECUTION_REGIONS = 2  # Behind the read buffer: one that is computed on, one that is filled.
 _LOOK_S = 5e-3
 """While waiting for a copy, how often to look whether the device computes still. Stalls are known to that, a layer; on
 CPU each look takes a core from what computes."""
@@ -311,14 +307,14 @@ class LayerLoad:
     def _may_issue(self, layer: int) -> bool:
         if layer < self.depth:
             return True
-        before = layer - self.depth - _EXECUTION_REGIONS
+        before = layer - self.depth - EXECUTION_REGIONS
         if not self._has_begun or before < 0:
             return self._has_begun
         computed = self._stages[before].computed
         return computed is not None and transfer.is_ready(computed)
 
     def _wait_for_turn(self, layer: int) -> None:
-        before = layer - self.depth - _EXECUTION_REGIONS
+        before = layer - self.depth - EXECUTION_REGIONS
         if layer < self.depth or before < 0:
             return
         computed = self._stages[before].computed
@@ -372,11 +368,8 @@ class LayerLoader:
     """Brings histories to the device, one after the other, the next one's first layers behind the last of this.
 
     Args:
-      layout: of the store.
-      num_bytes: of the read buffer, execution regions included.
       sharding: of a layer's KV `[2, S, K, H]`; None: all on the default device.
       heads: which of its heads the store has, where other processes have the others; None: all.
-      timeline: told of every layer.
     """
 
     def __init__(
@@ -434,11 +427,8 @@ class LayerLoader:
         """Begins to load: as many layers as the depth allows and there is room for. Does not wait.
 
         Args:
-          ticket: an open load of the store.
           padded_tokens: S of the arrays, at least the ticket's tokens.
-          depth: layers of the read buffer.
           all_at_once: `layer` waits for all layers, as without pre-loading.
-          job: for the timeline.
         """
         load = LayerLoad(self, ticket, padded_tokens, depth, all_at_once, job)
         self._loads.append(load)

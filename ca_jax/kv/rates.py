@@ -1,20 +1,20 @@
 """How long transfers and prefills take: fitted to what was measured, and the engine's latest measurements.
 
-Not here: what follows from rates (costs, blend_costs), who measures.
+Not here: what follows from rates (costs), who measures.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
+import functools
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
-
-_PRECISION = 1e-9  # A fit that is better by less is no better.
+import scipy.optimize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,12 +187,10 @@ def _num_pairs(history_tokens: int, new_tokens: int) -> float:
 def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
     """Times >= 0 of the terms that measured times are sums of: those of least relative error.
 
-    Of equally good ones those with fewer terms, then of earlier columns. The best under that bound is the unbounded
-    best of the terms that are not 0, so all sets of terms are tried.
+    Terms that no sample tells apart are the first column's.
 
     Args:
       rows: how much of each term is in each measured time; every term is in one at least.
-      seconds: what was measured.
 
     Raises:
       ValueError: there is no sample.
@@ -201,15 +199,7 @@ def fit_times(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
         raise ValueError("a rate must be fitted to at least one sample, got none")
     weighted = np.array(rows, float) / np.array(seconds)[:, None]  # Of relative errors: short times count as well.
     scale = weighted.max(axis=0)
-    weighted = weighted / scale
-    best, least_error = np.zeros(weighted.shape[1]), math.inf
-    for num_terms in range(1, weighted.shape[1] + 1):
-        for terms in map(list, itertools.combinations(range(weighted.shape[1]), num_terms)):
-            found, *_ = np.linalg.lstsq(weighted[:, terms], np.ones(len(weighted)))
-            error = float(np.linalg.norm(weighted[:, terms] @ found - 1))
-            if found.min() >= 0 and error < least_error - _PRECISION:
-                best, least_error = np.zeros_like(best), error
-                best[terms] = found
+    best, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(weighted)))
     return [float(value) for value in best / scale]
 
 
@@ -224,47 +214,41 @@ _REFIT_SAMPLES = 8  # New ones that make another fit worth its half millisecond.
 
 
 class RateMeter:
-    """Keeps the last samples of each kind. Any thread may add; fitting is the engine's thread's.
-
-    Args:
-      num_layers: L.
-      layer_token_bytes: of one token's KV in one layer.
-    """
+    """Keeps the last samples of each kind. Any thread may add; fitting is the engine's thread's."""
 
     def __init__(self, num_layers: int, layer_token_bytes: int) -> None:
         self._num_layers = num_layers
         self._layer_token_bytes = layer_token_bytes
         self._lock = threading.Lock()
-        self._loads: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
-        self._saves: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
-        self._fetches: collections.deque[TransferSample] = collections.deque(maxlen=_KEPT_SAMPLES)
-        self._prefills: collections.deque[PrefillSample] = collections.deque(maxlen=_KEPT_SAMPLES)
+        self._samples: dict[str, collections.deque[Any]] = {
+            kind: collections.deque(maxlen=_KEPT_SAMPLES) for kind in ("load", "save", "fetch", "prefill")
+        }
         self._num_new = 0
         self._rates: Rates | None = None
 
-    def add_load(self, num_bytes: int, seconds: float) -> None:
-        """One layer was loaded."""
-        self._add_transfer(self._loads, num_bytes, seconds)
+    def add_transfer(self, kind: Literal["load", "save", "fetch"], num_bytes: int, seconds: float) -> None:
+        """One layer was loaded or saved, or all layers of some sessions were fetched from SSD to DRAM."""
+        if num_bytes <= 0 or seconds <= 0:
+            return  # Below what the clock tells apart.
+        with self._lock:
+            self._samples[kind].append(TransferSample(num_bytes=num_bytes, seconds=seconds))
+            self._num_new += 1
 
-    def add_save(self, num_bytes: int, seconds: float) -> None:
-        """One layer was saved."""
-        self._add_transfer(self._saves, num_bytes, seconds)
-
-    def add_fetch(self, num_bytes: int, seconds: float) -> None:
-        """All layers of some sessions were fetched from SSD to DRAM."""
-        self._add_transfer(self._fetches, num_bytes, seconds)
+    add_load = functools.partialmethod(add_transfer, "load")
+    add_save = functools.partialmethod(add_transfer, "save")
+    add_fetch = functools.partialmethod(add_transfer, "fetch")
 
     def add_prefill(self, history_tokens: int, new_tokens: int, seconds: float) -> None:
         """All layers of so many tokens, as padded, were computed without waiting for anything else."""
         sample = PrefillSample(history_tokens=history_tokens, new_tokens=new_tokens, seconds=seconds)
         with self._lock:
-            self._prefills.append(sample)
+            self._samples["prefill"].append(sample)
             self._num_new += 1
 
     def forget(self) -> None:
         """Drops all samples: what they were measured on has changed."""
         with self._lock:
-            for samples in (self._loads, self._saves, self._fetches, self._prefills):
+            for samples in self._samples.values():
                 samples.clear()
             self._num_new, self._rates = 0, None
 
@@ -272,13 +256,11 @@ class RateMeter:
     def rates(self) -> Rates | None:
         """Fitted to the last samples; None until there are loads, saves and prefills."""
         with self._lock:
-            samples = tuple(self._loads), tuple(self._saves), tuple(self._prefills)
-            fetches = tuple(self._fetches)
+            loads, saves, fetches, prefills = (tuple(samples) for samples in self._samples.values())
             knows_all = self._rates is not None and (self._rates.fetch is not None or not fetches)
-            if (knows_all and self._num_new < _REFIT_SAMPLES) or not all(samples):
+            if (knows_all and self._num_new < _REFIT_SAMPLES) or not (loads and saves and prefills):
                 return self._rates
             self._num_new = 0
-        loads, saves, prefills = samples
         self._rates = Rates.fit(
             num_layers=self._num_layers,
             layer_token_bytes=self._layer_token_bytes,
@@ -288,10 +270,3 @@ class RateMeter:
             fetches=fetches,
         )
         return self._rates
-
-    def _add_transfer(self, samples: collections.deque[TransferSample], num_bytes: int, seconds: float) -> None:
-        if num_bytes <= 0 or seconds <= 0:
-            return  # Below what the clock tells apart.
-        with self._lock:
-            samples.append(TransferSample(num_bytes=num_bytes, seconds=seconds))
-            self._num_new += 1

@@ -94,13 +94,6 @@ class SaveAbandonedError(RuntimeError):
     """A save was ended before all of it was computed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _End:
-    """Behind the last part of a save."""
-
-    error: Exception | None = None
-
-
 class AsyncSaver:
     """Copies new KV from the device into the store's blocks on a thread of its own, in the order it comes.
 
@@ -110,7 +103,6 @@ class AsyncSaver:
     Args:
       on_done: called, from the thread, when `poll` has something new.
       on_sample: called, from the thread, with bytes and seconds of a larger copy.
-      timeline: told of every copy.
     """
 
     def __init__(
@@ -123,11 +115,9 @@ class AsyncSaver:
         self._on_done = on_done
         self._on_sample = on_sample
         self._timeline = timeline
-        self._work: queue.SimpleQueue[tuple[SaveTicket, Part | _End] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[SaveTicket, Part | Exception | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[SaveResult] = queue.SimpleQueue()
-        self._open: collections.Counter[str] = (
-            collections.Counter()
-        )  # Ended saves that `poll` has not returned, by key.
+        self._open = collections.Counter[str]()  # Ended saves that `poll` has not returned, by key.
         self._added_bytes = 0  # By the engine's thread.
         self._written_bytes = 0  # By ours.
         self._written = threading.Condition()
@@ -135,11 +125,6 @@ class AsyncSaver:
         """Seconds the thread has spent copying, and waiting for what it copies."""
         self._thread = threading.Thread(target=self._run, name="ca_jax-saver", daemon=True)
         self._thread.start()
-
-    @property
-    def num_open(self) -> int:
-        """Saves that were ended and not yet returned by `poll`."""
-        return self._open.total()
 
     def is_open(self, key: str) -> bool:
         """Whether a save of a session was ended and not yet returned by `poll`."""
@@ -159,7 +144,7 @@ class AsyncSaver:
     def end(self, ticket: SaveTicket, error: Exception | None = None) -> None:
         """Says that nothing more is added to a save: `poll` returns it then, with that error if there is one."""
         self._open[ticket.key] += 1
-        self._work.put((ticket, _End(error)))
+        self._work.put((ticket, error))
 
     def submit(self, ticket: SaveTicket, parts: Iterable[Part]) -> None:
         """Has all of a save written."""
@@ -200,8 +185,8 @@ class AsyncSaver:
         errors: dict[SaveTicket, Exception] = {}
         while (item := self._work.get()) is not None:
             ticket, part = item
-            if isinstance(part, _End):
-                self._done.put(SaveResult(ticket, errors.pop(ticket, part.error)))
+            if part is None or isinstance(part, Exception):  # Behind the last part of a save.
+                self._done.put(SaveResult(ticket, errors.pop(ticket, part)))
                 self._on_done()
             else:
                 started_s = time.perf_counter()
@@ -217,8 +202,8 @@ class AsyncSaver:
             del item, ticket, part
 
     def _write(self, ticket: SaveTicket, part: Part) -> None:
-        jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
         is_layer = isinstance(part, LayerPart)
+        jax.block_until_ready(part.kv if isinstance(part, LayerPart) else part.steps)
         name = f"save {part.layer}" if isinstance(part, LayerPart) else f"save {len(part.steps)} decoded"
         started_s = time.perf_counter()
         with self._timeline.annotate("save", name, key=ticket.key[:12]):
@@ -243,54 +228,40 @@ class TurnKV:
     """Its first tokens whose KV has seen no dropped token, where `start_token` is 0; None: all."""
 
 
+@dataclasses.dataclass(eq=False)
 class _Group:
     """Tokens that are saved together: parts wait here until there is a ticket, and go on from there."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = token_ids
-        self.ticket: SaveTicket | None = None
-        self.parts: list[Part] = []
-        self.is_complete = False
+    token_ids: Sequence[int]
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    ticket: SaveTicket | None = None
+    is_complete: bool = False
 
 
 class TurnSaver:
     """Saves one turn. Belongs to the engine's thread.
 
     Args:
-      store: where to.
-      saver: who copies.
-      turn: what is saved.
-      group_tokens: decoded tokens that are saved together.
       at_end: whether nothing is saved before `end`.
     """
 
     def __init__(
-        self,
-        store: AttentionStore,
-        saver: AsyncSaver,
-        turn: TurnKV,
-        group_tokens: int,
-        *,
-        at_end: bool = False,
+        self, store: AttentionStore, saver: AsyncSaver, turn: TurnKV, group_tokens: int, *, at_end: bool = False
     ) -> None:
         self.key = turn.key
         """Of the session, in the store."""
         self.times = SaveTimes()
         """When it was saved, to be shown."""
-        self._owner = turn.owner
+        self._turn = turn
+        self._lineage = turn.lineage
         self._store = store
         self._saver = saver
         self._next_token = turn.start_token  # The first that no ticket was asked for.
         self._num_taken = turn.start_token  # The first that was not handed in.
         self._group_tokens = group_tokens
         self._is_held_back = at_end
-        self._lineage = turn.lineage
-        self._num_plain = turn.num_plain
         self._active = True
-        self._tokens: list[int] = []
-        self._steps: list[jax.Array] = []
-        self._rows: list[int] = []
-        self._decoded_bytes = 0  # Of those.
+        self._decoded: list[tuple[int, jax.Array, int]] = []  # Token, the step's KV and its row there.
         self._waiting: collections.deque[_Group] = collections.deque()  # Without a ticket.
         self._prefilling: _Group | None = None
 
@@ -333,24 +304,19 @@ class TurnSaver:
 
     def add_decoded(self, token_id: int, kv: jax.Array, row: int) -> None:
         """Takes the KV of one decoded token, row `row` of `kv [L, 2, n, K, H]`, and submits it with its group."""
-        if not self._active:
-            return
-        kv = own_part(kv)
-        self._tokens.append(token_id)
-        self._steps.append(kv)
-        self._rows.append(row)
-        self._decoded_bytes += kv.nbytes // kv.shape[2]
-        if len(self._tokens) >= self._group_tokens:
-            self.flush()
+        if self._active:
+            self._decoded.append((token_id, own_part(kv), row))
+            if len(self._decoded) >= self._group_tokens:
+                self.flush()
 
     def flush(self) -> None:
         """Submits decoded tokens that do not fill a group."""
-        if not self._tokens:
+        if not self._decoded:
             return
-        group = _Group(self._tokens)
-        group.parts.append(DecodedPart(tuple(self._steps), tuple(self._rows)))
-        self._num_taken += len(self._tokens)
-        self._tokens, self._steps, self._rows, self._decoded_bytes = [], [], [], 0
+        tokens, steps, rows = zip(*self._decoded, strict=True)
+        self._decoded = []
+        group = _Group(tokens, [DecodedPart(steps, rows)])
+        self._num_taken += len(tokens)
         if self._active:
             self._waiting.append(group)
             self.submit_held()
@@ -392,12 +358,11 @@ class TurnSaver:
         """Saves nothing more of this turn: what the store has now would leave a gap."""
         self._active = False
         self._waiting.clear()
-        self._tokens, self._steps, self._rows, self._decoded_bytes = [], [], [], 0
+        self._decoded = []
         group, self._prefilling = self._prefilling, None
         if group is not None and group.ticket is not None:
-            self._saver.end(
-                group.ticket, SaveAbandonedError(f"the pass over {len(group.token_ids)} tokens was given up")
-            )
+            error = SaveAbandonedError(f"the pass over {len(group.token_ids)} tokens was given up")
+            self._saver.end(group.ticket, error)
 
     @property
     def is_held(self) -> bool:
@@ -407,22 +372,23 @@ class TurnSaver:
     @property
     def held_bytes(self) -> int:
         """What waits for its group to be full, or for room, as it is held on the device."""
-        return self._decoded_bytes + sum(part.num_bytes for group in self._waiting for part in group.parts)
+        decoded = sum(kv.nbytes // kv.shape[2] for _, kv, _ in self._decoded)
+        return decoded + sum(part.num_bytes for group in self._waiting for part in group.parts)
 
     def submit_held(self) -> None:
         """Submits what waits for room, as far as there is some."""
         while self._waiting and not self._is_held_back:
             group = self._waiting[0]
-            if self._store.room_is_coming(self.key, len(group.token_ids), self._owner):
+            if self._store.room_is_coming(self.key, len(group.token_ids), self._turn.owner):
                 return
             self._waiting.popleft()
             group.ticket = self._store.prepare_save(
                 self.key,
                 self._next_token,
                 group.token_ids,
-                self._owner,
+                self._turn.owner,
                 num_dropped=self._lineage,
-                num_plain=self._num_plain,
+                num_plain=self._turn.num_plain,
             )
             if group.ticket is None:
                 self.give_up()

@@ -1,7 +1,8 @@
 """The KV of sessions between turns: the store, its two ways to the device and back, and the queue that it looks at.
 
-Which keys sessions have, whether a queued turn's KV is at hand, and what is kept, listed, shortened and forgotten. The
-way in is `Histories`, the way out `WriteBuffer`; a saved length moves only when `collect` finds the bytes in place.
+Which keys sessions have, whether a queued turn's KV is at hand, and what is shortened and forgotten: also what no layer
+looks back to, where all layers of a model slide. What is left then is exactly what the next token sees. The way in is
+`Histories`, the way out `WriteBuffer`; a saved length moves only when `collect` finds the bytes in place.
 
 Not here: loads (histories), saves (write_buffer), blocks and books (storage), computing (runner, prefilling).
 """
@@ -16,31 +17,24 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ca_jax.device.memory import staging_bytes
-from ca_jax.device.processes import all_agree
+from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
 from ca_jax.device.transfer import held_heads, own_part, to_device
 from ca_jax.kv.chunk_kv import ChunkKV
 from ca_jax.kv.histories import Histories, History
 from ca_jax.kv.kept_conversations import KeptConversations
-from ca_jax.kv.layout import kept_window
+from ca_jax.kv.layout import kept_window, staging_bytes
 from ca_jax.kv.load import LayerLoader
 from ca_jax.kv.rates import RateMeter
 from ca_jax.kv.save import AsyncSaver, LayerPart, TurnKV, TurnSaver
-from ca_jax.kv.sliding import SlidingKV
 from ca_jax.kv.write_buffer import WriteBuffer
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.storage.catalog.file import CatalogError
 from ca_jax.storage.catalog.notes import NoteLog, log_bytes
 from ca_jax.storage.config import shard_config
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import (
-    MissReason,
-    Owner,
-    Residency,
-    StoreRuntime,
-)
+from ca_jax.storage.records import MissReason, Owner, Residency, StoreRuntime
 from ca_jax.storage.store import AttentionStore
 from ca_jax.turns.conversations import Conversation
 from ca_jax.turns.jobs import Job, TurnSession
@@ -63,8 +57,6 @@ class SessionKV:
     """Stored KV of one model's sessions. Belongs to the engine's thread.
 
     Args:
-      layout: of a block.
-      runner: whose padding, and whose prefills.
       runtime: the engine's; it is woken when `collect` has something to do.
       fingerprint: of the weights: KV of others is never found.
       store_wrapper: given the store, returns what is used in its place.
@@ -87,7 +79,7 @@ class SessionKV:
         max_tokens = runner.history_buckets[-1]
         shard = shard_config(config.store, processes.index, processes.count)
         kv_sharding = None if runner.sharding is None else runner.sharding.kv
-        heads = held_heads(kv_sharding, runner.num_kv_heads)
+        heads = held_heads(kv_sharding, runner.config.num_kv_heads)
         weights = fingerprint if heads is None else f"{fingerprint} {heads}"
         self.meter = RateMeter(layout.num_layers, layout.token_bytes // layout.num_layers)
         of_store = StoreRuntime(on_progress=runtime.wake, on_fetch=self.meter.add_fetch, timeline=timeline)
@@ -99,7 +91,6 @@ class SessionKV:
             store.close()
             raise
         self.store = store if store_wrapper is None else store_wrapper(store)
-        """What is stored: to list, pin and show it."""
         self._layout = layout
         self._runner = runner
         self._metrics = runtime.metrics
@@ -114,8 +105,9 @@ class SessionKV:
         self.chunks = ChunkKV(self.store, self.write_buffer, self._salt)
         self.histories = Histories(self.store, self._loader, runner, self.meter, self.chunks, runtime)
         self.conversations = KeptConversations(self.store, log, processes, config.store.ttl_s, runtime.metrics)
-        window = kept_window(runner.config, config, runner.window)
-        self._sliding = SlidingKV(self.store, self.write_buffer, self.conversations, processes, window)
+        # How far all layers look back, tokens, the one that looks among them; None: nothing is ever left behind.
+        self._window = kept_window(runner.config, config, runner.window)
+        self._to_slide: dict[str, TurnSession] = {}  # By key, those with turns since they were looked at.
         self._shares_prefixes = config.share_prefixes
         self._reuses_prefixes = config.blend.mode == "prefix"  # Of prompts with chunks.
         self._queued: dict[Job, tuple[str, str]] = {}  # Keys of waiting jobs' sessions and of the KV they will load.
@@ -139,11 +131,11 @@ class SessionKV:
 
         A session of which nothing is stored may begin like one that is: then it will share that one's KV.
         """
-        key = source = self.key(session.session_id, session.tenant)
-        self._sliding.slide(key, session)
-        if self._may_share(job, key, session):
-            source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or key
-        self._queued[job] = key, source
+        source = session.key
+        self._slide(session)
+        if self._may_share(job, session):
+            source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1]) or source
+        self._queued[job] = session.key, source
         self.store.enqueue(job, source, job.priority)
         self.chunks.announce(job)
         self.store.poll()
@@ -197,10 +189,9 @@ class SessionKV:
 
         Says in `job` how many tokens' KV is loaded, and from where.
         """
-        key = self.key(session.session_id, session.tenant)
         if not self.histories.is_preloaded(job):
             self._take_prefix(job, session)
-        history = self.histories.open(job, key, session.conversation)
+        history = self.histories.open(job, session.key, session.conversation)
         self.withdraw(job)
         return history
 
@@ -223,9 +214,10 @@ class SessionKV:
         """
         if not session.is_kept:
             return None
-        key = self.key(session.session_id, session.tenant)
         lineage = session.conversation.kv_lineage
-        return self.write_buffer.begin(TurnKV(key=key, owner=_owner(session), start_token=start_token, lineage=lineage))
+        return self.write_buffer.begin(
+            TurnKV(key=session.key, owner=_owner(session), start_token=start_token, lineage=lineage)
+        )
 
     def begin_saving_anew(self, session: TurnSession, num_plain: int | None, num_fused: int = 0) -> TurnSaver:
         """Opens the saving of a turn from the session's first token on, in place of what is stored of it.
@@ -233,63 +225,40 @@ class SessionKV:
         What is on SSD stays there until the new KV is.
 
         Args:
-          session: whose turn.
           num_plain: its first tokens whose KV is what computing them would give, unless what is stored has fewer;
             None: all.
           num_fused: tokens whose KV is that of chunks: a mark, so that it is not taken for other KV of the session.
         """
-        key = self.key(session.session_id, session.tenant)
-        known = (self.store.leave_dram(key), num_plain)
+        known = (self.store.leave_dram(session.key), num_plain)
         num_plain = min((count for count in known if count is not None), default=None)
         renewed = session.conversation.with_kv_of(0).fused(num_fused)
         session.resume(renewed)
         return self.write_buffer.begin(
-            TurnKV(key=key, owner=_owner(session), start_token=0, lineage=renewed.kv_lineage, num_plain=num_plain)
+            TurnKV(
+                key=session.key,
+                owner=_owner(session),
+                start_token=0,
+                lineage=renewed.kv_lineage,
+                num_plain=num_plain,
+            )
         )
 
     def collect(self) -> None:
         """Publishes the saves that are done and gives up those that failed. Keeps the store's tiers going too."""
         self.write_buffer.collect()
-        self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self._slide_all()
         self.chunks.collect()
         self.store.poll()
         self.conversations.collect()
 
     def remember(self, session: TurnSession) -> None:
         """Has a conversation kept with its KV, as it is now; or what was loaded for it forgotten, if it is not kept."""
-        key = self.key(session.session_id, session.tenant)
         if not session.is_kept:
-            self.drop(key)
+            self.drop(session.key)
             return
-        self.conversations.remember(key, session)
-        self._sliding.ended(key, session)
-
-    def note(self, session: TurnSession) -> None:
-        """Has a conversation outlive the process as it is now; its KV was cut with it."""
-        if not session.is_kept:
-            return
-        self.conversations.note(self.key(session.session_id, session.tenant), session)
-
-    def recall(self, session_id: str, tenant: str) -> Conversation | None:
-        """The conversation that was kept of a name; None if there is none.
-
-        Raises:
-          TenantError: that name is another tenant's.
-        """
-        return self.conversations.recall(self.key(session_id, tenant), session_id, tenant)
-
-    def opened(self, session: TurnSession) -> None:
-        """A conversation is open."""
-        self.conversations.opened(self.key(session.session_id, session.tenant))
-
-    def let_go(self, session: TurnSession) -> None:
-        """A conversation is open no more, and may be gone on with."""
-        self.conversations.closed(self.key(session.session_id, session.tenant))
-
-    def forget(self, session: TurnSession) -> None:
-        """Forgets a conversation and its KV. No turn of it may run."""
-        self.truncate(session, 0)
-        self.conversations.forget(self.key(session.session_id, session.tenant))
+        self.conversations.remember(session.key, session)
+        if self._window is not None:
+            self._to_slide[session.key] = session
 
     # What is stored.
 
@@ -299,8 +268,11 @@ class SessionKV:
         On SSD it is kept with what is `left` of the conversation, both at once; None: with what it was kept with.
         Where KV is on its way to the store, that happens once it is there, and the session's next turn waits for it.
         """
-        key = self.key(session.session_id, session.tenant)
-        num_stored = self._sliding.stays(key, session, num_tokens)
+        key, num_slid = session.key, session.conversation.num_slid
+        self._to_slide.pop(key, None)
+        num_stored = max(num_tokens - num_slid, 0)
+        if num_slid and num_stored < (self._window or 0) - 1:
+            num_stored = 0  # The next token looks back to what is not there.
         if not num_stored:
             self.drop(key)
             return
@@ -314,18 +286,12 @@ class SessionKV:
         On SSD it is kept with what is `left` of the conversation from then on, both at once. As in `truncate` it waits
         for what is on its way.
         """
-        key = self.key(session.session_id, session.tenant)
+        key = session.key
         self.histories.give_up_preloaded(key)
-        self._sliding.forget(key)
+        self._to_slide.pop(key, None)
         stored = discarded[session.conversation.num_slid :]
         note = self.conversations.pack(key, left) if session.is_kept else None
         self.write_buffer.when_saved(key, lambda: self.store.discard(key, stored, note=note))
-
-    def invalidate(self, session: TurnSession) -> None:
-        """Forgets all of a session's KV, which has positions in it that are right no more. No turn of it may run."""
-        if self.store.residency(self.key(session.session_id, session.tenant)) is not Residency.ABSENT:
-            self._metrics.invalidated_histories += 1
-        self.truncate(session, 0)
 
     def cut_running(self, session: TurnSession, saver: TurnSaver, discarded: np.ndarray, left: Conversation) -> None:
         """Forgets the KV of some tokens of a session whose turn decodes, bool `[T]`, and has the rest saved behind.
@@ -340,16 +306,14 @@ class SessionKV:
         """A session's stored KV, unrotated, as one pytree; for those who look at it. Waits for the copy.
 
         Args:
-          session: whose.
           token_ids: of its context, with those of a turn that runs.
 
         Returns:
           `[1, S, K, H]` a layer, S as many as there are tokens; `lengths [1]` says of how many the KV is in DRAM.
         """
-        key = self.key(session.session_id, session.tenant)
         layout, num_tokens = self._layout, len(token_ids)
         layers = np.zeros((layout.num_layers, 2, num_tokens, *layout.block_shape[3:]), layout.numpy_dtype)
-        ticket = self.store.prepare_load(key, token_ids, num_dropped=session.conversation.kv_lineage)
+        ticket = self.store.prepare_load(session.key, token_ids, num_dropped=session.conversation.kv_lineage)
         if ticket is not None:
             reads = [ticket.read(layer, kv) for layer, kv in enumerate(layers)]
             for read in reads:
@@ -368,7 +332,7 @@ class SessionKV:
     def settle(self) -> bool:
         """Waits until the KV of turns that have ended is where it is to be, on SSD if there is one; whether it is."""
         self.write_buffer.settle()
-        self._sliding.slide_all({key for key, _ in self._queued.values()})
+        self._slide_all()
         return self.store.settle()
 
     def close(self) -> None:
@@ -405,11 +369,11 @@ class SessionKV:
             return True
         return self.write_buffer.is_unsaved(source) and not self.write_buffer.is_running(source)
 
-    def _may_share(self, job: Job, key: str, session: TurnSession) -> bool:
+    def _may_share(self, job: Job, session: TurnSession) -> bool:
         """Whether a turn is of a session of which nothing is stored, and may begin with the KV of another."""
         if not self._shares_prefixes or session.conversation.num_slid:
             return False
-        if self.store.residency(key) is not Residency.ABSENT:
+        if self.store.residency(session.key) is not Residency.ABSENT:
             return False
         return len(job.prompt_ids) > 1 and (not job.context_tokens or self._reuses_prefixes)
 
@@ -418,13 +382,39 @@ class SessionKV:
 
         That is the one that its turn was announced with, or one that got further meanwhile: its turn may run still.
         """
-        key, _ = self._queued.get(job, ("", ""))
-        if not key or not self._may_share(job, key, session):
+        if job not in self._queued or not self._may_share(job, session):
             return
         source = self.store.find_prefix(session.tenant, job.prompt_ids[:-1], in_dram=True)
         if source is not None:
             num_dropped = session.conversation.kv_lineage
-            self.store.copy_prefix(source, key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
+            self.store.copy_prefix(source, session.key, job.prompt_ids[:-1], _owner(session), num_dropped=num_dropped)
+
+    def _slide_all(self) -> None:
+        """Looks at all sessions whose turns have ended, but for those that have another one queued.
+
+        Where several processes serve as one this waits for the next turn, which all are given.
+        """
+        if self._processes.count == 1 and self._to_slide:
+            queued = {key for key, _ in self._queued.values()}
+            for key, session in tuple(self._to_slide.items()):
+                if key not in queued:
+                    self._slide(session)
+
+    def _slide(self, session: TurnSession) -> None:
+        """Forgets what no layer looks back to of a session, if that is a block or more and nothing is on its way."""
+        if self._window is None:
+            return
+        key, num_leaving = session.key, 0
+        if not self.write_buffer.is_running(key) and not self.write_buffer.is_unsaved(key):
+            least_kept = max(self._window - 1, 1)  # One at least: a conversation is kept with its KV.
+            num_leaving = max(self.store.num_readable(key) - least_kept, 0)
+            self._to_slide.pop(key, None)
+        [num_leaving] = least(self._processes, "what slides", [num_leaving])
+        if num_leaving < self.store.layout.block_tokens:
+            return
+        left = session.conversation.slid(session.conversation.num_slid + num_leaving)
+        self.store.discard(key, np.ones(num_leaving, bool), note=self.conversations.pack(key, left))
+        session.resume(left)
 
     def _warn_of_small_caps(self, layout: KVLayout, max_tokens: int) -> None:
         stats = self.store.stats()

@@ -24,11 +24,8 @@ class WriteBuffer:
     """Saves of all turns. Belongs to the engine's thread.
 
     Args:
-      store: where to.
-      saver: who copies.
       config: the engine's: how much may be on the device and not in the store, how many decoded tokens are saved
         together, whether saving goes on while others compute.
-      metrics: where failures and stalls are counted.
     """
 
     def __init__(

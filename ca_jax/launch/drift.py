@@ -19,7 +19,6 @@ import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.engine import enable_compile_cache
 from ca_jax.evaluation.drift import measure_drift
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
@@ -27,6 +26,7 @@ from ca_jax.launch.script import note, run
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import load_model
+from ca_jax.serving.core import enable_compile_cache
 
 FLAGS = flags.FLAGS
 _OVERFLOW = ConfigFlags(OverflowConfig(), only=("truncation_ratio", "keep_first_tokens"))

@@ -3,7 +3,7 @@
     python -m ca_jax.launch.plan --model_preset=llama2-70b --tensor_parallel_size=4
 
 The arithmetic is the engine's own: where each weight lies (`models.sharding`), lengths that are padded to (`buckets`),
-staging (`device_memory`), blocks (`KVLayout`) and what they take on SSD. Nothing is read, written or put on a device.
+staging (`kv.layout`), blocks (`KVLayout`) and what they take on SSD. Nothing is read, written or put on a device.
 
 Not here: how long anything takes.
 """
@@ -20,8 +20,7 @@ from absl import app, flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets, slot_tokens
-from ca_jax.device.memory import wanted_bytes
-from ca_jax.kv.layout import kept_window, rest_layout
+from ca_jax.kv.layout import kept_window, rest_layout, wanted_bytes
 from ca_jax.launch.flags import DTYPES, NAMES, ConfigFlags, refuse
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.script import run as run_script

@@ -25,7 +25,6 @@ import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.engine import enable_compile_cache
 from ca_jax.launch.flags import ConfigFlags, define_model, out_path
 from ca_jax.launch.machine import describe_machine, describe_versions, summarize_machine
 from ca_jax.launch.plots import plot_replay, require_matplotlib
@@ -33,6 +32,7 @@ from ca_jax.launch.script import command_line, make_console, make_table, note
 from ca_jax.launch.script import run as run_script
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model
+from ca_jax.serving.core import enable_compile_cache
 from ca_jax.simulate.replay.results import Sample, ServedTurn, Spread, Summary
 from ca_jax.simulate.replay.running import OnSample, ReplayConfig, Result, Run, replay
 from ca_jax.simulate.replay.workload import TraceConfig, Workload, WorkloadConfig

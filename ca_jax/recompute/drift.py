@@ -92,12 +92,6 @@ class Drift:
 def add_drift(kv: jax.Array, drift: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
     """Adds a layer's drift to some of its tokens.
 
-    Args:
-      kv: unrotated, `[2, S, K, H]`.
-      drift: f32 `[2, K, H]`.
-      start: i32 scalar, the first of the tokens.
-      stop: i32 scalar, one past the last.
-
     Returns:
       A fresh buffer like `kv`.
     """

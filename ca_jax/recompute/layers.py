@@ -1,7 +1,9 @@
 """One layer of selective recompute: some tokens over the KV of all, and what it says of the others.
 
 Everything here is pure. Shapes: n tokens that are computed, S places of stored KV, T new tokens, K KV heads, H head
-dim, F embed.
+dim, F embed. `x [1, n, F]` is what goes into a layer of the chosen tokens, `kv [2, S, K, H]` its stored unrotated KV,
+of which a token sees places up to its own, `table` the rotations of all positions; `config`, `window` and `sharding`
+are static.
 
 Not here: which tokens and in which layers (plan), one sequence through all layers (recomputer).
 Source: CacheBlend (Yao et al., EuroSys 2025), section 4.
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ca_jax.device.steps.common import HEADS, KV_HEADS, Params, apply, slice_rotation
+from ca_jax.device.steps import HEADS, KV_HEADS, Params, apply, slice_rotation
 from ca_jax.models import rope
 from ca_jax.models.attention import attend, attend_chosen
 from ca_jax.models.config import ModelConfig
@@ -41,64 +44,65 @@ def recompute_layer(
     carried: tuple[jax.Array, ...] | None = None,
     window: int | None = None,
     sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes one layer of some tokens anew, over the KV of all.
+    new_x: jax.Array | None = None,
+    history_length: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes one layer of some tokens anew, over the KV of all; of new tokens over what that gives, if there are any.
+
+    With new tokens weights are read once for both.
 
     Args:
-      config: static.
-      layer_params: of this layer.
-      x: `[1, n, F]`, the chosen tokens.
       positions: i32 `[n]`, increasing: their places in `kv`. At S or beyond it is padding, which changes nothing.
-      kv: this layer's unrotated KV `[2, S, K, H]`. A token sees places up to its own.
-      table: rotations of all positions.
       carried: bool `[n]` and `[S]`: by which of these tokens others move, and which places do, see `carry_along`; None:
         the others stay.
-      window: static, of the layer: `config.window_of`.
-      sharding: static.
+      new_x: `[1, T, F]`, tokens behind the history; None: there are none.
+      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
 
     Returns:
-      `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places.
+      `x [1, n, F]` for the next layer, and `kv` with the chosen tokens' own in their places. With new tokens also
+      `new_x [1, T, F]` for the next layer, and their unrotated KV `[2, T, K, H]`.
     """
+    num_chosen = x.shape[1]
     rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
-    all_rotations = rope.Rotation(*(lax.slice_in_dim(part, 0, kv.shape[1]) for part in table))
+    all_rotations, new_rotation = slice_rotation(table, 0, kv.shape[1]), None
+    if new_x is not None and history_length is not None:
+        new_rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, new_x.shape[1])))
+        x = jnp.concatenate([x, new_x], axis=1)
 
     def attend_heads(
         q: jax.Array,
         new: LayerKV,
         kv: jax.Array,
         positions: jax.Array,
-        rotation: rope.Rotation,
-        all_rotations: rope.Rotation,
+        history_length: jax.Array | None,
+        rotations: tuple[Any, ...],
         carried: tuple[jax.Array, ...] | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, ...]:
+        rotation, new_rotation, all_rotations = rotations
         both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
-        return _attend_fused(q, both, positions, kv, rotation, all_rotations, carried, window)
+        rest = kv if carried is None else carry_along(both[:, :num_chosen], positions, kv, *carried)
+        fused = rest.at[:, positions].set(
+            both[:, :num_chosen], mode="drop", unique_indices=True, indices_are_sorted=True
+        )
+        keys = rope.rotate(fused[0], all_rotations)
+        out = attend_chosen(rope.rotate(q[:, :num_chosen], rotation)[0], keys, fused[1], positions, window)[None]
+        if history_length is None:
+            return out, fused
+        last = LayerKV(new.k[:, num_chosen:], new.v[:, num_chosen:])
+        past = LayerKV(fused[:1], fused[1:])
+        over = (q[:, num_chosen:], last, past, history_length[None], new_rotation, all_rotations)
+        return jnp.concatenate([out, attend(*over, window=window)], axis=1), fused, both[:, num_chosen:]
 
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, jax.Array]:
-        in_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ())
-        of_device = by_device(attend_heads, sharding, in_axes, (HEADS, KV_HEADS))
-        out: tuple[jax.Array, jax.Array] = of_device(q, new, kv, positions, rotation, all_rotations, carried)
-        return out
+    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, list[jax.Array]]:
+        in_axes, out_axes = (HEADS, KV_HEADS, KV_HEADS, (), (), (), ()), (HEADS, KV_HEADS, KV_HEADS)
+        of_device = by_device(attend_heads, sharding, in_axes, out_axes if new_x is not None else out_axes[:2])
+        rotations = (rotation, new_rotation, all_rotations)
+        out, *carrying = of_device(q, new, kv, positions, history_length, rotations, carried)
+        return out, carrying
 
-    x, fused = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
-    return constrain(x, sharding), fused
-
-
-def _attend_fused(
-    q: jax.Array,
-    new: jax.Array,
-    positions: jax.Array,
-    kv: jax.Array,
-    rotation: rope.Rotation,
-    all_rotations: rope.Rotation,
-    carried: tuple[jax.Array, ...] | None,
-    window: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Chosen tokens attend to KV `[2, S, K, H]` with their own `new [2, n, K, H]` in its places; also gives that KV."""
-    rest = kv if carried is None else carry_along(new, positions, kv, *carried)
-    fused = rest.at[:, positions].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
-    keys = rope.rotate(fused[0], all_rotations)
-    return attend_chosen(rope.rotate(q, rotation)[0], keys, fused[1], positions, window)[None], fused
+    x, (fused, *new_kv) = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
+    x = constrain(x, sharding)
+    return (x, fused) if new_x is None else (x[:, :num_chosen], fused, x[:, num_chosen:], *new_kv)
 
 
 def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax.Array, moves: jax.Array) -> jax.Array:
@@ -111,7 +115,6 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
     Args:
       new: `[2, n, K, H]`, the tokens' KV as it is now.
       positions: i32 `[n]`, their places in `kv`; at S or beyond it is padding.
-      kv: what is stored, unrotated, `[2, S, K, H]`; anything at places that neither move nor are fitted to.
       fitted: bool `[n]`, tokens that the map is fitted to: none that has no KV in `kv`.
       moves: bool `[S]`, places that move.
     """
@@ -142,76 +145,6 @@ def carry_along(new: jax.Array, positions: jax.Array, kv: jax.Array, fitted: jax
     return jnp.where(moves[:, None, None], carried.astype(kv.dtype), kv)
 
 
-@partial(jax.jit, static_argnames=("config", "window", "sharding"))
-def join_layer(
-    config: ModelConfig,
-    layer_params: Params,
-    x: jax.Array,
-    positions: jax.Array,
-    new_x: jax.Array,
-    history_length: jax.Array,
-    kv: jax.Array,
-    table: rope.Rotation,
-    carried: tuple[jax.Array, ...],
-    window: int | None = None,
-    sharding: ModelSharding | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`recompute_layer` and, over what it gives, a layer of new tokens: weights are read once for both.
-
-    Args:
-      config: static.
-      layer_params: of this layer.
-      x: `[1, n, F]`, the chosen tokens.
-      positions: i32 `[n]`, see `recompute_layer`.
-      new_x: `[1, T, F]`, tokens behind the history.
-      history_length: i32 scalar, tokens of history that count; the new tokens' positions start there.
-      kv: this layer's unrotated KV `[2, S, K, H]`.
-      table: rotations of all positions.
-      carried: see `recompute_layer`.
-      window: static, of the layer: `config.window_of`.
-      sharding: static.
-
-    Returns:
-      `x [1, n, F]` and `new_x [1, T, F]` for the next layer, `kv` as of `recompute_layer`, and the new tokens'
-      unrotated KV `[2, T, K, H]`.
-    """
-    num_chosen = x.shape[1]
-    rotation = rope.Rotation(*(part.at[positions].get(mode="clip")[None] for part in table))
-    new_rotation = rope.Rotation(*(part[None] for part in slice_rotation(table, history_length, new_x.shape[1])))
-    all_rotations = slice_rotation(table, 0, kv.shape[1])
-
-    def attend_heads(
-        q: jax.Array,
-        new: LayerKV,
-        kv: jax.Array,
-        positions: jax.Array,
-        history_length: jax.Array,
-        rotations: tuple[rope.Rotation, ...],
-        carried: tuple[jax.Array, ...],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        rotation, new_rotation, all_rotations = rotations
-        both = jnp.concatenate([new.k, new.v], axis=0).astype(kv.dtype)
-        of_chosen = (q[:, :num_chosen], both[:, :num_chosen], positions)
-        out, fused = _attend_fused(*of_chosen, kv, rotation, all_rotations, carried, window)
-        last = LayerKV(new.k[:, num_chosen:], new.v[:, num_chosen:])
-        past = LayerKV(fused[:1], fused[1:])
-        over = (q[:, num_chosen:], last, past, history_length[None], new_rotation, all_rotations)
-        return jnp.concatenate([out, attend(*over, window=window)], axis=1), fused, both[:, num_chosen:]
-
-    def attend_fn(q: jax.Array, new: LayerKV) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        of_device = by_device(
-            attend_heads, sharding, (HEADS, KV_HEADS, KV_HEADS, (), (), (), ()), (HEADS, KV_HEADS, KV_HEADS)
-        )
-        rotations = (rotation, new_rotation, all_rotations)
-        out, fused, new_kv = of_device(q, new, kv, positions, history_length, rotations, carried)
-        return out, (fused, new_kv)
-
-    x = jnp.concatenate([x, new_x], axis=1)
-    x, (fused, new_kv) = apply(Layer(config, sharding), {"params": layer_params}, x, attend_fn)
-    x = constrain(x, sharding)
-    return x[:, :num_chosen], x[:, num_chosen:], fused, new_kv
-
-
 @partial(jax.jit, static_argnames=("config", "sharding"))
 def kv_deviation(
     config: ModelConfig,
@@ -226,12 +159,7 @@ def kv_deviation(
     Keys are compared unrotated, which is the same as rotated: a rotation changes no distance.
 
     Args:
-      config: static.
-      layer_params: of the layer.
-      x: `[1, n, F]`, what goes into it.
       positions: i32 `[n]`, places in `kv`; what padding at S or beyond gives means nothing.
-      kv: what is stored, unrotated, `[2, S, K, H]`.
-      sharding: static.
     """
     new: LayerKV = Layer(config).apply({"params": layer_params}, x, method=Layer.new_kv)  # type: ignore[assignment]
     found = jnp.concatenate([new.k, new.v], axis=0)
@@ -260,15 +188,10 @@ def choose_deviating(
     """The tokens that are computed from a layer on: some in any case, and those whose KV deviates most at it.
 
     Args:
-      config: static.
-      layer_params: of the layer.
-      x: `[1, n, F]`, what goes into it.
       places: i32 `[n]`, increasing; padding from `NOWHERE` on.
-      kv: this layer's stored unrotated KV `[2, S, K, H]`.
       always: bool `[S]`, places whose tokens are computed in any case.
       num_tokens: how many, at least as many as are computed in any case; static.
       num_rows: as many or more; static.
-      sharding: static.
 
     Returns:
       `x [1, num_rows, F]` and their places i32 `[num_rows]`, increasing; padding as in `places`.

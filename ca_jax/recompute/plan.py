@@ -87,11 +87,6 @@ class Plan:
         return len(self.counts)
 
     @property
-    def chooses(self) -> bool:
-        """Whether tokens are chosen by how far they deviate."""
-        return self.counts[-1] < self.counts[0]
-
-    @property
     def num_recomputed(self) -> float:
         """Tokens with stored KV that are computed anew; of some layers alone, times their share of the layers."""
         return sum(self.counts) / self.num_layers - self.num_new
@@ -114,8 +109,6 @@ def plan_repair(
     mean over all layers to the ratio. Where they are spread, the same ones in all layers.
 
     Args:
-      num_layers: L.
-      num_tokens: that may be chosen, from place 0 on.
       ratio: tokens computed anew, as a share of all, in the mean over the layers; in [0, 1].
       num_first: first tokens that are chosen in any case; all of them where there are fewer.
       check_layers: of which all tokens are computed. The KV of the first never deviates: it is of the token alone.
@@ -163,9 +156,6 @@ def repair_plan(overflow: OverflowConfig, num_layers: int, num_tokens: int, capa
     """How the first tokens of a truncated context are repaired, as a config says; None where they are not.
 
     Args:
-      overflow: the config.
-      num_layers: L.
-      num_tokens: to repair.
       capacity: places of the padded history.
     """
     if not num_tokens or not overflow.recomputes:
@@ -225,14 +215,12 @@ def plan_blend(
     layer, as many as bring the mean of those layers to the ratio. Others: the same tokens in all layers.
 
     Args:
-      num_layers: L.
       start: place of the first token that is described; those before it are exact.
       kinds: `TokenKind` of the n tokens from there on.
       chunk_starts: places where stored chunks begin, ascending.
       ratio: share of the stored tokens that is computed anew, in [0, 1]: the mean of the layers behind the check
         layers.
       check_layers: first layers of which all tokens are computed; `hkvd` alone has any.
-      selection: which tokens.
       order: in which order stored tokens are taken where the selection is `first`, a permutation of them; None: the
         first ones of every chunk.
 
@@ -288,8 +276,6 @@ def blend_plan(
     """How a prompt's context is blended, of which chunks are loaded.
 
     Args:
-      config: how.
-      num_layers: L.
       num_places: of the context.
       num_own: its first tokens whose KV is the session's own.
       spans: chunks that are loaded, in order.

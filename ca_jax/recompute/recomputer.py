@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from ca_jax.device.runner import JOINED_TOKENS, LayerSource, Runner
-from ca_jax.device.steps.common import Params
+from ca_jax.device.steps import Params
 from ca_jax.device.transfer import to_device
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.sharding import ModelSharding, replicated
 from ca_jax.recompute.drift import Drift, add_drift
-from ca_jax.recompute.layers import NOWHERE, choose_deviating, fresh_copy, join_layer, recompute_layer, take_rows
+from ca_jax.recompute.layers import NOWHERE, choose_deviating, fresh_copy, recompute_layer, take_rows
 from ca_jax.recompute.plan import Plan
 
 
@@ -32,12 +32,7 @@ class Recomputer:
     """One sequence under a plan, layer by layer.
 
     Args:
-      config: of the model.
-      layers: parameters of each layer.
-      table: rotations of all positions.
-      plan: which tokens in which layer.
       x: `[1, n', F]`, embeddings of the plan's tokens, from its `start` on; what is behind them is not read.
-      sharding: of the model; None: it is on one device.
 
     Raises:
       ValueError: fewer embeddings than tokens.
@@ -92,17 +87,7 @@ class Recomputer:
                 sharding=self._sharding,
             )
             self._count = count
-        self._x, fused = recompute_layer(
-            self._config,
-            self._layers[layer],
-            self._x,
-            self._places,
-            kv,
-            self._table,
-            self._carried_at(layer, kv.shape[1]),
-            self._config.window_of(layer),
-            self._sharding,
-        )
+        [fused] = self._computed(layer, kv)
         return fused
 
     def join(
@@ -119,23 +104,25 @@ class Recomputer:
         Returns:
           KV as of `layer`; `new_x [1, T, F]` for the next layer and the new tokens' unrotated KV `[2, T, K, H]`.
         """
-        carried = self._carried_at(layer, kv.shape[1])
-        if carried is None:
+        if self._carried_at(layer, kv.shape[1]) is None:
             raise ValueError("a plan that joins with new tokens must spread, got one that chooses")
-        self._x, new_x, fused, new_kv = join_layer(
+        fused, new_x, new_kv = self._computed(layer, kv, new_x, history_length)
+        return fused, new_x, new_kv
+
+    def _computed(self, layer: int, kv: jax.Array, *joined: jax.Array) -> list[jax.Array]:
+        self._x, *found = recompute_layer(
             self._config,
             self._layers[layer],
             self._x,
             self._places,
-            new_x,
-            history_length,
             kv,
             self._table,
-            carried,
+            self._carried_at(layer, kv.shape[1]),
             self._config.window_of(layer),
             self._sharding,
+            *joined,
         )
-        return fused, new_x, new_kv
+        return found
 
     def _always_at(self, num_places: int) -> jax.Array:
         if self._always is None:
@@ -177,9 +164,7 @@ class RecomputedHistory:
     """A history that is repaired, blended, or both, layer by layer; to a prefill it is like any other.
 
     Args:
-      source: gives its layers as they are stored.
       token_ids: of all its places.
-      runner: computes.
       repair: of the session's own first tokens; None: they are as they should be.
       blend: how the chunks behind them are computed; None: without chunks.
     """
@@ -225,7 +210,7 @@ class RecomputedHistory:
         return kv
 
     def join(self, layer: int, new_x: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `runner.JoinedSource`; only where `may_join`."""
+        """See `runner.Join`; only where `may_join`."""
         [recomputer] = self._recomputers
         kv, new_x, new_kv = recomputer.join(layer, self._loaded(layer), new_x, length)
         self._took(layer, kv)
@@ -253,13 +238,7 @@ class RecomputedHistory:
 
 
 def make_recomputer(runner: Runner, plan: Plan, token_ids: list[int]) -> Recomputer:
-    """Has tokens of a history computed anew.
-
-    Args:
-      runner: of the model.
-      plan: which.
-      token_ids: of all places of the history.
-    """
+    """Has tokens of a history computed anew."""
     places = len(token_ids)  # Padded as its KV is, however few are computed: no other function is compiled.
     own = token_ids[plan.start : plan.start + plan.num_tokens]
     x = runner.embed_history(own + [0] * (places - len(own)))

@@ -3,23 +3,31 @@
 Takes a plan of the scheduler and does it: begins loads, decodes a token for every job, runs a pass of one prefill, and
 takes what was drawn. Ends jobs, gives back what they held, and keeps what they said.
 
+A decode step is dispatched before the last one's tokens are read: the device computes while Python hands out text and
+plans. Where an answer has penalties, which the host counts, a step's tokens are drawn once the last ones are read; its
+logits are computed ahead all the same. A step that was dispatched and is not wanted, since the batch changed, is thrown
+away: it wrote keys and values only behind its jobs' lengths, where they are never attended to and are written again.
+
 Not here: who runs (scheduler), sessions and locks (engine), one prefill (prefilling), arrays (runner).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
-from ca_jax.device.decoder import Decoder, DecodeRow
+from ca_jax.device.buckets import pad_to
 from ca_jax.device.processes import all_agree, least
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import Runtime
-from ca_jax.device.sampler import Drawn, Sampler
-from ca_jax.device.transfer import to_host_memory
+from ca_jax.device.sampler import Draw, Drawn, Sampler
+from ca_jax.device.transfer import to_host, to_host_memory
 from ca_jax.kv import costs
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
@@ -33,20 +41,104 @@ from ca_jax.turns.conversations import padded
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
 
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRow:
+    """One job's next token."""
+
+    job_id: int
+    """Whose."""
+    slot: int
+    """Where its KV is."""
+    token: int
+    """The last token, whose KV this step computes."""
+    length: int
+    """Tokens already in the slot."""
+    num_dropped: int = 0
+    """Tokens that have left it: a draw is by how many tokens there were, and must not be the same again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A step that has been dispatched."""
+
+    batch: tuple[tuple[int, int, int], ...]  # job, slot, length
+    lengths: np.ndarray
+    dropped: np.ndarray
+    logits: jax.Array
+    draw: Draw | None  # None: it depends on the last step's tokens.
+    kv: jax.Array
+    received: jax.Array | None
+
+
+class Decoder:
+    """Steps the decode slots by a token, one step ahead where it may. Belongs to the engine's thread."""
+
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._ahead: _Flight | None = None
+
+    def step(
+        self, rows: list[DecodeRow], run_ahead: bool, on_dispatched: Callable[[], None] = lambda: None
+    ) -> tuple[Drawn, jax.Array, np.ndarray | None]:
+        """Decodes one token for each row, and waits for them.
+
+        Args:
+          rows: at least one, each of another slot.
+          run_ahead: whether all rows are likely to want another token, and nobody else may begin before that.
+          on_dispatched: called once all is dispatched, before it is waited for.
+
+        Returns:
+          Drawn tokens by slot, the unrotated KV of the rows' last tokens `[L, 2, n, K, H]`, and the
+          attention that tokens of each slot received, f32 `[n, C]`; None where the runner does not measure it.
+        """
+        batch = tuple((row.job_id, row.slot, row.length) for row in rows)
+        flight, self._ahead = self._ahead, None
+        if flight is None or flight.batch != batch:
+            num_rows = pad_to(self._runner.batch_buckets, 1 + max(row.slot for row in rows))
+            tokens, lengths, dropped = (np.zeros(num_rows, np.int32) for _ in range(3))
+            for row in rows:
+                tokens[row.slot], lengths[row.slot], dropped[row.slot] = row.token, row.length, row.num_dropped
+            flight = self._dispatch(batch, tokens, lengths, dropped)
+        draw = flight.draw or self._draw(flight.logits, flight.lengths, flight.dropped)
+        if run_ahead:
+            lengths = flight.lengths.copy()
+            for row in rows:
+                lengths[row.slot] += 1
+            self._ahead = self._dispatch(
+                tuple((job, slot, length + 1) for job, slot, length in batch),
+                draw.tokens,
+                lengths,
+                flight.dropped,
+                draws=not self._sampler.has_penalties,
+            )
+        on_dispatched()
+        received = None if flight.received is None else to_host(flight.received)
+        return draw.wait(), flight.kv, received
+
+    def _dispatch(
+        self,
+        batch: tuple[tuple[int, int, int], ...],
+        tokens: np.ndarray | jax.Array,
+        lengths: np.ndarray,
+        dropped: np.ndarray,
+        *,
+        draws: bool = True,
+    ) -> _Flight:
+        logits, kv, received = self._runner.slots.decode(tokens, lengths)
+        draw = self._draw(logits, lengths, dropped) if draws else None
+        return _Flight(batch, lengths, dropped, logits, draw, kv, received)
+
+    def _draw(self, logits: jax.Array, lengths: np.ndarray, dropped: np.ndarray) -> Draw:
+        return self._sampler.start(logits, lengths + dropped + 1)
+
+
 _QUESTION_TOKENS = 64  # Behind a context that is warmed up for: rates say by them what ratio it will have.
 
 
 class Batch:
-    """Runs jobs. Belongs to the engine's thread.
-
-    Args:
-      scheduler: who runs.
-      runner: computes.
-      sampler: draws.
-      kv: of sessions.
-      truncator: makes room where a context is full.
-      runtime: the engine's.
-    """
+    """Runs jobs. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -80,7 +172,7 @@ class Batch:
             ratio = self._kv.histories.recompute_ratio(num_tokens, 0, _QUESTION_TOKENS)
             starts = itertools.accumulate(chunk_tokens, initial=0)
             spans = [ChunkSpan("", start, size) for start, size in zip(starts, chunk_tokens, strict=False)]
-            plan = blend_plan(self._config.blend, self._runner.num_layers, num_tokens, 0, spans, ratio)
+            plan = blend_plan(self._config.blend, self._runner.config.num_layers, num_tokens, 0, spans, ratio)
             warm_up(self._runner, num_tokens, plan)
 
     def step(self) -> bool:
@@ -111,10 +203,8 @@ class Batch:
         if plan.prefill is not None:
             self._begin_prefill(plan.prefill)
         if plan.preload is not None and plan.preload.session is not None:
-            try:
+            with self._ending(plan.preload):  # Least of all may it end the job whose caller runs the engine now.
                 self._kv.preload(plan.preload, plan.preload.session)
-            except Exception as error:  # As below; least of all may it end the job whose caller runs the engine now.
-                self._fail(plan.preload, error)
 
     def _admits(self, job: Job) -> bool:
         if job.session is None and job.chunk is None:
@@ -127,21 +217,19 @@ class Batch:
         if self._prefilling is not None and self._prefilling.job is job:
             return
         job.started_s = time.perf_counter()
-        try:
+        with self._ending(job):
             if job.slot is None:
                 raise RuntimeError(f"job {job.job_id} was planned without a slot")
             self._sampler.set_slot(job.slot, job.params, job.prompt_ids, job.stop_ids)
             self._prefilling = Prefilling(job, self._runner, self._kv, self._truncator, self._runtime)
             self._prefilling.begin()
-        except Exception as error:  # One broken job must not end the others; its caller gets the error.
-            self._fail(job, error)
 
     def _run_pass(self, job: Job, is_alone: bool) -> None:
         """Runs a pass of the prefill; with the last one, draws the first token."""
         prefilling = self._prefilling
         if prefilling is None or job.slot is None:
             raise RuntimeError(f"job {job.job_id} has no prefill to go on with")
-        try:
+        with self._ending(job):
             logits = prefilling.run_pass(self._pass_tokens(prefilling, is_alone), is_alone)
             if logits is None:
                 return
@@ -157,8 +245,6 @@ class Batch:
             self._metrics.cached_tokens += len(job.slid_ids) + job.cached_tokens
             self._scheduler.prefilled(job)
             self._accept(job, drawn, 0)
-        except Exception as error:  # As above.
-            self._fail(job, error)
 
     def _keep_chunk(self, job: Job, prefilling: Prefilling) -> None:
         """A chunk was computed: it is on its way to the store, and that is all."""
@@ -183,13 +269,10 @@ class Batch:
         """Moves the last prefill into its decode slot: what was put off so that its first token did not wait."""
         prefilling = self._prefilling
         if prefilling is not None and prefilling.is_complete:
-            try:
+            with self._ending(prefilling.job):  # With its slot half filled it must not decode.
                 prefilling.insert()
-            except Exception as error:  # As above: with its slot half filled it must not decode.
-                self._fail(prefilling.job, error)
-                return
-            self._prefilling = None
-            prefilling.release()
+                self._prefilling = None
+                prefilling.release()
 
     def _decode(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -212,14 +295,10 @@ class Batch:
         def await_pass() -> None:
             """The device computes these rows from when it is done with the pass before them."""
             nonlocal started_s
-            prefilling = self._prefilling
-            if prefilling is None:
-                return
-            try:
-                if prefilling.await_pass():
-                    started_s = time.perf_counter()
-            except Exception as error:  # As above: of that job alone.
-                self._fail(prefilling.job, error)
+            if (prefilling := self._prefilling) is not None:
+                with self._ending(prefilling.job):
+                    if prefilling.await_pass():
+                        started_s = time.perf_counter()
 
         try:
             with self._timeline.annotate("engine", "decode", rows=len(rows)):
@@ -237,22 +316,18 @@ class Batch:
         for row, job in zip(rows, jobs, strict=True):
             if job.done:  # It was lost with the slots, when another broke.
                 continue
-            try:
+            with self._ending(job):
                 if received is not None and job.attention is not None:
                     job.attention = padded(job.attention, row.length + 1) + received[row.slot, : row.length + 1]
                 if job in self._savers:
                     self._savers[job].add_decoded(row.token, kv, row.slot)
                 self._accept(job, drawn, row.slot)
-            except Exception as error:  # As above.
-                self._fail(job, error)
 
     def _make_room(self, job: Job) -> None:
         """Drops tokens of a job whose context is full."""
         if not job.done and job.num_tokens >= self._window:
-            try:
+            with self._ending(job):  # A discarder may be anybody's.
                 self._truncator.cut_running(job, self._savers.get(job))
-            except Exception as error:  # As above: a discarder may be anybody's.
-                self._fail(job, error)
 
     def _accept(self, job: Job, drawn: Drawn, row: int) -> None:
         """Takes the token that was drawn for a row and ends the job if it is the last."""
@@ -294,6 +369,14 @@ class Batch:
             job.error = error
             raise
         job.finish_reason = reason  # Last: once it is seen to be done, its turn is adopted and in the log.
+
+    @contextlib.contextmanager
+    def _ending(self, job: Job) -> Iterator[None]:
+        """Ends a job that breaks within: it must not end the others, and its caller gets the error."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         """Ends a job that broke. Where the decode slots broke with it, all jobs that are in one."""

@@ -5,44 +5,44 @@ Not here: sessions by name, locks, the public API (engine).
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+import jax
 
 from ca_jax.config import EngineConfig
-from ca_jax.device.memory import check_buffers
 from ca_jax.device.processes import Processes, check_alike
 from ca_jax.device.runner import Runner
 from ca_jax.device.runtime import ComputeWatch, Runtime
 from ca_jax.device.sampler import Sampler
 from ca_jax.device.slots import RunnerSizes
-from ca_jax.kv.layout import kept_window, kv_layout
+from ca_jax.kv.layout import check_buffers, kept_window, kv_layout
 from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.sharding import model_sharding
 from ca_jax.pretrained import Layout, LoadedModel, Progress
 from ca_jax.recompute.drift import Drift
 from ca_jax.serving.batch import Batch
+from ca_jax.serving.prompts import TurnBuilder
 from ca_jax.serving.scheduler import Scheduler
 from ca_jax.serving.truncator import Truncator
-from ca_jax.serving.turn_builder import TurnBuilder
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.telemetry.timeline import Timeline
+from ca_jax.telemetry.wakeup import Wakeup
 
 DEFAULT_WINDOW_TOKENS = 4096
 """Largest context window taken unless a larger one is asked for."""
+_KEEP_S = 10.0  # How often times to live are looked at while nothing else happens.
 
 
 class EngineCore:
     """The parts of one engine. Belongs to the engine's thread.
-
-    Args:
-      model: what to serve.
-      config: how.
-      processes: those that serve as one.
-      timeline: gets spans of what happens when.
-      wake: called from any thread when there is something to do.
-      store_wrapper: given the store, returns what is used in its place.
 
     Raises:
       ValueError: see `Engine`; so is ProcessesError.
@@ -145,6 +145,37 @@ def layout_of(config: EngineConfig) -> Layout:
         data_parallel_size=config.data_parallel_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
+
+
+def enable_compile_cache(directory: str | None) -> None:
+    """Keeps compiled functions in `directory` between runs, unless jax has been given one already."""
+    if directory is None or jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_going(engine: weakref.ref[Any], wakeup: Wakeup) -> None:
+    """Has a thread keep saves and tiers going while nobody runs the engine, for as long as it lives and is open.
+
+    Its threads end while the interpreter still stands.
+    """
+
+    def keep() -> None:
+        seen, going = 0, True
+        while going:
+            seen = wakeup.wait(seen, _KEEP_S)
+            alive = engine()
+            going = alive is not None and alive.keep()
+            del alive
+
+    def close() -> None:
+        if (alive := engine()) is not None:
+            alive.close()
+
+    atexit.register(close)
+    threading.Thread(target=keep, name="ca_jax-keeper", daemon=True).start()
 
 
 def _check_alike(model: LoadedModel, config: EngineConfig, processes: Processes) -> None:

@@ -22,7 +22,6 @@ from ca_jax.kv.histories import History
 from ca_jax.kv.load import LayerLoad, LoadError
 from ca_jax.kv.save import TurnSaver
 from ca_jax.kv.session_kv import SessionKV
-from ca_jax.kv.shared_load import SharedLoad
 from ca_jax.recompute.plan import blend_plan
 from ca_jax.recompute.recomputer import RecomputedHistory
 from ca_jax.serving.truncator import Truncator
@@ -33,16 +32,43 @@ _LOG = logging.getLogger(__name__)
 _NO_STALL = 0.02  # Of a prefill: it waited for less than that, so that what it took is compute.
 
 
-class Prefilling:
-    """The prefill of one job. Belongs to the engine's thread.
+class SharedLoad:
+    """This process's share of a history that several load at once, each its own heads: what breaks on one stops none.
 
-    Args:
-      job: whose; its slot is set.
-      runner: computes.
-      kv: has its history, and takes what is new.
-      truncator: says whether a history is to be repaired.
-      runtime: the engine's.
+    All have to dispatch the same layers. Where a layer cannot be read the pass goes on over zeros, and its end tells
+    the others: then nobody uses what it gave. To a prefill it is a `runner.LayerSource` like any other.
     """
+
+    def __init__(self, load: LayerLoad, runner: Runner) -> None:
+        self.error: Exception | None = None
+        """What broke it."""
+        self._load = load
+        self._runner = runner
+
+    def layer(self, layer: int) -> jax.Array:
+        """See `runner.LayerSource`; zeros from the layer on that broke."""
+        if self.error is None:
+            try:
+                return self._load.layer(layer)
+            except Exception as error:  # For `_check_load`: raised now, the others would wait for this process forever.
+                _LOG.warning("layer %d of a history could not be loaded", layer, exc_info=True)
+                self.error = error
+        empty = self._runner.empty_kv(self._runner.padded_history(self._load.ticket.num_tokens))
+        return self._runner.at_rest(empty)
+
+    def computed(self, layer: int, result: jax.Array) -> None:
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.computed(layer, result)
+
+    def used(self, layer: int, result: jax.Array) -> None:
+        """See `runner.LayerSource`."""
+        if self.error is None:
+            self._load.used(layer, result)
+
+
+class Prefilling:
+    """The prefill of one job. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -100,11 +126,11 @@ class Prefilling:
         if history.chunks:
             blend = blend_plan(
                 self._blend_config,
-                self._runner.num_layers,
+                self._runner.config.num_layers,
                 history.num_places,
                 num_own,
                 history.chunks,
-                history.recompute_ratio,
+                self.job.recompute_ratio,
             )
         if repair is None and blend is None:
             return None
@@ -133,7 +159,6 @@ class Prefilling:
         and costs nothing that is stored.
 
         Args:
-          num_tokens: how many.
           is_alone: whether no other job computes in between.
 
         Returns:
@@ -224,10 +249,9 @@ class Prefilling:
             self._kv.write_buffer.make_room(len(tokens))
             self.saver.begin_pass(tokens, start)
         self._layer_since_s = time.perf_counter()
-        joined = None
-        if isinstance(history, RecomputedHistory) and history.may_join and len(tokens) == prefill.num_left:
-            joined = history if len(tokens) <= JOINED_TOKENS else None
-        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, joined)
+        is_short = len(tokens) == prefill.num_left <= JOINED_TOKENS
+        join = history.join if is_short and isinstance(history, RecomputedHistory) and history.may_join else None
+        self._runner.run_pass(prefill, num_tokens, history, self._take_layer, join)
         if self.saver is not None:
             self.saver.end_pass()
 

@@ -1,23 +1,35 @@
-"""Messages, chunks and prompts to token ids. History is kept as ids and never tokenised again.
+"""Turns and chunks to jobs: their messages as token ids, whether they fit the window, and what leaves it for them.
 
-Not here: chat templates and tokenizers themselves (models), cutting texts into chunks (chunks), jobs (session).
+History is kept as ids and never tokenised again.
+
+Not here: chat templates and tokenizers themselves (models), cutting texts into chunks (chunks), the queue (scheduler),
+locks and sessions by name (engine).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import reprlib
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from ca_jax.errors import EmptyMessageError, InvalidRequestError
+from ca_jax.config import EngineConfig
+from ca_jax.device.processes import Processes, from_first
+from ca_jax.errors import ContextWindowError, EmptyMessageError, InvalidRequestError
+from ca_jax.kv import costs
+from ca_jax.kv.session_kv import SessionKV
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.tokenizer import Tokenizer
 from ca_jax.pretrained import LoadedModel, check_token_ids
-from ca_jax.turns.chunks import chunk_text
-from ca_jax.turns.conversations import Message, as_messages
+from ca_jax.serving.truncator import Truncator
+from ca_jax.turns.chunks import ChunkSpan, chunk_text
+from ca_jax.turns.conversations import Conversation, Message, as_messages, chain_of, padded
+from ca_jax.turns.jobs import Job, TurnSession
+from ca_jax.turns.requests import SamplingParams, TurnRequest
+from ca_jax.turns.text import MESSAGE_CHARS, TextOutput, Texts, num_chars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +57,6 @@ def new_turn(
     token_ids: list[int],
     messages: list[Message],
     new: str | Sequence[Message],
-    *,
     finds_replies: bool = False,
 ) -> NewTurn:
     """The new tokens of a turn. The context of a message stands right before its own text.
@@ -54,10 +65,8 @@ def new_turn(
     and what is between contexts, is tokenised alone. What messages and chunks spell of special tokens is text.
 
     Args:
-      model: whose tokenizer and chat template are used.
       token_ids: the conversation so far, as the model saw it; empty before its first turn.
       messages: the same as text; before the first turn a system message at most.
-      new: the user's message, or messages.
       finds_replies: whether to say where the replies among the new messages end; they are tokenised up to there.
 
     Raises:
@@ -99,10 +108,6 @@ def new_turn(
 
 def context_ids(model: LoadedModel, chunks: Sequence[str | Sequence[int]]) -> list[list[int]]:
     """The token ids of each chunk of a context.
-
-    Args:
-      model: whose tokenizer is used.
-      chunks: each as `chunk_ids` takes it.
 
     Raises:
       EmptyMessageError: there is no chunk, or one is blank or without tokens; the message says which.
@@ -168,11 +173,6 @@ def messages_or_ids(
 ) -> tuple[list[Message], list[int]]:
     """What a turn begins with: messages, or where token ids are given no messages and these.
 
-    Args:
-      model: whose vocabulary the ids are of.
-      new: messages, or token ids.
-      context: of the last message.
-
     Raises:
       EmptyMessageError: there is nothing.
       InvalidRequestError: an id outside the vocabulary, or the last message has a context already.
@@ -231,3 +231,212 @@ def _tokenizer(model: LoadedModel) -> Tokenizer:
     if model.tokenizer is None:
         raise InvalidRequestError(f"{model.name} has no tokenizer; a prompt must be token ids, got text")
     return model.tokenizer
+
+
+class TurnBuilder:
+    """Makes jobs. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        window: int,
+        kv: SessionKV,
+        truncator: Truncator,
+        processes: Processes,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._window = window
+        self._kv = kv
+        self._truncator = truncator
+        self._processes = processes
+
+    def job(self, ids: list[int], params: SamplingParams, session: TurnSession | None = None, priority: int = 0) -> Job:
+        """A job with a prompt.
+
+        Raises:
+          InvalidRequestError: a `logit_bias` outside the vocabulary.
+          ContextWindowError: the prompt leaves no room for a token of its answer.
+        """
+        self._check_bias(params)
+        self._check_length(len(ids))
+        tokenizer = self._model.tokenizer
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._model.stop_token_ids))
+        return Job(
+            prompt_ids=ids,
+            params=params,
+            output=TextOutput(None if tokenizer is None else tokenizer.stream(), params.stop, params.min_tokens),
+            stop_ids=frozenset(stops),
+            session=session,
+            priority=priority,
+        )
+
+    def turn(self, session: TurnSession, request: TurnRequest, texts: Texts) -> Job:
+        """The job of a session's next turn. Tokens that have to leave for it have left when this returns.
+
+        Raises:
+          TextWork: more text is to be made token ids than is done at once.
+          InvalidRequestError, EmptyMessageError, ContextWindowError: see `Session.send`.
+        """
+        self._check_bias(request.params)  # Before any token leaves.
+        said, given_ids = messages_or_ids(self._model, request.new, request.context)
+        may_drop = request.truncation == "auto" and self._config.overflow is not None
+        begun, history = session.conversation, None
+        turn = self._new_turn(begun, said, given_ids, request.context, texts)
+        if may_drop and said and not begun.token_ids and len(turn.ids) >= self._window:
+            history, said = self._told(begun, said, texts)  # As if it had been held here: the oldest of it leaves.
+            begun = history or begun
+            turn = self._new_turn(begun, said, given_ids, request.context, texts)
+        chunks = [turn.ids[start : start + num_tokens] for start, num_tokens in turn.chunks]
+        if chunks:
+            self.check_chunks(chunks, num_others=len(turn.ids) - sum(map(len, chunks)))
+        discarded = None if not may_drop else self._truncator.for_prompt(session, len(turn.ids), history)
+        num_leaving = 0 if discarded is None else int(discarded.sum())
+        if said and discarded is not None and discarded.all():  # It begins anew, with this message.
+            turn = self._new_turn(begun.take(0), said, given_ids, request.context, texts)
+        self._check_length(len(begun.token_ids) - num_leaving + len(turn.ids))
+        if history is not None:
+            session.resume(self._truncator.without(history, discarded))
+        elif discarded is not None:
+            self._truncator.cut(session, discarded)
+        held = session.conversation
+        job = self.job([*held.token_ids, *turn.ids], request.params, session, request.priority)
+        job.messages, job.given_ids = said, given_ids
+        if given_ids:
+            job.messages = as_messages(text_of(self._model, given_ids))
+            if request.context is not None:
+                job.messages[-1]["context"] = given_chunks(request.context)
+        job.dropped_tokens, job.may_drop = num_leaving, may_drop
+        job.num_gone = held.num_dropped
+        if self._config.overflow is not None and self._config.overflow.token_discarder.needs_attention:
+            job.attention = padded(held.attention, len(held.token_ids))
+        job.context_tokens = sum(map(len, chunks))
+        if self._config.blend.reuses_chunks:
+            job.spans = tuple(
+                ChunkSpan(self._kv.chunks.key(ids, session.tenant), len(held.token_ids) + start, len(ids))
+                for ids, (start, _) in zip(chunks, turn.chunks, strict=True)
+            )
+        return job
+
+    def missing_chunks(self, job: Job, session: TurnSession) -> list[Job]:
+        """The jobs that compute the chunks of a turn of which nothing is stored; none of one that keeps nothing."""
+        if not session.is_kept:
+            return []
+        each = (job.prompt_ids[span.start : span.stop] for span in job.spans)
+        found = [self.chunk(ids, session.tenant, job.priority) for ids in each]
+        return [chunk for chunk in found if chunk is not None]
+
+    def chunk(self, ids: list[int], tenant: str, priority: int = 0) -> Job | None:
+        """The job that computes a chunk; None where that is not needed, or would not be kept."""
+        kv = self._kv.chunks
+        span = ChunkSpan(kv.key(ids, tenant), 0, len(ids))
+        if not from_first(self._processes, "a chunk", not kv.is_kept(span) and kv.has_room(len(ids))):
+            return None
+        job = self.job(ids, SamplingParams(), priority=priority)
+        job.chunk, job.tenant = span, tenant
+        kv.coming(job)
+        return job
+
+    def chunks(self, chunks: Sequence[str | Sequence[int]], tenant: str, tier: costs.Tier | None) -> list[Job]:
+        """The jobs of those chunks that are not stored; see `Engine.precompute`."""
+        each = context_ids(self._model, chunks)
+        self.check_chunks(each)
+        kv = self._kv.chunks
+        jobs = [job for ids in each if (job := self.chunk(ids, tenant)) is not None]
+        for ids in each:
+            kv.ask_for(kv.key(ids, tenant))
+        for job in jobs:
+            if job.chunk is not None and (tier or self._tier_of(job.chunk.num_tokens)) == "ssd":
+                kv.keep_on_ssd(job.chunk.key)
+        return jobs
+
+    def check_chunks(self, chunks: list[list[int]], num_others: int | None = None) -> None:
+        """Checks that chunks fit the context window, each alone, and all with so many other tokens if that is given.
+
+        Raises:
+          ContextWindowError: they do not.
+        """
+        for number, ids in enumerate(chunks, 1):
+            if len(ids) >= self._window:
+                raise ContextWindowError(
+                    f"chunks must be under the context window of {self._window} tokens, "
+                    f"got {len(ids)} in chunk {number} of {len(chunks)}"
+                )
+        if num_others is None:
+            return
+        num_tokens = num_others + sum(map(len, chunks))
+        if num_tokens >= self._window:
+            raise ContextWindowError(
+                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}: "
+                f"{len(chunks)} chunks of {num_tokens - num_others} and {num_others} others; "
+                f"leave out {num_tokens - self._window + 1} tokens of the chunks or more"
+            )
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        num_tokens = self._model.config.vocab_size
+        wrong = next((token for token, _ in params.logit_bias if not 0 <= token < num_tokens), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"logit_bias token ids must be in [0, {num_tokens}), got {wrong}")
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self._window:
+            raise ContextWindowError(
+                f"a prompt must be under the context window of {self._window} tokens, got {num_tokens}"
+            )
+
+    def _new_turn(
+        self,
+        conversation: Conversation,
+        said: list[Message],
+        given_ids: list[int],
+        context: Sequence[str | Sequence[int]] | None,
+        texts: Texts,
+    ) -> NewTurn:
+        """What a turn of messages, or of token ids with a context before them, puts behind a conversation."""
+        if said:
+            messages = conversation.messages
+            size = _num_chars(said) + len(messages) * MESSAGE_CHARS
+            return texts.get(size, new_turn, self._model, conversation.token_ids[-1:], messages, said)
+        chunks = [] if context is None else texts.get(num_chars(context), context_ids, self._model, context)
+        starts = itertools.accumulate(map(len, chunks), initial=0)
+        spans = [(start, len(ids)) for ids, start in zip(chunks, starts, strict=False)]
+        return NewTurn([*itertools.chain.from_iterable(chunks), *given_ids], spans, [])
+
+    def _told(
+        self, begun: Conversation, said: list[Message], texts: Texts
+    ) -> tuple[Conversation | None, list[Message]]:
+        """A history that is told at once as a conversation that was held, and the messages behind its last reply.
+
+        No conversation, and all of the messages, where there is no reply before the last of them.
+        """
+        num_before = len(begun.messages)
+        everything = [*begun.messages, *said]
+        turn = texts.get(_num_chars(everything), new_turn, self._model, [], [], everything, True)
+        ends = [(num_tokens, number) for num_tokens, number in turn.reply_ends if number < num_before + len(said)]
+        if not ends:
+            return None, said
+        num_tokens, num_messages = ends[-1]
+        messages = everything[:num_messages]
+        chain = chain_of(messages[num_before:], begun.chain)
+        history = Conversation(
+            token_ids=turn.ids[:num_tokens],
+            messages=messages,
+            turn_starts=[(0, num_before), *ends[:-1]],
+            chain=chain,
+            states=[(chain, num_tokens)],
+            generation=begun.generation,
+        )
+        return history, said[num_messages - num_before :]
+
+    def _tier_of(self, num_tokens: int) -> costs.Tier:
+        """Where a chunk is kept that is computed in advance."""
+        rates, least, stats = self._kv.meter.rates, self._config.blend.min_recompute_ratio, self._kv.store.stats()
+        if rates is None or self._config.store.ssd_dir is None or 2 * stats.used_bytes < stats.capacity_bytes:
+            return "dram"
+        return costs.choose_tier(rates, num_tokens, 1, least)
+
+
+def _num_chars(messages: Sequence[Message]) -> int:
+    """Characters in messages and in the texts of their contexts."""
+    return sum(num_chars([message["content"], *(message.get("context") or ())]) for message in messages)

@@ -45,7 +45,6 @@ class Scheduler:
     A step's plan costs O(log n) comparisons for n waiting jobs, and one move within a list of them.
 
     Args:
-      max_batch_size: how many slots there are.
       num_parts: equal parts that they are in, each on other devices: jobs take a slot of each part in turn.
     """
 
@@ -55,7 +54,8 @@ class Scheduler:
         self._free_turns = list(range(max_batch_size))  # A heap: in which order slots are taken.
         self._queue = _Queue()
         self._running: dict[int, Job] = {}
-        self._prefilling: Job | None = None
+        self.prefilling: Job | None = None
+        """The job in a slot whose prefill is not complete."""
 
     @property
     def waiting(self) -> tuple[Job, ...]:
@@ -73,11 +73,6 @@ class Scheduler:
         return tuple(self._running[slot] for slot in sorted(self._running))
 
     @property
-    def prefilling(self) -> Job | None:
-        """The job in a slot whose prefill is not complete."""
-        return self._prefilling
-
-    @property
     def may_take(self) -> bool:
         """Whether a job waits and there is a slot for it."""
         return bool(self._queue) and bool(self._free_turns)
@@ -87,8 +82,8 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not self._queue and not self._running
 
-    def submit(self, job: Job) -> None:
-        """Queues a job, behind those of its priority.
+    def submit(self, job: Job) -> Job:
+        """Queues a job, behind those of its priority, and returns it.
 
         Raises:
           ValueError: it waits or runs already.
@@ -96,6 +91,7 @@ class Scheduler:
         if job in self._queue or self._is_running(job):
             raise ValueError(f"a job must neither wait nor run to be queued, and job {job.job_id} does")
         self._queue.add(job)
+        return job
 
     def schedule(
         self,
@@ -112,15 +108,15 @@ class Scheduler:
             queue, for which it is to be brought. Asked in order, as far as needed, and only if there is a slot.
           admits: whether there is room for what prefilling a job makes. Asked of one job, which is ready.
         """
-        decode = tuple(job for job in self.running if job is not self._prefilling)
-        if self._prefilling is None and self._free_turns:
+        decode = tuple(job for job in self.running if job is not self.prefilling)
+        if self.prefilling is None and self._free_turns:
             job = self._first_ready(ready)
             if job is not None and admits(job):
                 self._queue.take(job)
                 turn = heapq.heappop(self._free_turns)
                 job.slot = turn % self._num_parts * self._part_slots + turn // self._num_parts
-                self._running[job.slot] = self._prefilling = job
-        return StepPlan(decode, self._prefilling, next(iter(self._queue), None))
+                self._running[job.slot] = self.prefilling = job
+        return StepPlan(decode, self.prefilling, next(iter(self._queue), None))
 
     def prefilled(self, job: Job) -> None:
         """Says that a job's prefill is complete: it decodes from the next plan on.
@@ -128,10 +124,10 @@ class Scheduler:
         Raises:
           ValueError: it is not the one that is being prefilled.
         """
-        if job is not self._prefilling:
-            found = "none is" if self._prefilling is None else f"job {self._prefilling.job_id} is"
+        if job is not self.prefilling:
+            found = "none is" if self.prefilling is None else f"job {self.prefilling.job_id} is"
             raise ValueError(f"job {job.job_id} must be the one being prefilled, got that {found}")
-        self._prefilling = None
+        self.prefilling = None
 
     def remove(self, job: Job) -> None:
         """Takes a job out, wherever it is; its slot is free at once. One that is nowhere is left alone."""
@@ -142,8 +138,8 @@ class Scheduler:
             part, slot = divmod(job.slot, self._part_slots)
             heapq.heappush(self._free_turns, slot * self._num_parts + part)
             job.slot = None
-            if job is self._prefilling:
-                self._prefilling = None
+            if job is self.prefilling:
+                self.prefilling = None
 
     def _is_running(self, job: Job) -> bool:
         return job.slot is not None and self._running.get(job.slot) is job

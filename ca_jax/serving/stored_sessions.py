@@ -18,12 +18,7 @@ from ca_jax.turns.jobs import Job
 
 
 class StoredSessions:
-    """Shows, pins and drops stored sessions. Any thread may call.
-
-    Args:
-      kv: the engine's.
-      lock: the engine's.
-    """
+    """Shows, pins and drops stored sessions. Any thread may call."""
 
     def __init__(self, kv: SessionKV, lock: threading.RLock) -> None:
         self._kv = kv
@@ -53,9 +48,7 @@ class StoredSessions:
 
         Args:
           opened: names of those that are open.
-          limit: most names.
           after: the name behind which they begin; None: all do.
-          tenant: whose.
 
         Raises:
           UnknownSessionError: none has the name `after`.
@@ -108,7 +101,7 @@ class StoredSessions:
           TenantError: it is another tenant's.
         """
         with self._lock:
-            return self._kv.recall(session_id, tenant)
+            return self._kv.conversations.recall(self._kv.key(session_id, tenant), session_id, tenant)
 
     def pin(self, session_id: str, *, tenant: str = "") -> None:
         """Keeps a session in the store, over restarts too: no eviction and no expiry, until `unpin` or `drop`.

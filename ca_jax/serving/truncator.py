@@ -22,6 +22,7 @@ from ca_jax.overflow.discarding import DiscardContext, OldestFirst, check_discar
 from ca_jax.recompute.drift import Drift
 from ca_jax.recompute.plan import Plan, repair_plan
 from ca_jax.recompute.recomputer import Repair, warm_up
+from ca_jax.storage.records import Residency
 from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.conversations import OTHERWISE, Conversation, padded
 from ca_jax.turns.jobs import Job, TurnSession
@@ -33,9 +34,6 @@ class Truncator:
     Args:
       overflow: how; None: never.
       drift: of the model; None adds nothing to what stays.
-      kv: what is stored.
-      runner: whose slots.
-      metrics: where truncations are counted.
     """
 
     def __init__(
@@ -87,8 +85,6 @@ class Truncator:
         """What is to be done to a session's history before its prefill reads it; None: it is used as it is stored.
 
         Args:
-          session: whose.
-          num_tokens: first tokens of it whose KV is loaded.
           num_places: of the load, which they are the first of.
         """
         if self._overflow is None or not self.repairs:
@@ -104,7 +100,7 @@ class Truncator:
         if self._overflow is None:
             return None
         capacity = self._runner.padded_history(num_places)
-        return repair_plan(self._overflow, self._runner.num_layers, num_tokens, capacity)
+        return repair_plan(self._overflow, self._runner.config.num_layers, num_tokens, capacity)
 
     def warmup(self) -> None:
         """Compiles what truncation needs, by running it. All slots must be free."""
@@ -130,7 +126,6 @@ class Truncator:
         Where the first tokens that stay are in the way, all of it leaves.
 
         Args:
-          session: whose.
           num_new: how many tokens come.
           history: what was told of it at once, of which nothing is computed: the oldest leave, whatever the discarder
             would look at; None: the session's own.
@@ -184,7 +179,9 @@ class Truncator:
                 left = left.with_repair(len(left.token_ids), drifts=not by_hand)
             self._kv.discard(session, discarded, left)
         elif method == "of":
-            self._kv.invalidate(session)
+            stored = self._kv.store.residency(session.key)
+            self._metrics.invalidated_histories += stored is not Residency.ABSENT
+            self._kv.truncate(session, 0)
         else:
             self._kv.truncate(session, 0)
         session.resume(left)

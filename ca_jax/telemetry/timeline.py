@@ -18,11 +18,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Track = Literal["engine", "fetch", "load", "compute", "save", "flush"]
 """Engine: the host's steps. Fetch: SSD to DRAM. Load, compute, save: DRAM to device, there, and back. Flush: to SSD."""
@@ -55,16 +54,12 @@ class Span:
     """The thread that it occupied from start to end; None where it was no thread's, as a copy under way."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """Where a span is drawn within its track."""
+class Place(NamedTuple):
+    """Where a span is drawn within its track: spans of a lane, from 0, are nested (so deep) or apart."""
 
     span: Span
-    """What."""
     lane: int
-    """Spans that overlap without being nested lie in different lanes, from 0."""
     depth: int
-    """How many spans of its lane it lies within."""
 
 
 class Timeline:
@@ -84,18 +79,10 @@ class Timeline:
         self._clock = clock
         self._lock = threading.Lock()
         self._spans: collections.deque[Span] = collections.deque(maxlen=max_spans)
-        self._num_forgotten = 0
-        self._enabled = max_spans > 0
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is recorded: ask before computing what only a span would say."""
-        return self._enabled
-
-    @property
-    def num_forgotten(self) -> int:
+        self.num_forgotten = 0
         """Spans that were recorded and made room for later ones."""
-        return self._num_forgotten
+        self.enabled = max_spans > 0
+        """Whether anything is recorded: ask before computing what only a span would say."""
 
     def span(self, track: Track, name: str, **args: ArgValue) -> AbstractContextManager[object]:
         """Records how long the `with` block takes, also where it raises. It begins and ends on one thread.
@@ -103,9 +90,9 @@ class Timeline:
         Raises:
           ValueError: it records, and there is no such track.
         """
-        if not self._enabled:
+        if not self.enabled:
             return _NO_SPAN
-        return _OpenSpan(self, track, name, args, None)
+        return self._open(track, name, args, _NO_SPAN)
 
     def annotate(self, track: Track, name: str, **args: ArgValue) -> AbstractContextManager[object]:
         """A `span` that is an event in a trace of `jax.profiler` too, whether or not this timeline records.
@@ -118,7 +105,7 @@ class Timeline:
         from jax.profiler import TraceAnnotation
 
         annotation = TraceAnnotation(name, **args)
-        return _OpenSpan(self, track, name, args, annotation) if self._enabled else annotation
+        return self._open(track, name, args, annotation) if self.enabled else annotation
 
     def add(self, track: Track, name: str, start_s: float, end_s: float, **args: ArgValue) -> None:
         """Records what is over already, and was measured with the timeline's clock.
@@ -126,7 +113,7 @@ class Timeline:
         Raises:
           ValueError: it records, and there is no such track or the end is before the start.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
         _check_track(track)
         if not start_s <= end_s:
@@ -142,7 +129,7 @@ class Timeline:
         """Forgets everything recorded so far."""
         with self._lock:
             self._spans.clear()
-            self._num_forgotten = 0
+            self.num_forgotten = 0
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes what is recorded as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
@@ -154,7 +141,7 @@ class Timeline:
           path: the JSON file; its directory must be there.
         """
         with self._lock:
-            spans, num_forgotten = list(self._spans), self._num_forgotten
+            spans, num_forgotten = list(self._spans), self.num_forgotten
         content = {
             "traceEvents": trace_events(spans),
             "displayTimeUnit": _DISPLAY_UNIT,
@@ -164,46 +151,24 @@ class Timeline:
 
     def _record(self, span: Span) -> None:
         with self._lock:
-            self._num_forgotten += len(self._spans) == self._spans.maxlen
+            self.num_forgotten += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
-    def _now_s(self) -> float:
-        return self._clock()
-
-
-class _OpenSpan:
-    """A `with` block that a timeline records."""
-
-    __slots__ = ("_annotation", "_args", "_name", "_start_s", "_timeline", "_track")
-
-    def __init__(
-        self,
-        timeline: Timeline,
-        track: Track,
-        name: str,
-        args: Mapping[str, ArgValue],
-        annotation: AbstractContextManager[object] | None,
-    ) -> None:
+    def _open(
+        self, track: Track, name: str, args: Mapping[str, ArgValue], annotation: AbstractContextManager[object]
+    ) -> AbstractContextManager[object]:
         _check_track(track)
-        self._timeline = timeline
-        self._track = track
-        self._name = name
-        self._args = args
-        self._annotation = annotation
-        self._start_s = 0.0
 
-    def __enter__(self) -> None:
-        if self._annotation is not None:
-            self._annotation.__enter__()
-        self._start_s = self._timeline._now_s()
+        @contextlib.contextmanager
+        def recorded() -> Iterator[None]:
+            with annotation:
+                start_s = self._clock()
+                try:
+                    yield
+                finally:
+                    self._record(Span(track, name, start_s, self._clock(), args, threading.get_ident()))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        end_s = self._timeline._now_s()
-        if self._annotation is not None:
-            self._annotation.__exit__(kind, error, trace)
-        self._timeline._record(Span(self._track, self._name, self._start_s, end_s, self._args, threading.get_ident()))
+        return recorded()
 
 
 NO_TIMELINE = Timeline(max_spans=0)

@@ -13,17 +13,13 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._count = 0
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """Events so far: to be read before looking at what they are about, and handed to `wait`."""
-        return self._count
 
     def tell(self) -> None:
         """Something happened."""
         with self._changed:
-            self._count += 1
+            self.count += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> int:
@@ -33,5 +29,5 @@ class Wakeup:
           Events so far.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._count > seen, timeout_s)
-            return self._count
+            self._changed.wait_for(lambda: self.count > seen, timeout_s)
+            return self.count

@@ -66,10 +66,6 @@ def split_text(text: str, separator: str) -> list[str]:
 
     Line breaks around a piece are dropped, so that a passage is the same chunk wherever in a text it stands.
 
-    Args:
-      text: any text.
-      separator: as it is written in the text.
-
     Raises:
       InvalidRequestError: the separator is empty.
       EmptyMessageError: the text has no piece that is not blank.
@@ -84,10 +80,6 @@ def split_text(text: str, separator: str) -> list[str]:
 
 def split_tokens(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
     """Pieces of so many tokens each, the last one of what is left.
-
-    Args:
-      token_ids: any.
-      num_tokens: of a piece, at least 1.
 
     Raises:
       InvalidRequestError: `num_tokens` below 1.

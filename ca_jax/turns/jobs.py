@@ -25,37 +25,29 @@ class TurnSession(Protocol):
     """What is to be known of the session whose turn a job is; see `ca_jax.Session`."""
 
     session_id: str
+    key: str
     tenant: str
     ttl_s: float | None
     is_kept: bool
-
-    @property
-    def conversation(self) -> Conversation:
-        """All that is to be known to go on with it, but for its KV."""
-        ...
+    conversation: Conversation
 
     @property
     def token_ids(self) -> list[int]:
         """The conversation as the model sees it."""
-        ...
 
     @property
     def packed_ids(self) -> np.ndarray:
         """`token_ids` as int32 `[T]`."""
-        ...
 
     @property
     def is_busy(self) -> bool:
         """Whether a turn of it waits or runs."""
-        ...
 
     def resume(self, conversation: Conversation) -> None:
         """Makes the conversation another one."""
-        ...
 
     def adopt(self, job: Job, reason: FinishReason) -> None:
         """Makes a turn that ends for a reason part of the conversation."""
-        ...
 
 
 @dataclasses.dataclass

@@ -19,11 +19,9 @@ class TokenStream(Protocol):
 
     def push(self, token_id: int) -> str:
         """Takes an id and returns the text that is certain now."""
-        ...
 
     def flush(self) -> str:
         """Returns what was held back."""
-        ...
 
 
 class TextOutput:
@@ -31,7 +29,6 @@ class TextOutput:
 
     Args:
       stream: detokeniser, or None where there is no tokenizer: the text is then empty.
-      stop: strings that end the answer; they are not part of it.
       min_tokens: first tokens in whose text they are not looked for.
     """
 
@@ -116,7 +113,6 @@ class Texts:
 
         Args:
           num_chars: of text that it works on.
-          function: which.
           *args: its arguments.
 
         Raises:

@@ -112,7 +112,7 @@ def test_forward_attention_adds_up_to_what_places_receive(contexts, window):
     for params, layer in zip(contexts.layers, kv, strict=True):
         arguments = (contexts.config, params, x, layer, length, count, contexts.table)
         given = np.asarray(forward_attention(*arguments, window=window))
-        x, _, received = steps.prefill_layer_attention(*arguments, window=window)
+        x, _, received = steps.prefill_layer(*arguments[:5], contexts.table, window, num_new=count)
         assert given.shape == (contexts.config.num_heads, 16, contexts.capacity)
         np.testing.assert_allclose(given.sum((0, 1)), np.asarray(received)[: contexts.capacity], atol=1e-5)
         assert not given[:, :, len(ids) :].any()

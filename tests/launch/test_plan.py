@@ -7,10 +7,10 @@ import pytest
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.buckets import history_buckets, slot_tokens
-from ca_jax.device.memory import staging_bytes
 from ca_jax.device.runner import Runner
 from ca_jax.device.slots import RunnerSizes
 from ca_jax.device.transfer import params_to_device
+from ca_jax.kv.layout import staging_bytes
 from ca_jax.launch.plan import make_plan
 from ca_jax.models.attention import SLOT_BLOCK
 from ca_jax.models.presets import PRESETS

@@ -21,8 +21,8 @@ def prefilled(x, histories, num_history: int, num_new: int) -> tuple[list, np.nd
     """All layers with statistics: new KV of each, and what each token received of all layers, `[history + new]`."""
     new, received = [], 0
     for params, history in zip(LAYERS, histories, strict=True):
-        x, kv, given = steps.prefill_layer_attention(
-            CONFIG, params, x, history, jnp.int32(num_history), jnp.int32(num_new), TABLE
+        x, kv, given = steps.prefill_layer(
+            CONFIG, params, x, history, jnp.int32(num_history), TABLE, num_new=jnp.int32(num_new)
         )
         size = 0 if history is None else history.shape[1]
         received = received + np.concatenate([given[:num_history], given[size : size + num_new]])
@@ -46,7 +46,7 @@ def test_a_layer_with_statistics_computes_what_it_does_without(num_history, capa
     history = jnp.asarray(padded(old, capacity).transpose(1, 0, 2, 3)) if capacity else None
     args = (CONFIG, LAYERS[0], jnp.asarray(x), history, jnp.int32(num_history))
     wanted_x, wanted_kv = steps.prefill_layer(*args, TABLE)
-    out, kv, received = steps.prefill_layer_attention(*args, jnp.int32(num_new), TABLE)
+    out, kv, received = steps.prefill_layer(*args, TABLE, num_new=jnp.int32(num_new))
     np.testing.assert_allclose(out, wanted_x, atol=PROJECTION_ATOL["float32"], rtol=0)
     np.testing.assert_array_equal(kv, wanted_kv)
 

@@ -144,7 +144,7 @@ class _Replay:
             exchange = self._turns(index)[turn].exchange
             params = SamplingParams(max_tokens=exchange.answer_tokens, ignore_eos=True)
             submitted_s = self._now_s
-            job = self._engine.submit_turn(session, exchange.message, params)
+            job = session.submit(exchange.message, sampling=params)
             self._waiting.append(_Running(index, turn, due_s, submitted_s, len(exchange.message), job))
 
     def _step(self) -> None:
