@@ -9,6 +9,7 @@ CreateCompletionResponse, ChatCompletionTokenLogprob).
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
@@ -121,17 +122,10 @@ class Writer:
         self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
     ) -> str:
         name = "delta" if self._is_chat else "text"
-        parts = [
-            f'data: {self._chunk_head}, "choices": [{{"index": {index}, "{name}": {said}, "logprobs": ',
-            "null" if logprobs is None else json.dumps(logprobs),
-            ', "finish_reason": ',
-            "null" if reason is None else f'"{reason}"',
-            "}]",
-            "" if usage is None else f', "usage": {usage}',
-            f", {json.dumps(session)[1:-1]}" if session else "",
-            "}\n\n",
-        ]
-        return "".join(parts)
+        why, of_usage = json.dumps(reason), "" if usage is None else f', "usage": {usage}'
+        choice = f'"index": {index}, "{name}": {said}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {why}'
+        of_session = f", {json.dumps(session)[1:-1]}" if session else ""
+        return f'data: {self._chunk_head}, "choices": [{{{choice}}}]{of_usage}{of_session}}}\n\n'
 
 
 def error_event(body: dict[str, Any]) -> str:
@@ -159,15 +153,12 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The same for a plain completion; offsets are of characters of the answer."""
     each = job.token_logprobs[start:stop]
-    offsets, offset = [], sum(map(len, job.token_texts[:start]))
-    for text in job.token_texts[start : start + len(each)]:
-        offsets.append(offset)
-        offset += len(text)
+    ends = list(itertools.accumulate(map(len, job.token_texts), initial=0))
     return {
         "tokens": [_token_text(tokenizer, drawn.token_id) for drawn in each],
         "token_logprobs": [drawn.logprob for drawn in each],
         "top_logprobs": [{_token_text(tokenizer, token_id): lp for token_id, lp in drawn.top} for drawn in each],
-        "text_offset": offsets,
+        "text_offset": ends[start : start + len(each)],
     }
 
 

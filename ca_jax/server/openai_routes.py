@@ -19,10 +19,10 @@ from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server import answers
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.engine_loop import LiveJob
+from ca_jax.server.engine_loop import Feed, LiveJob
 from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses, too_late
 from ca_jax.server.router import client_name
-from ca_jax.server.service import Service, Turns
+from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
 
@@ -101,39 +101,39 @@ class _Answering:
                 return await while_connected(request, self._whole(begun))
             try:
                 async with service.deadline(body.timeout_s) as deadline:
-                    turns = await stack.enter_async_context(begun)
+                    feed = await stack.enter_async_context(begun)
             except TimeoutError as error:
                 raise too_late() from error
             until_s = deadline.when()
-            return EventStream(self._pieces(turns, until_s), stack.pop_all(), until_s)
+            return EventStream(self._pieces(feed, until_s), stack.pop_all(), until_s)
 
-    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Turns]) -> JSONResponse:
+    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
         try:
-            async with self._service.deadline(self._body.timeout_s), begun as turns:
-                texts = [""] * len(turns.lives)
-                async for live, part in turns.parts():
+            async with self._service.deadline(self._body.timeout_s), begun as feed:
+                texts = [""] * len(feed.lives)
+                async for live, part in feed.parts():
                     texts[live.index] += part.text
         except Exception as error:
             raise _reported(error) from error
         choices = []
-        for live, text in zip(turns.lives, texts, strict=True):
+        for live, text in zip(feed.lives, texts, strict=True):
             reason = answers.finish_reason(live.job.finish_reason)
             choices.append(self._writer.choice(live.index, text, reason, self._logprobs(live, 0)))
-        session = self._session(turns)
+        session = self._session(feed)
         if session:
-            session |= _state_of(turns.lives[0])
-        usage = answers.usage_body(turns.usages(), self._body.num_choices)
+            session |= _state_of(feed.lives[0])
+        usage = answers.usage_body(feed.usages(), self._body.num_choices)
         return JSONResponse(self._writer.whole(choices, usage, session))
 
-    async def _pieces(self, turns: Turns, until_s: float | None) -> AsyncIterator[str]:
+    async def _pieces(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
         """The stream of events. An error in the middle is the last of them."""
         try:
-            session = self._session(turns)
+            session = self._session(feed)
             if self._is_chat:
-                for live in turns.lives:
+                for live in feed.lives:
                     yield self._writer.first(live.index, self._usage(live, 0), session)
-            sent = [0] * len(turns.lives)
-            async for live, part in turns.parts(until_s):
+            sent = [0] * len(feed.lives)
+            async for live, part in feed.parts(until_s):
                 if not (part.text or part.done):
                     continue
                 reason = answers.finish_reason(live.job.finish_reason) if part.done else None
@@ -145,7 +145,7 @@ class _Answering:
                 usage = self._usage(live, part.num_tokens)
                 yield self._writer.piece(live.index, part.text, reason, logprobs, usage, state)
             if self._body.includes_usage:
-                yield self._writer.last(answers.usage_body(turns.usages(), self._body.num_choices))
+                yield self._writer.last(answers.usage_body(feed.usages(), self._body.num_choices))
             yield answers.DONE
         except Exception as error:
             yield answers.error_event(_reported(error).body())
@@ -163,11 +163,12 @@ class _Answering:
         describe = answers.chat_logprobs if self._is_chat else answers.completion_logprobs
         return describe(self._service.tokenizer, live.job, start, stop)
 
-    def _session(self, turns: Turns) -> answers.Session:
+    def _session(self, feed: Feed) -> answers.Session:
         """Of a chat: what its next turn may name instead of its history."""
-        if not self._is_chat or len(turns.sessions) > 1 or not turns.sessions[0].is_kept:
+        session = feed.lives[0].job.session
+        if not self._is_chat or len(feed.lives) > 1 or session is None or not session.is_kept:
             return {}
-        return {"session_id": client_name(self._tenant.domain, turns.sessions[0].session_id)}
+        return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
 def _reported(error: Exception) -> ApiError:
