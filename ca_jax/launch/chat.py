@@ -107,7 +107,8 @@ class Chat:
         self._sessions: list[Session] = []
         self._current = 0
         listing = (self._new, self._list, self._switch, self._forget)
-        keeping = (self._stored, *(functools.partial(self._keep, verb) for verb in _KEPT))
+        keeping: list[Callable[[str], None]] = [self._stored]
+        keeping += [functools.partial(self._keep, verb) for verb in _KEPT]
         actions = (*listing, *keeping, self._stats, self._help, self._quit)
         self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
 

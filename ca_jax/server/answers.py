@@ -1,8 +1,7 @@
-"""Bodies of answers in OpenAI's shapes, whole and as chunks of a stream, log-probabilities included.
+"""Parts of answers in OpenAI's shapes: why they ended, what they took, log-probabilities.
 
-Chunks are written as text at once: they are most of what the server does for a token.
-
-Not here: bodies of requests (`bodies`), errors, computing log-probabilities (`ca_jax.device.sampling`).
+Not here: the bodies that they are parts of (`openai_routes`), bodies of requests (`bodies`), errors, computing
+log-probabilities (`ca_jax.device.sampling`).
 Source: OpenAI's API reference (CreateChatCompletionResponse, CreateChatCompletionStreamResponse,
 CreateCompletionResponse, ChatCompletionTokenLogprob).
 """
@@ -11,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -65,67 +62,6 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """Tokens of a prompt and of what was generated so far."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-class Writer:
-    """Writes one request's answer.
-
-    Args:
-      kind: `chat.completion` or `text_completion`.
-      model: as the client named it.
-    """
-
-    def __init__(self, kind: str, model: str) -> None:
-        self._is_chat = kind == "chat.completion"
-        response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
-        self._chunk_head = json.dumps({**self._head, "object": f"{kind}.chunk" if self._is_chat else kind})[:-1]
-
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], session: Session) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        return {**self._head, "choices": choices, "usage": usage, **session}
-
-    def choice(self, index: int, text: str, reason: str, logprobs: Any = None) -> dict[str, Any]:
-        """One of its choices."""
-        said: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def first(self, index: int, usage: str | None, session: Session) -> str:
-        """The chunk that begins an answer of a chat."""
-        return self._chunk(index, '{"role": "assistant", "content": "", "refusal": null}', None, None, usage, session)
-
-    def piece(
-        self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
-    ) -> str:
-        """A chunk with new text; the last one of an answer says why it ended.
-
-        Args:
-          index: which answer's.
-          text: what is new.
-          reason: why it ended, if it has.
-          logprobs: of the new tokens, where they are asked for.
-          usage: as JSON; None: the field is not there.
-          session: fields of the session.
-        """
-        said = json.dumps(text)
-        if self._is_chat:
-            said = f'{{"content": {said}}}' if text or reason is None else "{}"
-        return self._chunk(index, said, reason, logprobs, usage, session)
-
-    def last(self, usage: dict[str, Any]) -> str:
-        """The chunk with usage, behind all answers."""
-        return f'data: {self._chunk_head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
-
-    def _chunk(
-        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
-    ) -> str:
-        name = "delta" if self._is_chat else "text"
-        why, of_usage = json.dumps(reason), "" if usage is None else f', "usage": {usage}'
-        choice = f'"index": {index}, "{name}": {said}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {why}'
-        of_session = f", {json.dumps(session)[1:-1]}" if session else ""
-        return f'data: {self._chunk_head}, "choices": [{{{choice}}}]{of_usage}{of_session}}}\n\n'
 
 
 def error_event(body: dict[str, Any]) -> str:
