@@ -107,9 +107,9 @@ class Chat:
         self._sessions: list[Session] = []
         self._current = 0
         listing = (self._new, self._list, self._switch, self._forget)
-        keeping: list[Callable[[str], None]] = [self._stored]
-        keeping += [functools.partial(self._keep, verb) for verb in _KEPT]
-        actions = (*listing, *keeping, self._stats, self._help, self._quit)
+        actions: list[Callable[[str], None]] = [*listing, self._stored]
+        actions += [functools.partial(self._keep, verb) for verb in _KEPT]
+        actions += [self._stats, self._help, self._quit]
         self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
 
     def begin(self, session_id: str | None = None, system: str | None = None) -> None:
