@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from ca_jax.engine import Engine
 from ca_jax.server.app import make_app
 from ca_jax.server.config import ServerConfig
+from ca_jax.server.engine_loop import EngineLoop
 from ca_jax.server.service import Service
 from ca_jax.server.state import ServerState
 from ca_jax.server.tenants import Tenants
@@ -58,10 +59,15 @@ class Running:
 
     def wait_until(self, holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
         """Waits for what other threads bring about."""
-        give_up_s = time.monotonic() + deadline_s
-        while not holds():
-            assert time.monotonic() < give_up_s, "what was waited for did not come"
-            time.sleep(0.005)
+        wait_for(holds, deadline_s)
+
+
+def wait_for(holds: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+    """Waits for what other threads, or processes, bring about."""
+    give_up_s = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < give_up_s, "what was waited for did not come"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager
@@ -108,11 +114,8 @@ def starting(
     thread.start()
     state: ServerState = app.state.server
     try:
-        give_up_s = time.monotonic() + DEADLINE_S
-        while not served.started:
-            assert thread.is_alive()
-            assert time.monotonic() < give_up_s
-            time.sleep(0.005)
+        wait_for(lambda: served.started or not thread.is_alive())
+        assert served.started
         port = served.servers[0].sockets[0].getsockname()[1]
         yield Running(f"http://127.0.0.1:{port}", state, served)
     finally:
@@ -138,13 +141,25 @@ def on_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+@contextlib.contextmanager
+def held(loop: EngineLoop) -> Iterator[threading.Event]:
+    """The engine's thread does nothing for as long as the block lasts, or until the event is set."""
+    begun, let_go = threading.Event(), threading.Event()
+    loop.tell(lambda engine: (begun.set(), let_go.wait(DEADLINE_S)))
+    assert begun.wait(DEADLINE_S)
+    try:
+        yield let_go
+    finally:
+        let_go.set()
+
+
 def wait_until_idle(server: Running) -> None:
     """Waits until nothing runs, also of what the engine's thread had not been told yet."""
     obeyed = threading.Event()
     server.service.loop.tell(lambda engine: obeyed.set())
     assert obeyed.wait(DEADLINE_S)
     service = server.service
-    server.wait_until(lambda: service.num_requests == service.loop.num_live == sum(server.engine.num_jobs) == 0)
+    server.wait_until(lambda: service.num_requests == service.loop.num_jobs == 0)
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:

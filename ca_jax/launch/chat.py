@@ -22,44 +22,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import rich.console
-import rich.filesize
-import rich.table
 from absl import flags
 
 from ca_jax.config import EngineConfig
 from ca_jax.device.processes import OneProcess, Processes, any_agrees
 from ca_jax.engine import Engine
 from ca_jax.errors import CaJaxError, InvalidRequestError
-from ca_jax.launch.chat_input import (
-    context_chunks,
-    define_flags,
-    interrupts,
-    join_processes,
-    lines_of,
-    prompt_lines,
-    shared_lines,
-)
+from ca_jax.launch import chat_input, terminal
 from ca_jax.launch.flags import ConfigFlags, define_model
 from ca_jax.launch.script import make_table, note, run
-from ca_jax.launch.terminal import (
-    describe_overflow,
-    describe_time,
-    describe_usage,
-    printable,
-    progress_bars,
-    write_piece,
-)
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.session import Session
-from ca_jax.storage.config import GIB
-from ca_jax.storage.records import EntryInfo, FlushFailure, MissReason, SkipReason, SsdStats, StoreStats
-from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.requests import FinishReason, SamplingParams
 
 FLAGS = flags.FLAGS
@@ -84,7 +64,11 @@ _SAMPLING = ConfigFlags(
     SamplingParams(max_tokens=512),
     only=("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"),
 )
-_TITLE_CHARS = 60
+_KEPT = {
+    "pin": "pinned: stays in the store until /unpin or /drop",
+    "unpin": "not pinned: goes like others when the store is full",
+    "drop": "nothing is stored of this conversation; its next turn is stored again",
+}  # What is said of what the store did with a conversation.
 _WARM_TOKENS = 32  # A first message is short; other lengths are compiled when they come.
 
 
@@ -93,7 +77,7 @@ class UnknownCommandError(CaJaxError, ValueError):
 
 
 class Chat:
-    """One user, one engine, any number of conversations.
+    """One user, one engine, any number of conversations. `begin` comes before all else.
 
     Args:
       engine: who answers.
@@ -101,39 +85,50 @@ class Chat:
       console: where everything goes.
       sampling: how answers are drawn.
       processes: those that chat together; the first one's user is everybody's.
-      system: system message of new conversations.
       context: chunks, as of `Session.send`, that stand in front of the first message.
-      session_id: names the first conversation, which is gone on with if the store kept it; made up if not given.
-
-    Raises:
-      TenantError: the conversation of that name is another tenant's.
     """
 
     def __init__(
         self,
         engine: Engine,
-        *,
         read_line: Callable[[], str],
         console: rich.console.Console,
         sampling: SamplingParams,
         processes: Processes | None = None,
-        system: str | None = None,
         context: Sequence[str | Sequence[int]] = (),
-        session_id: str | None = None,
     ) -> None:
         self._engine = engine
         self._processes = processes or OneProcess()
-        self._read_line = shared_lines(read_line, self._processes)
+        self._read_line = chat_input.shared_lines(read_line, self._processes)
         self._console = console
         self._sampling = sampling
-        self._system = system
         self._context = context  # Until a turn has taken it.
-        self._sessions: list[Session] = [_open(engine, session_id, system)]
+        self._system: str | None = None
+        self._sessions: list[Session] = []
         self._current = 0
         listing = (self._new, self._list, self._switch, self._forget)
-        keeping = (self._stored, self._pin, self._unpin, self._drop)
-        actions = (*listing, *keeping, self._stats, self._help, self._quit)
+        actions: list[Callable[[str], None]] = [*listing, self._stored]
+        actions += [functools.partial(self._keep, verb) for verb in _KEPT]
+        actions += [self._stats, self._help, self._quit]
         self._actions: dict[str, Callable[[str], None]] = dict(zip(COMMANDS, actions, strict=True))
+
+    def begin(self, session_id: str | None = None, system: str | None = None) -> None:
+        """Opens the first conversation, new or gone on with; one that has begun keeps the system message it has.
+
+        Args:
+          session_id: its name; made up if not given.
+          system: system message of new conversations.
+
+        Raises:
+          TenantError: the conversation of that name is another tenant's.
+        """
+        self._system = system
+        try:
+            self._sessions.append(self._engine.session(session_id=session_id, system=system))
+        except InvalidRequestError:
+            if session_id is None or system is None:
+                raise
+            self._sessions.append(self._engine.session(session_id=session_id))
 
     @property
     def _overflow(self) -> OverflowConfig:
@@ -156,10 +151,8 @@ class Chat:
         if self._context:
             self._take_up_context()
         if self.session.token_ids:
-            self._note(
-                f"session {printable(self.session.session_id)} goes on: {len(self.session.token_ids):,} tokens, "
-                f"{len(self.session.messages)} messages"
-            )
+            held = f"{len(self.session.token_ids):,} tokens, {len(self.session.messages)} messages"
+            self._note(f"session {self.session.session_id} goes on: {held}")
         self._converse()
         if self._engine.config.store.ssd_dir is not None:
             self._take_leave()
@@ -198,9 +191,9 @@ class Chat:
         kept = {info.session_id for info in self._engine.stored.list(tenant=self.session.tenant) if info.ssd_tokens}
         for session in self._sessions:
             if session.session_id in kept:
-                self._note(f"kept: {title_of(session)} · --session_id={printable(shlex.quote(session.session_id))}")
+                self._note(f"kept: {terminal.title_of(session)} · --session_id={shlex.quote(session.session_id)}")
             elif session.token_ids:
-                self._note(f"not kept: {title_of(session)}")
+                self._note(f"not kept: {terminal.title_of(session)}")
 
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
@@ -213,9 +206,9 @@ class Chat:
         num_turns = len(session.conversation.turn_starts)
         answer = session.send(message, context=self._context or None, sampling=self._sampling)
         self._context = ()
-        with interrupts() as interrupted, contextlib.closing(answer):
+        with chat_input.interrupts() as interrupted, contextlib.closing(answer):
             for piece in answer:
-                write_piece(self._console, piece)
+                terminal.write_piece(self._console, piece)
                 if any_agrees(self._processes, "stop", interrupted.is_set()):
                     break
         self._console.print()
@@ -223,8 +216,8 @@ class Chat:
         if session.usage is not None and session.finish_reason is not None:
             num_gone = num_turns + 1 - len(session.conversation.turn_starts)
             oldest = self._overflow.token_discarder.name == "oldest"
-            dropped = describe_overflow(session.usage, num_gone, oldest=oldest)
-            line = " · ".join(part for part in (describe_usage(session.usage), dropped) if part)
+            dropped = terminal.describe_overflow(session.usage, num_gone, oldest=oldest)
+            line = " · ".join(part for part in (terminal.describe_usage(session.usage), dropped) if part)
             self._note(ended.get(session.finish_reason, "") + line)
 
     def _new(self, system: str) -> None:
@@ -233,15 +226,11 @@ class Chat:
         self._note(f"conversation {len(self._sessions)}")
 
     def _list(self, _: str) -> None:
-        self._console.print(sessions_table(self._sessions, self.session))
+        self._console.print(terminal.sessions_table(self._sessions, self.session))
 
     def _switch(self, argument: str) -> None:
-        if not (argument.isdecimal() and 1 <= int(argument) <= len(self._sessions)):
-            raise UnknownCommandError(
-                f"/switch must be given the number of a conversation, 1 to {len(self._sessions)}; got {argument!r}"
-            )
-        self._current = int(argument) - 1
-        self._note(f"conversation {argument}: {title_of(self.session)}")
+        self._current = _number("/switch", "the number of a conversation", argument, len(self._sessions)) - 1
+        self._note(f"conversation {argument}: {terminal.title_of(self.session)}")
 
     def _forget(self, argument: str) -> None:
         """What never leaves by itself stays here too."""
@@ -249,39 +238,28 @@ class Chat:
         ends = [start for start, _ in session.conversation.turn_starts[1:] if start > first]
         if not ends:
             raise UnknownCommandError("/forget must have a conversation of two turns or more: the last one stays")
-        if not (argument.isdecimal() and 1 <= int(argument) <= len(ends)):
-            raise UnknownCommandError(
-                f"/forget must be given how many of the oldest turns to drop, 1 to {len(ends)}; got {argument!r}"
-            )
-        stop = ends[int(argument) - 1]
+        stop = ends[_number("/forget", "how many of the oldest turns to drop", argument, len(ends)) - 1]
         num_left = session.discard(range(first, stop))
         self._note(f"dropped {stop - first:,} tokens, {num_left:,} are left")
 
     def _stored(self, _: str) -> None:
         infos = self._engine.stored.list(tenant=self.session.tenant)
         if infos:
-            self._console.print(stored_table(infos, self.session))
+            self._console.print(terminal.stored_table(infos, self.session))
         else:
             self._note("nothing is stored")
 
-    def _pin(self, _: str) -> None:
-        self._engine.stored.pin(self.session.session_id, tenant=self.session.tenant)
-        self._note("pinned: stays in the store until /unpin or /drop")
-
-    def _unpin(self, _: str) -> None:
-        self._engine.stored.unpin(self.session.session_id, tenant=self.session.tenant)
-        self._note("not pinned: goes like others when the store is full")
-
-    def _drop(self, _: str) -> None:
-        self._engine.stored.drop(self.session.session_id, tenant=self.session.tenant)
-        self._note("nothing is stored of this conversation; its next turn is stored again")
+    def _keep(self, verb: str, _: str) -> None:
+        getattr(self._engine.stored, verb)(self.session.session_id, tenant=self.session.tenant)
+        self._note(_KEPT[verb])
 
     def _stats(self, _: str) -> None:
-        self._console.print(stats_table(self._engine.store_stats(), self._engine.metrics))
+        self._console.print(terminal.stats_table(self._engine.store_stats(), self._engine.metrics))
 
     def _help(self, _: str) -> None:
         commands = [(f"{name} {argument}", meaning) for name, (argument, meaning) in COMMANDS.items()]
-        self._console.print(pairs_table([*commands, ("Ctrl-C", "stop the answer; what was said so far stays")]))
+        commands.append(("Ctrl-C", "stop the answer; what was said so far stays"))
+        self._console.print(make_table(("", ""), commands, header=False, ruled=False))
 
     def _quit(self, _: str) -> None:
         raise _LeaveChat
@@ -294,139 +272,42 @@ class _LeaveChat(Exception):
     """The user wants to leave."""
 
 
-def _open(engine: Engine, session_id: str | None, system: str | None) -> Session:
-    """A conversation, new or gone on with; one that has begun keeps the system message it has."""
-    try:
-        return engine.session(session_id=session_id, system=system)
-    except InvalidRequestError:
-        if session_id is None or system is None:
-            raise
-        return engine.session(session_id=session_id)
-
-
-# What users and models have said is text in tables, never markup.
-
-
-def title_of(session: Session) -> str:
-    """The first thing the user said, shortened."""
-    first = next((m["content"] for m in session.messages if m["role"] == "user"), "(nothing said yet)")
-    line = printable(" ".join(first.split()))
-    return line if len(line) <= _TITLE_CHARS else line[: _TITLE_CHARS - 1] + "…"
-
-
-def sessions_table(sessions: Sequence[Session], current: Session) -> rich.table.Table:
-    """The open conversations, numbered from 1; the one that messages go to is marked."""
-    rows = [
-        (
-            f"{'*' if session is current else ' '} {number}",
-            title_of(session),
-            str(sum(message["role"] == "user" for message in session.messages)),
-            f"{len(session.token_ids):,}",
-            f"{session.num_dropped:,}",
-        )
-        for number, session in enumerate(sessions, 1)
-    ]
-    return make_table(("", "conversation", ">turns", ">tokens", ">dropped"), rows, ruled=False)
-
-
-def stored_table(infos: Iterable[EntryInfo], current: Session) -> rich.table.Table:
-    """What the store keeps, last used first; the conversation that messages go to is marked."""
-    rows = [
-        (
-            "*" if info.session_id == current.session_id else " ",
-            info.session_id,
-            f"{info.num_tokens:,}",
-            info.residency.value,
-            rich.filesize.decimal(info.ssd_bytes) if info.ssd_bytes else "-",
-            describe_time(info.last_used_s),
-            "yes" if info.pinned else "no",
-        )
-        for info in sorted(infos, key=lambda info: info.last_used_s, reverse=True)
-    ]
-    return make_table(("", "session", ">tokens", "in", ">on SSD", "last use", "pinned"), rows, ruled=False)
-
-
-def stats_table(store: StoreStats, done: EngineMetrics) -> rich.table.Table:
-    """What the store holds and what the engine has done."""
-    share = done.cached_tokens / done.prompt_tokens if done.prompt_tokens else 0.0
-    from_ssd = "" if store.ssd is None else f", {store.num_hits_from_ssd} of them from SSD"
-    rows = [
-        ("store", f"{store.used_bytes / GIB:.3f} of {store.capacity_bytes / GIB:.3f} GiB DRAM"),
-        *(() if store.ssd is None else _ssd_rows(store.ssd)),
-        ("stored conversations", f"{store.num_sessions} ({store.num_evictions} evicted)"),
-        ("loads", f"{store.num_hits} hits{from_ssd}; misses: {_counts(store.misses)}; failed: {done.failed_loads}"),
-        ("saves", f"{store.num_saves}; skipped: {_counts(store.skipped_saves)}; failed: {done.failed_saves}"),
-        ("turns", f"{done.turns} ({done.cancelled} stopped)"),
-        ("prompt tokens", f"{done.prompt_tokens:,}, of which cached {done.cached_tokens:,} ({share:.0%})"),
-        ("generated tokens", f"{done.completion_tokens:,}"),
-        ("dropped tokens", f"{done.dropped_tokens:,} in {done.truncations} truncations"),
-    ]
-    return pairs_table(rows)
-
-
-def pairs_table(rows: Iterable[tuple[str, str]]) -> rich.table.Table:
-    """Names and values, without a header."""
-    return make_table(("", ""), rows, header=False, ruled=False)
-
-
-def _ssd_rows(ssd: SsdStats) -> tuple[tuple[str, str], ...]:
-    lost = f", {ssd.num_lost_sessions} lost at start" if ssd.num_lost_sessions else ""
-    return (
-        ("SSD", f"{ssd.used_bytes / GIB:.3f} of {ssd.capacity_bytes / GIB:.3f} GiB"),
-        ("conversations on SSD", f"{ssd.num_sessions} ({ssd.num_evictions} evicted{lost})"),
-        ("fetches from SSD", f"{ssd.num_fetches}, {rich.filesize.decimal(ssd.fetched_bytes)}"),
-        (
-            "writes to SSD",
-            f"{ssd.num_flushes}, {rich.filesize.decimal(ssd.flushed_bytes)}; failed: {_counts(ssd.failed_flushes)}",
-        ),
-    )
-
-
-def _counts(counts: Mapping[MissReason, int] | Mapping[SkipReason, int] | Mapping[FlushFailure, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "none"
+def _number(command: str, what: str, argument: str, most: int) -> int:
+    """A command's argument as a number from 1."""
+    if not (argument.isdecimal() and 1 <= int(argument) <= most):
+        raise UnknownCommandError(f"{command} must be given {what}, 1 to {most}; got {argument!r}")
+    return int(argument)
 
 
 def _define_flags() -> None:
     """Only where this is the program: scripts share names of flags, and a test imports several of them."""
     define_model()
     flags.DEFINE_string("system", None, "System message of new conversations; the model's own if not given.")
-    flags.DEFINE_string(
-        "session_id", None, "Name of the conversation to go on with, or to begin; made up if not given."
-    )
-    define_flags()
+    named = "Name of the conversation to go on with, or to begin; made up if not given."
+    flags.DEFINE_string("session_id", None, named)
+    chat_input.define_flags()
     _SAMPLING.define()
     _ENGINE.define()
 
 
 def main(_: Sequence[str]) -> None:
     """Runs from the command line."""
-    processes = join_processes("chat")
+    processes = chat_input.join_processes("chat")
     console = rich.console.Console(quiet=processes.index > 0)
     sampling, config = _SAMPLING.read(), _ENGINE.read()
     with contextlib.ExitStack() as stack:
-        with progress_bars() as progress:
+        with terminal.progress_bars() as progress:
             engine = stack.enter_context(Engine.from_pretrained(FLAGS.model, config, progress=progress))
             engine.warmup(max_history_tokens=0, max_new_tokens=_WARM_TOKENS, progress=progress)
         resolved = dataclasses.replace(config, dtype=engine.model.dtype, context_window=engine.window)
         for part in (resolved, sampling):
             note(console, repr(part))
-        note(
-            console,
-            f"{engine.model.name}, loaded in {engine.metrics.model_load_s:.1f} s. /help lists the commands, "
-            "Ctrl-C stops an answer.",
-            None,
-        )
-        read_line = prompt_lines(tuple(COMMANDS)) if sys.stdin.isatty() else lines_of(sys.stdin, console)
-        chat = Chat(
-            engine,
-            read_line=read_line,
-            console=console,
-            sampling=sampling,
-            processes=processes,
-            system=FLAGS.system,
-            context=context_chunks(engine.model),
-            session_id=FLAGS.session_id,
-        )
+        loaded = f"{engine.model.name}, loaded in {engine.metrics.model_load_s:.1f} s"
+        note(console, f"{loaded}. /help lists the commands, Ctrl-C stops an answer.", None)
+        typed = sys.stdin.isatty()
+        read_line = chat_input.prompt_lines(tuple(COMMANDS)) if typed else chat_input.lines_of(sys.stdin, console)
+        chat = Chat(engine, read_line, console, sampling, processes, chat_input.context_chunks(engine.model))
+        chat.begin(FLAGS.session_id, FLAGS.system)
         chat.run()
 
 

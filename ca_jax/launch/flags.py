@@ -137,7 +137,7 @@ class ConfigFlags(Generic[T]):
 
     def _flags(self) -> Iterator[dict[str, Any]]:
         """What each flag is defined by, see `define_flag`."""
-        kind = type(self.default)
+        kind: type = type(self.default)
         for field, name, hint in _fields(self.default, self.only, self.without):
             value, inner = getattr(self.default, field), self._inner(field, hint)
             if inner is None:
@@ -237,12 +237,13 @@ def parsed(name: str, hint: Any, value: Any) -> Any:
     return os.path.expanduser(value) if name.endswith("_dir") else value
 
 
+@functools.cache
 def help_of(kind: type, field: str) -> str:
     """The docstring under a field as a flag's help, with what the field's choices mean."""
     name = NAMES.get(kind, {}).get(field, field)
     if name in _HELP:
         return _HELP[name]
-    module, text, meanings = sys.modules[kind.__module__], field_docs(kind)[field], ""
+    module, text, meanings = _module_of(kind, field), field_docs(kind)[field], ""
     for constant, told in _docs(inspect.getsource(module)).items():
         if f"`{constant}`" in text:
             text = re.sub(rf"(, |\b)([Oo]ne of|a) `{constant}`[:.]?", "", text)
@@ -253,6 +254,7 @@ def help_of(kind: type, field: str) -> str:
     return re.sub(r"\bNone: ", "Not given: ", text.replace("; None: ", "; by default ")).strip()
 
 
+@functools.cache
 def choices_of(kind: type, field: str) -> Sequence[str] | None:
     """What a field of strings may be, where its type or the words "one of" in its docstring name it; None: anything."""
     name = NAMES.get(kind, {}).get(field, field)
@@ -262,9 +264,15 @@ def choices_of(kind: type, field: str) -> Sequence[str] | None:
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     named = re.search(r"[Oo]ne of `([A-Z_]+)`", field_docs(kind)[field])
-    return None if named is None else tuple(getattr(sys.modules[kind.__module__], named[1]))
+    return None if named is None else tuple(getattr(_module_of(kind, field), named[1]))
 
 
+def _module_of(kind: type, field: str) -> types.ModuleType:
+    """Where the class is that declares a field."""
+    return sys.modules[next(base.__module__ for base in kind.__mro__ if field in vars(base).get("__annotations__", ()))]
+
+
+@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, each in one line; those of its bases too."""
     docs: dict[str, str] = {}

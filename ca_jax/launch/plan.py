@@ -139,11 +139,18 @@ def make_plan(
     num_data, num_kv = (1, 1) if sharding is None else (sharding.num_data, sharding.num_kv)
     kv_bytes = device_bytes - sum(wanted.values()) + wanted["the decode slots"]
     token_bytes = config.kv_bytes_per_token(resolve_dtype(dtype).itemsize)
+    part_bytes = token_bytes // num_kv  # Each device has the part of a token that its heads are.
+    hbm = Tier(  # Of the sessions of its part of data.
+        name="HBM",
+        num_bytes=kv_bytes * num_data * num_kv,
+        num_tokens=kv_bytes // part_bytes * num_data,
+        num_sessions=kv_bytes // (part_bytes * session_tokens) * num_data,
+    )
     stored_tokens, kept = session_tokens, kept_window(config, engine, window)
     if kept is not None:
         stored_tokens = min(session_tokens, kept + layout.block_tokens - 2)
     tiers = (
-        _hbm(kv_bytes, token_bytes, session_tokens, num_data=num_data, num_kv=num_kv),
+        hbm,
         _of_blocks("DRAM", engine.store.dram_bytes, layout.block_bytes, layout, stored_tokens),
         _of_blocks("SSD", engine.store.ssd_bytes, layout.stored_block_bytes, layout, stored_tokens),
     )
@@ -183,11 +190,11 @@ def _wanted_bytes(
 
 def _weight_bytes(config: ModelConfig, dtype: str, sharding: ModelSharding | None) -> int:
     """Of the weights on each device; without a mesh, of all."""
-    num_params = 0
-    for slot in parameter_slots(config):
-        shape = slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
-        num_params += math.prod(shape)
-    return num_params * resolve_dtype(dtype).itemsize
+    shapes = (
+        slot.shape if sharding is None else sharding.of_slot(slot).shard_shape(slot.shape)
+        for slot in parameter_slots(config)
+    )
+    return sum(map(math.prod, shapes)) * resolve_dtype(dtype).itemsize
 
 
 def _what_fits(config: ModelConfig, engine: EngineConfig, dtype: str, window: int, device_bytes: int) -> str:
@@ -202,17 +209,6 @@ def _what_fits(config: ModelConfig, engine: EngineConfig, dtype: str, window: in
         if sum(_wanted_bytes(config, engine, dtype, sharding, window).values()) <= device_bytes:
             return f"tensor_parallel_size={size} would do"
     return "no tensor_parallel_size would do"
-
-
-def _hbm(kv_bytes: int, token_bytes: int, session_tokens: int, *, num_data: int, num_kv: int) -> Tier:
-    """What devices hold of KV: each has the part of a token that its heads are, of the sessions of its part of data."""
-    token_bytes //= num_kv
-    return Tier(
-        name="HBM",
-        num_bytes=kv_bytes * num_data * num_kv,
-        num_tokens=kv_bytes // token_bytes * num_data,
-        num_sessions=kv_bytes // (token_bytes * session_tokens) * num_data,
-    )
 
 
 def _of_blocks(name: str, num_bytes: int, block_bytes: int, layout: KVLayout, session_tokens: int) -> Tier:
@@ -262,20 +258,11 @@ def define(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """
     here: dict[str, Any] = {"flag_values": flag_values}
     flags.DEFINE_enum("model_preset", None, sorted(PRESETS), "Architecture that a plan is made for.", **here)
-    flags.DEFINE_enum(
-        "dtype",
-        None,
-        [*DTYPES, "float16"],
-        "Of weights and KV in a plan, by default bfloat16; of weights that are converted, by default float32.",
-        **here,
-    )
+    text = "Of weights and KV in a plan, by default bfloat16; of weights that are converted, by default float32."
+    flags.DEFINE_enum("dtype", None, [*DTYPES, "float16"], text, **here)
     flags.DEFINE_float("device_gib", 80.0, "Memory of each device, GiB.", lower_bound=0.0, **here)
-    flags.DEFINE_integer(
-        "session_tokens",
-        None,
-        "Tokens of the sessions that tiers are counted in; by default a full context window.",
-        **here,
-    )
+    text = "Tokens of the sessions that tiers are counted in; by default a full context window."
+    flags.DEFINE_integer("session_tokens", None, text, **here)
     _ENGINE.define(flag_values)
 
 

@@ -116,6 +116,7 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
     """
     workload = result.workload
     counts = ("cut_turns", "cut_tokens", "left_out_turns", "skipped_rows", "first_skipped", "stored_tokens")
+    both = {name: getattr(result, name) for name in ("comparison", "agreement")}
     return {
         "suite": "replay",
         **told,
@@ -123,13 +124,10 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
         "workload": {
             "sessions": len(workload.sessions),
             "turns": workload.num_turns,
-            "window": result.window,
-            "workload_bytes": result.workload_bytes,
-            "store_bytes": result.store_bytes,
+            **{name: getattr(result, name) for name in ("window", "workload_bytes", "store_bytes")},
             **{name: getattr(workload, name) for name in counts},
         },
-        "comparison": None if result.comparison is None else dataclasses.asdict(result.comparison),
-        "agreement": None if result.agreement is None else dataclasses.asdict(result.agreement),
+        **{name: None if each is None else dataclasses.asdict(each) for name, each in both.items()},
         "turn_columns": [field.name for field in dataclasses.fields(ServedTurn)],
         "sample_columns": [field.name for field in dataclasses.fields(Sample)],
         "runs": [_run(run) for run in result.runs],

@@ -9,6 +9,7 @@ import importlib
 import json
 import shlex
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,6 @@ from absl import app, flags, logging
 import ca_jax
 from ca_jax.errors import CaJaxError
 from ca_jax.launch.flags import spelled
-from ca_jax.launch.terminal import printable
 
 flags.disclaim_key_flags()  # Flags defined below `run_benchmark` are the script's: its --help shows them.
 
@@ -85,6 +85,13 @@ def make_console() -> rich.console.Console:
 def note(console: rich.console.Console, text: str, style: str | None = "dim") -> None:
     """Prints a text as it is: markup is text in it, and what would steer the terminal is replaced."""
     console.print(rich.text.Text(printable(text)), style=style, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than newline and tab replaced by U+FFFD."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
 
 
 def make_table(

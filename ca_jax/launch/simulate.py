@@ -31,7 +31,6 @@ from ca_jax.launch.simulate_flags import (
     paper_config,
     read_trace,
     server_config,
-    sharegpt_lengths,
     store_sizes,
     trace_source,
 )
@@ -55,7 +54,7 @@ def simulate_figures(figures: Sequence[str], console: rich.console.Console, plot
     config = paper_config()
     began_s = time.perf_counter()
     with progress_bars() as progress:
-        runs = PaperRuns(config, sharegpt_lengths(trace_source()), progress)
+        runs = PaperRuns(config, trace_source().lengths(), progress)
         rows = [row for figure in figures for row in figure_rows(figure, runs)]
     elapsed_s = time.perf_counter() - began_s
     print_figures(rows, console)

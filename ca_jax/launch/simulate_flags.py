@@ -9,16 +9,18 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
-from ca_jax.launch.flags import ConfigFlags
+from ca_jax.launch.flags import ConfigFlags, define_flag
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import DEVICES, MODELS, CostModel, RooflineCost, ServerConfig, SimModel, StoreSizes
 from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
+from ca_jax.simulate.replay.workload import TraceConfig
 from ca_jax.simulate.server import POLICIES
-from ca_jax.simulate.traces.requests import TRACE_FORMATS, BadRows, load_requests, share_of_seen_blocks
+from ca_jax.simulate.traces.requests import BadRows, load_requests, share_of_seen_blocks
 from ca_jax.simulate.traces.sharegpt import load_sharegpt
 from ca_jax.simulate.workload import Lengths, SimSession, conversation_lengths, poisson_sessions, trace_sessions
 
@@ -30,29 +32,20 @@ _USABLE_HBM = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TraceSource:
+class TraceSource(TraceConfig):
     """Which trace, and how it is read.
 
     Raises:
       ValueError: an unknown format, no file where one is needed, or a number that cannot be.
     """
 
-    trace_format: str = "sharegpt"
-    """One of `TRACE_FORMATS`."""
-    trace: str | None = None
-    """The file, of agents also a directory of such; None: the installed ShareGPT."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be used, and count them; else the first one is an error."""
-    chars_per_token: float = 4.0
+    chars_per_token: float = _PAPER.chars_per_token
     """Characters of a text that make a token."""
-    max_turns: int = 0
+    max_turns: int = 40
     """ShareGPT: most turns of a conversation, as in the paper; later ones are left out. 0 for all."""
 
     def __post_init__(self) -> None:
-        if self.trace_format not in TRACE_FORMATS:
-            raise ValueError(f"trace_format must be one of {', '.join(TRACE_FORMATS)}; got {self.trace_format!r}")
-        if self.trace is None and self.trace_format != "sharegpt":
-            raise ValueError(f"trace must be a file of the format {self.trace_format}, got none")
+        super().__post_init__()
         if not 0 < self.chars_per_token < float("inf"):
             raise ValueError(f"chars_per_token must be a number above 0, got {self.chars_per_token}")
         if self.max_turns < 0:
@@ -67,6 +60,15 @@ class TraceSource:
         """Of a text, about."""
         return round(len(text) / self.chars_per_token)
 
+    def lengths(self) -> Lengths:
+        """How long ShareGPT's conversations are.
+
+        Raises:
+          FileNotFoundError: there is no such file, or the package is not installed.
+          ValueError: it is malformed.
+        """
+        return conversation_lengths(load_sharegpt(self.path), self.num_tokens, max_turns=self.max_turns or None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadTrace:
@@ -74,48 +76,44 @@ class ReadTrace:
 
     sessions: Sequence[SimSession]
     """In order of arrival."""
-    seen_blocks_share: float | None
+    seen_blocks_share: float | None = None
     """Share of all blocks that lead their prompt and were seen before: of traces with hashes."""
-    skipped_rows: int
+    skipped_rows: int = 0
     """Rows that could not be used."""
-    first_skipped: str | None
+    first_skipped: str | None = None
     """What was wrong with the first of them."""
 
 
-_TRACE = ConfigFlags(TraceSource(chars_per_token=_PAPER.chars_per_token, max_turns=40))
-_NUMBERS: dict[str, tuple[float | None, str]] = {
-    "arrival_rate": (_PAPER.arrival_rate, "ShareGPT: conversations a second, Poisson."),
-    "think_time_s": (_PAPER.think_s, "ShareGPT: mean time before a further turn, exponential."),
-    "warmup_share": (None, "Share of the turns that come first and do not count."),
-    "flops_share": (_PAPER.flops_share, "Share of its operations a second that a prefill reaches."),
-    "bytes_share": (_PAPER.bytes_share, "Share of its memory's bandwidth that a step reaches."),
-    "step_ms": (_PAPER.step_s * 1e3, "Of every prefill and decode step, however small."),
-    "dram_gb": (128.0, "Without figures: DRAM for KV."),
-    "ssd_gb": (10_000.0, "Without figures: SSD for KV; 0 for none."),
-    "capacity_share": (None, "Without figures: DRAM as this share of the KV of all sessions, and no SSD."),
-    "ssd_gb_per_s": (_PAPER.ssd_bytes_per_s / GB, "Bandwidth of the SSD, each way."),
-    "ttl_s": (None, "Without figures: how long KV is kept after its last use; by default while room lasts."),
-    "price_device": (_PAPER.prices.device, "Figure 17: dollars an hour of an accelerator."),
-    "price_dram_gb": (_PAPER.prices.dram_gb, "Figure 17: dollars an hour of a gigabyte of memory."),
-    "price_ssd_gb": (_PAPER.prices.ssd_gb, "Figure 17: dollars an hour of a gigabyte of SSD."),
-}
-_INTEGERS: dict[str, tuple[int | None, str]] = {
-    "num_sessions": (None, "Sessions that come; by default all of a trace, 9,000 for figures."),
-    "seed": (_PAPER.seed, "Of arrivals and the order of conversations."),
-    "window": (None, "Without figures: context window; by default the model's."),
-    "num_devices": (2, "Without figures: how many share the model."),
-    "max_batch_size": (_PAPER.max_batch_size, "Decode slots."),
-    "block_tokens": (StoreSizes.block_tokens, "Without figures: tokens of a block of the store."),
+_TRACE = ConfigFlags(TraceSource(), without=("length_scale",))
+_NUMBERS: dict[str, tuple[type, float | None, str]] = {
+    "arrival_rate": (float, _PAPER.arrival_rate, "ShareGPT: conversations a second, Poisson."),
+    "think_time_s": (float, _PAPER.think_s, "ShareGPT: mean time before a further turn, exponential."),
+    "warmup_share": (float, None, "Share of the turns that come first and do not count."),
+    "flops_share": (float, _PAPER.flops_share, "Share of its operations a second that a prefill reaches."),
+    "bytes_share": (float, _PAPER.bytes_share, "Share of its memory's bandwidth that a step reaches."),
+    "step_ms": (float, _PAPER.step_s * 1e3, "Of every prefill and decode step, however small."),
+    "dram_gb": (float, 128.0, "Without figures: DRAM for KV."),
+    "ssd_gb": (float, 10_000.0, "Without figures: SSD for KV; 0 for none."),
+    "capacity_share": (float, None, "Without figures: DRAM as this share of the KV of all sessions, and no SSD."),
+    "ssd_gb_per_s": (float, _PAPER.ssd_bytes_per_s / GB, "Bandwidth of the SSD, each way."),
+    "ttl_s": (float, None, "Without figures: how long KV is kept after its last use; by default while room lasts."),
+    "price_device": (float, _PAPER.prices.device, "Figure 17: dollars an hour of an accelerator."),
+    "price_dram_gb": (float, _PAPER.prices.dram_gb, "Figure 17: dollars an hour of a gigabyte of memory."),
+    "price_ssd_gb": (float, _PAPER.prices.ssd_gb, "Figure 17: dollars an hour of a gigabyte of SSD."),
+    "num_sessions": (int, None, "Sessions that come; by default all of a trace, 9,000 for figures."),
+    "seed": (int, _PAPER.seed, "Of arrivals and the order of conversations."),
+    "window": (int, None, "Without figures: context window; by default the model's."),
+    "num_devices": (int, 2, "Without figures: how many share the model."),
+    "max_batch_size": (int, _PAPER.max_batch_size, "Decode slots."),
+    "block_tokens": (int, StoreSizes.block_tokens, "Without figures: tokens of a block of the store."),
 }
 
 
 def define_flags() -> None:
     """Only where `simulate` is the program: scripts share names of flags."""
     _TRACE.define()
-    for name, (number, text) in _NUMBERS.items():
-        flags.DEFINE_float(name, number, text)
-    for name, (integer, text) in _INTEGERS.items():
-        flags.DEFINE_integer(name, integer, text)
+    for name, (kind, number, text) in _NUMBERS.items():
+        define_flag(name, kind, number, text)
     figures = "Figure of the paper to simulate; may be given more than once."
     flags.DEFINE_multi_enum("figure", [], [*FIGURES, "all"], figures)
     waits = "ShareGPT: turns come after answers, not at times of their own."
@@ -134,11 +132,7 @@ def define_flags() -> None:
 
 
 def trace_source() -> TraceSource:
-    """The trace that flags name.
-
-    Raises:
-      ValueError: a flag's value is out of range.
-    """
+    """The trace that flags name; raises ValueError where a flag's value is out of range."""
     return _TRACE.read()
 
 
@@ -148,24 +142,18 @@ def paper_config() -> PaperConfig:
     Raises:
       ValueError: a flag's value is out of range.
     """
-    prices = dataclasses.replace(
-        _PAPER.prices, device=FLAGS.price_device, dram_gb=FLAGS.price_dram_gb, ssd_gb=FLAGS.price_ssd_gb
-    )
+    names = ["chars_per_token", "arrival_rate", "flops_share", "bytes_share", "max_batch_size", "seed"]
+    names += [name for name in ("num_sessions", "warmup_share") if FLAGS[name].value is not None]
+    given: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    prices: dict[str, Any] = {name: FLAGS[f"price_{name}"].value for name in ("device", "dram_gb", "ssd_gb")}
     return PaperConfig(
-        num_sessions=_PAPER.num_sessions if FLAGS.num_sessions is None else FLAGS.num_sessions,
-        chars_per_token=FLAGS.chars_per_token,
-        warmup_share=_PAPER.warmup_share if FLAGS.warmup_share is None else FLAGS.warmup_share,
-        arrival_rate=FLAGS.arrival_rate,
+        **given,
         think_s=FLAGS.think_time_s,
         waits_for_answers=FLAGS.wait_for_answers,
         device=DEVICES[FLAGS.device],
-        flops_share=FLAGS.flops_share,
-        bytes_share=FLAGS.bytes_share,
         step_s=FLAGS.step_ms / 1e3,
         ssd_bytes_per_s=FLAGS.ssd_gb_per_s * GB,
-        max_batch_size=FLAGS.max_batch_size,
-        prices=prices,
-        seed=FLAGS.seed,
+        prices=dataclasses.replace(_PAPER.prices, **prices),
     )
 
 
@@ -246,47 +234,22 @@ def _hbm_tokens(model: SimModel) -> float:
     return free_bytes / model.token_bytes
 
 
-def sharegpt_lengths(source: TraceSource) -> Lengths:
-    """How long recorded conversations are.
-
-    Raises:
-      FileNotFoundError: there is no such file, or the package is not installed.
-      ValueError: it is malformed.
-    """
-    return conversation_lengths(load_sharegpt(source.path), source.num_tokens, max_turns=source.max_turns or None)
-
-
-def read_trace(
-    source: TraceSource,
-    *,
-    num_sessions: int | None = None,
-    arrival_rate: float = 1.0,
-    think_s: float = 0.0,
-    waits_for_answers: bool = True,
-    seed: int = 0,
-) -> ReadTrace:
+def read_trace(source: TraceSource, num_sessions: int | None = None, **arrivals: Any) -> ReadTrace:
     """Reads a trace. Conversations of ShareGPT, which has no times, come at random; other traces say when.
 
     Args:
       source: which.
       num_sessions: how many at most, the first ones; None for all.
-      arrival_rate, think_s, waits_for_answers, seed: of conversations of ShareGPT, see `poisson_sessions`.
+      **arrivals: of conversations of ShareGPT, see `poisson_sessions`.
 
     Raises:
       FileNotFoundError: there is no such file.
       ValueError: it is malformed (`TraceError` where rows have lines).
     """
     if source.path is None or source.trace_format == "sharegpt":
-        lengths = sharegpt_lengths(source)
-        sessions = poisson_sessions(
-            lengths,
-            num_sessions=num_sessions or len(lengths),
-            arrival_rate=arrival_rate,
-            think_s=think_s,
-            waits_for_answers=waits_for_answers,
-            seed=seed,
-        )
-        return ReadTrace(sessions=list(sessions), seen_blocks_share=None, skipped_rows=0, first_skipped=None)
+        lengths = source.lengths()
+        drawn = poisson_sessions(lengths, num_sessions=num_sessions or len(lengths), **arrivals)
+        return ReadTrace(sessions=list(drawn))
     bad_rows = BadRows(source.skip_bad_rows)
     requests = load_requests(source.trace_format, source.path, source.num_tokens, bad_rows)
     hashed = [request for request in requests if request.hash_ids]

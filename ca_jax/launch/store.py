@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ca_jax.launch import store_report
 from ca_jax.launch.flags import out_path
 from ca_jax.launch.script import make_console, write_json
 from ca_jax.launch.script import run as run_script
+from ca_jax.launch.store_report import Facts
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
@@ -103,14 +104,17 @@ class Request:
             raise CommandError("claim must be told ssd_url, got none")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What was found or done."""
 
     facts: dict[str, Any]
     """JSON values: `command`, `directory`, `time_s`, and what the command tells."""
-    ok: bool = True
-    """False where something is damaged."""
+
+    @property
+    def ok(self) -> bool:
+        """False where something is damaged; rows of the catalog that a list passes over are not looked at."""
+        return not any(self.facts.get(name) for name in ("damage", "damaged", "catalog_problems"))
 
 
 def run(request: Request, progress: Progress) -> Result:
@@ -128,22 +132,20 @@ def run(request: Request, progress: Progress) -> Result:
     """
     now_s = time.time()
     with StoreInspector(request.directory, url=request.url, driver=request.driver) as inspector:
-        result = _ACTIONS[request.command](inspector, request, now_s, progress)
+        facts = _ACTIONS[request.command](inspector, request, now_s, progress)
     told = {"command": request.command, "directory": str(request.directory), "time_s": now_s}
-    return dataclasses.replace(result, facts={**told, **result.facts})
+    return Result({**told, **facts})
 
 
-def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _list(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     listing = inspector.sessions(request.tenant)
-    return Result(
-        facts={
-            "sessions": [store_report.session_facts(each, now_s) for each in listing.sound],
-            "damaged_rows": [store_report.row_facts(each) for each in listing.damaged],
-        }
-    )
+    return {
+        "sessions": [store_report.session_facts(each, now_s) for each in listing.sound],
+        "damaged_rows": [store_report.row_facts(each) for each in listing.damaged],
+    }
 
 
-def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     session = inspector.find(request.session or "", request.tenant)
     record, layout = session.record, session.namespace.layout
     found, first_token_ids = None, None
@@ -158,7 +160,7 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
         {"index": index, "block_id": block_id, "tokens": tokens_of.get(index, 0)}
         for index, block_id in enumerate(record.block_ids.tolist())
     ]
-    facts = {
+    return {
         "session": store_report.session_facts(session, now_s),
         "namespace": store_report.namespace_facts(session.namespace),
         "blocks_at": inspector.block_location(session.namespace),
@@ -166,10 +168,9 @@ def _show(inspector: StoreInspector, request: Request, now_s: float, _: Progress
         "first_token_ids": first_token_ids,
         "damage": found,
     }
-    return Result(facts=facts, ok=found is None)
 
 
-def _verify(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Result:
+def _verify(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Facts:
     listing = inspector.sessions(request.tenant)
     total = len(listing.sound) + len(listing.damaged)
     damaged = []
@@ -184,17 +185,16 @@ def _verify(inspector: StoreInspector, request: Request, now_s: float, progress:
             damaged.append(store_report.verdict_facts(verdict, now_s))
     told = {each["key"] for each in damaged}
     problems = [] if request.tenant is not None else catalog_problems(inspector)  # They are the whole store's.
-    facts = {
+    return {
         "num_sessions": num_sessions,
         "num_blocks": num_blocks,
         "num_bytes": num_bytes,
         "damaged": damaged,
         "catalog_problems": [dataclasses.asdict(each) for each in problems if each.key not in told],
     }
-    return Result(facts=facts, ok=not damaged and not facts["catalog_problems"])
 
 
-def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     garbage = collect_garbage(
         inspector,
         now_s=now_s,
@@ -203,19 +203,16 @@ def _gc(inspector: StoreInspector, request: Request, now_s: float, _: Progress) 
         read_blocks=request.verify_blocks,
         dry_run=request.dry_run,
     )
-    facts = {
+    names = ("num_file_bytes", "catalog_bytes", "compacted_bytes", "not_compacted")
+    return {
         "dry_run": request.dry_run,
         "namespaces": [store_report.garbage_facts(each, now_s) for each in garbage.namespaces],
         "files": list(garbage.files),
-        "num_file_bytes": garbage.num_file_bytes,
-        "catalog_bytes": garbage.catalog_bytes,
-        "compacted_bytes": garbage.compacted_bytes,
-        "not_compacted": garbage.not_compacted,
+        **{name: getattr(garbage, name) for name in names},
     }
-    return Result(facts=facts)
 
 
-def _export(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Result:
+def _export(inspector: StoreInspector, request: Request, now_s: float, progress: Progress) -> Facts:
     output_dir = request.output_dir
     if output_dir is None:
         raise CommandError("export must be told output_dir, got none")
@@ -242,7 +239,7 @@ def _export(inspector: StoreInspector, request: Request, now_s: float, progress:
                 _write(read, path)
                 exported.append({**store_report.session_facts(read.session, now_s), "file": str(path)})
         progress("export", done, len(sessions))
-    return Result(facts={"exported": exported, "damaged": damaged}, ok=not damaged)
+    return {"exported": exported, "damaged": damaged}
 
 
 def _write(read: SessionKV, path: Path) -> None:
@@ -260,15 +257,15 @@ def _write(read: SessionKV, path: Path) -> None:
     safetensors.numpy.save_file({"kv": read.kv, "token_ids": read.token_ids}, path, metadata=metadata)
 
 
-def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     garbage = drop_session(inspector, inspector.find(request.session or "", request.tenant))
-    return Result(facts=store_report.garbage_facts(garbage, now_s))
+    return store_report.garbage_facts(garbage, now_s)
 
 
-def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     use = inspector.disk_use()
     listings = [(each, inspector.sessions_of(each.namespace, request.tenant)) for each in inspector.namespaces()]
-    facts = {
+    return {
         "namespaces": [
             store_report.usage_facts(info, listing, use.blocks.get(info.namespace), now_s) for info, listing in listings
         ],
@@ -277,10 +274,9 @@ def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progres
         "free_bytes": use.free_bytes,
         "total_bytes": use.total_bytes,
     }
-    return Result(facts=facts)
 
 
-def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Result:
+def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     taken = [
         {
             "blocks_at": inspector.block_location(each.namespace),
@@ -289,13 +285,10 @@ def _claim(inspector: StoreInspector, request: Request, now_s: float, _: Progres
         }
         for each in take_over_blocks(inspector)
     ]
-    return Result(facts={"taken": taken})
+    return {"taken": taken}
 
 
-_Action = Callable[[StoreInspector, Request, float, Progress], Result]
-_ACTIONS: dict[str, _Action] = dict(
-    zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True)
-)
+_ACTIONS = dict(zip(COMMANDS, (_list, _show, _verify, _gc, _export, _drop, _stats, _claim), strict=True))
 
 
 def _define_flags() -> None:

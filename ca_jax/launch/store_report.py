@@ -8,11 +8,12 @@ Not here: finding it (`store`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.filesize
+import rich.table
+from rich.filesize import decimal
 
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
@@ -23,6 +24,7 @@ from ca_jax.storage.verify import Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""
+_Parts = Iterator[rich.table.Table | tuple[str, ...]]  # Tables, and lines with their style.
 
 _SUMS = ("num_sessions", "num_tokens", "num_blocks", "num_bytes")  # Of a namespace and of each tenant.
 _OF_RECORD = (
@@ -107,11 +109,15 @@ def usage_facts(info: NamespaceInfo, listing: Listing, use: DiskUse | None, now_
 
 
 def print_facts(facts: Facts, console: rich.console.Console) -> None:
-    """Shows the facts of one command as tables."""
-    _PRINTERS[facts["command"]](facts, console)
+    """Shows the facts of one command as tables and lines."""
+    for part in _SHOWN[facts["command"]](facts):
+        if isinstance(part, rich.table.Table):
+            console.print(part)
+        else:
+            note(console, *part)
 
 
-def _print_list(facts: Facts, console: rich.console.Console) -> None:
+def _list(facts: Facts) -> _Parts:
     sessions = facts["sessions"]
     columns = ("session", "tenant", ">tokens", ">size", "created", "last used", "expires", "pinned", "state", "weights")
     rows = [
@@ -122,22 +128,19 @@ def _print_list(facts: Facts, console: rich.console.Console) -> None:
         )
         for each in sessions
     ]
-    console.print(make_table(columns, rows, ruled=False))
-    tokens = sum(each["num_tokens"] for each in sessions)
-    size = rich.filesize.decimal(sum(each["num_bytes"] for each in sessions))
-    note(console, f"{len(sessions):,} sessions, {tokens:,} tokens, {size}")
+    yield _table(columns, rows)
+    tokens, num_bytes = (sum(each[name] for each in sessions) for name in ("num_tokens", "num_bytes"))
+    yield (f"{len(sessions):,} sessions, {tokens:,} tokens, {decimal(num_bytes)}",)
     for row in facts["damaged_rows"]:
-        note(console, f"damaged row of the catalog: {row['found']}", "red")
+        yield f"damaged row of the catalog: {row['found']}", "red"
 
 
-def _print_show(facts: Facts, console: rich.console.Console) -> None:
+def _show(facts: Facts) -> _Parts:
     session, namespace = facts["session"], facts["namespace"]
     layout, token_ids = namespace["layout"], facts["first_token_ids"]
     shape = f"{layout['num_layers']} layers x {layout['num_kv_heads']} KV heads x {layout['head_dim']}"
     rows = [
-        ("session", session["session_id"]),
-        ("key", session["key"]),
-        ("tenant", session["tenant"]),
+        *((name, session[field]) for name, field in (("session", "session_id"), ("key", "key"), ("tenant", "tenant"))),
         ("tokens", f"{session['num_tokens']:,}, after {session['num_dropped']:,} were dropped"),
         ("size", f"{_size(session)} in {session['num_blocks']:,} blocks"),
         ("created", describe_time(session["created_s"])),
@@ -150,46 +153,36 @@ def _print_show(facts: Facts, console: rich.console.Console) -> None:
         ("blocks at", facts["blocks_at"]),
         ("first token ids", "not readable" if token_ids is None else " ".join(map(str, token_ids))),
     ]
-    console.print(make_table(("", ""), rows, header=False, ruled=False))
+    yield make_table(("", ""), rows, header=False, ruled=False)
     if facts["damage"]:
-        note(console, f"damaged: {facts['damage']}", "red")
-    blocks = [(f"{each['index']}", f"{each['block_id']}", f"{each['tokens']}") for each in facts["blocks"]]
-    console.print()
-    console.print(make_table((">block", ">id on disk", ">tokens"), blocks, ruled=False))
+        yield f"damaged: {facts['damage']}", "red"
+    yield ("",)
+    blocks = [[f"{each[name]}" for name in ("index", "block_id", "tokens")] for each in facts["blocks"]]
+    yield _table((">block", ">id on disk", ">tokens"), blocks)
 
 
-def _print_verify(facts: Facts, console: rich.console.Console) -> None:
+def _verify(facts: Facts) -> _Parts:
     damaged, problems = facts["damaged"], facts["catalog_problems"]
     if damaged:
-        rows = [
-            (
-                *_who(each),
-                *("-" if damage[name] is None else f"{damage[name]}" for name in ("index", "block_id")),
-                damage["reason"],
-                damage["found"],
-            )
-            for each in damaged
-            for damage in each["damages"]
-        ]
-        columns = ("session", "tenant", "key", ">block", ">id on disk", "damage", "found")
-        console.print(make_table(columns, rows, ruled=False))
+        rows = []
+        for each in damaged:
+            for damage in each["damages"]:
+                at = ("-" if damage[name] is None else f"{damage[name]}" for name in ("index", "block_id"))
+                rows.append((*_who(each), *at, damage["reason"], damage["found"]))
+        yield _table(("session", "tenant", "key", ">block", ">id on disk", "damage", "found"), rows)
     for problem in problems:
         of = "" if problem["key"] is None else f" (session {problem['key'][:_SHORT]})"
-        note(console, f"catalog{of}: {problem['found']}", "red")
-    note(
-        console,
-        f"{len(damaged):,} of {facts['num_sessions']:,} sessions damaged, {len(problems):,} other problems of the "
-        f"catalog; {facts['num_blocks']:,} blocks, {_size(facts)}",
-        "red" if damaged or problems else "green",
-    )
+        yield f"catalog{of}: {problem['found']}", "red"
+    found = f"{len(damaged):,} of {facts['num_sessions']:,} sessions damaged, {len(problems):,} other problems"
+    of_all = f"{facts['num_blocks']:,} blocks, {_size(facts)}"
+    yield f"{found} of the catalog; {of_all}", "red" if damaged or problems else "green"
 
 
-def _print_gc(facts: Facts, console: rich.console.Console) -> None:
+def _gc(facts: Facts) -> _Parts:
     would = "would be " if facts["dry_run"] else ""
     forgotten = [each for namespace in facts["namespaces"] for each in namespace["forgotten"]]
     if forgotten:
-        rows = [(*_who(each), each["reason"]) for each in forgotten]
-        console.print(make_table(("session", "tenant", "key", "why"), rows, ruled=False))
+        yield _table(("session", "tenant", "key", "why"), [(*_who(each), each["reason"]) for each in forgotten])
     namespaces = [
         (
             each["namespace"] + (f", {would}dropped" if each["dropped"] else ""),
@@ -198,38 +191,36 @@ def _print_gc(facts: Facts, console: rich.console.Console) -> None:
         )
         for each in facts["namespaces"]
     ]
-    columns = ("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers")
-    console.print(make_table(columns, namespaces, ruled=False))
+    yield _table(("namespace", "weights", ">forgotten", ">blocks", ">freed", ">leftovers"), namespaces)
     if facts["files"]:
-        note(console, f"{would}deleted ({_size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}")
+        yield (f"{would}deleted ({_size(facts, 'num_file_bytes')}): {', '.join(facts['files'])}",)
     if facts["compacted_bytes"] is not None:
-        note(console, f"catalog: {_size(facts, 'catalog_bytes')} before, {_size(facts, 'compacted_bytes')} now")
+        yield (f"catalog: {_size(facts, 'catalog_bytes')} before, {_size(facts, 'compacted_bytes')} now",)
     if facts["not_compacted"] is not None:
-        note(console, f"catalog not compacted: {facts['not_compacted']}", "red")
-    freed_bytes = sum(each["num_bytes"] for each in facts["namespaces"]) + facts["num_file_bytes"]
-    freed = rich.filesize.decimal(freed_bytes)
-    note(console, f"{len(forgotten):,} sessions {would}forgotten, {freed} {would}freed")
+        yield f"catalog not compacted: {facts['not_compacted']}", "red"
+    freed = decimal(sum(each["num_bytes"] for each in facts["namespaces"]) + facts["num_file_bytes"])
+    yield (f"{len(forgotten):,} sessions {would}forgotten, {freed} {would}freed",)
 
 
-def _print_export(facts: Facts, console: rich.console.Console) -> None:
-    if facts["exported"]:
-        rows = [
-            (each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each), each["file"])
-            for each in facts["exported"]
-        ]
-        console.print(make_table(("session", "tenant", ">tokens", ">size", "file"), rows, ruled=False))
+def _export(facts: Facts) -> _Parts:
+    rows = [
+        (each["session_id"], each["tenant"], f"{each['num_tokens']:,}", _size(each), each["file"])
+        for each in facts["exported"]
+    ]
+    if rows:
+        yield _table(("session", "tenant", ">tokens", ">size", "file"), rows)
     for each in facts["damaged"]:
-        note(console, f"not exported: {each['found']}", "red")
-    note(console, f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged")
+        yield f"not exported: {each['found']}", "red"
+    yield (f"{len(facts['exported']):,} sessions exported, {len(facts['damaged']):,} damaged",)
 
 
-def _print_drop(facts: Facts, console: rich.console.Console) -> None:
+def _drop(facts: Facts) -> _Parts:
     session, tenant, key = _who(facts["forgotten"][0])
     freed = f"{facts['num_blocks']:,} blocks deleted, {_size(facts)} freed"
-    note(console, f"session {session!r} of tenant {tenant!r} ({key}) dropped: {freed}")
+    yield (f"session {session!r} of tenant {tenant!r} ({key}) dropped: {freed}",)
 
 
-def _print_stats(facts: Facts, console: rich.console.Console) -> None:
+def _stats(facts: Facts) -> _Parts:
     rows = []
     for each in facts["namespaces"]:
         disk = each["disk"]
@@ -238,30 +229,26 @@ def _print_stats(facts: Facts, console: rich.console.Console) -> None:
         rows.append((name, weights, "all", *_sums(each), *on_disk, f"{each['num_damaged_rows']:,}"))
         rows.extend(("", "", tenant["tenant"], *_sums(tenant), "", "", "") for tenant in each["tenants"])
     sums = (">sessions", ">tokens", ">blocks", ">size")
-    columns = ("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows")
-    console.print(make_table(columns, rows, ruled=False))
+    yield _table(("namespace", "weights", "tenant", *sums, ">files", ">on disk", ">damaged rows"), rows)
     for name, use in facts["unknown"].items():
-        note(console, f"of no namespace: {name}, {use['num_files']:,} files, {_size(use)}; gc deletes it")
+        yield (f"of no namespace: {name}, {use['num_files']:,} files, {_size(use)}; gc deletes it",)
     disk = f"disk {_size(facts, 'free_bytes')} free of {_size(facts, 'total_bytes')}"
-    note(console, f"catalog {_size(facts['catalog'])}; {disk}")
+    yield (f"catalog {_size(facts['catalog'])}; {disk}",)
 
 
-def _print_claim(facts: Facts, console: rich.console.Console) -> None:
+def _claim(facts: Facts) -> _Parts:
     for each in facts["taken"]:
-        before = each["owner"] or "nobody known"
-        note(console, f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {before}")
+        yield (f"{each['num_blocks']:,} blocks at {each['blocks_at']}, before of {each['owner'] or 'nobody known'}",)
 
 
-_PRINTERS: dict[str, Callable[[Facts, rich.console.Console], None]] = {
-    "list": _print_list,
-    "show": _print_show,
-    "verify": _print_verify,
-    "gc": _print_gc,
-    "export": _print_export,
-    "drop": _print_drop,
-    "stats": _print_stats,
-    "claim": _print_claim,
+_SHOWN = {
+    **{"list": _list, "show": _show, "verify": _verify, "gc": _gc},
+    **{"export": _export, "drop": _drop, "stats": _stats, "claim": _claim},
 }
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> rich.table.Table:
+    return make_table(columns, rows, ruled=False)
 
 
 def _who(facts: Facts) -> tuple[str, str, str]:
@@ -276,7 +263,7 @@ def _sums(facts: Facts) -> tuple[str, str, str, str]:
 
 
 def _size(facts: Mapping[str, Any], name: str = "num_bytes") -> str:
-    return rich.filesize.decimal(facts[name])
+    return decimal(facts[name])
 
 
 def _expiry(session: Facts) -> str:

@@ -1,17 +1,15 @@
-"""Bodies of answers in OpenAI's shapes, whole and as chunks of a stream, log-probabilities included.
+"""Parts of answers in OpenAI's shapes: why they ended, what they took, log-probabilities.
 
-Chunks are written as text at once: they are most of what the server does for a token.
-
-Not here: bodies of requests (`bodies`), errors, computing log-probabilities (`ca_jax.device.sampling`).
+Not here: the bodies that they are parts of (`openai_routes`), bodies of requests (`bodies`), errors, computing
+log-probabilities (`ca_jax.device.sampling`).
 Source: OpenAI's API reference (CreateChatCompletionResponse, CreateChatCompletionStreamResponse,
 CreateCompletionResponse, ChatCompletionTokenLogprob).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -66,74 +64,6 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
-class Writer:
-    """Writes one request's answer.
-
-    Args:
-      kind: `chat.completion` or `text_completion`.
-      model: as the client named it.
-    """
-
-    def __init__(self, kind: str, model: str) -> None:
-        self._is_chat = kind == "chat.completion"
-        response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
-        self._chunk_head = json.dumps({**self._head, "object": f"{kind}.chunk" if self._is_chat else kind})[:-1]
-
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any], session: Session) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        return {**self._head, "choices": choices, "usage": usage, **session}
-
-    def choice(self, index: int, text: str, reason: str, logprobs: Any = None) -> dict[str, Any]:
-        """One of its choices."""
-        said: dict[str, Any] = {"text": text}
-        if self._is_chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def first(self, index: int, usage: str | None, session: Session) -> str:
-        """The chunk that begins an answer of a chat."""
-        return self._chunk(index, '{"role": "assistant", "content": "", "refusal": null}', None, None, usage, session)
-
-    def piece(
-        self, index: int, text: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
-    ) -> str:
-        """A chunk with new text; the last one of an answer says why it ended.
-
-        Args:
-          index: which answer's.
-          text: what is new.
-          reason: why it ended, if it has.
-          logprobs: of the new tokens, where they are asked for.
-          usage: as JSON; None: the field is not there.
-          session: fields of the session.
-        """
-        said = json.dumps(text)
-        if self._is_chat:
-            said = f'{{"content": {said}}}' if text or reason is None else "{}"
-        return self._chunk(index, said, reason, logprobs, usage, session)
-
-    def last(self, usage: dict[str, Any]) -> str:
-        """The chunk with usage, behind all answers."""
-        return f'data: {self._chunk_head}, "choices": [], "usage": {json.dumps(usage)}}}\n\n'
-
-    def _chunk(
-        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: Session
-    ) -> str:
-        name = "delta" if self._is_chat else "text"
-        parts = [
-            f'data: {self._chunk_head}, "choices": [{{"index": {index}, "{name}": {said}, "logprobs": ',
-            "null" if logprobs is None else json.dumps(logprobs),
-            ', "finish_reason": ',
-            "null" if reason is None else f'"{reason}"',
-            "}]",
-            "" if usage is None else f', "usage": {usage}',
-            f", {json.dumps(session)[1:-1]}" if session else "",
-            "}\n\n",
-        ]
-        return "".join(parts)
-
-
 def error_event(body: dict[str, Any]) -> str:
     """An error in the middle of a stream, as OpenAI's clients understand it."""
     return f"data: {json.dumps(body)}\n\n"
@@ -159,15 +89,12 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The same for a plain completion; offsets are of characters of the answer."""
     each = job.token_logprobs[start:stop]
-    offsets, offset = [], sum(map(len, job.token_texts[:start]))
-    for text in job.token_texts[start : start + len(each)]:
-        offsets.append(offset)
-        offset += len(text)
+    ends = list(itertools.accumulate(map(len, job.token_texts), initial=0))
     return {
         "tokens": [_token_text(tokenizer, drawn.token_id) for drawn in each],
         "token_logprobs": [drawn.logprob for drawn in each],
         "top_logprobs": [{_token_text(tokenizer, token_id): lp for token_id, lp in drawn.top} for drawn in each],
-        "text_offset": offsets,
+        "text_offset": ends[start : start + len(each)],
     }
 
 

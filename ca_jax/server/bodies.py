@@ -28,6 +28,8 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Chunks = Annotated[list[str | list[int]], Field(min_length=1)]
 # Fields that the engine takes as they are, with a default of its own.
 _SAMPLED = ("min_tokens", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos")
+_IGNORED: Any = Field(None, description="Not looked at.")
+_UNSERVED: Any = Field(None, description="Not served.")
 _Timeout = Annotated[float | None, Field(gt=0, description="Most seconds that it may take.")]
 
 
@@ -47,12 +49,12 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = Field(None, description="Not looked at.")
+    name: str | None = _IGNORED
     refusal: None = None
     audio: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: None = None
-    annotations: list[Any] | None = Field(None, description="Not looked at.")
+    annotations: list[Any] | None = _IGNORED
     context: _Chunks | None = Field(
         None, description="What the request had as its context when this was its last message; of a reply: none."
     )
@@ -95,7 +97,7 @@ class Sampling(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], _OfTokens] | None = None
-    user: str | None = Field(None, description="Not looked at.")
+    user: str | None = _IGNORED
 
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Draw from the k likeliest; 0: all.")
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = Field(
@@ -113,6 +115,7 @@ class Sampling(_Body):
         None, description="Requests of lower values go first."
     )
     timeout_s: _Timeout = None
+    max_tokens: _Tokens | None = None
 
     @property
     def num_choices(self) -> int:
@@ -134,20 +137,40 @@ class Sampling(_Body):
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options must come with stream=true")
 
-    def sampling(self, choice: int, max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """How the answer of a number is drawn; each of several with a seed of its own."""
+    @property
+    def num_answers(self) -> int:
+        """Answers that are asked for, to all prompts."""
+        return self.num_choices
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of an answer, if it says."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens whose probabilities are wanted beside that of the token drawn; None: none at all."""
+        raise NotImplementedError
+
+    def sampling(self, choice: int, max_tokens: int) -> SamplingParams:
+        """How the answer of a number is drawn; each of several with a seed of its own.
+
+        Args:
+          choice: which.
+          max_tokens: most tokens of it, where the request does not say.
+        """
         as_they_are = {name: value for name in _SAMPLED if (value := getattr(self, name)) is not None}
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             **as_they_are,
-            max_tokens=max_tokens,
+            max_tokens=self.token_limit or max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=max(1.0 if self.top_p is None else self.top_p, 1e-6),  # OpenAI's 0 is the likeliest token alone.
             logit_bias=tuple((_token_id(token), value) for token, value in (self.logit_bias or {}).items()),
             seed=secrets.randbits(32) if self.seed is None else (self.seed + choice) % 2**32,
             stop=tuple(text for text in stop if text),
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            logprobs=logprobs,
+            logprobs=self.num_logprobs,
         )
 
 
@@ -155,27 +178,26 @@ class ChatRequest(Sampling):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
 
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
+    tools: Annotated[list[Any], Field(max_length=0)] | None = _UNSERVED
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
-    functions: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Not served.")
+    parallel_tool_calls: bool | None = _IGNORED
+    functions: Annotated[list[Any], Field(max_length=0)] | None = _UNSERVED
     function_call: Literal["none", "auto"] | None = None
     store: Literal[False] | None = Field(
         None, description="False: nothing of the request is kept when it has ended, neither what was said nor its KV."
     )
-    metadata: dict[str, str] | None = Field(None, description="Not looked at.")
+    metadata: dict[str, str] | None = _IGNORED
     service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = Field(None, description="Not looked at.")
+    safety_identifier: str | None = _IGNORED
     prompt_cache_key: str | None = Field(None, description="Not looked at: equal prefixes are always found.")
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = Field(None, description="Not looked at.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = _IGNORED
+    prompt_cache_options: dict[str, Any] | None = _IGNORED
 
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         None, description="The conversation to go on with; messages are then what is new, or all of it and that."
@@ -216,17 +238,12 @@ class ChatRequest(Sampling):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of an answer, if it says."""
+        """By the newer field, if that is there."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def num_answers(self) -> int:
-        """Answers that are asked for."""
-        return self.num_choices
-
-    @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens whose probabilities are wanted beside that of the token drawn; None: none at all."""
+        """As of each request."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -239,20 +256,19 @@ class CompletionRequest(Sampling):
         | Annotated[list[int], Field(min_length=1)]
         | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
     )
-    max_tokens: _Tokens | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Literal[False] | None = Field(None, description="Not served.")
-    suffix: Literal[""] | None = Field(None, description="Not served.")
-    best_of: Literal[1] | None = Field(None, description="Not served.")
+    echo: Literal[False] | None = _UNSERVED
+    suffix: Literal[""] | None = _UNSERVED
+    best_of: Literal[1] | None = _UNSERVED
 
     @property
     def num_answers(self) -> int:
-        """Answers that are asked for, to all prompts."""
+        """Those to all prompts."""
         return len(self.prompts()) * self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
-        """As of a chat."""
+        """As of each request."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ca_jax.engine import Engine
 from ca_jax.errors import SessionClosedError
 from ca_jax.turns.jobs import Job
+from ca_jax.turns.requests import Usage
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,9 +45,11 @@ class Part:
 
 
 class Feed:
-    """What the jobs of one request give, in the order in which it comes. Belongs to the event loop; one listener."""
+    """The jobs of one request and what they give, in the order in which it comes. Belongs to the event loop."""
 
     def __init__(self) -> None:
+        self.lives: list[LiveJob] = []
+        """A job each, once they are queued."""
         self._parts: collections.deque[tuple[LiveJob, Part]] = collections.deque()
         self._came = asyncio.Event()
 
@@ -54,17 +58,17 @@ class Feed:
         self._parts.append((live, part))
         self._came.set()
 
-    async def parts(self, num_jobs: int, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
-        """What each step gave to each job, until so many jobs have ended.
+    async def parts(self, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
+        """What each step gave to each job, until all have ended; for one listener.
 
         Args:
-          num_jobs: how many there are.
           until_s: when to give up, seconds of the event loop's clock.
 
         Raises:
           TimeoutError: that was not in time.
           Exception: whatever broke one of them.
         """
+        num_jobs = len(self.lives)
         while num_jobs:
             async with asyncio.timeout_at(until_s):  # Not around a yield: it would end what its taker does.
                 await self._came.wait()
@@ -75,6 +79,10 @@ class Feed:
                     raise live.job.error
                 num_jobs -= part.done
                 yield live, part
+
+    def usages(self) -> list[Usage]:
+        """What each took, once all have ended."""
+        return [live.job.usage() for live in self.lives]
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +121,8 @@ class EngineLoop:
         self._asked = threading.Event()
         self._lock = threading.Lock()  # Nothing is asked for once the thread has looked for the last time.
         self._stopping = False
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """What broke the engine, if something did: then nothing is served any more."""
         self._on_ended = on_ended
         self._live: dict[Job, LiveJob] = {}  # The engine's thread's.
         self._num_begun = 0  # Jobs; the engine's thread's.
@@ -124,25 +133,15 @@ class EngineLoop:
         self._thread.start()
 
     @property
-    def num_live(self) -> int:
-        """Jobs that were submitted and have not ended, as far as the event loop knows."""
-        return self._num_begun - self._num_ended
-
-    @property
     def num_jobs(self) -> int:
-        """Jobs that wait or run, those of chunks that a context has computed among them."""
-        return max(self.num_live, self._num_jobs)
+        """Jobs that wait or run, or whose end nobody was told of; those of a context's chunks too."""
+        return max(self._num_begun - self._num_ended, self._num_jobs)
 
     @property
     def step_s(self) -> float:
         """Seconds that the engine's thread has been at the step that it is at; 0 while nothing is asked of it."""
         since_s = self._since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
-
-    @property
-    def failure(self) -> Exception | None:
-        """What broke the engine, if something did: then nothing is served any more."""
-        return self._failure
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Has the engine's thread run a function between two steps, and returns what it gives.
@@ -153,27 +152,21 @@ class EngineLoop:
           SessionClosedError: the loop was stopped.
           Exception: whatever the function raises.
         """
-        future: asyncio.Future[T] = self._events.create_future()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        asked = asyncio.wrap_future(future)  # It hands a cancellation on an iteration of the event loop later.
 
         def run() -> None:
-            if future.cancelled():
-                return
-            try:
-                result = function(self._engine)
-            except BaseException as error:
-                self._post(settle, future.set_exception, error)
-            else:
-                self._post(settle, future.set_result, result)
-
-        def settle(set_it: Callable[[Any], None], value: object) -> None:
-            if not future.done():
-                set_it(value)
+            if not asked.cancelled() and future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(self._engine))
+                except BaseException as error:
+                    future.set_exception(error)
 
         self._ask(run)
-        return await future
+        return await asked
 
-    async def submit(self, function: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
-        """Has the engine's thread run a function that queues jobs; their parts come by the feed.
+    async def submit(self, function: Callable[[Engine], Sequence[Job]]) -> Feed:
+        """Has the engine's thread run a function that queues jobs; what comes of them.
 
         A caller that is cancelled while it waits for this leaves no job behind.
 
@@ -181,16 +174,16 @@ class EngineLoop:
           SessionClosedError: the loop was stopped.
           Exception: whatever the function raises.
         """
-        lives: list[LiveJob] = []
+        feed = Feed()
 
         def begin(engine: Engine) -> None:
-            lives.extend(LiveJob(job, i, feed, job.num_prompt_tokens) for i, job in enumerate(function(engine)))
-            self._live.update((live.job, live) for live in lives)
-            self._num_begun += len(lives)
+            feed.lives.extend(LiveJob(job, i, feed, job.num_prompt_tokens) for i, job in enumerate(function(engine)))
+            self._live.update((live.job, live) for live in feed.lives)
+            self._num_begun += len(feed.lives)
             self._num_jobs = sum(engine.num_jobs)
 
         def cancel_all(engine: Engine) -> None:  # That have begun by then.
-            for live in lives:
+            for live in feed.lives:
                 engine.cancel(live.job)
 
         try:
@@ -198,7 +191,7 @@ class EngineLoop:
         except asyncio.CancelledError:
             self.tell(cancel_all)
             raise
-        return lives
+        return feed
 
     def cancel(self, live: LiveJob) -> None:
         """Cancels a job that has not ended. Does not wait."""
@@ -221,7 +214,7 @@ class EngineLoop:
     def _ask(self, command: Callable[[], object]) -> None:
         with self._lock:
             if self._stopping:
-                raise SessionClosedError("the engine is broken" if self._failure else "the server is shutting down")
+                raise SessionClosedError("the engine is broken" if self.failure else "the server is shutting down")
             self._commands.append(command)
             self._since_s = self._since_s or time.monotonic()
         self._asked.set()
@@ -234,7 +227,8 @@ class EngineLoop:
             while not self._stopping:
                 self._since_s = time.monotonic()
                 self._asked.clear()
-                self._obey()
+                for _ in range(len(self._commands)):  # What is asked meanwhile comes behind the next step.
+                    self._commands.popleft()()
                 ran = self._engine.step()
                 self._num_jobs = sum(self._engine.num_jobs)
                 self._deliver()
@@ -245,7 +239,7 @@ class EngineLoop:
         except Exception as error:  # Jobs' own errors do not come here: the engine itself is broken.
             _LOG.exception("the engine broke: nothing is served any more")
             with self._lock:
-                self._failure = error
+                self.failure = error
                 self._stopping = True
         self._end()
 
@@ -261,13 +255,9 @@ class EngineLoop:
             except Exception as error:
                 _LOG.exception("at the end of the engine's thread")
                 job.error = error
-            job.error = job.error or self._failure
+            job.error = job.error or self.failure
         with _logged():
             self._deliver()
-
-    def _obey(self) -> None:
-        for _ in range(len(self._commands)):  # What is asked meanwhile comes behind the next step.
-            self._commands.popleft()()
 
     def _deliver(self) -> None:
         """Hands out what the jobs have got since the last time."""
@@ -284,19 +274,14 @@ class EngineLoop:
                 del self._live[job]
                 live.state = self._on_ended(job)
         if parts:
-            self._post(self._hand_out, parts)
+            with contextlib.suppress(RuntimeError):  # The event loop is closed: nobody listens any more.
+                self._events.call_soon_threadsafe(self._hand_out, parts)
 
     def _hand_out(self, parts: list[tuple[LiveJob, Part]]) -> None:
         for live, part in parts:
             self._num_ended += part.done
             live.ended = part.done
             live.feed.add(live, part)
-
-    def _post(self, function: Callable[..., None], *args: object) -> None:
-        try:
-            self._events.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # The event loop is closed: nobody listens any more.
-            _LOG.debug("the event loop has ended before the engine's thread")
 
 
 @contextlib.contextmanager

@@ -103,6 +103,8 @@ def as_api_error(error: Exception) -> ApiError:
     """The error that a client gets for one that was raised while it was served."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _invalid_body(error)
     for kind, status, code in _KNOWN:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
@@ -124,9 +126,6 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
     async def of_request(request: fastapi.Request, error: Exception) -> JSONResponse:
         return answer(as_api_error(error))
 
-    async def of_body(request: fastapi.Request, error: Any) -> JSONResponse:
-        return answer(invalid_body(error))
-
     async def of_http(request: fastapi.Request, error: Any) -> JSONResponse:
         if error.status_code == 400 and "parsing the body" in error.detail:
             return answer(ApiError(400, "the body must be JSON", code="invalid_json"))
@@ -141,9 +140,8 @@ def add_error_handlers(app: fastapi.FastAPI, count: Callable[[int], None]) -> No
         _LOG.error("%s %s broke (%s)", request.method, request.url.path, correlation_id.get(), exc_info=error)
         return answer(as_api_error(error))
 
-    app.add_exception_handler(ApiError, of_request)
-    app.add_exception_handler(errors.CaJaxError, of_request)
-    app.add_exception_handler(RequestValidationError, of_body)
+    for kind in (ApiError, errors.CaJaxError, RequestValidationError):
+        app.add_exception_handler(kind, of_request)
     app.add_exception_handler(starlette.exceptions.HTTPException, of_http)
     app.add_exception_handler(Exception, of_server)
 
@@ -156,7 +154,7 @@ def _methods_of(request: fastapi.Request) -> set[str]:
     return methods | {"HEAD"} if request.url.path in WITH_HEAD else methods
 
 
-def invalid_body(error: RequestValidationError) -> ApiError:
+def _invalid_body(error: RequestValidationError) -> ApiError:
     """The error of a request's first wrong field, named as a path; unknown fields come first."""
     first = min(error.errors(), key=lambda each: (each["type"] != "extra_forbidden", len(each["loc"])))
     path = [str(part) for part in first["loc"][1:] if not (isinstance(part, str) and ("[" in part or "-" in part))]

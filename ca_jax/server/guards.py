@@ -14,6 +14,7 @@ import ipaddress
 from collections.abc import Collection
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ca_jax.server.errors import ApiError
@@ -34,7 +35,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request; as ASGI says."""
         if scope["type"] == "http":
-            name = name_of(_header(scope, b"host").decode("latin-1"))
+            name = name_of(Headers(scope=scope).get("host", ""))
             if not (name in self._allowed or _is_address(name)):
                 message = f"Host must be an address, localhost or one of --allowed_hosts, got {name!r}"
                 error = ApiError(403, message, code="host_not_allowed")
@@ -62,8 +63,8 @@ class BodyLimit:
             return
         error = ApiError(413, f"the body must be at most {self._max_bytes} bytes", code="request_too_large")
         refuse = JSONResponse(error.body(), error.status, {"Connection": "close"})
-        length = _header(scope, b"content-length")
-        if length.isdigit() and int(length) > self._max_bytes:
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._max_bytes:
             await refuse(scope, receive, send)
             return
         num_bytes, refused, started = 0, False, False
@@ -98,10 +99,6 @@ def name_of(host: str) -> str:
 def is_loopback(host: str) -> bool:
     """Whether an address or a name to listen on is reached from this machine alone."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    return next((value for each, value in scope["headers"] if each == name), b"")
 
 
 def _is_address(name: str) -> bool:

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Annotated, Any
@@ -48,32 +49,26 @@ _MAX_WAITING = 64  # Waiting jobs that are shown one by one: more cells than a r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveTier:
-    """One tier of the store."""
+    """One tier of the store: the bytes of its blocks, sessions in it, and what it has done so far."""
 
     name: str
     """`dram` or `ssd`."""
     used_bytes: int
-    """Bytes of blocks held by sessions."""
     capacity_bytes: int
-    """Bytes of all blocks."""
     num_sessions: int
-    """Sessions in it."""
     num_evictions: int
-    """Sessions evicted from it so far."""
     num_hits: int
-    """Loads that were completed so far, of KV that had been here."""
+    """Loads that were completed, of KV that had been here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveMove:
-    """One way on which KV moves."""
+    """One way on which KV moves, and how much it has so far."""
 
     name: str
     """`load`, `save`, `fetch` or `flush`."""
     num_bytes: int
-    """Moved so far."""
     num_moves: int
-    """How often so far."""
     bytes_per_s: float | None
     """How fast, by measured times; None while that is not known, or not measured."""
 
@@ -95,7 +90,6 @@ class LiveRunning(_LiveJob):
     """A job in a decode slot."""
 
     slot: int
-    """Which."""
     phase: str
     """`prefill` or `decode`."""
 
@@ -114,16 +108,13 @@ class LiveWaiting(_LiveJob):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveQueue:
-    """The job queue."""
+    """The job queue, and its two look-ahead windows, which may be longer than it."""
 
     num_waiting: int
-    """Jobs in it."""
     waiting: list[LiveWaiting]
     """The first of them, in the order in which they would run."""
     prefetch_window_jobs: int
-    """Length of the look-ahead prefetch window; it may be longer than the queue."""
     eviction_window_jobs: int
-    """Length of the look-ahead eviction window."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +124,8 @@ class LiveSpan:
     name: str
     """`queued`, `load`, `prefill`, `decode` or `save`."""
     start_s: float
-    """When it began."""
     end_s: float | None
-    """When it ended; None while it goes on. Of a save: when what was saved last could be read."""
+    """None while it goes on. Of a save: when what was saved last could be read."""
     busy_s: float
     """Seconds of it that were spent on it, where others ran in between; else its length."""
     stall_s: float = 0.0
@@ -144,34 +134,30 @@ class LiveSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveTurn:
-    """The session's last turn."""
+    """The session's last turn: its tokens and times so far."""
 
     phase: str
     """`queued`, `prefill`, `decode`, `saving` or `done`; `failed` if it broke."""
     prompt_tokens: int
-    """Tokens the answer is conditioned on."""
     cached_tokens: int
     """Of those, tokens whose KV was loaded."""
     cached_tier: str
     """Where that was when the turn was queued."""
     completion_tokens: int
-    """Tokens generated so far."""
     saved_tokens: int
-    """Tokens whose KV this turn has brought to the store so far."""
+    """Tokens whose KV this turn has brought to the store."""
     ttft_s: float | None
     """Seconds from submission to the first token; None before it."""
     age_s: float
     """Seconds since submission, until it ended; its save may take longer."""
     spans: list[LiveSpan]
-    """What it did when."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveSession:
-    """The conversation that was asked for."""
+    """The conversation that was asked for, and its KV in each tier."""
 
     session_id: str
-    """Its name."""
     num_tokens: int
     """Of the conversation; 0 where it is not open."""
     residency: str
@@ -185,9 +171,7 @@ class LiveSession:
     dram_bytes: int
     """Bytes of these."""
     ssd_tokens: int
-    """Tokens whose KV is on SSD."""
     ssd_bytes: int
-    """Bytes of its blocks there."""
     block_tokens: int
     """Tokens in a block."""
     blocks: list[BlockTiers]
@@ -203,15 +187,12 @@ class LiveSnapshot:
     at_s: float
     """When, on a clock of the server's own."""
     num_slots: int
-    """Decode slots."""
     running: list[LiveRunning]
-    """Jobs in them, by slot."""
+    """Jobs in decode slots, by slot."""
     queue: LiveQueue
-    """Jobs that wait."""
     tiers: list[LiveTier]
     """DRAM, and SSD where there is one."""
     moves: list[LiveMove]
-    """Ways between device, DRAM and SSD."""
     misses: dict[str, int]
     """Loads that served nothing so far, by reason, but for reasons that there were none of."""
     session: LiveSession | None
@@ -286,21 +267,20 @@ def _job(job: Job, tenant: str) -> dict[str, Any]:
 
 def _queue(engine: Engine, jobs: tuple[Job, ...], tenant: str) -> LiveQueue:
     windows = engine.stored.windows
-    waiting = []
-    for job in jobs[:_MAX_WAITING]:
+
+    def described(job: Job) -> LiveWaiting:
         kv = engine.stored.queued(job)
-        position = None if kv is None else kv.position
-        waiting.append(
-            LiveWaiting(
-                **_job(job, tenant),
-                residency="absent" if kv is None else kv.residency.value,
-                in_prefetch_window=position is not None and position < windows.prefetch_jobs,
-                in_eviction_window=position is not None and position < windows.eviction_jobs,
-            )
+        position = math.inf if kv is None or kv.position is None else kv.position
+        return LiveWaiting(
+            **_job(job, tenant),
+            residency="absent" if kv is None else kv.residency.value,
+            in_prefetch_window=position < windows.prefetch_jobs,
+            in_eviction_window=position < windows.eviction_jobs,
         )
+
     return LiveQueue(
         num_waiting=len(jobs),
-        waiting=waiting,
+        waiting=[described(job) for job in jobs[:_MAX_WAITING]],
         prefetch_window_jobs=windows.prefetch_jobs,
         eviction_window_jobs=windows.eviction_jobs,
     )
@@ -335,8 +315,7 @@ def _turn(session: Session) -> LiveTurn | None:
     if job is None:
         return None
     saves = job.save_times
-    is_saving = saves is not None and not saves.ended
-    phase = "done" if not is_saving else "saving"
+    phase = "done" if saves is None or saves.ended else "saving"
     if job.error is not None:
         phase = "failed"
     elif not job.done:

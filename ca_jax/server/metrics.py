@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import prometheus_client
@@ -27,6 +27,7 @@ from ca_jax.telemetry.metrics import EngineMetrics
 from ca_jax.turns.jobs import Job
 from ca_jax.turns.requests import FinishReason
 
+_Values = float | Mapping[Any, float]
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 """Of what `RequestMetrics.text` gives."""
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -95,7 +96,7 @@ class Reading:
         )
 
 
-class RequestMetrics:
+class RequestMetrics(Collector):
     """Metrics of one server, in a registry of its own.
 
     Args:
@@ -118,8 +119,8 @@ class RequestMetrics:
         self._refused = prometheus_client.Counter(
             "ca_jax:requests_refused", "Requests that were not served, by status.", ["status"], registry=registry
         )
-        self._reader = _Reader(model)
-        registry.register(self._reader)
+        self._reading: Reading | None = None  # None: there is nothing to collect yet.
+        registry.register(self)
 
     def add(self, job: Job) -> None:
         """Takes in a job that has ended; also one whose client went away or that was too late: an abort."""
@@ -151,28 +152,20 @@ class RequestMetrics:
 
     def text(self, reading: Reading) -> bytes:
         """All metrics, as Prometheus reads them, with what engine and store said."""
-        self._reader.reading = reading
+        self._reading = reading
         return prometheus_client.generate_latest(self._registry)
 
-
-class _Reader(Collector):
-    """What engine and store say, as metrics."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.reading: Reading | None = None
-
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
-        if self.reading is None:
+        """What engine and store say, as metrics."""
+        reading = self._reading
+        if reading is None:
             return
-        age_s = time.monotonic() - self.reading.at_s
+        age_s = time.monotonic() - reading.at_s
         yield _gauge("ca_jax:reading_age_seconds", "Since engine and store said what is told.", age_s)
-        yield from self._of_engine(self.reading)
-        yield from _of_store(self.reading.store)
-        rates = self.reading.rates
-        if rates is not None:
-            lines = [(move, getattr(rates, move)) for move in ("load", "save", "fetch")]
+        yield from self._of_engine(reading)
+        yield from _of_store(reading.store)
+        if reading.rates is not None:
+            lines = [(move, getattr(reading.rates, move)) for move in ("load", "save", "fetch")]
             known = {move: line.bytes_per_s for move, line in lines if line and math.isfinite(line.bytes_per_s)}
             yield _gauge("ca_jax:bytes_per_second", "How fast KV moves, as measured.", known, "move")
 
@@ -232,28 +225,19 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
         yield _counter("ca_jax:flushed_bytes", "Bytes written to SSD.", ssd.flushed_bytes)
 
 
-_Values = float | Mapping[Any, float]
-"""The value of a metric, or its values by that of its one label."""
-
-
 def _gauge(name: str, text: str, values: _Values, label: str | None = None) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=_labels(label)), values)
+    return _filled(GaugeMetricFamily(name, text, labels=[label] if label else []), values)
 
 
 def _counter(name: str, text: str, values: _Values, label: str | None = None) -> Metric:
-    return _filled(CounterMetricFamily(name, text, labels=_labels(label)), values)
-
-
-def _labels(label: str | None) -> list[str]:
-    return [] if label is None else [label]
+    return _filled(CounterMetricFamily(name, text, labels=[label] if label else []), values)
 
 
 def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: _Values) -> Metric:
-    rows: Iterable[tuple[list[str], float]] = (
-        [([], values)]
-        if not isinstance(values, Mapping)
-        else (([str(value_of_label)], value) for value_of_label, value in values.items())
-    )
-    for labels, value in rows:
-        family.add_metric(labels, value)
+    """With a value, or with values by that of its one label."""
+    if isinstance(values, Mapping):
+        for of_label, value in values.items():
+            family.add_metric([str(of_label)], value)
+    else:
+        family.add_metric([], values)
     return family

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,10 +20,10 @@ from fastapi.responses import JSONResponse, Response
 
 from ca_jax.server import answers
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
-from ca_jax.server.engine_loop import LiveJob
+from ca_jax.server.engine_loop import Feed, LiveJob
 from ca_jax.server.errors import OBJECT, ApiError, as_api_error, responses, too_late
 from ca_jax.server.router import client_name
-from ca_jax.server.service import Service, Turns
+from ca_jax.server.service import Service
 from ca_jax.server.state import EventStream, KeyedRoute, TheService, TheTenant, while_connected
 from ca_jax.server.tenants import Tenant
 
@@ -75,7 +76,9 @@ async def completions(
 
 
 class _Answering:
-    """One request for answers.
+    """One request for answers, whole or as chunks of a stream.
+
+    Chunks are written as text at once: they are most of what the server does for a token.
 
     Raises:
       ApiError: fields do not go together, or another model is asked for.
@@ -86,7 +89,10 @@ class _Answering:
         service.check_model(body.model)
         self._body, self._service, self._tenant = body, service, tenant
         self._is_chat = isinstance(body, ChatRequest)
-        self._writer = answers.Writer("chat.completion" if self._is_chat else "text_completion", body.model)
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": response_id, "object": kind, "created": int(time.time()), "model": body.model}
+        self._chunk_head = json.dumps({**self._head, "object": f"{kind}.chunk" if self._is_chat else kind})[:-1]
 
     async def response(self, request: fastapi.Request) -> Response:
         """Begins the answers, so that what is wrong with the request is a status, and gives them whole or streamed."""
@@ -101,39 +107,43 @@ class _Answering:
                 return await while_connected(request, self._whole(begun))
             try:
                 async with service.deadline(body.timeout_s) as deadline:
-                    turns = await stack.enter_async_context(begun)
+                    feed = await stack.enter_async_context(begun)
             except TimeoutError as error:
                 raise too_late() from error
             until_s = deadline.when()
-            return EventStream(self._pieces(turns, until_s), stack.pop_all(), until_s)
+            return EventStream(self._pieces(feed, until_s), stack.pop_all(), until_s)
 
-    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Turns]) -> JSONResponse:
+    async def _whole(self, begun: contextlib.AbstractAsyncContextManager[Feed]) -> JSONResponse:
         try:
-            async with self._service.deadline(self._body.timeout_s), begun as turns:
-                texts = [""] * len(turns.lives)
-                async for live, part in turns.parts():
+            async with self._service.deadline(self._body.timeout_s), begun as feed:
+                texts = [""] * len(feed.lives)
+                async for live, part in feed.parts():
                     texts[live.index] += part.text
         except Exception as error:
             raise _reported(error) from error
         choices = []
-        for live, text in zip(turns.lives, texts, strict=True):
-            reason = answers.finish_reason(live.job.finish_reason)
-            choices.append(self._writer.choice(live.index, text, reason, self._logprobs(live, 0)))
-        session = self._session(turns)
+        for live, text in zip(feed.lives, texts, strict=True):
+            said: dict[str, Any] = {"text": text}
+            if self._is_chat:
+                said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            logprobs, reason = self._logprobs(live, 0), answers.finish_reason(live.job.finish_reason)
+            choices.append({"index": live.index, **said, "logprobs": logprobs, "finish_reason": reason})
+        session = self._session(feed)
         if session:
-            session |= _state_of(turns.lives[0])
-        usage = answers.usage_body(turns.usages(), self._body.num_choices)
-        return JSONResponse(self._writer.whole(choices, usage, session))
+            session |= _state_of(feed.lives[0])
+        usage = answers.usage_body(feed.usages(), self._body.num_choices)
+        return JSONResponse({**self._head, "choices": choices, "usage": usage, **session})
 
-    async def _pieces(self, turns: Turns, until_s: float | None) -> AsyncIterator[str]:
+    async def _pieces(self, feed: Feed, until_s: float | None) -> AsyncIterator[str]:
         """The stream of events. An error in the middle is the last of them."""
         try:
-            session = self._session(turns)
+            session = self._session(feed)
             if self._is_chat:
-                for live in turns.lives:
-                    yield self._writer.first(live.index, self._usage(live, 0), session)
-            sent = [0] * len(turns.lives)
-            async for live, part in turns.parts(until_s):
+                for live in feed.lives:
+                    said = '{"role": "assistant", "content": "", "refusal": null}'
+                    yield self._chunk(live.index, said, None, None, self._usage(live, 0), session)
+            sent = [0] * len(feed.lives)
+            async for live, part in feed.parts(until_s):
                 if not (part.text or part.done):
                     continue
                 reason = answers.finish_reason(live.job.finish_reason) if part.done else None
@@ -141,14 +151,27 @@ class _Answering:
                 if part.num_tokens > sent[live.index]:
                     logprobs = self._logprobs(live, sent[live.index], part.num_tokens)
                     sent[live.index] = part.num_tokens
+                said = json.dumps(part.text)
+                if self._is_chat:
+                    said = f'{{"content": {said}}}' if part.text or reason is None else "{}"
                 state = _state_of(live) if part.done and session else {}
-                usage = self._usage(live, part.num_tokens)
-                yield self._writer.piece(live.index, part.text, reason, logprobs, usage, state)
+                yield self._chunk(live.index, said, reason, logprobs, self._usage(live, part.num_tokens), state)
             if self._body.includes_usage:
-                yield self._writer.last(answers.usage_body(turns.usages(), self._body.num_choices))
+                usage = json.dumps(answers.usage_body(feed.usages(), self._body.num_choices))
+                yield f'data: {self._chunk_head}, "choices": [], "usage": {usage}}}\n\n'
             yield answers.DONE
         except Exception as error:
             yield answers.error_event(_reported(error).body())
+
+    def _chunk(
+        self, index: int, said: str, reason: str | None, logprobs: Any, usage: str | None, session: answers.Session
+    ) -> str:
+        """A chunk of an answer's new text; `said` and `usage` are JSON, and without usage the field is not there."""
+        name = "delta" if self._is_chat else "text"
+        why, of_usage = json.dumps(reason), "" if usage is None else f', "usage": {usage}'
+        choice = f'"index": {index}, "{name}": {said}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {why}'
+        of_session = f", {json.dumps(session)[1:-1]}" if session else ""
+        return f'data: {self._chunk_head}, "choices": [{{{choice}}}]{of_usage}{of_session}}}\n\n'
 
     def _usage(self, live: LiveJob, num_tokens: int) -> str | None:
         """What a chunk says under `usage`, as JSON; None: the field is not there."""
@@ -163,11 +186,12 @@ class _Answering:
         describe = answers.chat_logprobs if self._is_chat else answers.completion_logprobs
         return describe(self._service.tokenizer, live.job, start, stop)
 
-    def _session(self, turns: Turns) -> answers.Session:
+    def _session(self, feed: Feed) -> answers.Session:
         """Of a chat: what its next turn may name instead of its history."""
-        if not self._is_chat or len(turns.sessions) > 1 or not turns.sessions[0].is_kept:
+        session = feed.lives[0].job.session
+        if not self._is_chat or len(feed.lives) > 1 or session is None or not session.is_kept:
             return {}
-        return {"session_id": client_name(self._tenant.domain, turns.sessions[0].session_id)}
+        return {"session_id": client_name(self._tenant.domain, session.session_id)}
 
 
 def _reported(error: Exception) -> ApiError:

@@ -242,11 +242,6 @@ class Router:
                 del self._states[tenant, chain]
         self._used[tenant].pop(session_id, None)
 
-    @property
-    def num_states(self) -> int:
-        """States that are known."""
-        return len(self._states)
-
     def _at(self, tenant: str, session_id: str, chain: str, may_drop: bool) -> Session | None:
         """A conversation at the end of one of its turns, itself or a fork; None if it cannot be had any more."""
         session = self._engine.find_session(session_id, tenant=tenant)

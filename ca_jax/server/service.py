@@ -9,7 +9,6 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import heapq
 import itertools
@@ -19,9 +18,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 from ca_jax.engine import Engine
+from ca_jax.pretrained import LoadedModel
 from ca_jax.server.bodies import ChatRequest, CompletionRequest
 from ca_jax.server.config import ServerConfig
-from ca_jax.server.engine_loop import EngineLoop, Feed, LiveJob, Part
+from ca_jax.server.engine_loop import EngineLoop, Feed
 from ca_jax.server.errors import ApiError, invalid, too_late
 from ca_jax.server.metrics import Reading, RequestMetrics
 from ca_jax.server.router import Router
@@ -29,34 +29,14 @@ from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.serving.prompts import context_ids, prompt_ids
 from ca_jax.session import Session
 from ca_jax.turns.jobs import Job
-from ca_jax.turns.requests import Usage
 from ca_jax.turns.text import Texts, TextWork, num_chars
 
 _TEXT_THREADS = 2  # They render and tokenise; what of that holds the interpreter's lock takes from the engine's.
 _KEPT_TIMES = 64  # Of the latest answers: how long others will have to wait is told by them.
 _LATE_S = 1.0  # How much later than it was told a client may come and find the place that is kept for it.
 _READING_S = 0.25  # How long metrics wait for the engine's thread; then they are what it said before.
+_COMPLETION_TOKENS = 16  # Of a plain completion, where a request does not say.
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """The answers of one request, being generated."""
-
-    lives: list[LiveJob]
-    """A job each."""
-    sessions: list[Session]
-    """Whose turns they are."""
-    feed: Feed
-    """Where their parts come."""
-
-    def parts(self, until_s: float | None = None) -> AsyncIterator[tuple[LiveJob, Part]]:
-        """What each step gave, until all have ended; see `Feed.parts`."""
-        return self.feed.parts(len(self.lives), until_s)
-
-    def usages(self) -> list[Usage]:
-        """What each took, once all have ended."""
-        return [live.job.usage() for live in self.lives]
 
 
 class Service:
@@ -93,7 +73,8 @@ class Service:
         self._of_tenant: collections.Counter[str] = collections.Counter()  # Answers that are generated.
         self._looking: collections.Counter[tuple[str, bool]] = collections.Counter()
         self._reading: asyncio.Future[Reading] | None = None
-        self._num_requests = 0
+        self.num_requests = 0
+        """Requests that are being served."""
         self._num_coming = 0  # Jobs that were let in and that the engine's thread has not queued yet.
         self._text_threads = concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "ca_jax-texts")
         self._told: list[float] = []  # When the clients that were told to come again will: a heap.
@@ -110,11 +91,6 @@ class Service:
             for name in reversed(known):  # Those used last stay known for longest.
                 await self.loop.call(functools.partial(self.router.learn, tenant.domain, name))
         self.is_ready = True
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that are being served."""
-        return self._num_requests
 
     def check_model(self, model: str) -> None:
         """Raises ApiError where a request is for another model."""
@@ -141,12 +117,12 @@ class Service:
             why = f"this key's tenant may have {tenant.max_requests} answers at a time"
             raise self._busy(why, max(self._num_there, self._slots))
         self._of_tenant[tenant.name] += num_answers
-        self._num_requests += 1
+        self.num_requests += 1
         try:
             yield
         finally:
             self._of_tenant[tenant.name] -= num_answers
-            self._num_requests -= 1
+            self.num_requests -= 1
 
     @contextlib.contextmanager
     def looking(self, tenant: Tenant, *, is_stream: bool = False) -> Iterator[None]:
@@ -193,58 +169,52 @@ class Service:
         return self.metrics.text(self._last)
 
     @contextlib.asynccontextmanager
-    async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Turns]:
+    async def chat(self, tenant: Tenant, request: ChatRequest) -> AsyncIterator[Feed]:
         """The answers that a chat request asked for, being generated; ended with the block, if they have not ended.
 
         Raises:
           CaJaxError: the conversation cannot go on like that.
         """
-        messages = request.history()
-        sessions: list[Session] = []
+        messages, texts = request.history(), Texts()
         chunks = [chunk for message in messages for chunk in message.get("context", ())]
         num_chunks = self._checked_chunks(chunks, "context")
 
-        texts = Texts()
-
         def submit(engine: Engine) -> list[Job]:
-            sessions.clear()
             if request.session_id is not None:
                 found = self.router.by_id(tenant.domain, request.session_id, messages, texts, request.session_state)
             else:
                 may_drop = request.truncation != "disabled"
                 found = self.router.by_history(tenant.domain, messages, texts, may_drop=may_drop)
-            held = len(found.session.token_ids)
             siblings: list[Session] = []
             if request.store is False:
-                sessions.extend(engine.fork(found.session, is_kept=False) for _ in range(request.num_choices))
+                sessions = [engine.fork(found.session, is_kept=False) for _ in range(request.num_choices)]
                 self.router.let_go([found.session] if found.is_new else [])
             else:
+                held = len(found.session.token_ids)
                 siblings = [self.router.sibling(found.session, held) for _ in range(1, request.num_choices)]
-                sessions.extend([found.session, *siblings])
+                sessions = [found.session, *siblings]
             jobs: list[Job] = []
             with self._all_or_none(engine, jobs, [found.session, *siblings] if found.is_new else siblings):
-                for choice, each in enumerate(sessions):
-                    params = request.sampling(choice, request.token_limit or self._most_tokens, request.num_logprobs)
-                    jobs.append(
-                        each.submit(
-                            found.messages,
-                            sampling=params,
-                            priority=request.priority or 0,
-                            texts=texts,
-                            truncation=request.truncation or "auto",
-                        )
+                for choice, session in enumerate(sessions):
+                    job = session.submit(
+                        found.messages,
+                        sampling=request.sampling(choice, self._most_tokens),
+                        priority=request.priority or 0,
+                        texts=texts,
+                        truncation=request.truncation or "auto",
                     )
+                    jobs.append(job)
             if request.store is not False:
                 self.router.goes_on(found)
             for each in siblings:
                 self.router.use(each)
             return jobs
 
-        async with self._running(submit, request.num_choices, num_chunks) as (lives, feed):
-            yield Turns(lives, sessions, feed)
+        async with self._running(submit, request.num_choices, num_chunks) as feed:
+            yield feed
 
     @contextlib.asynccontextmanager
-    async def complete(self, tenant: Tenant, request: CompletionRequest) -> AsyncIterator[Turns]:
+    async def complete(self, tenant: Tenant, request: CompletionRequest) -> AsyncIterator[Feed]:
         """The answers to plain prompts, otherwise as `chat`. What is stored of each is found by others' prefixes."""
         prompts = [prompt for prompt in request.prompts() for _ in range(request.num_choices)]
         sessions: list[Session] = []
@@ -252,17 +222,17 @@ class Service:
 
         def submit(engine: Engine) -> list[Job]:
             jobs: list[Job] = []
-            tokenised = texts.get(num_chars(prompts), self._prompt_ids, prompts)
+            tokenised = texts.get(num_chars(prompts), _all_prompt_ids, self._model, prompts)
             with self._all_or_none(engine, jobs, sessions):
                 for index, ids in enumerate(tokenised):
-                    params = request.sampling(index, request.max_tokens or 16, request.logprobs)
+                    sampling = request.sampling(index, _COMPLETION_TOKENS)
                     sessions.append(self.router.begin(tenant.domain))
-                    jobs.append(sessions[-1].submit(ids, sampling=params, priority=request.priority or 0))
+                    jobs.append(sessions[-1].submit(ids, sampling=sampling, priority=request.priority or 0))
             return jobs
 
         try:
-            async with self._running(submit, len(prompts)) as (lives, feed):
-                yield Turns(lives, sessions, feed)
+            async with self._running(submit, len(prompts)) as feed:
+                yield feed
         finally:
             self.loop.tell(lambda engine: self.router.let_go(sessions))
 
@@ -275,7 +245,6 @@ class Service:
           ApiError: more chunks, or more tokens in them, than one request may give (400).
           CaJaxError: a chunk that is blank, too long, or has a wrong id.
         """
-
         texts = Texts()
 
         def submit(engine: Engine) -> list[Job]:
@@ -285,10 +254,10 @@ class Service:
                 raise invalid("chunks", f"chunks must be at most {most} tokens together, got {num_tokens}")
             return engine.submit_chunks(each, tenant=tenant.domain, tier=tier)
 
-        async with self._running(submit, self._checked_chunks(chunks, "chunks")) as (lives, feed):
-            async for _ in feed.parts(len(lives)):
+        async with self._running(submit, self._checked_chunks(chunks, "chunks")) as feed:
+            async for _ in feed.parts():
                 pass
-            return len(lives)
+            return len(feed.lives)
 
     def deadline(self, timeout_s: float | None) -> asyncio.Timeout:
         """A block that may last as long as a request asks for, and no longer than the server lets it."""
@@ -316,7 +285,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def _running(
         self, submit: Callable[[Engine], Sequence[Job]], num_jobs: int, num_chunks: int = 0
-    ) -> AsyncIterator[tuple[list[LiveJob], Feed]]:
+    ) -> AsyncIterator[Feed]:
         """Jobs that a function queues, ended with the block.
 
         Args:
@@ -329,28 +298,20 @@ class Service:
         """
         num_jobs += num_chunks
         self._make_wait(num_jobs)
-        feed = Feed()
-        self._num_coming += num_jobs
+        feed, self._num_coming = None, self._num_coming + num_jobs
         try:
-            lives = await self._submitted(submit, feed)
+            while feed is None:
+                try:
+                    feed = await self.loop.submit(submit)
+                except TextWork as work:  # What it needs of texts first is made on a thread for that.
+                    await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
         finally:
             self._num_coming -= num_jobs
         try:
-            yield lives, feed
+            yield feed
         finally:
-            for live in lives:
+            for live in feed.lives:
                 self.loop.cancel(live)
-
-    def _prompt_ids(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        return [prompt_ids(self._model, prompt) for prompt in prompts]
-
-    async def _submitted(self, submit: Callable[[Engine], Sequence[Job]], feed: Feed) -> list[LiveJob]:
-        """As `EngineLoop.submit`; what it needs of texts first is made on a thread for that."""
-        while True:
-            try:
-                return await self.loop.submit(submit, feed)
-            except TextWork as work:
-                await asyncio.get_running_loop().run_in_executor(self._text_threads, work.do)
 
     @contextlib.contextmanager
     def _all_or_none(self, engine: Engine, jobs: list[Job], begun: list[Session]) -> Iterator[None]:
@@ -415,3 +376,7 @@ class Service:
         wait_s = max(typical_s * num_before / self._slots, time.monotonic() - self._ended_s)
         seconds = max(1, min(math.ceil(wait_s), 60))
         return ApiError(429, f"the server is busy: {why}", code="rate_limit_exceeded", retry_after_s=seconds)
+
+
+def _all_prompt_ids(model: LoadedModel, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    return [prompt_ids(model, prompt) for prompt in prompts]

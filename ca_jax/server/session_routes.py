@@ -152,7 +152,7 @@ async def discard_tokens(session_id: str, body: Discard, service: TheService, te
 async def delete_session(session_id: str, service: TheService, tenant: TheTenant) -> JSONResponse:
     """Forgets a conversation and its KV, in every tier. A turn of it that runs is cancelled."""
 
-    def delete(engine: Engine) -> None:
+    def delete(_: Engine) -> None:
         session = service.router.find(tenant.domain, session_id)
         session.close()
         service.router.forget(tenant.domain, session.session_id)

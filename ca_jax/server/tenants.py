@@ -103,11 +103,9 @@ class Tenants:
         if scheme.lower() != "bearer":
             key = ""
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        found = None
-        for known, tenant in self._keys:  # All of them, so that time does not tell which.
-            if hmac.compare_digest(known, digest):
-                found = tenant
-        return found
+        # All of them, so that time does not tell which.
+        found = [tenant for known, tenant in self._keys if hmac.compare_digest(known, digest)]
+        return found[-1] if found else None
 
     @classmethod
     def read(cls, path: str | Path) -> Tenants:

@@ -3,8 +3,6 @@
 import ast
 import dataclasses
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -442,8 +440,7 @@ def test_flags_that_a_script_cannot_do_as_are_refused_by_name(line, flag, messag
         ("gpu_bench", ["budget_s", "sections"]),
     ],
 )
-def test_the_help_of_a_script_shows_its_flags_and_an_example(script, shown):
-    command = [sys.executable, "-m", f"ca_jax.launch.{script}", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.replace("[no]", "")
+def test_the_help_of_a_script_shows_its_flags_and_an_example(launch, script, shown):
+    text = launch(script, "--help").out.replace("[no]", "")
     assert [name for name in shown if f"--{name}: " not in text] == []
     assert f"python -m ca_jax.launch.{script} " in text

@@ -3,9 +3,6 @@
 import dataclasses
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import rich.console
@@ -91,25 +88,11 @@ def test_progress_says_what_goes_on(sharegpt, is_terminal):
     assert ("compiling" in said) == is_terminal
 
 
-def test_bad_input_is_one_line_and_no_traceback(tmp_path):
+def test_bad_input_is_one_line_and_no_traceback(launch, tiny_model, tmp_path):
     rows = [{"timestamp": 5, "input_length": 9, "output_length": 2, "hash_ids": [1]}]
     rows.append({**rows[0], "timestamp": 1})
     path = lines_file(tmp_path / "unsorted.jsonl", *rows)
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", "ca_jax.launch.replay", "--trace_format=mooncake", f"--trace={path}"),
-            *(f"--model={_tiny_directory(tmp_path)}", "--num_sessions=2"),
-        ],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "unsorted.jsonl, line 2: `timestamp`" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def _tiny_directory(tmp_path):
-    config = kit.tiny.tiny_config()
-    return kit.tiny.write_tiny_hf(tmp_path / "tiny", config, kit.tiny.tiny_params(config))
+    flags = ("--trace_format=mooncake", f"--trace={path}", f"--model={tiny_model}", "--num_sessions=2")
+    ended = launch("replay", *flags)
+    assert ended.code == 1
+    assert "unsorted.jsonl, line 2: `timestamp`" in ended.err

@@ -6,11 +6,11 @@ import io
 import pytest
 import rich.console
 
+from ca_jax.launch.script import printable
 from ca_jax.launch.terminal import (
     decode_rate,
     describe_overflow,
     describe_usage,
-    printable,
     progress_bars,
     write_piece,
 )

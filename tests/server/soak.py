@@ -221,8 +221,8 @@ class _Client(threading.Thread):
             self._report.num_left += 1
         if self._by_name and session_id is not None:
             self._session_id = session_id
-            while (shown := self._http.get(f"/v1/sessions/{session_id}").json()).get("busy"):
-                time.sleep(0.002)
+            path, shown = f"/v1/sessions/{session_id}", {}
+            sk.wait_for(lambda: not (shown.update(self._http.get(path).json()) or shown.get("busy")))
             self._history = shown["messages"]
         elif text and self._random.random() < 0.5:
             self._history += [said, assistant(text)]
@@ -282,7 +282,7 @@ def soak(server: sk.Running, num_clients: int, num_turns: int, seed: int = 0) ->
         talking = pool.submit(crowd.talk)
         while not talking.done():
             rss.append((time.perf_counter() - started_s, process.memory_info().rss))
-            time.sleep(0.25)
+            concurrent.futures.wait((talking,), timeout=0.25)
         report, all_asked = talking.result()
     report.seconds = time.perf_counter() - started_s
     report.rss = [*rss, (report.seconds, process.memory_info().rss)]

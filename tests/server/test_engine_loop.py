@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from ca_jax.errors import SessionClosedError
-from ca_jax.server.engine_loop import EngineLoop, Feed
+from ca_jax.server.engine_loop import EngineLoop
 from ca_jax.turns.requests import FinishReason, SamplingParams
 from tests import engine_kit as kit
-from tests.server_kit import DEADLINE_S, on_loop, user, wait_until
+from tests.server_kit import DEADLINE_S, held, on_loop, user, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,6 @@ async def looping(engine, **options):
 
 def turn(engine, text="hello", max_tokens=8):
     return [engine.session().submit([user(text)], sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))]
-
-
-def hold(loop):
-    """Has the engine's thread do nothing until the event that this gives is set."""
-    let_go = threading.Event()
-    loop.tell(lambda engine: let_go.wait(DEADLINE_S))
-    return let_go
 
 
 @on_loop
@@ -61,14 +54,13 @@ async def test_parts_come_in_order_and_all_of_a_step_by_one_call(engine, monkeyp
         monkeypatch.setattr(
             asyncio.get_running_loop(), "call_soon_threadsafe", lambda *args: calls.append(args) or post(*args)
         )
-        feed = Feed()
-        lives = await loop.submit(lambda engine: turn(engine, "one") + turn(engine, "two"), feed)
+        feed = await loop.submit(lambda engine: turn(engine, "one") + turn(engine, "two"))
         texts, counts = ["", ""], [[], []]
-        async for live, part in feed.parts(2):
+        async for live, part in feed.parts():
             texts[live.index] += part.text
             counts[live.index].append(part.num_tokens)
             assert live.state == ("behind it" if part.done else None)
-        assert loop.num_live == 0
+    lives = feed.lives
     assert texts == ["".join(live.job.token_texts) for live in lives]
     assert all(each == sorted(set(each)) and each[-1] == 8 for each in counts)
     assert [live.job for live in lives] == sorted(ended, key=[live.job for live in lives].index)
@@ -86,14 +78,13 @@ async def test_a_caller_that_is_cancelled_leaves_no_job_behind(engine, is_begun)
             begun.set()
             return submitted
 
-        let_go = hold(loop)
-        waiting = asyncio.ensure_future(loop.submit(submit, Feed()))
-        await asyncio.sleep(0)
-        if is_begun:  # And the event loop does not know yet.
-            let_go.set()
-            assert begun.wait(DEADLINE_S)
-        waiting.cancel()
-        let_go.set()
+        with held(loop) as let_go:
+            waiting = asyncio.ensure_future(loop.submit(submit))
+            await asyncio.sleep(0)
+            if is_begun:  # And the event loop does not know yet.
+                let_go.set()
+                assert begun.wait(DEADLINE_S)
+            waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await wait_until(lambda: loop.num_jobs == 0)
@@ -104,10 +95,9 @@ async def test_a_caller_that_is_cancelled_leaves_no_job_behind(engine, is_begun)
 @on_loop
 async def test_a_job_is_cancelled_and_its_listener_gets_what_there_was(engine):
     async with looping(engine) as loop:
-        feed = Feed()
-        [live] = await loop.submit(functools.partial(turn, max_tokens=400), feed)
-        parts = []
-        async for _, part in feed.parts(1):
+        feed = await loop.submit(functools.partial(turn, max_tokens=400))
+        [live], parts = feed.lives, []
+        async for _, part in feed.parts():
             parts.append(part)
             loop.cancel(live)
         assert 1 <= parts[-1].num_tokens < 400
@@ -118,14 +108,13 @@ async def test_a_job_is_cancelled_and_its_listener_gets_what_there_was(engine):
 @on_loop
 async def test_a_listener_gives_up_at_its_deadline(engine):
     async with looping(engine) as loop:
-        let_go, feed = hold(loop), Feed()
-        submitting = asyncio.ensure_future(loop.submit(turn, feed))
-        with pytest.raises(TimeoutError):
-            async for _ in feed.parts(1, until_s=asyncio.get_running_loop().time()):
-                pass
-        assert loop.step_s > 0, "it is at one step for so long"
-        let_go.set()
-        await submitting
+        feed = await loop.submit(functools.partial(turn, max_tokens=400))
+        with held(loop):
+            with pytest.raises(TimeoutError):
+                async for _ in feed.parts(until_s=asyncio.get_running_loop().time()):
+                    pass
+            assert loop.step_s > 0, "it is at one step for so long"
+            loop.cancel(feed.lives[0])
         await wait_until(lambda: loop.step_s == 0 and loop.num_jobs == 0)
 
 
@@ -133,23 +122,23 @@ async def test_a_listener_gives_up_at_its_deadline(engine):
 def test_the_end_cancels_what_runs_and_answers_everybody(breaks):
     @on_loop
     async def run(engine):
-        loop, feed = EngineLoop(engine), Feed()
-        [live] = await loop.submit(functools.partial(turn, max_tokens=400), feed)
+        loop = EngineLoop(engine)
+        feed = await loop.submit(functools.partial(turn, max_tokens=400))
         if breaks:
             engine.step = lambda: 1 / 0
             loop.tell(lambda engine: None)
             await wait_until(lambda: loop.failure is not None)
             with pytest.raises(ZeroDivisionError):
-                async for _ in feed.parts(1):
+                async for _ in feed.parts():
                     pass
             with pytest.raises(SessionClosedError, match="the engine is broken"):
                 await loop.call(lambda engine: None)
             del engine.step
         await loop.stop()
         if not breaks:
-            parts = [part async for _, part in feed.parts(1)]
+            parts = [part async for _, part in feed.parts()]
             assert parts[-1].done
-        assert live.job.done
+        assert feed.lives[0].job.done
 
     with kit.small_engine() as engine:
         run(engine)

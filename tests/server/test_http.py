@@ -24,7 +24,7 @@ from ca_jax.server.tenants import Tenant, Tenants
 from ca_jax.storage.records import GAP_BOUNDS_S, MissReason
 from tests import engine_kit as kit
 from tests import server_kit as sk
-from tests.server_kit import assistant, chat, ssd_store, text_of, user
+from tests.server_kit import assistant, chat, held, ssd_store, text_of, user
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,18 +41,6 @@ def keyed():
     keys = [(hashlib.sha256(f"sk-{each.name}".encode()).digest(), each) for each in tenants]
     with sk.running(Tenants(keys)) as running:
         yield running
-
-
-@contextlib.contextmanager
-def held(server):
-    """The engine's thread does nothing for as long as the block lasts."""
-    begun, let_go = threading.Event(), threading.Event()
-    server.service.loop.tell(lambda engine: (begun.set(), let_go.wait(sk.DEADLINE_S)))
-    assert begun.wait(sk.DEADLINE_S)
-    try:
-        yield
-    finally:
-        let_go.set()
 
 
 def error_of(answer):
@@ -129,12 +117,13 @@ def test_a_page_of_another_site_does_not_reach_a_server_without_keys(server, hos
 
 
 def test_a_server_that_others_reach_without_a_key_warns_at_its_start(tmp_path):
-    def said(*flags):
-        command = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={tmp_path / 'nothing'}", "--port=0", *flags]
-        return subprocess.run(command, check=False, capture_output=True, text=True, cwd=REPOSITORY).stderr
-
-    assert "anybody who reaches it is served" in said("--host=192.0.2.1")  # No address of any machine: it ends there.
-    assert "anybody who reaches it" not in said("--host=127.0.0.1")
+    command = [sys.executable, "-m", "ca_jax.launch.serve", f"--model={tmp_path / 'nothing'}", "--port=0"]
+    hosts = ("192.0.2.1", "127.0.0.1")  # The first is no address of any machine: it ends there.
+    piped = {"stderr": subprocess.PIPE, "text": True, "cwd": REPOSITORY}
+    servers = [subprocess.Popen([*command, f"--host={host}"], **piped) for host in hosts]
+    of_others, of_this_machine = (server.communicate()[1] for server in servers)
+    assert "anybody who reaches it is served" in of_others
+    assert "anybody who reaches it" not in of_this_machine
 
 
 # What is no request.
@@ -216,7 +205,7 @@ def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(serv
         server.client(max_retries=20) as patient,
         concurrent.futures.ThreadPoolExecutor(4) as pool,
     ):
-        with held(server):
+        with held(server.service.loop):
             waiting = [pool.submit(chat, client, [user(f"long {i}")], 200) for i in range(3)]
             server.wait_until(lambda: server.service._num_there == 3)
             for stream in (False, True):
@@ -246,7 +235,7 @@ def test_a_turn_of_a_session_that_still_answers_is_not_asked_for_again(server):
     """By itself: what the client would send then does not follow the answer that it has not read."""
     with server.client() as client, concurrent.futures.ThreadPoolExecutor(2) as pool:
         named = {"session_id": chat(client, [user("first")], 1).session_id}
-        with held(server):
+        with held(server.service.loop):
             asking = []
             for number in range(2):
                 asking.append(pool.submit(chat, client, [user("go on")], extra_body=named))
@@ -336,7 +325,7 @@ def test_no_request_hops_to_a_pool_of_threads_and_back(server, monkeypatch):
 
 def test_health_is_told_while_the_engine_does_not_answer(server, monkeypatch):
     with server.http() as http:
-        with held(server):
+        with held(server.service.loop):
             assert http.get("/health").json() == {"status": "ok"}, "a step may compile"
             monkeypatch.setattr(server.state, "config", dataclasses.replace(server.state.config, max_step_s=0.0))
             told = http.get("/health")

@@ -12,7 +12,6 @@ import numpy as np
 import openai
 import pytest
 
-from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, cached, chat, ssd_store, text_of, user, wait_until_idle
 
@@ -21,13 +20,8 @@ CONTEXT = "a paper on vexillology and jackdaws"
 
 
 @pytest.fixture
-def directory(tmp_path):
-    return tmp_path
-
-
-@pytest.fixture
-def server(directory):
-    with sk.running(store=ssd_store(directory), max_batch_size=1) as running:
+def server(tmp_path):
+    with sk.running(store=ssd_store(tmp_path), max_batch_size=1) as running:
         yield running
 
 
@@ -76,75 +70,74 @@ def assert_nothing_is_kept(server, directory, before, names):
     assert kv_files(directory) == before
     assert {info.key for info in server.engine.stored.list()} == names[0]
     assert [session.session_id for session in server.engine.sessions] == names[1]
-    assert server.service.router.num_states == names[2]
+    assert len(server.service.router._states) == names[2]
 
 
 def kept(server):
     """What there is that is kept: keys in the store, open conversations, states that are known."""
     engine = server.engine
     opened = [session.session_id for session in engine.sessions]
-    return {info.key for info in engine.stored.list()}, opened, server.service.router.num_states
+    return {info.key for info in engine.stored.list()}, opened, len(server.service.router._states)
 
 
-def test_it_is_answered_alike_and_nothing_of_it_is_kept(server, directory):
+def test_it_is_answered_alike_and_nothing_of_it_is_kept(said_by_engine, server, tmp_path):
     with server.client() as client:
         common = [user("what everybody asks first, at some length " * 3)]
         first = chat(client, common)
         history = [*common, assistant(text_of(first))]
         server.engine.wait_for_saves()
-        before, names = kv_files(directory), kept(server)
+        before, names = kv_files(tmp_path), kept(server)
         followed = [*history, user(SECRET)]
-        with kit.small_engine(store=kit.STORE_OFF) as alone:
-            expected = "".join(alone.session().send(followed, max_tokens=8))
+        expected = said_by_engine(followed)
         named = {"session_id": first.session_id, "session_state": first.session_state}
         for messages, more in ((followed, {}), ([user(SECRET)], named), (followed, named)):
             answer = chat(client, messages, store=False, extra_body=more)
             assert text_of(answer) == expected
             assert cached(answer) > 100, "what others have stored is read"
             assert not {"session_id", "session_state"} & answer.model_extra.keys(), "there is nothing to go on with"
-            assert_nothing_is_kept(server, directory, before, names)
+            assert_nothing_is_kept(server, tmp_path, before, names)
         pieces = list(chat(client, followed, store=False, stream=True, n=2, temperature=1))
         assert not any({"session_id", "session_state"} & piece.model_extra.keys() for piece in pieces)
-        assert_nothing_is_kept(server, directory, before, names)
+        assert_nothing_is_kept(server, tmp_path, before, names)
         chat(client, [user(SECRET)], 300, store=False, extra_body={"ignore_eos": True, "context": [CONTEXT]})
         chat(client, [user(SECRET)], 480, store=False, extra_body={"ignore_eos": True})
         cut = chat(client, [*history, user(SECRET + "y" * 360)], store=False)
         assert cut.usage.ca_jax["dropped_tokens"] > 0
-        assert_nothing_is_kept(server, directory, before, names)
+        assert_nothing_is_kept(server, tmp_path, before, names)
         again = chat(client, [user("go on")], extra_body=named)
         assert again.session_id == first.session_id, "it stands where it stood"
         chat(client, [user(SECRET)])
         server.engine.wait_for_saves()
-        assert "xylophone" in texts_in(directory), "what is stored would have been seen"
+        assert "xylophone" in texts_in(tmp_path), "what is stored would have been seen"
         assert "xylophone" in texts_in_memory(server.engine)
 
 
-def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, directory, monkeypatch):
+def test_nothing_of_it_is_kept_in_the_middle_either_or_if_it_breaks(server, tmp_path, monkeypatch):
     """Whoever kills the server then finds nothing: what is on disk in the middle is what would be found."""
     with server.client(max_retries=0) as client:
         chat(client, [user("somebody else")])
         server.engine.wait_for_saves()
-        before, names = kv_files(directory), kept(server)
+        before, names = kv_files(tmp_path), kept(server)
         asked = {"store": False, "extra_body": {"ignore_eos": True, "context": [CONTEXT]}}
         with chat(client, [user(SECRET)], 400, stream=True, **asked) as stream:
             for _, _piece in zip(range(80), stream, strict=False):
                 pass
             assert server.engine.num_jobs[0] == 1
             server.engine.keep()
-            spelt = texts_in(directory) + texts_in_memory(server.engine)
+            spelt = texts_in(tmp_path) + texts_in_memory(server.engine)
             assert "xylophone" not in spelt
             assert "vexillology" not in spelt
             with chat(client, [user(SECRET)], stream=True, **asked):  # Pre-loaded, and never begun.
                 server.wait_until(lambda: server.engine.num_jobs[1] == 1)
-        assert_nothing_is_kept(server, directory, before, names)  # Both were left in the middle.
+        assert_nothing_is_kept(server, tmp_path, before, names)  # Both were left in the middle.
         with pytest.raises(openai.APIStatusError, match="not there in time"):
             chat(client, [user(SECRET)], 400, store=False, extra_body={"ignore_eos": True, "timeout_s": 0.05})
-        assert_nothing_is_kept(server, directory, before, names)
+        assert_nothing_is_kept(server, tmp_path, before, names)
         with monkeypatch.context() as broken:
             broken.setattr(server.engine._sampler, "draw", lambda *_: 1 / 0)
             with pytest.raises(openai.InternalServerError):
                 chat(client, [user(SECRET)], **asked)
-        assert_nothing_is_kept(server, directory, before, names)
+        assert_nothing_is_kept(server, tmp_path, before, names)
         with pytest.raises(openai.BadRequestError):
             chat(client, [user(SECRET), user(" ")], store=False)
-        assert_nothing_is_kept(server, directory, before, names)
+        assert_nothing_is_kept(server, tmp_path, before, names)

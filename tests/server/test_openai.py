@@ -14,12 +14,6 @@ from tests import server_kit as sk
 from tests.server_kit import assistant, chat, system, text_of, user
 
 
-def said_by_engine(messages: list, max_tokens: int = 8) -> str:
-    """What a session that was never served over HTTP answers, greedily."""
-    with kit.small_engine(store=kit.STORE_OFF) as engine:
-        return "".join(engine.session().send(messages, max_tokens=max_tokens))
-
-
 def test_the_one_model_is_listed(client):
     [model] = client.models.list().data
     assert model.id == client.models.retrieve(sk.MODEL).id == sk.MODEL
@@ -40,7 +34,7 @@ def test_the_one_model_is_listed(client):
     ],
     ids=["user", "system", "developer", "parts", "two users", "fields that say nothing"],
 )
-def test_a_chat_is_answered_as_the_engine_does(client, messages):
+def test_a_chat_is_answered_as_the_engine_does(said_by_engine, client, messages):
     def plain(message):
         text = message["content"]
         role = "system" if message["role"] == "developer" else message["role"]
@@ -122,7 +116,7 @@ def test_text_comes_as_it_is_generated(client):
     assert len(pieces) > 20
 
 
-def test_several_clients_of_asyncio(server):
+def test_several_clients_of_asyncio(said_by_engine, server):
     async def ask(client, number):
         answer = await client.chat.completions.create(
             model=sk.MODEL, messages=[user(f"hello {number}")], max_tokens=8, temperature=0
@@ -141,7 +135,7 @@ def test_several_clients_of_asyncio(server):
         assert whole == streamed == said_by_engine([user(f"hello {number}")])
 
 
-def test_the_clients_helpers(client):
+def test_the_clients_helpers(said_by_engine, client):
     """Event streams, raw and streamed responses, request ids, options of one request."""
     asked = {"model": sk.MODEL, "messages": [user("hello")], "max_tokens": 8, "temperature": 0}
     expected = said_by_engine([user("hello")])
@@ -172,7 +166,7 @@ def test_the_clients_helpers(client):
     assert text_of(answer) == expected
 
 
-def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(client):
+def test_several_choices_are_drawn_apart_and_any_is_gone_on_with(said_by_engine, client):
     asked = [user("tell me")]
     answers = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})
     again = chat(client, asked, n=3, temperature=1.5, seed=7, extra_body={"top_k": 8})

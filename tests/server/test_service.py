@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
 
@@ -14,7 +13,7 @@ from ca_jax.server.metrics import RequestMetrics
 from ca_jax.server.service import Service
 from ca_jax.server.tenants import EVERYBODY, Tenant, Tenants
 from tests import engine_kit as kit
-from tests.server_kit import DEADLINE_S, MODEL, on_loop, user, wait_until
+from tests.server_kit import MODEL, held, on_loop, user, wait_until
 
 A, B = Tenant(name="lab-a", max_requests=4), Tenant(name="lab-b", best_priority=-5)
 LIMITS = {"max_queue": 4, "max_chunks": 3, "max_chunk_tokens": 60, "max_lookups": 2, "max_open_sessions": 4}
@@ -46,30 +45,18 @@ async def answer(service, tenant, request):
     """The texts that a request is answered with."""
     begin = service.chat if isinstance(request, ChatRequest) else service.complete
     with service.admitted(tenant, request.num_answers, request.priority):
-        async with begin(tenant, request) as turns:
-            texts = [""] * len(turns.lives)
-            async for live, part in turns.parts():
+        async with begin(tenant, request) as feed:
+            texts = [""] * len(feed.lives)
+            async for live, part in feed.parts():
                 texts[live.index] += part.text
             return texts
-
-
-@contextlib.asynccontextmanager
-async def held(service):
-    """The engine's thread does nothing for as long as the block lasts."""
-    begun, let_go = threading.Event(), threading.Event()
-    service.loop.tell(lambda engine: (begun.set(), let_go.wait(DEADLINE_S)))
-    await wait_until(begun.is_set)
-    try:
-        yield
-    finally:
-        let_go.set()
 
 
 @contextlib.asynccontextmanager
 async def answering(service, tenant, **fields):
     """An answer that takes the only slot for as long as the block lasts."""
     task = asyncio.ensure_future(answer(service, tenant, chat("a long story", 400, ignore_eos=True, **fields)))
-    await wait_until(lambda: service.loop.num_live > 0)
+    await wait_until(lambda: service.loop.num_jobs > 0)
     try:
         yield
     finally:
@@ -119,7 +106,7 @@ async def test_prefills_of_chunks_count_in_the_queue(engine):
             waiting.cancel()
             await wait_until(lambda: service.loop.num_jobs == 1)
             assert engine.metrics.computed_chunks == before
-        async with held(service):
+        with held(service.loop):
             waiting = asyncio.ensure_future(answer(service, A, chat(context=["another 1", "another 2", "another 3"])))
             await asyncio.sleep(0)
             with busy():
@@ -130,7 +117,7 @@ async def test_prefills_of_chunks_count_in_the_queue(engine):
 @on_loop
 async def test_lookups_and_streams_of_one_tenant_are_so_many_at_a_time(engine):
     async with serving(engine, max_lookups=2) as service:
-        async with held(service):
+        with held(service.loop):
             asking = [asyncio.ensure_future(service.ask(A, lambda engine: 1)) for _ in range(2)]
             await asyncio.sleep(0)
             with busy() as told:
@@ -200,10 +187,10 @@ async def test_refusals_do_not_make_the_wait_look_short(engine):
 
 @on_loop
 async def test_a_deadline_ends_what_waits_for_the_engine(engine):
-    async with serving(engine, request_timeout_s=0.02) as service, held(service):
-        with refused(408, "timeout"):
+    async with serving(engine, request_timeout_s=0.02) as service:
+        with held(service.loop), refused(408, "timeout"):
             await service.ask(A, lambda engine: 1)
-        with pytest.raises(TimeoutError):
+        with held(service.loop), pytest.raises(TimeoutError):
             async with service.deadline(3600), service.chat(A, chat()):
                 pass
         assert service.deadline(0.001).when() < service.deadline(None).when()
@@ -214,7 +201,7 @@ async def test_metrics_are_read_while_the_engine_does_not_answer(engine):
     async with serving(engine) as service:
         await answer(service, A, chat())
         first = await service.read_metrics()
-        async with held(service):
+        with held(service.loop):
             assert b"ca_jax:reading_age_seconds" in await service.read_metrics()
             assert service.loop.step_s > 0
         assert b'finished_reason="length",model_name="tiny"} 1.0' in first
@@ -233,22 +220,9 @@ async def test_of_several_answers_all_are_begun_or_none(engine):
             with pytest.raises(error):
                 await answer(service, A, request)
         await wait_until(lambda: service.num_requests == service.loop.num_jobs == 0)
+        assert await answer(service, A, CompletionRequest(model=MODEL, prompt="plain", max_tokens=2))
         await service.ask(A, lambda engine: None)
-        assert [session.session_id for session in engine.sessions] == kept
-
-
-@on_loop
-async def test_what_is_not_to_be_stored_is_known_of_nobody(engine):
-    async with serving(engine) as service:
-        before = service.router.num_states, len(engine.sessions)
-        texts = await answer(service, A, chat("a secret", store=False, n=2))
-        assert texts == await answer(service, A, chat("a secret", n=2))
-        assert (service.router.num_states, len(engine.sessions)) != before
-        states = service.router.num_states
-        await answer(service, A, CompletionRequest(model=MODEL, prompt="plain", max_tokens=2))
-        await answer(service, A, chat("a secret too", store=False))
-        await service.ask(A, lambda engine: None)
-        assert service.router.num_states <= states + 1
+        assert [session.session_id for session in engine.sessions] == kept, "of plain prompts nothing is kept"
 
 
 @on_loop

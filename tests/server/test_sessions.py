@@ -8,22 +8,17 @@ import concurrent.futures
 import openai
 import pytest
 
+from ca_jax.config import BlendConfig
 from tests import engine_kit as kit
 from tests import server_kit as sk
 from tests.server_kit import assistant, chat, ssd_store, system, text_of, user
-
-
-def said_by_engine(messages, max_tokens=8):
-    """Of a whole history, tokenised at once, without anything stored."""
-    with kit.small_engine(store=kit.STORE_OFF) as engine:
-        return "".join(engine.session().send(messages, max_tokens=max_tokens))
 
 
 def stands(answer):
     return {"session_id": answer.session_id, "session_state": answer.session_state}
 
 
-def test_a_conversation_goes_on_by_its_history_and_by_its_name(client):
+def test_a_conversation_goes_on_by_its_history_and_by_its_name(said_by_engine, client):
     history, answers = [], []
     for text in ("who are you", "and who am i"):
         history.append(user(text))
@@ -46,7 +41,7 @@ def test_a_conversation_goes_on_by_its_history_and_by_its_name(client):
         chat(client, [user("again")], extra_body={"session_id": "nobody"})
 
 
-def test_answers_at_once_behind_the_same_history_are_apart(client):
+def test_answers_at_once_behind_the_same_history_are_apart(said_by_engine, client):
     history = [user("two roads")]
     history.append(assistant(text_of(chat(client, history))))
     asked = [[*history, user(f"road {number}")] for number in range(6)]
@@ -69,7 +64,7 @@ def test_a_history_longer_than_the_window_is_cut_or_an_error(client):
     assert (filled.usage.total_tokens, filled.choices[0].finish_reason) == (kit.WINDOW, "length")
 
 
-def test_sessions_are_begun_shown_pinned_cut_and_deleted(server, client):
+def test_sessions_are_begun_shown_pinned_cut_and_deleted(said_by_engine, server, client):
     begun = client.post("/sessions", body={"session_id": "mine", "system": "be kind"}, cast_to=object)
     assert begun["id"] == "mine"
     with pytest.raises(openai.BadRequestError, match="must be a name that is not taken, got 'mine'"):
@@ -152,8 +147,18 @@ def test_a_page_of_sessions_is_all_that_is_described(tmp_path):
             assert http.get("/v1/sessions", params={"limit": limit}).json()["error"]["param"] == "limit"
 
 
-def test_chunks_are_computed_once_and_blended(client):
-    chunks = ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2]
+@pytest.fixture
+def blending():
+    """Of a server that blends whatever rates were measured."""
+    with sk.running(blend=BlendConfig(recompute_ratio=0.2)) as server, server.client() as client:
+        yield client
+
+
+def test_chunks_are_computed_once_and_blended(blending):
+    client, chunks = (
+        blending,
+        ["the harbour is to the east of the old town " * 2, "the market is held on thursdays " * 2],
+    )
     assert client.post("/chunks", body={"chunks": chunks}, cast_to=object)["num_computed"] == 2
     assert client.post("/chunks", body={"chunks": chunks[:1]}, cast_to=object)["num_computed"] == 0
     answer = chat(client, [user("where is it?")], 12, extra_body={"context": chunks[::-1]})
@@ -174,7 +179,7 @@ def test_chunks_are_computed_once_and_blended(client):
         chat(client, [user("a"), {**assistant("b"), "context": chunks}, user("c")])
 
 
-def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them(tmp_path):
+def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them(said_by_engine, tmp_path):
     few, said = {"max_open_sessions": 1}, [user(f"number {number}") for number in range(20)]
     with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client() as client:
         answers = [chat(client, [each], 4) for each in said]
@@ -183,7 +188,7 @@ def test_conversations_outlive_the_server_and_looking_at_them_does_not_open_them
         num_known = server.service.router.max_known
     assert num_known < len(said)
     with sk.running(store=ssd_store(tmp_path), server=few) as server, server.client() as client:
-        assert server.service.router.num_states <= num_known
+        assert len(server.service.router._states) <= num_known
         listed = client.get("/sessions", cast_to=object, options={"params": {"limit": 100}})["data"]
         assert {each["id"] for each in listed} == {answer.session_id for answer in answers}, "chunks are no sessions"
         for answer in answers[:3]:
