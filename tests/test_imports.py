@@ -45,7 +45,6 @@ STORAGE_FLOORS = (
     {"store"},
     {""},
     {"inspector"},
-    {"verify"},
     {"collect"},
 )
 # Quality is measured over the model alone, so that what is measured is not what it is measured with.

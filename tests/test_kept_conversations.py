@@ -222,7 +222,7 @@ def test_a_turn_is_done_when_it_is_in_the_log(tmp_path, monkeypatch, how):
 
 def no_space(engine, monkeypatch, gates):
     """The disk has no room."""
-    monkeypatch.setattr(workload.ssd_of(engine)._mover._tier._space, "_free_bytes", lambda: 0)
+    monkeypatch.setattr(gates[0]._tier, "_free_bytes", lambda: 0)
 
 
 def deadline(engine, monkeypatch, gates):
@@ -232,9 +232,8 @@ def deadline(engine, monkeypatch, gates):
 
 def catalog(engine, monkeypatch, gates):
     """The catalog cannot be changed."""
-    keeper = workload.ssd_of(engine)._mover._writer
     for name in ("publish", "set_note"):
-        monkeypatch.setattr(keeper._catalog, name, unwritable)
+        monkeypatch.setattr(workload.ssd_of(engine)._mover._catalog, name, unwritable)
 
 
 def quota(engine, monkeypatch, gates):

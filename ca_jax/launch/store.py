@@ -40,9 +40,16 @@ from ca_jax.pretrained import Progress
 from ca_jax.storage.catalog.records import DamagedRecordError
 from ca_jax.storage.collect import collect_garbage, drop_session, find_namespaces, take_over_blocks
 from ca_jax.storage.config import SSD_DRIVERS
-from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.inspector import (
+    DamagedSessionError,
+    SessionKV,
+    StoredSession,
+    StoreInspector,
+    catalog_problems,
+    read_session,
+    verify,
+)
 from ca_jax.storage.records import BlockIoError
-from ca_jax.storage.verify import DamagedSessionError, SessionKV, catalog_problems, read_session, verify
 
 FLAGS = flags.FLAGS
 
@@ -264,10 +271,13 @@ def _drop(inspector: StoreInspector, request: Request, now_s: float, _: Progress
 
 def _stats(inspector: StoreInspector, request: Request, now_s: float, _: Progress) -> Facts:
     use = inspector.disk_use()
-    listings = [(each, inspector.sessions_of(each.namespace, request.tenant)) for each in inspector.namespaces()]
     return {
         "namespaces": [
-            store_report.usage_facts(info, listing, use.blocks.get(info.namespace), now_s) for info, listing in listings
+            {
+                "created_s": created_s,
+                **store_report.usage_facts(each, inspector.sessions(request.tenant, each), use.blocks.get(each), now_s),
+            }
+            for each, created_s in inspector.namespaces().items()
         ],
         "catalog": dataclasses.asdict(use.catalog),
         "unknown": {name: dataclasses.asdict(each) for name, each in use.unknown.items()},

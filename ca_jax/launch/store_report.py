@@ -17,10 +17,9 @@ from rich.filesize import decimal
 
 from ca_jax.launch.script import make_table, note
 from ca_jax.launch.terminal import describe_time
-from ca_jax.storage.catalog.records import Namespace, NamespaceInfo
+from ca_jax.storage.catalog.records import Namespace
 from ca_jax.storage.collect import NamespaceGarbage
-from ca_jax.storage.inspector import DamagedRow, DiskUse, Listing, StoredSession
-from ca_jax.storage.verify import Verdict
+from ca_jax.storage.inspector import DamagedRow, DiskUse, Listing, StoredSession, Verdict
 
 Facts = dict[str, Any]
 """JSON values by name."""
@@ -85,7 +84,7 @@ def garbage_facts(garbage: NamespaceGarbage, now_s: float) -> Facts:
     }
 
 
-def usage_facts(info: NamespaceInfo, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
+def usage_facts(namespace: Namespace, listing: Listing, use: DiskUse | None, now_s: float) -> Facts:
     """What a namespace holds, by tenant, and takes on disk. A block that sessions of a tenant share counts once."""
     tenants: dict[str, Facts] = {}
     held: dict[str, set[int]] = {}
@@ -96,11 +95,10 @@ def usage_facts(info: NamespaceInfo, listing: Listing, use: DiskUse | None, now_
         num_blocks = len(held[record.tenant])
         sums["num_sessions"] += 1
         sums["num_tokens"] += record.num_tokens
-        sums |= {"num_blocks": num_blocks, "num_bytes": num_blocks * info.namespace.layout.block_bytes}
+        sums |= {"num_blocks": num_blocks, "num_bytes": num_blocks * namespace.layout.block_bytes}
         sums["num_expired"] += session.expired(now_s)
     return {
-        "namespace": namespace_facts(info.namespace),
-        "created_s": info.created_s,
+        "namespace": namespace_facts(namespace),
         **{name: sum(each[name] for each in tenants.values()) for name in _SUMS},
         "num_damaged_rows": len(listing.damaged),
         "tenants": [tenants[name] for name in sorted(tenants)],

@@ -6,7 +6,7 @@
 The catalog forgets first, durably; blocks go afterwards. Cut short at any moment it leaves such blocks for the next
 time.
 
-Not here: what a running engine evicts (policy), whether a session is sound (verify).
+Not here: what a running engine evicts (policy), whether a session is sound (inspector).
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import contextlib
 import dataclasses
 import enum
 import shutil
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
 
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.catalog import Catalog
-from ca_jax.storage.catalog.file import CatalogFullError, DirectoryLock
+from ca_jax.storage.catalog.file import CatalogFullError, lock_directory
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace
-from ca_jax.storage.inspector import StoredSession, StoreInspector
+from ca_jax.storage.inspector import StoredSession, StoreInspector, verify_session
 from ca_jax.storage.tiers.formats import Zarr3Tier
 from ca_jax.storage.tiers.owner import Owner, claim_blocks
-from ca_jax.storage.verify import verify_session
 
 
 class UnknownNamespaceError(CaJaxError, ValueError):
@@ -46,12 +44,10 @@ class ForgetReason(enum.StrEnum):
     """It was named."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Forgotten:
     """A session that goes."""
 
-    namespace: Namespace
-    """Whose weights and layout."""
     key: str
     """Of the session."""
     session: StoredSession | None
@@ -78,7 +74,7 @@ class NamespaceGarbage:
     """Files of writes that were cut short; None where they were not looked for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TakenBlocks:
     """Blocks at a URL that were made a directory's."""
 
@@ -102,7 +98,7 @@ class Garbage:
     """What these take on disk."""
     catalog_bytes: int
     """What the catalog took before."""
-    compacted_bytes: int | None
+    compacted_bytes: int | None = None
     """What it takes now; None where it was not compacted."""
     not_compacted: str | None = None
     """Why not, where it should have been."""
@@ -114,15 +110,13 @@ def find_namespaces(inspector: StoreInspector, names: Collection[str]) -> tuple[
     Raises:
       UnknownNamespaceError: a name is of none, or of several.
     """
-    stored = [info.namespace for info in inspector.namespaces()]
+    stored = inspector.namespaces()
     found = []
     for name in names:
-        matches = [
-            each
-            for each in stored
-            if name
-            and (name == each.directory_name or each.fingerprint.startswith(name) or each.weights.startswith(name))
-        ]
+        matches = []
+        for each in stored if name else ():
+            if name == each.directory_name or each.fingerprint.startswith(name) or each.weights.startswith(name):
+                matches.append(each)
         if len(matches) != 1:
             listed = "".join(f"\n  {each.directory_name}  weights {each.weights}" for each in matches or stored)
             raise UnknownNamespaceError(f"{name!r} must be one namespace, got {len(matches)} among:{listed}")
@@ -140,13 +134,10 @@ def drop_session(inspector: StoreInspector, session: StoredSession) -> Namespace
       BlockIoError: blocks cannot be deleted; the session is forgotten nevertheless.
     """
     namespace, record = session.namespace, session.record
+    forgotten = Forgotten(record.key, session, ForgetReason.NAMED)
+    garbage = NamespaceGarbage(namespace=namespace, forgotten=(forgotten,))
     with Catalog(inspector.directory, namespace) as catalog:
-        _claim(inspector, namespace)
-        catalog.forget([record.key])
-        with contextlib.closing(NoteLog(inspector.directory)) as log:
-            log.remove(record.key)
-        forgotten = Forgotten(namespace=namespace, key=record.key, session=session, reason=ForgetReason.NAMED)
-        garbage = NamespaceGarbage(namespace=namespace, forgotten=(forgotten,))
+        _forget(inspector, catalog, garbage.forgotten)
         return _delete_unheld(inspector, garbage, among=set(record.block_ids.tolist()))
 
 
@@ -179,48 +170,47 @@ def collect_garbage(
     """
     if drop and tenant is not None:
         raise ValueError(f"drop must be empty with a tenant, got {len(drop)} namespaces and {tenant!r}")
-    stored = [info.namespace for info in inspector.namespaces()]
+    stored = inspector.namespaces()
     before = inspector.disk_use()
     collected = []
     for namespace in stored:
         with Catalog(inspector.directory, namespace) as catalog:
-            dropped = namespace in drop
-            forgotten = tuple(
-                _going(inspector, namespace, tenant, dropped=dropped, now_s=now_s, read_blocks=read_blocks)
-            )
+            if namespace in drop:
+                listing = inspector.sessions(None, namespace)
+                forgotten = (
+                    *(Forgotten(each.key, None, ForgetReason.NAMESPACE) for each in listing.damaged),
+                    *(Forgotten(each.record.key, each, ForgetReason.NAMESPACE) for each in listing.sound),
+                )
+            else:
+                forgotten = tuple(_going(inspector, namespace, tenant, now_s, read_blocks))
             if not dry_run:
-                _claim(inspector, namespace)
-                catalog.forget([each.key for each in forgotten])
-                with contextlib.closing(NoteLog(inspector.directory)) as log:
-                    for each in forgotten:
-                        if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
-                            log.remove(each.key)
-            garbage = NamespaceGarbage(namespace=namespace, dropped=dropped, forgotten=forgotten)
-            collected.append(_delete_unheld(inspector, garbage, dry_run=dry_run))
-    compacted_bytes, not_compacted = None, None
-    if not dry_run:
-        kept = [namespace for namespace in stored if namespace not in drop]
-        with _locked(inspector.directory, kept or stored) as own:
-            for name in (*before.unknown, *(each.directory_name for each in drop)):
-                _remove(inspector.directory / name)
-            if own is not None:
-                for namespace in drop:
-                    if namespace != own.namespace:  # The last one's name stays, empty.
-                        own.drop_namespace(namespace)
-                try:
-                    own.compact()
-                except CatalogFullError as error:
-                    not_compacted = str(error)
-        if not_compacted is None:
-            compacted_bytes = inspector.disk_use().catalog.num_bytes
-    return Garbage(
+                _forget(inspector, catalog, forgotten)
+            going = NamespaceGarbage(namespace=namespace, dropped=namespace in drop, forgotten=forgotten)
+            collected.append(_delete_unheld(inspector, going, dry_run=dry_run))
+    garbage = Garbage(
         namespaces=tuple(collected),
         files=tuple(before.unknown),
         num_file_bytes=sum(each.num_bytes for each in before.unknown.values()),
         catalog_bytes=before.catalog.num_bytes,
-        compacted_bytes=compacted_bytes,
-        not_compacted=not_compacted,
     )
+    if dry_run:
+        return garbage
+    kept = [namespace for namespace in stored if namespace not in drop] or list(stored)
+    with Catalog(inspector.directory, kept[-1]) if kept else lock_directory(inspector.directory) as own:
+        for name in (*before.unknown, *(each.directory_name for each in drop)):
+            path = inspector.directory / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if isinstance(own, Catalog):
+            for namespace in set(drop) - {own.namespace}:  # The last one's name stays, empty.
+                own.drop_namespace(namespace)
+            try:
+                own.compact()
+            except CatalogFullError as error:
+                return dataclasses.replace(garbage, not_compacted=str(error))
+    return dataclasses.replace(garbage, compacted_bytes=inspector.disk_use().catalog.num_bytes)
 
 
 def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
@@ -232,50 +222,51 @@ def take_over_blocks(inspector: StoreInspector) -> list[TakenBlocks]:
       CatalogLockedError: an engine uses the directory.
     """
     taken = []
-    for info in inspector.namespaces():
-        with Catalog(inspector.directory, info.namespace):
-            tier = inspector.open_blocks(info.namespace)
-            owner = _claim(inspector, info.namespace, takes_over=True)
-            num_blocks = 0 if tier is None else len(tier.stored_block_ids())
-            taken.append(TakenBlocks(namespace=info.namespace, num_blocks=num_blocks, owner=owner))
+    for namespace in inspector.namespaces():
+        with Catalog(inspector.directory, namespace) as catalog:
+            owner = _claim(inspector, catalog, takes_over=True)
+            tier = inspector.open_blocks(namespace)
+            taken.append(TakenBlocks(namespace, 0 if tier is None else len(tier.stored_block_ids()), owner))
     return taken
 
 
-def _claim(inspector: StoreInspector, namespace: Namespace, *, takes_over: bool = False) -> Owner | None:
-    """Makes sure that blocks at a URL are the directory's; see `claim_blocks`. Its lock is held."""
-    tier = inspector.open_blocks(namespace) if inspector.url is not None else None
+def _claim(inspector: StoreInspector, catalog: Catalog, *, takes_over: bool = False) -> Owner | None:
+    """Makes sure that blocks at a URL are the directory's; see `claim_blocks`."""
+    tier = inspector.open_blocks(catalog.namespace) if inspector.url is not None else None
     if not isinstance(tier, Zarr3Tier):
         return None
-    sessions = inspector.sessions_of(namespace)
     return claim_blocks(
         tier.kvstore,
         inspector.directory,
         tier.stored_block_ids,
-        knows_any=lambda: bool(sessions.sound or sessions.damaged),
+        knows_any=catalog.has_sessions,
         takes_over=takes_over,
     )
 
 
+def _forget(inspector: StoreInspector, catalog: Catalog, forgotten: Iterable[Forgotten]) -> None:
+    """Has catalog and log forget sessions, after a look at whose the blocks are."""
+    _claim(inspector, catalog)
+    catalog.forget([each.key for each in forgotten])
+    with contextlib.closing(NoteLog(inspector.directory)) as log:
+        for each in forgotten:
+            if each.reason is not ForgetReason.DAMAGED:  # What was said is sound.
+                log.remove(each.key)
+
+
 def _going(
-    inspector: StoreInspector,
-    namespace: Namespace,
-    tenant: str | None,
-    *,
-    dropped: bool,
-    now_s: float,
-    read_blocks: bool,
+    inspector: StoreInspector, namespace: Namespace, tenant: str | None, now_s: float, read_blocks: bool
 ) -> Iterator[Forgotten]:
-    """The sessions of a namespace that go: all where it is dropped, else those that are damaged or expired."""
-    listing = inspector.sessions_of(namespace, tenant)
+    """The sessions of a namespace that are damaged or expired."""
+    listing = inspector.sessions(tenant, namespace)
     for row in listing.damaged:
-        reason = ForgetReason.NAMESPACE if dropped else ForgetReason.DAMAGED
-        yield Forgotten(namespace=namespace, key=row.key, session=None, reason=reason)
+        yield Forgotten(row.key, None, ForgetReason.DAMAGED)
     for session in listing.sound:
-        goes = ForgetReason.NAMESPACE if dropped else ForgetReason.EXPIRED if session.expired(now_s) else None
-        if not dropped and _is_damaged(inspector, session, read_blocks and goes is None):
-            goes = ForgetReason.DAMAGED
-        if goes is not None:
-            yield Forgotten(namespace=namespace, key=session.record.key, session=session, reason=goes)
+        is_expired = session.expired(now_s)
+        if _is_damaged(inspector, session, read_blocks and not is_expired):
+            yield Forgotten(session.record.key, session, ForgetReason.DAMAGED)
+        elif is_expired:
+            yield Forgotten(session.record.key, session, ForgetReason.EXPIRED)
 
 
 def _is_damaged(inspector: StoreInspector, session: StoredSession, read_blocks: bool) -> bool:
@@ -301,8 +292,8 @@ def _delete_unheld(
     if tier is None:
         return garbage
     gone = {each.key for each in garbage.forgotten}
-    sessions = inspector.sessions_of(garbage.namespace).sound
-    held = {block for each in sessions if each.record.key not in gone for block in each.record.block_ids.tolist()}
+    records = [each.record for each in inspector.sessions(None, garbage.namespace).sound]
+    held = {block for record in records if record.key not in gone for block in record.block_ids.tolist()}
     unheld = [block for block in tier.stored_block_ids() if block not in held and (among is None or block in among)]
     num_leftovers = None
     if not dry_run:
@@ -310,24 +301,3 @@ def _delete_unheld(
         num_leftovers = tier.sweep() if among is None else None
     num_bytes = len(unheld) * tier.stored_block_bytes
     return dataclasses.replace(garbage, num_blocks=len(unheld), num_bytes=num_bytes, num_leftovers=num_leftovers)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, stored: list[Namespace]) -> Iterator[Catalog | None]:
-    """Keeps engines out; gives the catalog, of one of the namespaces, if there is any."""
-    if stored:
-        with Catalog(directory, stored[-1]) as catalog:
-            yield catalog
-        return
-    lock = DirectoryLock(directory)
-    try:
-        yield None
-    finally:
-        lock.release()
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

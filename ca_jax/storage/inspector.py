@@ -1,35 +1,43 @@
-"""Looking at a store's directory, beside an engine that runs or after one: what is stored there, by whom, and where.
+"""Looking at a store's directory, beside an engine or after one: what is stored there, and whether it is sound.
 
     with StoreInspector("/var/lib/kv") as inspector:
         for session in inspector.sessions().sound:
             print(session.record.session_id, session.num_bytes)
+        damaged = [verdict for verdict in verify(inspector) if not verdict.ok]
 
-Takes no lock and changes nothing.
+Takes no lock and changes nothing. A session that an engine changes while its blocks are read is read again.
 
-Not here: whether what is stored is sound (verify), changing it (collect).
+Not here: changing what is stored, forgetting what is damaged (collect).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+import functools
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.catalog.catalog import CatalogReader, namespaces
 from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.catalog.notes import LOG_NAME
-from ca_jax.storage.catalog.records import Namespace, NamespaceInfo, SessionRecord
+from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Problem, SessionRecord
 from ca_jax.storage.config import SSD_DRIVERS
+from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
+from ca_jax.storage.tiers.dram import host_array
 from ca_jax.storage.tiers.formats import FORMATS, GROUP_BLOCKS
 
 _BLOCKS_NAME = re.compile(r"blocks-[0-9a-f]{16}")  # As Namespace.directory_name gives them.
 _CLOSE_TIMEOUT_S = 5.0  # For reads that a deadline has given up.
+_READ_BLOCKS = 8  # Blocks that are read at once.
 
 
 class StoreDirectoryError(CaJaxError, ValueError):
@@ -44,7 +52,27 @@ class AmbiguousSessionError(CaJaxError, ValueError):
     """A name that several stored sessions have; the message lists them."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class DamagedSessionError(CaJaxError):
+    """A session that cannot be read; the message says why."""
+
+
+class DamageReason(enum.StrEnum):
+    """What is wrong with a session or a block of it."""
+
+    CORRUPT = "corrupt"
+    """It has other bytes than were written, or another number of them."""
+    MISSING = "missing"
+    """Nothing is on disk for the block."""
+    UNREADABLE = "unreadable"
+    """The device reports an error, or makes no progress."""
+    CATALOG = "catalog"
+    """What the catalog says about it does not pass its checksum."""
+
+
+_REASONS = {IoFailure.CORRUPT: DamageReason.CORRUPT, IoFailure.MISSING: DamageReason.MISSING}
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredSession:
     """A session that the catalog tells of."""
 
@@ -64,7 +92,7 @@ class StoredSession:
         return not self.record.pinned and expires_s is not None and expires_s <= now_s
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class DamagedRow:
     """A row of the catalog that does not pass its checksum: of a session, and any part of it may be wrong."""
 
@@ -76,7 +104,7 @@ class DamagedRow:
     """What was wanted and what was found."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Listing:
     """What the catalog tells of."""
 
@@ -86,17 +114,62 @@ class Listing:
     """Rows that are damaged; none where one tenant's were asked for, since whose they are is not certain."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong with a session."""
+
+    reason: DamageReason
+    """Its kind."""
+    found: str
+    """What was wanted and what was found."""
+    index: int | None = None
+    """Which of the session's blocks, counted from its first; None where it is none of them."""
+    block_id: int | None = None
+    """Where this block is on disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether one session is sound."""
+
+    namespace: Namespace
+    """Whose weights and layout."""
+    key: str
+    """Of the session."""
+    session: StoredSession | None
+    """The session; None where its row in the catalog is damaged."""
+    damages: tuple[Damage, ...] = ()
+    """What is wrong with it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with it."""
+        return not self.damages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SessionKV:
+    """A session, read and verified."""
+
+    session: StoredSession
+    """As it was when it was read."""
+    token_ids: np.ndarray
+    """int32 `[T]`."""
+    kv: np.ndarray
+    """`[L, 2, T, K, H]`, keys (as they are stored, unrotated) before values."""
+
+
+@dataclasses.dataclass(frozen=True)
 class DiskUse:
     """What something takes on disk."""
 
-    num_files: int
+    num_files: int = 0
     """Files, directories not counted."""
-    num_bytes: int
+    num_bytes: int = 0
     """What they take, as the file system counts: holes are free, the ends of pages are not."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class StoreDiskUse:
     """What a store takes on disk. Blocks at a URL are not counted."""
 
@@ -133,10 +206,9 @@ class StoreInspector:
             raise ValueError(f"driver must be one of {', '.join(SSD_DRIVERS)}; got {driver!r}")
         if url is not None and driver not in (None, "zarr3"):
             raise ValueError(f"blocks at a URL must be driver zarr3, got {driver}")
-        if not self.directory.exists():
-            raise StoreDirectoryError(f"{self.directory} must be a store's directory, got nothing there")
         if not self.directory.is_dir():
-            raise StoreDirectoryError(f"{self.directory} must be a store's directory, got a file")
+            found = "a file" if self.directory.exists() else "nothing there"
+            raise StoreDirectoryError(f"{self.directory} must be a store's directory, got {found}")
         self.url = url
         """Where the blocks are, if not in the directory."""
         self._driver = driver
@@ -150,33 +222,23 @@ class StoreInspector:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def namespaces(self) -> tuple[NamespaceInfo, ...]:
-        """All namespaces and their sizes, oldest first."""
+    def namespaces(self) -> Mapping[Namespace, float]:
+        """All namespaces, oldest first, and when each was first opened, seconds since the epoch."""
         return namespaces(self.directory)
 
-    def sessions(self, tenant: str | None = None) -> Listing:
-        """All sessions of all namespaces, or one tenant's."""
+    def sessions(self, tenant: str | None = None, namespace: Namespace | None = None) -> Listing:
+        """All sessions, or one tenant's, of all namespaces or of one."""
         sound: list[StoredSession] = []
         damaged: list[DamagedRow] = []
-        for info in self.namespaces():
-            in_namespace = self.sessions_of(info.namespace, tenant)
-            sound.extend(in_namespace.sound)
-            damaged.extend(in_namespace.damaged)
-        return Listing(sound=_by_use(sound), damaged=tuple(damaged))
 
-    def sessions_of(self, namespace: Namespace, tenant: str | None = None) -> Listing:
-        """All sessions of one namespace, or one tenant's."""
-        damaged: list[DamagedRow] = []
+        def add_damaged(namespace: Namespace, key: str, found: str) -> None:
+            damaged.append(DamagedRow(namespace, key, found))
 
-        def on_damaged(key: str, found: str) -> None:
-            damaged.append(DamagedRow(namespace=namespace, key=key, found=found))
-
-        sound = [
-            StoredSession(namespace=namespace, record=record)
-            for record in self.reader(namespace).load_all(on_damaged)
-            if tenant in (None, record.tenant)
-        ]
-        return Listing(sound=_by_use(sound), damaged=tuple(damaged) if tenant is None else ())
+        for each in self.namespaces() if namespace is None else [namespace]:
+            records = self.reader(each).load_all(functools.partial(add_damaged, each))
+            sound += [StoredSession(each, record) for record in records if tenant in (None, record.tenant)]
+        sound.sort(key=lambda each: each.record.last_used_s)
+        return Listing(tuple(sound), tuple(damaged) if tenant is None else ())
 
     def find(self, name: str, tenant: str | None = None) -> StoredSession:
         """The session that has this id or key, or else the one whose key begins so.
@@ -195,10 +257,8 @@ class StoreInspector:
                 f"sessions{of}, got {name!r}"
             )
         if len(found) > 1:
-            candidates = "".join(
-                f"\n  {each.record.key}  session {each.record.session_id!r} of tenant {each.record.tenant!r}"
-                for each in found
-            )
+            records = [each.record for each in found]
+            candidates = "".join(f"\n  {r.key}  session {r.session_id!r} of tenant {r.tenant!r}" for r in records)
             raise AmbiguousSessionError(
                 f"the name must be that of one session, got {len(found)} for {name!r}:{candidates}"
             )
@@ -206,24 +266,17 @@ class StoreInspector:
 
     def disk_use(self) -> StoreDiskUse:
         """What the store takes on disk. Looks at every file: seconds at a million."""
-        known = {info.namespace.directory_name: info.namespace for info in self.namespaces()}
-        blocks = dict.fromkeys(known.values(), DiskUse(num_files=0, num_bytes=0))
+        known = {namespace.directory_name: namespace for namespace in self.namespaces()}
+        blocks = dict.fromkeys(known.values(), DiskUse())
         unknown: dict[str, DiskUse] = {}
         for path in sorted(self.directory.iterdir()):
             if path.name in known:
                 blocks[known[path.name]] = measure(path)
             elif _BLOCKS_NAME.fullmatch(path.name) or path.name.startswith(f"{CATALOG_NAME}.corrupt-"):
                 unknown[path.name] = measure(path)
+        files = [self.directory / f"{name}{end}" for name in (CATALOG_NAME, LOG_NAME) for end in ("", "-wal", "-shm")]
         disk = shutil.disk_usage(self.directory)
-        return StoreDiskUse(
-            catalog=measure(
-                *(self.directory / f"{name}{end}" for name in (CATALOG_NAME, LOG_NAME) for end in ("", "-wal", "-shm"))
-            ),
-            blocks=blocks,
-            unknown=unknown,
-            free_bytes=disk.free,
-            total_bytes=disk.total,
-        )
+        return StoreDiskUse(measure(*files), blocks, unknown, disk.free, disk.total)
 
     def reader(self, namespace: Namespace) -> CatalogReader:
         """The catalog of one namespace. The inspector closes it."""
@@ -252,8 +305,7 @@ class StoreInspector:
             opened.close(_CLOSE_TIMEOUT_S)
         ids = -(-num_blocks // GROUP_BLOCKS) * GROUP_BLOCKS  # In steps, so that it is rarely opened again.
         layout, options = namespace.layout, DiskOptions(only_existing=True)
-        location = self.block_location(namespace)
-        tier = FORMATS[driver](layout, location, ids * layout.stored_block_bytes, options)
+        tier = FORMATS[driver](layout, self.block_location(namespace), ids * layout.stored_block_bytes, options)
         self._tiers[namespace] = tier
         return tier
 
@@ -270,8 +322,6 @@ class StoreInspector:
             reader.close()
         self._tiers.clear()
         self._readers.clear()
-
-    # How.
 
     def _driver_of(self, namespace: Namespace) -> str | None:
         """How a namespace's blocks are kept; None where it has none."""
@@ -291,15 +341,150 @@ def measure(*paths: Path) -> DiskUse:
     """What files, and all that is in directories, take on disk. What is gone meanwhile takes nothing."""
     num_files = num_bytes = 0
     for path in paths:
-        names = (
-            [path] if not path.is_dir() else (Path(root, name) for root, _, in_it in os.walk(path) for name in in_it)
-        )
-        for name in names:
+        in_it = (Path(root, name) for root, _, names in os.walk(path) for name in names)
+        for name in in_it if path.is_dir() else [path]:
             with contextlib.suppress(FileNotFoundError):
                 num_bytes += name.lstat().st_blocks * 512
                 num_files += 1
-    return DiskUse(num_files=num_files, num_bytes=num_bytes)
+    return DiskUse(num_files, num_bytes)
 
 
-def _by_use(sessions: list[StoredSession]) -> tuple[StoredSession, ...]:
-    return tuple(sorted(sessions, key=lambda each: each.record.last_used_s))
+# Whether it is sound.
+
+
+def verify(inspector: StoreInspector, tenant: str | None = None) -> Iterator[Verdict]:
+    """Reads every block of every session, or of one tenant's. Blocks, for as long as the disk takes.
+
+    A session that is forgotten meanwhile has no verdict.
+
+    Raises:
+      CatalogError: the catalog cannot be read.
+      StoreDirectoryError: a namespace has blocks of both drivers, and which to read was not said.
+    """
+    for namespace in inspector.namespaces():
+        listing = inspector.sessions(tenant, namespace)
+        for row in listing.damaged:
+            yield Verdict(namespace, row.key, None, (Damage(DamageReason.CATALOG, row.found),))
+        yield from filter(None, (verify_session(inspector, session) for session in listing.sound))
+
+
+def verify_session(inspector: StoreInspector, session: StoredSession) -> Verdict | None:
+    """Reads every block of one session; None if it is not stored any more. Raises as `verify` does."""
+    return _examine(inspector, session, None)
+
+
+def read_session(inspector: StoreInspector, session: StoredSession) -> SessionKV | None:
+    """Reads and verifies a session's tokens and KV; None if it is not stored any more.
+
+    Raises:
+      DamagedSessionError: it is not sound.
+      CatalogError, StoreDirectoryError: as `verify`.
+    """
+    read: list[SessionKV] = []
+    verdict = _examine(inspector, session, read)
+    if verdict is None:
+        return None
+    for damage in verdict.damages:
+        raise DamagedSessionError(f"session {session.record.session_id!r}: {damage.found} ({damage.reason})")
+    return read[-1]
+
+
+def catalog_problems(inspector: StoreInspector) -> tuple[Problem, ...]:
+    """Reads the whole catalog and says what is wrong with it: in the file, in its rows, and between them.
+
+    Raises:
+      CatalogCorruptError: too damaged to be read to the end.
+    """
+    problems: dict[Problem, None] = {}
+    for reader in map(inspector.reader, inspector.namespaces()):
+        found = reader.integrity_check()
+        if found:  # Twice, since an engine that works changes a session between two looks at it.
+            again = set(reader.integrity_check())
+            problems.update(dict.fromkeys(problem for problem in found if problem in again))
+    return tuple(problems)
+
+
+def _examine(inspector: StoreInspector, session: StoredSession, read: list[SessionKV] | None) -> Verdict | None:
+    """Reads a session until it stands still: an engine may change it, and then reuse its blocks.
+
+    Args:
+      inspector: of the store.
+      session: which.
+      read: gets what was read; None: it is not kept.
+
+    Returns:
+      The session as it was read and what is wrong; None: it is gone.
+    """
+    reader, now, layout = inspector.reader(session.namespace), session, session.namespace.layout
+    damages: list[Damage] = []
+    try:
+        found = reader.load(session.record.key)
+        while found is not None:
+            record, contents = found
+            now, kv = StoredSession(session.namespace, record), None
+            if read is not None:
+                shape = (layout.num_layers, 2, record.num_tokens, layout.num_kv_heads, layout.head_dim)
+                kv = host_array(shape, layout.numpy_dtype)
+                read[:] = [SessionKV(now, contents.token_ids, kv)]
+            damages = _examine_blocks(inspector, now, contents.sums, kv)
+            found = reader.load(record.key)
+            if found is not None and _is_same(record, found[0]):
+                break
+        else:
+            return None
+    except DamagedRecordError as error:
+        damages = [Damage(DamageReason.CATALOG, str(error))]
+    return Verdict(now.namespace, now.record.key, now, tuple(damages))
+
+
+def _is_same(record: SessionRecord, now: SessionRecord) -> bool:
+    """Whether a session is still what it was."""
+    is_same = (now.generation, now.created_s) == (record.generation, record.created_s)
+    return is_same and np.array_equal(now.block_ids, record.block_ids)
+
+
+def _examine_blocks(
+    inspector: StoreInspector, session: StoredSession, sums: np.ndarray, kv: np.ndarray | None
+) -> list[Damage]:
+    """Reads and verifies the blocks of a session, and keeps their KV if there is room for it; what is wrong."""
+    record, layout = session.record, session.namespace.layout
+    try:
+        tier = inspector.open_blocks(session.namespace, int(record.block_ids.max()) + 1)
+    except StoreDirectoryError:
+        raise
+    except ValueError as error:
+        return [Damage(DamageReason.CORRUPT, str(error))]
+    if tier is None:
+        location = inspector.block_location(session.namespace)
+        return [Damage(DamageReason.MISSING, f"{location} must hold its blocks, got none")]
+    damages = []
+    rows_of = {rows.index: rows for rows in record.places.by_block(layout.block_tokens)}
+    for index, (block_id, block, failure) in enumerate(_read_each(tier, record.block_ids.tolist(), sums)):
+        if failure is not None:
+            reason = _REASONS.get(failure.reason, DamageReason.UNREADABLE)
+            damages.append(Damage(reason, str(failure), index, block_id))
+        elif kv is not None and index in rows_of:
+            rows = rows_of[index]
+            kv[:, :, rows.first_token : rows.first_token + rows.num_tokens] = block[:, :, rows.rows]
+    return damages
+
+
+def _read_each(
+    tier: DiskTier, block_ids: list[int], sums: np.ndarray
+) -> Iterator[tuple[int, np.ndarray, BlockIoError | None]]:
+    """Reads blocks, a few at once, and gives each one's id, bytes (of use until the next) and error."""
+
+    def make_block() -> np.ndarray:
+        return host_array(tier.layout.block_shape, tier.layout.numpy_dtype)
+
+    memory = [make_block() for _ in block_ids[:_READ_BLOCKS]]
+    for first in range(0, len(block_ids), _READ_BLOCKS):
+        handles = [
+            (slot, block_id, tier.read_blocks([block_id], [memory[slot]], sums[first + slot : first + slot + 1]))
+            for slot, block_id in enumerate(block_ids[first : first + _READ_BLOCKS])
+        ]
+        for slot, block_id, handle in handles:
+            handle.wait()
+            yield block_id, memory[slot], handle.error
+            if not handle.settled:  # It may write there yet.
+                memory[slot] = make_block()

@@ -24,7 +24,6 @@ from ca_jax.storage.catalog.file import CatalogCorruptError, quarantine, set_asi
 from ca_jax.storage.catalog.records import Namespace, SessionRecord
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.records import BlockIoError
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers.disk import DiskOptions, DiskTier
@@ -84,22 +83,18 @@ class OpenedSsd:
         orphans = np.setdiff1d(stored, _all_block_ids(self.records))
         if self.leaves is not None:
             if len(orphans):
-                _LOG.warning(
-                    "%d blocks stay on disk, since %s; `python -m ca_jax.launch.store gc` removes them",
-                    len(orphans),
-                    self.leaves,
-                )
+                gc_command = "`python -m ca_jax.launch.store gc` removes them"
+                _LOG.warning("%d blocks stay on disk, since %s; %s", len(orphans), self.leaves, gc_command)
             return 0
-        num_reclaimed = 0
         for first in range(0, len(orphans), _DELETED_AT_ONCE):
-            block_ids = orphans[first : first + _DELETED_AT_ONCE].tolist()
-            failure = _delete(self.tier, block_ids)
-            if failure is not None:
-                num_left = len(orphans) - num_reclaimed
-                _LOG.warning("up to %d blocks that no session refers to stay on disk: %s", num_left, failure)
-                break
-            num_reclaimed += len(block_ids)
-        return num_reclaimed
+            handle = self.tier.delete_blocks(orphans[first : first + _DELETED_AT_ONCE].tolist())
+            handle.wait()
+            handle.wait_settled()
+            if handle.error is not None:
+                num_left = len(orphans) - first
+                _LOG.warning("up to %d blocks that no session refers to stay on disk: %s", num_left, handle.error)
+                return first
+        return len(orphans)
 
 
 def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True) -> OpenedSsd:
@@ -133,7 +128,7 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
             on_failure.callback(catalog.close)
             tier = FORMATS[config.ssd_driver](
                 namespace.layout,
-                catalog.block_directory if url is None else _below(url, namespace.directory_name),
+                catalog.block_directory if url is None else f"{url.removesuffix('/')}/{namespace.directory_name}",
                 config.ssd_bytes,
                 DiskOptions(
                     durable=durable, deadline_s=config.ssd_deadline_s, free_floor_bytes=config.ssd_free_floor_bytes
@@ -156,10 +151,6 @@ def open_ssd(config: StoreConfig, namespace: Namespace, *, durable: bool = True)
         moved = quarantine(directory)
         _LOG.warning("the store starts empty: its catalog cannot be read, and was moved to %s (%s)", moved, error)
         return open_all()
-
-
-def _below(url: str, name: str) -> str:
-    return f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
 
 
 def _take_in(catalog: Catalog, tier: DiskTier) -> tuple[tuple[SessionRecord, ...], int]:
@@ -204,44 +195,18 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
       Their indices in `records`, and why.
     """
     refused: dict[int, str] = {}
+    holders: dict[int, str] = {}  # Of each block.
     for index, record in enumerate(records):
+        table, tenant = record.block_ids.tolist(), record.tenant
         try:
-            record.check_sizes(layout)
+            record.check(layout)
         except ValueError:
             refused[index] = _IMPOSSIBLE
-
-    # All block tables as one, and whose each entry is.
-    left = [index for index in range(len(records)) if index not in refused]
-    block_ids = _all_block_ids(records[index] for index in left)
-    num_entries = np.array([records[index].num_blocks for index in left], np.int64)
-    owners = np.repeat(np.array(left, np.int64), num_entries)
-    refused |= dict.fromkeys(owners[block_ids >= num_blocks].tolist(), _BEYOND_CAP)
-    refused |= dict.fromkeys(owners[block_ids < 0].tolist(), _IMPOSSIBLE)
-
-    def without_refused() -> tuple[np.ndarray, np.ndarray]:
-        is_left = np.ones(len(records), bool)
-        is_left[list(refused)] = False
-        return block_ids[is_left[owners]], owners[is_left[owners]]
-
-    block_ids, owners = without_refused()
-    is_common = np.bincount(block_ids, minlength=num_blocks)[block_ids] > 1
-    block_ids, owners = block_ids[is_common], owners[is_common]
-    named, counts = np.unique(owners * num_blocks + block_ids, return_counts=True)
-    refused |= dict.fromkeys((named[counts > 1] // num_blocks).tolist(), _IMPOSSIBLE)
-
-    block_ids, owners = without_refused()
-    codes = {tenant: code for code, tenant in enumerate(dict.fromkeys(record.tenant for record in records))}
-    tenants = np.array([codes[record.tenant] for record in records], np.int64)[owners]
-    first_tenants = np.zeros(num_blocks, np.int64)
-    first_tenants[block_ids[::-1]] = tenants[::-1]
-    is_others = first_tenants[block_ids] != tenants
-    is_contested = np.isin(block_ids, block_ids[is_others])
-    holders: dict[int, str] = {}
-    for index in np.unique(owners[is_contested]).tolist():
-        record = records[index]
-        table = record.block_ids.tolist()
-        if all(holders.get(block, record.tenant) == record.tenant for block in table):
-            holders.update(dict.fromkeys(table, record.tenant))
+            continue
+        if max(table) >= num_blocks:
+            refused[index] = _BEYOND_CAP
+        elif all(holders.get(block, tenant) == tenant for block in table):
+            holders.update(dict.fromkeys(table, tenant))
         else:
             refused[index] = _OVERLAP
     return refused
@@ -250,14 +215,6 @@ def _refuse(records: Sequence[SessionRecord], layout: KVLayout, num_blocks: int)
 def _all_block_ids(records: Iterable[SessionRecord]) -> np.ndarray:
     """The block tables of sessions, one behind the other: int64 `[n]`."""
     return np.concatenate([np.zeros(0, np.int64), *(record.block_ids for record in records)])
-
-
-def _delete(tier: DiskTier, block_ids: Sequence[int]) -> BlockIoError | None:
-    """Deletes blocks; why not, if some could not be. None of it is under way any more when this returns."""
-    handle = tier.delete_blocks(block_ids)
-    handle.wait()
-    handle.wait_settled()
-    return handle.error
 
 
 def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts) -> SsdIndex:
@@ -278,7 +235,6 @@ def open_ssd_index(config: StoreConfig, namespace: Namespace, parts: StoreParts)
             opened.tier,
             opened.catalog,
             prepare=opened.reclaim,
-            deadline_s=config.ssd_deadline_s,
             runtime=parts.runtime,
         )
         return SsdIndex(mover, opened.records, opened.num_lost, config=config, parts=parts)

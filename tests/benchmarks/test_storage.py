@@ -154,7 +154,7 @@ def test_a_directory_in_memory_is_refused(measure, tmp_path: Path, monkeypatch: 
 def test_a_disk_without_room_is_told_of(measure, disk: Path) -> None:
     config = sized(disk, store_gib=1e-3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ca_jax.storage.tiers.disk.DiskSpace._free_bytes", lambda self: 1000)
+        patch.setattr("ca_jax.storage.tiers.disk.DiskTier._free_bytes", lambda self: 1000)
         with pytest.raises(BenchError, match=r"no measurement at this size in .*SSD capacity"):
             measure("store", config)
 

@@ -79,6 +79,7 @@ class Arena:
             directory, driver, **{"dram_blocks": 200, "ssd_blocks": 300, "dram_free_fraction": 0.995} | store
         )
         self._num_contexts = 0
+        self.num_waves = 0  # Of faults, until now.
         self._known: dict[str, list[int]] = {}  # What was said, as the callers know it.
         self._num_named = 0
         self._counted: collections.Counter[str] = collections.Counter()

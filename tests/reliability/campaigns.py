@@ -36,122 +36,106 @@ class Campaign(Protocol):
     ) -> Tally: ...
 
 
-def damaged_blocks(
-    damage_blocks: Callable[[Arena, Sequence[str]], set[str]], *reasons: str, num_damaged: int = 3
-) -> Campaign:
-    """Blocks on disk are damaged; each conversation of which one was is a miss for a reason of these, no other is."""
+def waves(wave: Callable[[Arena], None], **store: object) -> Campaign:
+    """Waves of faults upon one arena, until there were enough."""
 
     def campaign(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
-        with Arena(directory, driver, seed, ratio=ratio) as arena:
-            wave = 0
+        with without_pause(), Arena(directory, driver, seed, ratio=ratio, **store) as arena:
             while arena.tally.faults < num_faults:
+                arena.num_waves += 1
+                wave(arena)
                 arena.renew()
-                wave += 1
-                restarts = not wave % _RESTART_EVERY
-                # All blocks of the raw driver are in one file, which is not cut under those that run.
-                runs = not restarts and not (damage_blocks is damage.truncate and driver == "raw")
-                running = [arena.begin(name, max_tokens=16) for name in arena.names[:2] if runs]
-                for turn in running:
-                    next(turn.answer)
-                idle = arena.names[2:]
-                names = arena.random.permutation(idle)[:num_damaged].tolist()
-                names += arena.idle_chunks(running)[:2]
-                damaged = damage_blocks(arena, names)
-                if restarts:
-                    arena.restart()
-                arena.finish([*running, *(arena.begin(n) for n in (idle if runs else arena.names))])
-                counts = arena.count(len(names))
-                if ratio is not None:
-                    counts.pop("miss absent", None)
-                assert counts.keys() <= set(reasons), f"there must be counts among {reasons}, counted {counts}"
-                num_misses = counts.total()
-                is_right = num_misses == len(damaged) if ratio is None else num_misses >= len(damaged)
-                assert is_right, f"there must be {len(damaged)} misses, counted {counts}"
             arena.check_books()
             return arena.tally
 
     return campaign
 
 
-def stalled_reads(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+def damaged_blocks(
+    damage_blocks: Callable[[Arena, Sequence[str]], set[str]], *reasons: str, num_damaged: int = 3
+) -> Campaign:
+    """Blocks on disk are damaged; each conversation of which one was is a miss for a reason of these, no other is."""
+
+    def wave(arena: Arena) -> None:
+        restarts = not arena.num_waves % _RESTART_EVERY
+        # All blocks of the raw driver are in one file, which is not cut under those that run.
+        runs = not restarts and not (damage_blocks is damage.truncate and arena.driver == "raw")
+        running = [arena.begin(name, max_tokens=16) for name in arena.names[:2] if runs]
+        for turn in running:
+            next(turn.answer)
+        idle = arena.names[2:]
+        names = arena.random.permutation(idle)[:num_damaged].tolist()
+        names += arena.idle_chunks(running)[:2]
+        damaged = damage_blocks(arena, names)
+        if restarts:
+            arena.restart()
+        arena.finish([*running, *(arena.begin(n) for n in (idle if runs else arena.names))])
+        counts = arena.count(len(names))
+        if arena.ratio is not None:
+            counts.pop("miss absent", None)
+        assert counts.keys() <= set(reasons), f"there must be counts among {reasons}, counted {counts}"
+        num_misses = counts.total()
+        is_right = num_misses == len(damaged) if arena.ratio is None else num_misses >= len(damaged)
+        assert is_right, f"there must be {len(damaged)} misses, counted {counts}"
+
+    return waves(wave)
+
+
+def stalled_reads(arena: Arena) -> None:
     """The disk does not answer reads: all that wait for it are misses once the deadline has passed."""
-    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.held(arena, "_read"):
-                arena.converse()
-            _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
-            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-            arena.converse()
-            arena.check_books()
-            arena.renew()
-        return arena.tally
+    with damage.held(arena, "_read"):
+        arena.converse()
+    _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
+    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+    arena.converse()
+    arena.check_books()
 
 
-def stalled_writes(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+def stalled_writes(arena: Arena) -> None:
     """The disk does not answer writes: what waits for it is given up, and turns go on meanwhile."""
-    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.held(arena, "_write"):
-                arena.converse()
-                _wait_until(arena, lambda: arena.counts()["flush deadline"] > 0, arena.converse_one)
-            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-            arena.converse()
-            num_late = arena.counts()["flush deadline"]
-            counts = arena.count(num_late)
-            # A session whose only copy left DRAM while SSD was late is absent, which is no fault of its own. Nobody
-            # waits meanwhile for a chunk that is on SSD alone.
-            allowed = {"flush deadline", "miss absent"} | ({"miss deadline"} if ratio is not None else set())
-            assert counts.keys() <= allowed, f"counted {counts}"
-            arena.check_books()
-            arena.renew()
-        return arena.tally
+    with damage.held(arena, "_write"):
+        arena.converse()
+        _wait_until(arena, lambda: arena.counts()["flush deadline"] > 0, arena.converse_one)
+    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+    arena.converse()
+    counts = arena.count(arena.counts()["flush deadline"])
+    # A session whose only copy left DRAM while SSD was late is absent, which is no fault of its own. Nobody
+    # waits meanwhile for a chunk that is on SSD alone.
+    allowed = {"flush deadline", "miss absent"} | ({"miss deadline"} if arena.ratio is not None else set())
+    assert counts.keys() <= allowed, f"counted {counts}"
+    arena.check_books()
 
 
-def stalled_catalog_reads(
-    directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None
-) -> Tally:
+def stalled_catalog_reads(arena: Arena) -> None:
     """The catalog does not answer: all that wait for it are misses once the deadline has passed."""
-    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.catalog_held(arena, reads=True):
-                arena.converse()
-            _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
-            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-            arena.converse()
-            arena.check_books()
-            arena.renew()
-        return arena.tally
+    with damage.catalog_held(arena, reads=True):
+        arena.converse()
+    _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
+    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+    arena.converse()
+    arena.check_books()
 
 
-def stalled_commits(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+def stalled_commits(arena: Arena) -> None:
     """The catalog does not take what is written: turns go on meanwhile, and it gets there once the stall is over."""
-    with without_pause(), Arena(directory, driver, seed, ratio=ratio, ssd_deadline_s=0.4) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.catalog_held(arena, reads=False):
-                arena.converse()
-                _wait_until(arena, lambda: workload.ssd_of(arena.engine).is_late)
-                arena.converse()
-            _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-            arena.converse()
-            counts = arena.count(1)
-            # As with writes that stall: what left DRAM meanwhile, its only copy, is absent.
-            assert counts.keys() <= {"miss deadline", "miss absent", "flush deadline"}, f"counted {counts}"
-            arena.check_books()
-            arena.renew()
-        return arena.tally
+    with damage.catalog_held(arena, reads=False):
+        arena.converse()
+        _wait_until(arena, lambda: workload.ssd_of(arena.engine).is_late)
+        arena.converse()
+    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
+    arena.converse()
+    counts = arena.count(1)
+    # As with writes that stall: what left DRAM meanwhile, its only copy, is absent.
+    assert counts.keys() <= {"miss deadline", "miss absent", "flush deadline"}, f"counted {counts}"
+    arena.check_books()
 
 
-def failing_reads(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+def failing_reads(arena: Arena) -> None:
     """The disk reports errors for reads: each is a miss, and what is stored stays."""
-    with Arena(directory, driver, seed, ratio=ratio) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.failing(arena, "_read", errno.EIO):
-                arena.converse()
-            _expect(arena, {"miss device": NUM_CONVERSATIONS})
-            arena.converse()
-            arena.renew()
-        arena.check_books()
-        return arena.tally
+    with damage.failing(arena, "_read", errno.EIO):
+        arena.converse()
+    _expect(arena, {"miss device": NUM_CONVERSATIONS})
+    arena.converse()
 
 
 def no_space(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
@@ -175,70 +159,58 @@ def no_space(directory: Path, driver: str, num_faults: int, seed: int, ratio: fl
         return arena.tally
 
 
-def read_only(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
+def read_only(arena: Arena) -> None:
     """The directory of blocks becomes read-only: sessions are served, and not written on."""
-    with Arena(directory, driver, seed, ratio=ratio) as arena:
-        while arena.tally.faults < num_faults:
-            with damage.read_only(arena):
-                arena.converse()
-                arena.engine.wait_for_saves()
-            _expect(arena, {"flush device": NUM_CONVERSATIONS})
-            arena.converse()
-            arena.renew()
-        arena.check_books()
-        return arena.tally
+    with damage.read_only(arena):
+        arena.converse()
+        arena.engine.wait_for_saves()
+    _expect(arena, {"flush device": NUM_CONVERSATIONS})
+    arena.converse()
 
 
 def catalog_damaged(damage_catalog: Callable[[Arena], None], *, while_running: bool) -> Campaign:
     """The catalog is deleted or overwritten: sessions that it does not know any more are recomputed."""
     deletes = damage_catalog is damage.delete_catalog
 
-    def campaign(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
-        with Arena(directory, driver, seed, ratio=ratio) as arena:
-            while arena.tally.faults < num_faults:
-                if while_running:
-                    running = [arena.begin(name, max_tokens=16) for name in arena.names[:2]]
-                    for turn in running:
-                        next(turn.answer)
-                    damage_catalog(arena)
-                    arena.finish([*running, *(arena.begin(name) for name in arena.names[2:])])
-                    arena.converse()
-                    arena.engine.wait_for_saves()
-                    _expect_among(arena, {"flush catalog"} if deletes else _OF_CATALOG, num_faults=1)
-                    arena.restart()
-                else:
-                    arena.engine.close()
-                    damage_catalog(arena)
-                    arena.tally.faults += 1
-                    arena.open()
-                if deletes:
-                    workload.check_books(arena.engine, arena.directory, fresh=True)
-                arena.converse()
-                _expect_among(arena, {"miss absent"} if deletes else _OF_CATALOG)
-                arena.converse()
-                arena.check_chunks()  # Perhaps none: what such a catalog is given it need not give back.
-                arena.wipe()
-            return arena.tally
-
-    return campaign
-
-
-def other_weights(directory: Path, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> Tally:
-    """Other weights under the same names, saying the same: they meet neither KV nor conversation, and spoil none."""
-    with Arena(directory, driver, seed, ratio=ratio) as arena:
-        while arena.tally.faults < num_faults:
-            arena.begin_anew()
-            num_cached = arena.tally.cached_tokens
-            known = arena.change_callers(workload.other_model())
-            arena.repeat(known)
-            _expect(arena, {"miss absent": NUM_CONVERSATIONS})
-            assert arena.tally.cached_tokens == num_cached
-            arena.change_callers(kit.tiny_model(), known)
+    def wave(arena: Arena) -> None:
+        if while_running:
+            running = [arena.begin(name, max_tokens=16) for name in arena.names[:2]]
+            for turn in running:
+                next(turn.answer)
+            damage_catalog(arena)
+            arena.finish([*running, *(arena.begin(name) for name in arena.names[2:])])
             arena.converse()
-            _expect(arena, {})
-            assert arena.tally.cached_tokens > num_cached
-        arena.check_books()
-        return arena.tally
+            arena.engine.wait_for_saves()
+            _expect_among(arena, {"flush catalog"} if deletes else _OF_CATALOG, num_faults=1)
+            arena.restart()
+        else:
+            arena.engine.close()
+            damage_catalog(arena)
+            arena.tally.faults += 1
+            arena.open()
+        if deletes:
+            workload.check_books(arena.engine, arena.directory, fresh=True)
+        arena.converse()
+        _expect_among(arena, {"miss absent"} if deletes else _OF_CATALOG)
+        arena.converse()
+        arena.check_chunks()  # Perhaps none: what such a catalog is given it need not give back.
+        arena.wipe()
+
+    return waves(wave)
+
+
+def other_weights(arena: Arena) -> None:
+    """Other weights under the same names, saying the same: they meet neither KV nor conversation, and spoil none."""
+    arena.begin_anew()
+    num_cached = arena.tally.cached_tokens
+    known = arena.change_callers(workload.other_model())
+    arena.repeat(known)
+    _expect(arena, {"miss absent": NUM_CONVERSATIONS})
+    assert arena.tally.cached_tokens == num_cached
+    arena.change_callers(kit.tiny_model(), known)
+    arena.converse()
+    _expect(arena, {})
+    assert arena.tally.cached_tokens > num_cached
 
 
 CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
@@ -247,18 +219,18 @@ CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
     "block cut short": (damaged_blocks(damage.truncate, "miss corrupt", "miss missing", num_damaged=1), 100),
     "block missing": (damaged_blocks(damage.remove, "miss missing"), 150),
     "blocks swapped": (damaged_blocks(damage.swap, "miss corrupt", num_damaged=4), 150),
-    "reads that stall": (stalled_reads, 60),
-    "writes that stall": (stalled_writes, 40),
-    "catalog reads that stall": (stalled_catalog_reads, 60),
-    "catalog commits that stall": (stalled_commits, 20),
-    "reads that fail": (failing_reads, 60),
+    "reads that stall": (waves(stalled_reads, ssd_deadline_s=0.4), 60),
+    "writes that stall": (waves(stalled_writes, ssd_deadline_s=0.4), 40),
+    "catalog reads that stall": (waves(stalled_catalog_reads, ssd_deadline_s=0.4), 60),
+    "catalog commits that stall": (waves(stalled_commits, ssd_deadline_s=0.4), 20),
+    "reads that fail": (waves(failing_reads), 60),
     "disk full": (no_space, 80),
-    "directory read-only": (read_only, 80),
+    "directory read-only": (waves(read_only), 80),
     "catalog deleted while in use": (catalog_damaged(damage.delete_catalog, while_running=True), 20),
     "catalog deleted before a start": (catalog_damaged(damage.delete_catalog, while_running=False), 20),
     "catalog overwritten while in use": (catalog_damaged(damage.overwrite_catalog, while_running=True), 30),
     "catalog overwritten before a start": (catalog_damaged(damage.overwrite_catalog, while_running=False), 30),
-    "other weights under the same names": (other_weights, 60),
+    "other weights under the same names": (waves(other_weights), 60),
 }
 """Kinds of faults, how they are brought about, and how many of each the long form takes: 1,140."""
 

@@ -120,7 +120,7 @@ def held(arena: Arena, operation: str) -> Iterator[None]:
 def catalog_held(arena: Arena, *, reads: bool) -> Iterator[None]:
     """Reads or else commits of the catalog begin and do not end, until the block does."""
     ssd, gate = workload.ssd_of(arena.engine), threading.Event()
-    catalog = ssd._mover._writer._catalog
+    catalog = ssd._mover._catalog
     readers = [(ssd._mover._reader, ("load",)), (ssd._mover._asked_reader, ("contents",))]
     held = readers if reads else [(catalog, ("publish", "forget", "cut", "touch_used"))]
 
@@ -196,7 +196,7 @@ def full_disk(arena: Arena, disk: Path | None, *, unnoticed: bool) -> Iterator[N
       disk: that of `small_disk`.
       unnoticed: whether free space is not looked at, so that writes meet the full disk.
     """
-    space = arena.tier._space
+    space = arena.tier
     if disk is None:
         with failing(arena, "_write", errno.ENOSPC) if unnoticed else _replaced(space, "_free_bytes", lambda: 0):
             yield

@@ -248,15 +248,15 @@ def _fits(wanted: dict[str, Stored], found: dict[str, Stored]) -> bool:
 def _read_disk(directory: Path, driver: str) -> tuple[dict[str, Stored], set[int]]:
     """What the catalog says, and which blocks have bytes that no session holds."""
     try:
-        known = namespaces(directory) if (directory / CATALOG_NAME).is_file() else ()
+        known = tuple(namespaces(directory)) if (directory / CATALOG_NAME).is_file() else ()
     except CatalogAccessError:  # Made, and nothing is in it yet.
         known = ()
     if not known:
         return {}, set()
-    (info,) = known
+    (namespace,) = known
     found: dict[str, Stored] = {}
     held: set[int] = set()
-    with CatalogReader(directory, info.namespace) as reader:
+    with CatalogReader(directory, namespace) as reader:
         for record in reader.load_all(lambda key, reason: None):
             contents = reader.contents(record.key)
             assert contents is not None
@@ -265,7 +265,7 @@ def _read_disk(directory: Path, driver: str) -> tuple[dict[str, Stored], set[int
         location = reader.block_directory
     if not (location / driver).is_dir():
         return found, set()
-    layout = info.namespace.layout
+    layout = namespace.layout
     try:
         tier = FORMATS[driver](layout, location, layout.stored_block_bytes, DiskOptions(only_existing=True))
     except FileNotFoundError:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import sqlite3
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,42 +13,11 @@ from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, Catalo
 from ca_jax.storage.config import GIB, StoreConfig
 from tests import engine_kit as kit
 from tests.reliability import workload
+from tests.storage.ssd_helpers import unwritable
 
 
 def store_in(directory: Path, driver: str = "zarr3", **changes: object) -> StoreConfig:
     return dataclasses.replace(workload.ssd_store(directory, driver, dram_blocks=10, ssd_blocks=10), **changes)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dram_gib": -1.0}, "dram_gib must be a number of GiB >= 0, got -1"),
-        ({"dram_gib": float("nan")}, "dram_gib must be a number of GiB >= 0, got nan"),
-        ({"ssd_gib": -0.5}, "ssd_gib must be a number of GiB >= 0, got -0.5"),
-        ({"ssd_free_floor_gib": -1.0}, "ssd_free_floor_gib must be a number of GiB >= 0, got -1"),
-        ({"tenant_quota_gib": -1.0}, "tenant_quota_gib must be a number of GiB >= 0, got -1"),
-        ({"ssd_dir": "d", "ssd_gib": 0.0}, "ssd_gib must be above 0 with an ssd_dir, got 0"),
-        (
-            {"ssd_dir": "d", "dram_gib": 0.0},
-            "dram_gib must be above 0 with an ssd_dir, whose blocks pass through DRAM; got 0",
-        ),
-        ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
-        ({"ssd_url": "memory://x"}, "ssd_url must have an ssd_dir for its catalog, got none"),
-        (
-            {"ssd_dir": "d", "ssd_url": "memory://x", "ssd_driver": "raw"},
-            "ssd_driver must be zarr3 with an ssd_url, got raw",
-        ),
-        ({"ssd_driver": "tape"}, "ssd_driver must be one of zarr3, raw; got 'tape'"),
-        ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0"),
-        ({"ttl_s": -1.0}, "got -1"),
-        ({"ttl_s": float("inf")}, "got inf"),
-        ({"dram_free_fraction": 1.0}, r"dram_free_fraction must be a share in \[0, 1\), got 1"),
-        ({"eviction_policy": "random"}, "eviction_policy must be one of .*; got 'random'"),
-    ],
-)
-def test_a_config_that_cannot_be(fields, message):
-    with pytest.raises(ValueError, match=message):
-        StoreConfig(**fields)
 
 
 @pytest.mark.parametrize("driver", workload.DRIVERS)
@@ -92,27 +57,6 @@ def test_a_directory_that_is_a_file(tmp_path, driver, below):
     with pytest.raises(CatalogAccessError, match=r"must have a directory to write in, got .*file"):
         kit.small_engine(store=store_in(file / below, driver))
     assert file.read_text() == "of somebody"
-
-
-@contextlib.contextmanager
-def unwritable(directory: Path) -> Iterator[None]:
-    """No write permission; for root, whom modes do not stop, a file system that is mounted read-only."""
-    directory.mkdir()
-    if os.geteuid():
-        directory.chmod(0o500)
-        yield
-        directory.chmod(0o700)
-        return
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(directory)]
-    try:
-        if subprocess.run(mount, capture_output=True, check=False).returncode:
-            pytest.skip("wants to be somebody whom modes stop, or who may mount")
-    except FileNotFoundError:
-        pytest.skip("wants to be somebody whom modes stop, or who may mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @pytest.mark.parametrize("below", ["", "new"])

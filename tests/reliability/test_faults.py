@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -21,17 +22,23 @@ def run(directory, name: str, driver: str, num_faults: int, seed: int, ratio: fl
     assert (tally.wrong_tokens, tally.failed_requests) == (0, 0)
 
 
-@pytest.mark.parametrize("driver", workload.DRIVERS)
-@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
+@pytest.mark.parametrize(
+    ("name", "driver"),
+    [
+        (name, driver)
+        for number, name in enumerate(campaigns.CAMPAIGNS)
+        for driver in (workload.DRIVERS if "catalog" not in name else workload.DRIVERS[number % 2 :][:1])
+    ],
+)
 def test_a_few_faults(tmp_path, name, driver):
+    """What is done to blocks both formats see, what is done to the catalog one of them."""
     run(tmp_path, name, driver, 2, seed=1)
 
 
-@pytest.mark.parametrize(("driver", "ratio"), [("zarr3", 1.0), ("raw", 0.15)])
-@pytest.mark.parametrize("name", campaigns.CAMPAIGNS)
-def test_a_few_faults_with_chunks(tmp_path, name, driver, ratio):
+@pytest.mark.parametrize(("name", "ratio"), zip(campaigns.CAMPAIGNS, itertools.cycle([1.0, 0.15])))
+def test_a_few_faults_with_chunks(tmp_path, name, ratio):
     """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
-    run(tmp_path, name, driver, 2, seed=1, ratio=ratio)
+    run(tmp_path, name, "zarr3" if ratio == 1.0 else "raw", 2, seed=1, ratio=ratio)
 
 
 @pytest.mark.parametrize("offset", [0, 16, 44, 68], ids=["magic", "page size", "schema format", "application"])

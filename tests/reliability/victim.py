@@ -71,8 +71,8 @@ class TellingCatalog(Catalog):
             return super().cut(key, kept, *args, **options)
 
     def set_note(self, key, note):
-        record = self.get(key)
-        tell(f"note {key} {0 if record is None else record.num_tokens}")
+        found = self.load(key)
+        tell(f"note {key} {0 if found is None else found[0].num_tokens}")
         with self._nested(key):
             return super().set_note(key, note)
 

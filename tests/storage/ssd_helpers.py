@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorstore as ts
 
 from ca_jax.storage import KVLayout
@@ -73,3 +77,30 @@ def read(tier: DiskTier, block_ids: list[int]) -> np.ndarray:
     into = make_blocks(tier.layout, len(block_ids), seed=99)
     tier.read_blocks(block_ids, into).result()
     return into
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A filesystem of its own; skips where the system does not let a test mount one."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"wants to mount a small filesystem, which the system refuses: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def unwritable(path: Path) -> Iterator[None]:
+    """A directory without write permission; for root, whom modes do not stop, a filesystem that is read-only."""
+    if os.geteuid():
+        path.mkdir(mode=0o500)
+        yield
+        path.chmod(0o700)
+        return
+    with small_disk(path, 64 * 4096):
+        subprocess.run(["mount", "-o", "remount,ro", str(path)], check=True)
+        yield

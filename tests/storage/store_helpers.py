@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +16,7 @@ from ca_jax.storage import AttentionStore, EntryInfo, EvictionPolicy, KVLayout, 
 from ca_jax.storage import opening as ssd_setup
 from ca_jax.storage.config import GIB
 from ca_jax.storage.opening import open_ssd
-from ca_jax.storage.records import BlockIoError, Owner, StoreRuntime
+from ca_jax.storage.records import Owner, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 from ca_jax.telemetry.timeline import NO_TIMELINE, Timeline
@@ -268,7 +267,7 @@ class GatedTier:
         self._tier = tier
         self.now_s = 0.0
         self.reads, self.writes = Gate(), Gate()
-        self._queue = IoQueue(max_in_flight=64, deadline_s=deadline_s, describe=_as_it_is, clock=lambda: self.now_s)
+        self._queue = IoQueue(max_in_flight=64, deadline_s=deadline_s, clock=lambda: self.now_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
@@ -292,24 +291,17 @@ class GatedTier:
         return self._queue.wait_empty(timeout_s) and self._tier.close(timeout_s)
 
     def _gated(self, gate: Gate, begin: Callable[[], IoHandle]) -> IoHandle:
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
+        passed = threading.Event()
 
-        def settled(handle: IoHandle) -> None:
-            if handle.error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(handle.error)
-
-        def operation() -> concurrent.futures.Future[None]:
-            gate.pass_through(lambda: begin().add_settled_callback(settled))
-            return future
+        def operation() -> None:
+            gate.pass_through(passed.set)
+            passed.wait()
+            handle = begin()
+            handle.wait_settled()
+            if handle.error is not None:
+                raise handle.error
 
         return self._queue.submit([operation])
-
-
-def _as_it_is(error: BaseException) -> BlockIoError:
-    assert isinstance(error, BlockIoError)
-    return error
 
 
 def open_gated(monkeypatch, deadline_s: float = 5.0) -> list[GatedTier]:

@@ -33,6 +33,7 @@ from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, Sessio
 from ca_jax.storage.tokens import HASH_BYTES, Lineage, TokenPlaces, prefix_hashes
 
 from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
+from .ssd_helpers import small_disk
 
 BLOCK_TOKENS = LAYOUT.block_tokens
 
@@ -109,9 +110,9 @@ def test_what_was_published_is_there_after_a_restart(tmp_path):
             key_of(2): expected(*make(2, 7)),
         }
         assert [record.key for record in catalog.load_all(unexpected)] == [key_of(key) for key in range(3)]
-        assert catalog.get(key_of(1)).expires_s == 150.0
-        assert catalog.get(key_of(0)).expires_s is None
-        assert catalog.get("none") is catalog.contents("none") is None
+        assert catalog.load(key_of(1))[0].expires_s == 150.0
+        assert catalog.load(key_of(0))[0].expires_s is None
+        assert catalog.load("none") is catalog.contents("none") is None
         assert catalog.integrity_check() == ()
 
 
@@ -128,7 +129,6 @@ def test_a_session_is_cut_in_all_its_parts(catalog):
     assert contents.token_ids.tolist() == [0, 1, 2, 3, 4, 6, 13, 14]
     assert contents.sums.tolist() == sums[[0, 1, 3]].tolist()
     assert cut.prefixes == prefixes[:HASH_BYTES], "what follows has seen tokens that were dropped"
-    assert fields(catalog.get(key_of(1))) == fields(cut)
     loaded, loaded_contents = catalog.load(key_of(1))
     assert (fields(loaded), loaded_contents.token_ids.tolist()) == (fields(cut), contents.token_ids.tolist())
     assert catalog.integrity_check() == ()
@@ -169,17 +169,9 @@ def test_what_start_up_reads_is_small(catalog):
     assert ("contents", "note") in read
 
 
-def test_small_changes_last(tmp_path):
-    with Catalog(tmp_path, NAMESPACE) as catalog:
-        catalog.publish(*session(1, range(4)))
-        assert catalog.set_kept(key_of(1), True, 5.0)
-        catalog.touch_used({key_of(1): 123.5, "never there": 1.0})
-        assert not catalog.set_kept("never there", True, None)
-        with pytest.raises(ValueError, match="ttl_s must be a number of seconds >= 0, or None, got -5"):
-            catalog.set_kept(key_of(1), True, -5)
-    with Catalog(tmp_path, NAMESPACE) as catalog:
-        record = catalog.get(key_of(1))
-    assert (record.pinned, record.ttl_s, record.last_used_s) == (True, 5.0, 123.5)
+def test_a_time_to_live_that_cannot_be_is_refused(catalog):
+    with pytest.raises(ValueError, match="ttl_s must be a number of seconds >= 0, or None, got -5"):
+        catalog.set_kept(key_of(1), True, -5)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +257,7 @@ def test_other_weights_layouts_and_versions_meet_nowhere_and_are_left_alone(tmp_
             catalog.publish(*session(1, range(100, 104 + number)))
     with Catalog(tmp_path, NAMESPACE) as catalog:
         assert stored(catalog) == {key_of(1): expected(*session(1, range(8)))}
-        assert [info.namespace for info in namespaces(tmp_path)] == [NAMESPACE, *others]
-        assert [info.num_tokens for info in namespaces(tmp_path)] == [8, 4, 5, 6, 7]
+        assert list(namespaces(tmp_path)) == [NAMESPACE, *others]
         assert catalog.drop_namespace(others[1]) == 1
         assert catalog.drop_namespace(others[1]) == 0
         with pytest.raises(ValueError, match="another than the one in use"):
@@ -295,13 +286,6 @@ def test_a_second_engine_is_refused_and_told_by_whom(tmp_path):
     Catalog(tmp_path, NAMESPACE).close()
 
 
-def test_a_failed_opening_leaves_the_directory_free(tmp_path):
-    (tmp_path / catalog_file.CATALOG_NAME).write_bytes(b"not a database" * 100)
-    for _ in range(2):
-        with pytest.raises(CatalogCorruptError):
-            Catalog(tmp_path, NAMESPACE)
-
-
 def test_readers_come_and_go_beside_an_engine(tmp_path):
     with pytest.raises(CatalogAccessError, match="got no file"):
         CatalogReader(tmp_path, NAMESPACE)
@@ -325,12 +309,6 @@ def test_what_is_made_is_for_its_owner_alone(tmp_path):
         assert stat.S_IMODE((tmp_path / "a" / "store").stat().st_mode) == 0o700
         for path in (tmp_path / "a" / "store").iterdir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-
-
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
-    (tmp_path / "store").write_text("")
-    with pytest.raises(CatalogAccessError, match="must have a directory to write in"):
-        Catalog(tmp_path / "store", NAMESPACE)
 
 
 @contextlib.contextmanager
@@ -525,10 +503,10 @@ def test_sessions_whose_rows_are_damaged_can_be_forgotten(tmp_path):
     with Catalog(tmp_path, NAMESPACE) as catalog:
         assert len(list(catalog.load_all(lambda key, reason: skipped.append(key)))) == 4
         assert skipped == [key_of(1), key_of(2)], "the key that a damaged row has may be another's"
-        assert catalog.get(key_of(4)) is None, "there, and not to be found"
+        assert catalog.load(key_of(4)) is None, "there, and not to be found"
         assert catalog.forget_damaged() == 2
         assert set(stored(catalog)) == {*map(key_of, (0, 2, 4, 5))}
-        assert catalog.get(key_of(4)) is not None
+        assert catalog.load(key_of(4)) is not None
         assert catalog.forget_damaged() == 0
         catalog.publish(*make(3, 7))
         catalog.compact()
@@ -598,39 +576,28 @@ def test_on_a_full_disk_a_change_fails_and_changes_nothing(catalog, fill_disk):
     assert set(stored(catalog)) == {key_of(3)}
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("wants the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_disk_that_is_really_full(small_disk):
+def test_a_disk_that_is_really_full(tmp_path):
     published = []
-    with Catalog(small_disk, NAMESPACE) as catalog:
 
-        def publish_until_it_fails():
-            for key in range(1000):
-                catalog.publish(*session(key, range(2000), first_block=1000 * key))
-                published.append(key_of(key))
+    def publish_until_it_fails(catalog):
+        for key in range(1000):
+            catalog.publish(*session(key, range(2000), first_block=1000 * key))
+            published.append(key_of(key))
 
-        with pytest.raises(CatalogFullError):
-            publish_until_it_fails()
-        assert len(published) > 2
-        assert list(stored(catalog)) == published
-    with Catalog(small_disk, NAMESPACE) as catalog:
-        assert list(stored(catalog)) == published
-        assert catalog.integrity_check() == ()
-    with contextlib.suppress(OSError), (small_disk / "others").open("wb", buffering=0) as file:
-        while True:
-            file.write(b"1" * 4096)
-    with pytest.raises((CatalogFullError, CatalogAccessError)):
-        Catalog(small_disk / "new", NAMESPACE)
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        with Catalog(disk, NAMESPACE) as catalog:
+            with pytest.raises(CatalogFullError):
+                publish_until_it_fails(catalog)
+            assert len(published) > 2
+            assert list(stored(catalog)) == published
+        with Catalog(disk, NAMESPACE) as catalog:
+            assert list(stored(catalog)) == published
+            assert catalog.integrity_check() == ()
+        with contextlib.suppress(OSError), (disk / "others").open("wb", buffering=0) as file:
+            while True:
+                file.write(b"1" * 4096)
+        with pytest.raises((CatalogFullError, CatalogAccessError)):
+            Catalog(disk / "new", NAMESPACE)
 
 
 # kill -9.

@@ -97,7 +97,7 @@ def test_a_fetch_that_waits_for_the_catalog_is_a_miss_and_so_is_one_behind_it(st
 
 def test_a_commit_that_does_not_end_keeps_nobody_waiting_and_is_taken_in_when_it_does(store, monkeypatch, open_store):
     store, _ = store
-    catalog = store._ssd._mover._writer._catalog
+    catalog = store._ssd._mover._catalog
     kv = make_kv(LAYOUT, 9, seed=3)
     with stalled(monkeypatch, catalog, "publish") as stall:
         assert save(store, "c", ids(9, 300), kv)
@@ -116,7 +116,7 @@ def test_a_commit_that_does_not_end_keeps_nobody_waiting_and_is_taken_in_when_it
 
 def test_a_change_that_does_not_end_is_late_too(store, monkeypatch):
     store, _ = store
-    with stalled(monkeypatch, store._ssd._mover._writer._catalog, "set_kept"):
+    with stalled(monkeypatch, store._ssd._mover._catalog, "set_kept"):
         store.set_pinned("a", True)
         wait_until(store, lambda: store._ssd.is_late)
         assert not store.request("b")

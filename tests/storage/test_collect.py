@@ -12,9 +12,8 @@ from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogFullError, CatalogLockedError
 from ca_jax.storage.catalog.notes import NoteLog
 from ca_jax.storage.collect import ForgetReason, UnknownNamespaceError, collect_garbage, drop_session, find_namespaces
-from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.inspector import StoreInspector, catalog_problems, verify
 from ca_jax.storage.records import Owner
-from ca_jax.storage.verify import catalog_problems, verify
 
 from .filled_store import KEYS, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier
 from .ssd_helpers import make_blocks
@@ -33,9 +32,9 @@ def stored(path) -> dict[str, list[int]]:
         assert catalog_problems(inspector) == ()
         assert all(verdict.ok for verdict in verify(inspector))
         found = {}
-        for info in inspector.namespaces():
-            tier = inspector.open_blocks(info.namespace)
-            found[info.namespace.weights[:4]] = [] if tier is None else tier.stored_block_ids()
+        for namespace in inspector.namespaces():
+            tier = inspector.open_blocks(namespace)
+            found[namespace.weights[:4]] = [] if tier is None else tier.stored_block_ids()
         found["keys"] = [session.record.key for session in inspector.sessions().sound]
     return found
 

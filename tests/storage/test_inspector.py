@@ -12,20 +12,18 @@ from ca_jax.storage.catalog.catalog import Catalog
 from ca_jax.storage.catalog.file import CATALOG_NAME, CatalogAccessError, CatalogCorruptError
 from ca_jax.storage.inspector import (
     AmbiguousSessionError,
+    DamagedSessionError,
+    DamageReason,
     StoreDirectoryError,
     StoreInspector,
     UnknownSessionError,
-    measure,
-)
-from ca_jax.storage.tiers.formats import Zarr3Tier
-from ca_jax.storage.verify import (
-    DamagedSessionError,
-    DamageReason,
     catalog_problems,
+    measure,
     read_session,
     verify,
     verify_session,
 )
+from ca_jax.storage.tiers.formats import Zarr3Tier
 
 from .filled_store import KEYS, LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_file, files_of, fill, open_tier, save
 from .ssd_helpers import read

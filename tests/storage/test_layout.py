@@ -61,6 +61,7 @@ def test_a_layout_refuses_an_unknown_dtype():
         ({"dram_free_fraction": 1.0}, r"dram_free_fraction must be a share in \[0, 1\), got 1.0"),
         ({"ssd_deadline_s": 0.0}, "ssd_deadline_s must be seconds above 0, got 0.0"),
         ({"ttl_s": -1.0}, "ttl_s must be .* got -1.0"),
+        ({"ttl_s": math.inf}, "ttl_s must be .* got inf"),
         ({"ssd_dir": ""}, "ssd_dir must be a directory, got an empty name"),
         ({"ssd_dir": "d", "ssd_gib": 0.0}, "ssd_gib must be above 0 with an ssd_dir, got 0 for d"),
         ({"ssd_dir": "d", "dram_gib": 0.0}, "dram_gib must be above 0"),

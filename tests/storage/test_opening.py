@@ -152,7 +152,7 @@ def test_sessions_that_cannot_be_served_are_forgotten_and_their_blocks_free(open
     change_catalog(directory, "UPDATE sessions SET key = 'nom' WHERE key = 'name'")
     change_catalog(directory, "UPDATE sessions SET ttl_s = -1 WHERE key = 'ttl'")
     with opened() as ssd, ssd.catalog.batch():  # Its checksum is right, and yet it cannot be.
-        record = dataclasses.replace(ssd.catalog.get("sizes"), places=TokenPlaces.dense(100))
+        record = dataclasses.replace(ssd.catalog.load("sizes")[0], places=TokenPlaces.dense(100))
         ssd.catalog._write(record, ssd.catalog.contents("sizes"))
     assert "3 stored sessions" in warnings(caplog)
     assert "2 since their rows in the catalog are damaged" in warnings(caplog)
@@ -176,7 +176,7 @@ def test_of_two_tenants_sessions_with_the_same_block_the_first_published_has_it(
         publish(ssd, "c", [2, 3], used_s=7.0)  # Overlaps b, which is not there any more.
         publish(ssd, "d", [4], used_s=6.0)
         publish(ssd, "e", [5, 6], used_s=5.0)
-        twice = ssd.catalog.get("e")
+        twice = ssd.catalog.load("e")[0]
         ssd.catalog._write(dataclasses.replace(twice, block_ids=np.array([5, 5])), ssd.catalog.contents("e"))
     with opened() as ssd:
         assert (keys(ssd), ssd.num_lost) == (["d", "c", "a"], 2)
@@ -376,7 +376,7 @@ class FailingTier:
     """A tier full of blocks of nobody, whose deletions fail after the first one."""
 
     def __init__(self) -> None:
-        self.queue = IoQueue(max_in_flight=1, deadline_s=1.0, describe=lambda error: pytest.fail(str(error)))
+        self.queue = IoQueue(max_in_flight=1, deadline_s=60.0)
         self.moves: list[IoHandle | LateHandle] = []
         self.num_deleted = 0
 

@@ -13,9 +13,8 @@ from ca_jax.storage import AttentionStore, Residency
 from ca_jax.storage.catalog.catalog import CatalogReader
 from ca_jax.storage.catalog.file import CatalogAccessError
 from ca_jax.storage.catalog.records import Namespace
-from ca_jax.storage.inspector import StoreInspector
+from ca_jax.storage.inspector import StoreInspector, catalog_problems, read_session, verify
 from ca_jax.storage.records import FlushFailure
-from ca_jax.storage.verify import catalog_problems, read_session, verify
 
 from .store_helpers import (
     LAYOUT,
@@ -273,7 +272,7 @@ def test_a_session_that_cannot_be_cut_is_forgotten(open_store, monkeypatch):
     def fail(*_):
         raise CatalogAccessError("there must be a disk, got none")
 
-    monkeypatch.setattr(store._ssd._mover._writer._catalog, "cut", fail)
+    monkeypatch.setattr(store._ssd._mover._catalog, "cut", fail)
     assert store.discard("a", mask_of(10, [1])) == 9
     wait_until(store, lambda: store.residency("a") is Residency.ABSENT)
     assert used_ssd_blocks(store) == 0
@@ -291,7 +290,7 @@ def test_a_session_in_dram_that_cannot_be_cut_on_ssd_is_written_there_anew(open_
         raise CatalogAccessError("there must be a disk, got none")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store._ssd._mover._writer._catalog, "cut", fail)
+        broken.setattr(store._ssd._mover._catalog, "cut", fail)
         with writer_stopped(store):
             assert store.discard("a", mask_of(10, [1]), note=b"cut") == 9
             store.poll()  # Begins a flush that counts on what SSD has.
@@ -313,7 +312,7 @@ def test_a_note_changes_in_the_same_transaction_as_the_kv(open_store, directory,
     store.settle()
     if not in_dram:
         evict(store, "a")
-    catalog, seen = store._ssd._mover._writer._catalog, []
+    catalog, seen = store._ssd._mover._catalog, []
 
     def commits() -> None:
         with CatalogReader(directory, Namespace(weights="weights", layout=LAYOUT)) as reader:
@@ -362,7 +361,7 @@ def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
         store.set_note("a", b"before")
         store.settle()
         steps = itertools.count()
-        store._ssd._mover._writer._catalog._db.set_progress_handler(
+        store._ssd._mover._catalog._db.set_progress_handler(
             lambda steps=steps, stop=num_steps, there=(directory, left): (
                 shutil.copytree(*there) and None if next(steps) == stop else None
             ),

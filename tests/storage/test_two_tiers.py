@@ -180,9 +180,7 @@ def test_a_session_too_large_for_the_ssd_is_counted_and_stays_in_dram(open_store
 def test_what_was_put_off_is_tried_once_more_at_the_end(open_store, monkeypatch):
     store = open_store(clock=StoppedClock(1000.0))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            store._ssd._mover._writer._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full"))
-        )
+        patch.setattr(store._ssd._mover._catalog, "publish", lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))
         kv = put(store, "a", 8)
         store.settle()
         assert ssd_tokens(store, "a") == 0
@@ -210,7 +208,7 @@ def test_a_flush_that_fails_is_tried_again_ever_later(open_store, driver, monkey
     clock = StoppedClock(1000.0)
     store = open_store(clock=clock, ssd_driver=driver)
     with monkeypatch.context() as patch:
-        patch.setattr(store._ssd._mover._tier._space, "_free_bytes", lambda: 0)
+        patch.setattr(store._ssd._mover._tier, "_free_bytes", lambda: 0)
         save(store, "a", ids(5), make_kv(LAYOUT, 5))
         failed_s: list[float] = []
         while len(failed_s) < 9:
@@ -237,7 +235,7 @@ def test_what_cannot_be_written_down_is_later(open_store, directory, monkeypatch
         put(store, "b", 16)
         assert store.residency("a") is Residency.SSD
     value = {"set_pinned": True, "set_ttl": 1e9, "set_note": Note(b"note", 3)}[change]
-    catalog = store._ssd._mover._writer._catalog
+    catalog = store._ssd._mover._catalog
     with monkeypatch.context() as patch:
         for name in ("publish", "set_kept", "set_note"):
             patch.setattr(catalog, name, lambda *_: (_ for _ in ()).throw(CatalogFullError("full")))

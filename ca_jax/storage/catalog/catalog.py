@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,13 +30,11 @@ import numpy.typing as npt
 
 from ca_jax.storage.catalog import file as catalog_file
 from ca_jax.storage.catalog.records import (
-    BLOCK_ID_BYTES,
     CONTENTS_COLUMNS,
     SESSION_COLUMNS,
     Contents,
     DamagedRecordError,
     Namespace,
-    NamespaceInfo,
     Problem,
     SessionRecord,
     session_from_row,
@@ -48,7 +45,8 @@ from ca_jax.storage.tokens import Lineage
 
 _SESSION_MARKS = ", ".join("?" for _ in SESSION_COLUMNS.split(","))
 _QUALIFIED_COLUMNS = ", ".join(f"sessions.{column}" for column in SESSION_COLUMNS.split(", "))
-_ALL_SESSIONS = "FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id"
+_ID_OF = "SELECT id FROM sessions WHERE namespace = ? AND key = ?"
+_ALL_SESSIONS = f"SELECT id, {SESSION_COLUMNS} FROM sessions NOT INDEXED WHERE namespace = ? ORDER BY id"
 
 
 class CatalogReader:
@@ -62,14 +60,17 @@ class CatalogReader:
       CatalogError: the catalog cannot be opened; the kind says why. Every call may raise those that its kind names.
     """
 
+    _connect = staticmethod(catalog_file.open_for_reading)
+
     def __init__(self, directory: str | Path, namespace: Namespace):
         self.directory = Path(directory)
         """The store's."""
         self.namespace = namespace
         """Whose sessions these are."""
         self._path = self.directory / catalog_file.CATALOG_NAME
-        self._db = self._open()
-        self._file_id = _file_id(self._path)
+        self._db = self._connect(self.directory)
+        with catalog_file.translated(self._path):
+            self._opened = os.stat(self._path)
         row = self._one("SELECT id FROM namespaces WHERE fingerprint = ?", namespace.fingerprint)
         self._namespace_id: int = row[0] if row else -1  # -1: nothing was ever stored in it.
 
@@ -91,24 +92,13 @@ class CatalogReader:
           on_damaged: called with key and reason for each row that is skipped since it is damaged. The key may be what
             is damaged; `Catalog.forget` takes it as it is.
         """
-        for row in self._all(f"SELECT {SESSION_COLUMNS} {_ALL_SESSIONS}", self._namespace_id):
+        for _, *row in self._all(_ALL_SESSIONS, self._namespace_id):
             try:
                 record = session_from_row(row)
             except DamagedRecordError as error:
                 on_damaged(row[0], str(error))
             else:
                 yield record
-
-    def get(self, key: str) -> SessionRecord | None:
-        """One session; None if it is not stored.
-
-        Raises:
-          DamagedRecordError: its row is damaged.
-        """
-        row = self._one(
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE namespace = ? AND key = ?", self._namespace_id, key
-        )
-        return session_from_row(row) if row else None
 
     def load(self, key: str) -> tuple[SessionRecord, Contents] | None:
         """One session and what a load of it needs, of the same state; None if it is not stored.
@@ -142,10 +132,10 @@ class CatalogReader:
         Raises:
           CatalogCorruptError: too damaged to be read to the end.
         """
-        found = [Problem(key=None, found=text) for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
+        found = [Problem(None, text) for (text,) in self._all("PRAGMA integrity_check") if text != "ok"]
 
         def report(key: str | None, reason: str) -> None:
-            found.append(Problem(key=key, found=reason))
+            found.append(Problem(key, reason))
 
         (num_orphans,) = self._one("SELECT count(*) FROM contents WHERE session NOT IN (SELECT id FROM sessions)")
         if num_orphans:
@@ -176,14 +166,14 @@ class CatalogReader:
         What is published to a file without a name is lost with the process. Costs one look at the directory, and never
         raises: a directory that cannot be read names no file.
         """
-        return self._file_id is not None and self._file_id == _file_id(self._path)
+        try:
+            return os.path.samestat(self._opened, os.stat(self._path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Closes the file. May be called again."""
         self._db.close()
-
-    def _open(self) -> sqlite3.Connection:
-        return catalog_file.open_for_reading(self.directory)
 
     def _one(self, sql: str, *values: Any) -> Any:
         rows = self._all(sql, *values)
@@ -209,18 +199,19 @@ class Catalog(CatalogReader):
       CatalogAccessError: the directory is a file, or is not to be written to. Of any change too.
     """
 
+    _connect = staticmethod(catalog_file.open_for_writing)
+
     def __init__(self, directory: str | Path, namespace: Namespace):
-        self._lock: catalog_file.DirectoryLock | None = catalog_file.DirectoryLock(Path(directory))
+        self._lock = catalog_file.lock_directory(Path(directory))
         try:
             super().__init__(directory, namespace)
             if self._namespace_id < 0:
-                with self.batch():
-                    (self._namespace_id,) = self._one(
-                        "INSERT INTO namespaces (fingerprint, description, created_s) VALUES (?, ?, ?) RETURNING id",
-                        namespace.fingerprint,
-                        namespace.to_json(),
-                        time.time(),
-                    )
+                (self._namespace_id,) = self._one(
+                    "INSERT INTO namespaces (fingerprint, description, created_s) VALUES (?, ?, ?) RETURNING id",
+                    namespace.fingerprint,
+                    namespace.to_json(),
+                    time.time(),
+                )
         except BaseException:
             self.close()
             raise
@@ -234,13 +225,8 @@ class Catalog(CatalogReader):
         if self._db.in_transaction:
             yield
             return
-        self._all("BEGIN IMMEDIATE")
-        try:
+        with catalog_file.translated(self._path), catalog_file.transaction(self._db):
             yield
-            self._all("COMMIT")
-        finally:
-            if self._db.in_transaction:  # Not after a full disk: sqlite has rolled back by itself then.
-                self._all("ROLLBACK")
 
     def publish(
         self, record: SessionRecord, token_ids: npt.ArrayLike, sums: np.ndarray, note: bytes = b""
@@ -289,31 +275,22 @@ class Catalog(CatalogReader):
         Raises:
           ValueError: `kept` is of another number of tokens than are stored.
         """
-        with self.batch():
-            found = self._load_sound(key)
-            if found is None or not kept.any():
-                self.forget([key])
-                return None
-            record, contents = found
-            record, blocks = record.keep(
-                kept, record.lineage if lineage is None else lineage, self.namespace.layout.block_tokens
-            )
-            contents = Contents(
+
+        def change(record: SessionRecord, contents: Contents) -> tuple[SessionRecord, Contents]:
+            after = record.lineage if lineage is None else lineage
+            record, blocks = record.keep(kept, after, self.namespace.layout.block_tokens)
+            return record, Contents(
                 token_ids=contents.token_ids[kept],
                 sums=contents.sums[blocks],
                 note=contents.note if note is None else note,
             )
-            return self._write(record, contents)
+
+        return self._change(key, change if kept.any() else None)
 
     def set_note(self, key: str, note: bytes) -> bool:
         """Says what is kept with a session. Durable. Returns whether it is stored; not if what is said is damaged."""
-        with self.batch():
-            found = self._load_sound(key)
-            if found is None:
-                self.forget([key])
-                return False
-            self._write(found[0], dataclasses.replace(found[1], note=note))
-            return True
+        changed = self._change(key, lambda record, contents: (record, dataclasses.replace(contents, note=note)))
+        return changed is not None
 
     def forget(self, keys: Iterable[str]) -> int:
         """Says that sessions are not stored any more. Durable: their blocks may be reused when it returns.
@@ -321,12 +298,12 @@ class Catalog(CatalogReader):
         Returns:
           How many of them were stored.
         """
-        found: list[tuple[int]] = []
+        found: set[tuple[int]] = set()
         with self.batch():
             for key in keys:
-                found += self._all("SELECT id FROM sessions WHERE namespace = ? AND key = ?", self._namespace_id, key)
+                found.update(self._all(_ID_OF, self._namespace_id, key))
             self._delete(found)
-        return len(set(found))
+        return len(found)
 
     def forget_damaged(self) -> int:
         """Says that sessions whose rows are damaged are not stored any more, and makes the index of the rows anew.
@@ -340,9 +317,9 @@ class Catalog(CatalogReader):
         dropped: list[tuple[int]] = []
         rows: dict[str, int] = {}
         with self.batch():
-            for session, *row in self._all(f"SELECT id, {SESSION_COLUMNS} {_ALL_SESSIONS}", self._namespace_id):
+            for session, *row in self._all(_ALL_SESSIONS, self._namespace_id):
                 try:
-                    key = session_from_row(tuple(row)).key
+                    key = session_from_row(row).key
                 except DamagedRecordError:
                     dropped.append((session,))
                     continue
@@ -373,8 +350,7 @@ class Catalog(CatalogReader):
         """
         check_ttl(ttl_s)
         sql = "UPDATE sessions SET pinned = ?, ttl_s = ? WHERE namespace = ? AND key = ? RETURNING id"
-        with self.batch():
-            return bool(self._all(sql, int(pinned), ttl_s, self._namespace_id, key))
+        return bool(self._all(sql, int(pinned), ttl_s, self._namespace_id, key))
 
     def drop_namespace(self, namespace: Namespace) -> int:
         """Forgets another namespace and all its sessions. Its blocks are the caller's to delete, afterwards. Durable.
@@ -401,22 +377,25 @@ class Catalog(CatalogReader):
 
     def close(self) -> None:
         """Closes the file and lets another engine have the directory. May be called again."""
-        if self._lock is not None:
-            if hasattr(self, "_db"):
-                self._db.close()
-            self._lock.release()
-            self._lock = None
+        if hasattr(self, "_db"):
+            self._db.close()
+        self._lock.close()
 
     # How.
 
-    def _open(self) -> sqlite3.Connection:
-        return catalog_file.open_for_writing(self.directory)
-
-    def _load_sound(self, key: str) -> tuple[SessionRecord, Contents] | None:
-        try:
-            return self.load(key)
-        except DamagedRecordError:
-            return None
+    def _change(
+        self, key: str, change: Callable[[SessionRecord, Contents], tuple[SessionRecord, Contents]] | None
+    ) -> SessionRecord | None:
+        """Writes what `change` gives of a session; forgets one that is damaged, or that None is made of."""
+        with self.batch():
+            try:
+                found = self.load(key)
+            except DamagedRecordError:
+                found = None
+            if found is None or change is None:
+                self.forget([key])
+                return None
+            return self._write(*change(*found))
 
     def _write(self, record: SessionRecord, contents: Contents) -> SessionRecord:
         """Writes a session's two rows, within a batch."""
@@ -427,18 +406,12 @@ class Catalog(CatalogReader):
         )
         session, generation, created_s = known or (None, 0, record.created_s)
         record = dataclasses.replace(record, generation=generation + 1, created_s=created_s)
+        row = session_to_row(record)
         if session is None:
-            (session,) = self._one(
-                f"INSERT INTO sessions (namespace, {SESSION_COLUMNS}) VALUES (?, {_SESSION_MARKS}) RETURNING id",
-                self._namespace_id,
-                *session_to_row(record),
-            )
+            sql = f"INSERT INTO sessions (namespace, {SESSION_COLUMNS}) VALUES (?, {_SESSION_MARKS}) RETURNING id"
+            (session,) = self._one(sql, self._namespace_id, *row)
         else:
-            self._all(
-                f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE id = ?",
-                *session_to_row(record),
-                session,
-            )
+            self._all(f"UPDATE sessions SET ({SESSION_COLUMNS}) = ({_SESSION_MARKS}) WHERE id = ?", *row, session)
         self._all("INSERT OR REPLACE INTO contents VALUES (?, ?, ?, ?, ?)", session, *contents.to_row(record.key))
         return record
 
@@ -449,41 +422,18 @@ class Catalog(CatalogReader):
             self._all("DELETE FROM contents WHERE session = ?", session)
 
 
-def namespaces(directory: str | Path) -> tuple[NamespaceInfo, ...]:
-    """All namespaces of a store's directory, oldest first. May be called while an engine works there.
+def namespaces(directory: str | Path) -> dict[Namespace, float]:
+    """All namespaces of a store's directory, oldest first, and when each was first opened, seconds since the epoch.
+
+    May be called while an engine works there.
 
     Raises:
       CatalogError: there is no catalog, or it cannot be read; the kind says why.
     """
     path = Path(directory) / catalog_file.CATALOG_NAME
     with contextlib.closing(catalog_file.open_for_reading(Path(directory))) as db, catalog_file.translated(path):
-        rows = db.execute(
-            "SELECT description, n.created_s, count(s.id), total(num_tokens), total(length(block_ids)) "
-            "FROM namespaces n LEFT JOIN sessions s ON s.namespace = n.id GROUP BY n.id ORDER BY n.id"
-        ).fetchall()
-    found = []
-    for description, created_s, num_sessions, num_tokens, table_bytes in rows:
-        try:
-            namespace = Namespace.from_json(description)
-        except ValueError as error:
-            raise catalog_file.CatalogCorruptError(f"{path}: {error}") from error
-        num_blocks = int(table_bytes) // BLOCK_ID_BYTES
-        info = NamespaceInfo(
-            namespace=namespace,
-            created_s=created_s,
-            num_sessions=num_sessions,
-            num_tokens=int(num_tokens),
-            num_blocks=num_blocks,
-            num_bytes=num_blocks * namespace.layout.block_bytes,
-        )
-        found.append(info)
-    return tuple(found)
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    """What tells a file from every other that there is; None where there is none."""
+        rows = db.execute("SELECT description, created_s FROM namespaces ORDER BY id").fetchall()
     try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+        return {Namespace.from_json(description): created_s for description, created_s in rows}
+    except ValueError as error:
+        raise catalog_file.CatalogCorruptError(f"{path}: {error}") from error

@@ -18,6 +18,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ca_jax.errors import CaJaxError
 
@@ -100,8 +101,10 @@ class CatalogLateError(CatalogError):
     """The catalog did not answer in time: what it says is not known now."""
 
 
-class DirectoryLock:
-    """The right to write in a store's directory, held by one engine at a time.
+def lock_directory(directory: Path) -> BinaryIO:
+    """Takes the right to write in a store's directory, which one engine at a time holds, until the file is closed.
+
+    The file stays then: removing it would let two engines lock two files of one name.
 
     Args:
       directory: made (mode 0700) if it is not there.
@@ -110,34 +113,26 @@ class DirectoryLock:
       CatalogLockedError: somebody holds it, in this process or another.
       CatalogAccessError: the directory is a file, or cannot be made or written to.
     """
-
-    def __init__(self, directory: Path):
-        try:
-            make_directory(directory)
-            self._file = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise CatalogAccessError(
-                f"the store must have a directory to write in, got {directory}: {error}"
-            ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(owner).encode(), 0)
-        except BlockingIOError as error:
-            holder = _describe_owner(os.pread(self._file, 1024, 0))
-            self.release()
-            raise CatalogLockedError(
-                f"{directory} must be this engine's alone, got it in use by {holder}; "
-                "stop that one, or give this one a directory of its own"
-            ) from error
-        except OSError as error:
-            self.release()
+    try:
+        make_directory(directory)
+        file = os.fdopen(os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", 0)
+    except OSError as error:
+        raise CatalogAccessError(f"the store must have a directory to write in, got {directory}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T %z")}
+        file.truncate(0)
+        file.write(json.dumps(owner).encode())
+    except OSError as error:
+        holder = _describe_owner(os.pread(file.fileno(), 1024, 0))
+        file.close()
+        if not isinstance(error, BlockingIOError):
             raise CatalogAccessError(f"{directory / LOCK_NAME} must be locked, got: {error}") from error
-
-    def release(self) -> None:
-        """Gives the right back. The file stays: removing it would let two engines lock two files of one name."""
-        os.close(self._file)
+        raise CatalogLockedError(
+            f"{directory} must be this engine's alone, got it in use by {holder}; "
+            "stop that one, or give this one a directory of its own"
+        ) from error
+    return file
 
 
 def open_for_writing(directory: Path) -> sqlite3.Connection:
@@ -149,28 +144,22 @@ def open_for_writing(directory: Path) -> sqlite3.Connection:
       CatalogError: one of its kinds.
     """
     path = directory / CATALOG_NAME
-    with translated(path):
-        try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        except OSError as error:
-            raise CatalogAccessError(f"the catalog must be a file to write, got {path}: {error}") from error
-        db = _connect(f"{path.absolute().as_uri()}?mode=rw")
-        try:
-            is_new = _check_header(db, path)
-            (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
-            if mode != "wal":
-                raise CatalogAccessError(
-                    f"the catalog must have a write-ahead log, got journal mode {mode!r}: {path}; its file system "
-                    "cannot share memory between processes: name an ssd_dir on a local disk"
-                )
-            db.execute("PRAGMA synchronous = FULL")
-            db.execute("PRAGMA journal_size_limit = 67108864")
-            if is_new:
-                _create(db)
-                sync_directory(directory)
-        except BaseException:
-            db.close()
-            raise
+    with translated(path), contextlib.ExitStack() as on_failure:
+        db = on_failure.enter_context(contextlib.closing(connect(path, creates=True)))
+        is_new = _check_header(db, path)
+        (mode,) = db.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise CatalogAccessError(
+                f"the catalog must have a write-ahead log, got journal mode {mode!r}: {path}; its file system "
+                "cannot share memory between processes: name an ssd_dir on a local disk"
+            )
+        db.execute("PRAGMA synchronous = FULL")
+        db.execute("PRAGMA journal_size_limit = 67108864")
+        if is_new:
+            versions = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+            db.executescript(f"BEGIN; {_SCHEMA} {versions} COMMIT;")
+            sync_directory(directory)
+        on_failure.pop_all()
     return db
 
 
@@ -183,13 +172,20 @@ def open_for_reading(directory: Path) -> sqlite3.Connection:
     path = directory / CATALOG_NAME
     if not path.is_file():
         raise CatalogAccessError(f"the directory must hold a catalog, got no file {path}")
-    try:
-        return _open_checked(path, "mode=ro")
-    except CatalogAccessError:
-        # Where nothing may be written, not even the index of a log, a file without a log is read as it stands.
-        if path.with_name(f"{CATALOG_NAME}-wal").exists():
-            raise
-        return _open_checked(path, "mode=ro&immutable=1")
+    # Where nothing may be written, not even the index of a log, a file without a log is read as it stands.
+    for mode in ("mode=ro", "mode=ro&immutable=1"):
+        try:
+            with translated(path), contextlib.ExitStack() as on_failure:
+                db = on_failure.enter_context(contextlib.closing(connect(path, mode)))
+                if _check_header(db, path):
+                    raise CatalogAccessError(f"the file must be a catalog, got {path}, which is empty")
+                on_failure.pop_all()
+            return db
+        except CatalogAccessError as error:
+            failure = error
+            if path.with_name(f"{CATALOG_NAME}-wal").exists():
+                break
+    raise failure
 
 
 def quarantine(directory: Path) -> Path | None:
@@ -205,20 +201,18 @@ def quarantine(directory: Path) -> Path | None:
       CatalogLockedError: an engine uses it.
       CatalogAccessError: it cannot be renamed.
     """
-    lock = DirectoryLock(directory)
-    try:
-        suffix = f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
-        moved = None
-        # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
-        for ending in ("-wal", "-shm", ""):
-            path = directory / f"{CATALOG_NAME}{ending}"
-            if path.exists():
-                moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
-        sync_directory(directory)
-    except OSError as error:
-        raise CatalogAccessError(f"the catalog in {directory} cannot be moved aside: {error}") from error
-    finally:
-        lock.release()
+    suffix = f"{_ASIDE}{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000_000:09d}"
+    moved = None
+    with lock_directory(directory):
+        try:
+            # The log goes first: a catalog without its log is only old, a log without its catalog is another one's.
+            for ending in ("-wal", "-shm", ""):
+                path = directory / f"{CATALOG_NAME}{ending}"
+                if path.exists():
+                    moved = path.rename(path.with_name(f"{CATALOG_NAME}{suffix}{ending}"))
+            sync_directory(directory)
+        except OSError as error:
+            raise CatalogAccessError(f"the catalog in {directory} cannot be moved aside: {error}") from error
     return moved
 
 
@@ -229,11 +223,13 @@ def set_aside(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns sqlite's errors into those of this module."""
+    """Turns sqlite's errors, and the system's, into those of this module."""
     try:
         yield
     except UnicodeDecodeError as error:  # sqlite's message quotes a name that is damaged.
         raise CatalogCorruptError(f"the file must be a catalog, got {path}: {error}") from error
+    except OSError as error:
+        raise CatalogAccessError(f"the catalog must be readable and writable, got {path}: {error}") from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF  # None: Python's own, of a wrong call.
         found = f"{path}: {error} ({getattr(error, 'sqlite_errorname', 'no code')})"
@@ -249,28 +245,33 @@ def translated(path: Path) -> Iterator[None]:
         raise CatalogAccessError(f"the catalog must be readable and writable, got {found}") from error
 
 
-def _open_checked(path: Path, mode: str) -> sqlite3.Connection:
-    with translated(path):
-        db = _connect(f"{path.absolute().as_uri()}?{mode}")
-        try:
-            if _check_header(db, path):
-                raise CatalogAccessError(f"the file must be a catalog, got {path}, which is empty")
-        except BaseException:
-            db.close()
-            raise
-    return db
+@contextlib.contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Commits all changes of a `with` block at its end, or none of them where it raises."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:  # Not after a full disk: sqlite has rolled back by itself then.
+            db.execute("ROLLBACK")
 
 
-def _connect(uri: str) -> sqlite3.Connection:
-    # Opened by one thread and used by another, never by two at a time.
+def connect(path: Path, mode: str = "mode=rw", *, creates: bool = False) -> sqlite3.Connection:
+    """Opens a file of sqlite in autocommit mode; any thread may use it, one at a time.
+
+    Args:
+      path: of the file.
+      mode: sqlite's parameters of a URI.
+      creates: makes an empty file (mode 0600) where there is none.
+    """
+    if creates:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    uri = f"{path.absolute().as_uri()}?{mode}"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    db.text_factory = _decode
+    # A damaged text is for its row's checksum to find; it must not keep other rows from being read.
+    db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     return db
-
-
-def _decode(text: bytes) -> str:
-    """A damaged text is for its row's checksum to find; it must not keep other rows from being read."""
-    return text.decode("utf-8", "surrogateescape")
 
 
 def _check_header(db: sqlite3.Connection, path: Path) -> bool:
@@ -302,12 +303,6 @@ def _schema_of(db: sqlite3.Connection) -> dict[str, str]:
     return {name: re.sub(r"--.*|\s", "", sql or "") for name, sql in rows}
 
 
-def _create(db: sqlite3.Connection) -> None:
-    db.executescript(
-        f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-    )
-
-
 def _describe_owner(text: bytes) -> str:
     try:
         owner = json.loads(text)
@@ -317,7 +312,7 @@ def _describe_owner(text: bytes) -> str:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a directory (0700) and those that it lies in, if they are not there; the names of new ones are durable.
+    """Makes a directory (0700) and its parents, if they are not there; the names of new ones are durable.
 
     Raises:
       OSError: one of them cannot be made; FileExistsError or NotADirectoryError where one is a file.
@@ -328,6 +323,17 @@ def make_directory(directory: Path) -> None:
         make_directory(directory.parent)
     directory.mkdir(mode=0o700, exist_ok=True)
     sync_directory(directory.parent)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a small file durably: all of it is there under its name, or nothing."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -20,13 +20,12 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ca_jax.storage.catalog.file import CatalogVersionError
+from ca_jax.storage.catalog.file import CatalogVersionError, connect, transaction
 from ca_jax.storage.records import Owner
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ _GIVEN_BACK = 64  # so many at a time.
 _PAUSE_S = 30.0  # After a failure, before the log begins anew.
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TABLES = """
+CREATE TABLE boot (id TEXT NOT NULL);
 CREATE TABLE parts (
   id INTEGER PRIMARY KEY,  -- in the order of writing; the rows of a key are its note, one behind the other
   key TEXT NOT NULL,
@@ -102,8 +102,7 @@ class NoteLog:
         """What the notes take of the file."""
         with self._guarded():
             if self._db is not None:
-                pages = [self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count")]
-                return int(pages[0] - pages[1]) * _PAGE_BYTES
+                return (_pragma(self._db, "page_count") - _pragma(self._db, "freelist_count")) * _PAGE_BYTES
         return 0
 
     def lacks(self, num_bytes: int) -> int:
@@ -140,11 +139,10 @@ class NoteLog:
             if self._db is not None:
                 row = (key, _as_blob(owner.session_id), _as_blob(owner.tenant), note, owner.ttl_s, self._clock())
                 try:
-                    with _transaction(self._db):
+                    with transaction(self._db):
                         if not behind:
                             self._db.execute("DELETE FROM parts WHERE key = ?", (key,))
-                        columns = "key, session_id, tenant, note, ttl_s, written_s"
-                        self._db.execute(f"INSERT INTO parts ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
+                        self._db.execute("INSERT INTO parts VALUES (NULL, ?, ?, ?, ?, ?, ?)", row)
                 except sqlite3.OperationalError as error:  # A full disk, say: the others stay.
                     _LOG.warning("an open session is not noted now: %s", error)
                     return False
@@ -173,11 +171,10 @@ class NoteLog:
 
     def remove(self, key: str) -> None:
         """Forgets a session's note, if there is one."""
-        if self._unlist(key):
-            with self._guarded():
-                if self._db is not None:
-                    self._db.execute("DELETE FROM parts WHERE key = ?", (key,))
-                    self._give_back()
+        with self._guarded():
+            if self._unlist(key) and self._db is not None:
+                self._db.execute("DELETE FROM parts WHERE key = ?", (key,))
+                self._give_back()
 
     def close(self) -> None:
         """Closes the file; what is in it stays. May be called again."""
@@ -195,7 +192,7 @@ class NoteLog:
             return False
         try:
             with contextlib.closing(_connect(self._path)) as db:
-                (version,) = db.execute("PRAGMA user_version").fetchone()
+                version = _pragma(db, "user_version")
                 if not version or db.execute("SELECT id FROM boot").fetchall() != [(self._boot,)]:
                     return False
                 if version != _FORMAT:
@@ -210,14 +207,9 @@ class NoteLog:
 
     def _begin_anew(self) -> None:
         self._delete()
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         self._db = _connect(self._path)
-        with _transaction(self._db):
-            self._db.execute("CREATE TABLE boot (id TEXT NOT NULL)")
-            self._db.execute("INSERT INTO boot VALUES (?)", (self._boot,))
-            for statement in _TABLES.split(";\n"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {_FORMAT}")
+        self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_FORMAT}; COMMIT;")
+        self._db.execute("INSERT INTO boot VALUES (?)", (self._boot,))
 
     def _forget_old(self, db: sqlite3.Connection) -> None:
         """Forgets the notes whose time is over, and takes in whose the others are."""
@@ -230,7 +222,7 @@ class NoteLog:
 
     def _give_back(self) -> None:
         """Gives some of what is free in the file back to the disk, if that is much."""
-        if self._db is not None and self._db.execute("PRAGMA freelist_count").fetchone()[0] > _FREE_PAGES:
+        if self._db is not None and _pragma(self._db, "freelist_count") > _FREE_PAGES:
             self._db.executescript(f"PRAGMA incremental_vacuum({_GIVEN_BACK})")
 
     def _list(self, noted: Noted) -> None:
@@ -241,9 +233,8 @@ class NoteLog:
         noted = self._noted.pop(key, None)
         if noted is None:
             return False
-        names = self._by_name[noted.session_id]
-        names.discard(key)
-        if not names:
+        self._by_name[noted.session_id].discard(key)
+        if not self._by_name[noted.session_id]:
             del self._by_name[noted.session_id]
         return True
 
@@ -264,18 +255,6 @@ class NoteLog:
             self._path.with_name(f"{LOG_NAME}{ending}").unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of what is done in the block, or nothing."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    finally:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-
-
 def log_bytes(ssd_bytes: int) -> int:
     """The log's cap beside an SSD tier's."""
     return max(_LEAST_BYTES, ssd_bytes // _SHARE)
@@ -290,8 +269,8 @@ def this_boot() -> str:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Autocommit, write-ahead log, nothing synced: a commit is in the system's memory. One thread at a time, any."""
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+    """Autocommit, write-ahead log, nothing synced: a commit is in the system's memory."""
+    db = connect(path, creates=True)
     try:
         db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # Before anything else: it is fixed with the first table.
@@ -302,6 +281,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    number: int = db.execute(f"PRAGMA {name}").fetchone()[0]
+    return number
 
 
 def _as_blob(name: str) -> bytes:

@@ -101,17 +101,7 @@ class SessionRecord(SsdCopy):
         """Refuses a record that cannot be.
 
         Raises:
-          ValueError: as `check_sizes`, or a negative or repeated block id.
-        """
-        self.check_sizes(layout)
-        if self.block_ids.min() < 0 or len(np.unique(self.block_ids)) < self.num_blocks:
-            raise ValueError(f"block_ids must be different ids >= 0, got {self.block_ids.tolist()}")
-
-    def check_sizes(self, layout: KVLayout) -> None:
-        """Does all of `check` but look at the ids in the block table: that is faster for many sessions at once.
-
-        Raises:
-          ValueError: no tokens, too few blocks for them, a negative time to live.
+          ValueError: no tokens, too few blocks for them, a negative or repeated block id, a negative time to live.
         """
         if not self.num_tokens:
             raise ValueError(f"session {self.session_id!r} must have at least 1 token, got none")
@@ -122,10 +112,13 @@ class SessionRecord(SsdCopy):
         wanted = layout.num_blocks(self.places.num_places)
         if self.num_blocks < wanted:
             raise ValueError(f"{self.num_tokens} tokens must have at least {wanted} blocks, got {self.num_blocks}")
+        table = self.block_ids.tolist()
+        if min(table) < 0 or len(set(table)) < len(table):
+            raise ValueError(f"block_ids must be different ids >= 0, got {table}")
         check_ttl(self.ttl_s)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """Something that is not as it should be, found by `Catalog.integrity_check`."""
 
@@ -135,26 +128,6 @@ class Problem:
     """What was wanted and what was found."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NamespaceInfo:
-    """One namespace of a catalog, and the size of what is stored in it."""
-
-    namespace: Namespace
-    """Which."""
-    created_s: float = 0.0
-    """When it was first opened; seconds since the epoch, 0 for never."""
-    num_sessions: int = 0
-    """Sessions stored."""
-    num_tokens: int = 0
-    """Tokens whose KV is stored."""
-    num_blocks: int = 0
-    """Blocks held by sessions; one that several share counts for each."""
-    num_bytes: int = 0
-    """Bytes of these blocks."""
-
-
-BLOCK_ID_BYTES = 8
-"""Of one entry of a block table."""
 SESSION_COLUMNS = (
     "key, tenant, session_id, num_dropped, num_plain, generation, block_ids, runs, prefix_hashes, "
     "num_tokens, created_s, last_used_s, pinned, ttl_s, checksum"
@@ -216,7 +189,7 @@ def session_to_row(record: SessionRecord) -> tuple[Any, ...]:
     return (*named, *blobs, *mutable, _checksum(named, blobs))
 
 
-def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
+def session_from_row(row: Sequence[Any]) -> SessionRecord:
     """The record that `session_to_row` wrote.
 
     Raises:
@@ -248,7 +221,7 @@ def session_from_row(row: tuple[Any, ...]) -> SessionRecord:
         raise DamagedRecordError(f"session {key!r}: {error}") from error
 
 
-def _checksum(named: tuple[Any, ...], blobs: Sequence[bytes]) -> int:
+def _checksum(named: Sequence[Any], blobs: Sequence[bytes]) -> int:
     """Of names and numbers, and of blobs and where each ends.
 
     Raises:

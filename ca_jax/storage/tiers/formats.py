@@ -33,6 +33,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import tensorstore as ts
 
-from ca_jax.storage.catalog.file import sync_directory
+from ca_jax.storage.catalog.file import make_directory, sync_directory, write_file
 from ca_jax.storage.layout import PAGE_BYTES, KVLayout, as_bytes
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.disk import DEFAULT_OPTIONS, DiskOptions, DiskTier, prepare_directory
+from ca_jax.storage.tiers.disk import DEFAULT_OPTIONS, DiskOptions, DiskTier
 
 GROUP_BLOCKS = 1024
 """Files in one directory."""
@@ -81,16 +82,20 @@ class Zarr3Tier(DiskTier):
         context: ts.Context | None = None,
     ):
         makes = not options.only_existing
-        url, self._directory = _resolve(location, make=makes)
-        super().__init__(layout, capacity_bytes, options, self._directory)
+        url, directory = _resolve(location, make=makes)
+        super().__init__(layout, capacity_bytes, options, directory)
         self._context = context or ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_sync": options.durable})
         self.kvstore = ts.KvStore.open(url, context=self._context).result()
         """Where the files are."""
-        if self._directory is not None and makes:
-            self._check_capacity(lambda: len(self.stored_block_ids()) * layout.stored_block_bytes)
-        self._groups = self._open_groups()
-        if self._directory is not None and options.durable and makes:
-            sync_directory(self._directory)
+        if makes:
+            self._check_capacity(lambda: len(self.stored_block_ids()) * self.stored_block_bytes)
+        opening = [  # All groups at once, made where they are not there yet.
+            ts.open(self._spec(group), open=True, create=makes, context=self._context)
+            for group in range(-(-self.num_blocks // GROUP_BLOCKS))
+        ]
+        self._groups = [self._opened(group, future) for group, future in enumerate(opening)]
+        if directory is not None and options.durable and makes:
+            sync_directory(directory)
 
     def stored_block_ids(self) -> list[int]:
         """See `DiskTier`."""
@@ -106,12 +111,9 @@ class Zarr3Tier(DiskTier):
             (self._directory / key).unlink(missing_ok=True)
         return len(leftovers)
 
-    def _block(self, block: int) -> ts.TensorStore:
-        return self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
-
     def _read(self, block: int, dst: np.ndarray) -> None:
         if self._directory is None:  # Straight into memory: `read` would give fresh memory, which is slow.
-            ts.array(dst).write(self._block(block)).result()
+            ts.array(dst).write(self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]).result()
             return
         path = self._directory / _block_key(block)
         try:
@@ -142,12 +144,10 @@ class Zarr3Tier(DiskTier):
                 sync_directory(self._directory)
             return
         try:
-            try:
+            with os.fdopen(file, "wb", 0):
                 _transfer(os.pwritev, file, src)
                 if self._options.durable:
                     os.fsync(file)
-            finally:
-                os.close(file)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -155,7 +155,8 @@ class Zarr3Tier(DiskTier):
 
     def _write_by_tensorstore(self, block: int, src: np.ndarray) -> None:
         # The reference ends with this call.
-        self._block(block).write(src, can_reference_source_data_indefinitely=True).result()
+        stored = self._groups[block // GROUP_BLOCKS][block % GROUP_BLOCKS]
+        stored.write(src, can_reference_source_data_indefinitely=True).result()
 
     def _delete(self, block: int) -> None:
         self.kvstore.write(_block_key(block), None).result()
@@ -173,14 +174,6 @@ class Zarr3Tier(DiskTier):
         for group in os.scandir(self._directory):
             if group.is_dir(follow_symlinks=False):
                 yield from (f"{group.name}/{name}" for name in os.listdir(group))
-
-    def _open_groups(self) -> list[ts.TensorStore]:
-        """Opens all groups at once, and makes those that are not there yet."""
-        opening = [
-            ts.open(self._spec(group), open=True, create=not self._options.only_existing, context=self._context)
-            for group in range(-(-self.num_blocks // GROUP_BLOCKS))
-        ]
-        return [self._opened(group, future) for group, future in enumerate(opening)]
 
     def _spec(self, group: int) -> dict[str, Any]:
         return {
@@ -203,14 +196,14 @@ class Zarr3Tier(DiskTier):
             if not text and self._options.only_existing:  # What an engine would make: blocks may be there nevertheless.
                 return ts.open(self._spec(group), open=True, assume_metadata=True, context=self._context).result()
             try:
-                found = json.loads(text)
-            except ValueError:
+                found = dict(json.loads(text))
+            except (TypeError, ValueError):
                 raise ValueError(f"{self.kvstore.url}{path} must be zarr3 metadata, got {error}") from error
             for name, wanted in _metadata(self.layout).items():
-                if not isinstance(found, dict) or found.get(name) != wanted:
+                if found.get(name) != wanted:
                     raise ValueError(
                         f"SSD store at {self.kvstore.url} must be of {name} {wanted}, got another layout: "
-                        f"{found.get(name) if isinstance(found, dict) else found}"
+                        f"{found.get(name)}"
                     ) from error
             raise
 
@@ -241,7 +234,7 @@ class RawTier(DiskTier):
         makes = not options.only_existing
         directory = prepare_directory(location, "raw") if makes else Path(location).absolute() / "raw"
         super().__init__(layout, capacity_bytes, options, directory)
-        _check_layout_file(directory, layout, options.durable, make=makes)
+        _check_layout_file(directory, layout, make=makes)
         self._path = path = directory / "blocks"
         access = os.O_RDWR
         if makes:
@@ -254,16 +247,15 @@ class RawTier(DiskTier):
         with contextlib.suppress(OSError, AttributeError):  # Not on this filesystem or system: the page cache serves.
             self._direct_file = os.open(path, access | os.O_DIRECT | os.O_CLOEXEC)
         if makes:
-            num_bytes = self.num_blocks * layout.stored_block_bytes
-            if os.fstat(self._file).st_size < num_bytes:
-                os.ftruncate(self._file, num_bytes)
+            num_bytes = self.num_blocks * self.stored_block_bytes
+            os.ftruncate(self._file, max(num_bytes, os.fstat(self._file).st_size))
             if options.durable:
                 sync_directory(directory)
 
     def stored_block_ids(self) -> list[int]:
         """See `DiskTier`. Slots that hold any bytes, torn ones too."""
         ids: set[int] = set()
-        slot_bytes, stop = self.layout.stored_block_bytes, 0
+        slot_bytes, stop = self.stored_block_bytes, 0
         while (start := self._next_data(stop)) is not None:
             stop = os.lseek(self._file, start, os.SEEK_HOLE)
             ids.update(range(start // slot_bytes, -(-stop // slot_bytes)))
@@ -280,20 +272,20 @@ class RawTier(DiskTier):
         return settled
 
     def _read(self, block: int, dst: np.ndarray) -> None:
-        start = block * self.layout.stored_block_bytes
+        start = block * self.stored_block_bytes
         data = self._next_data(start)
-        if data is None or data >= start + self.layout.stored_block_bytes:
+        if data is None or data >= start + self.stored_block_bytes:
             raise BlockIoError(IoFailure.MISSING, f"slot {block} must hold a block, got none written")
         _transfer(os.preadv, self._file, dst, start, self._direct_file)
 
     def _write(self, block: int, src: np.ndarray) -> None:
-        _transfer(os.pwritev, self._file, src, block * self.layout.stored_block_bytes, self._direct_file)
+        _transfer(os.pwritev, self._file, src, block * self.stored_block_bytes, self._direct_file)
 
     def _sync(self, block_ids: Sequence[int]) -> None:
         os.fdatasync(self._file)
 
     def _delete(self, block: int) -> None:
-        start, length = block * self.layout.stored_block_bytes, self.layout.stored_block_bytes
+        start, length = block * self.stored_block_bytes, self.stored_block_bytes
         if start >= os.fstat(self._file).st_size:
             return
         libc = ctypes.CDLL(None, use_errno=True)
@@ -340,6 +332,26 @@ def _transfer(
         view, address, offset = view[num_bytes:], address + num_bytes, offset + num_bytes
 
 
+def prepare_directory(parent: str | os.PathLike[str], name: str) -> Path:
+    """Makes `parent/name`, for this user alone (0700). A parent that exists is left as it is.
+
+    Raises:
+      NotADirectoryError: one of them, or what they are to lie in, is a file.
+      PermissionError: one of them cannot be made, or not be written to.
+    """
+    directory = Path(parent).absolute() / name
+    try:
+        make_directory(directory)
+        directory.chmod(0o700)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(f"SSD directory must be a directory, got a file: {error.filename}") from error
+    except OSError as error:
+        raise PermissionError(f"SSD directory {directory} must be writable, got: {error}") from error
+    return directory
+
+
 def _block_key(block: int) -> str:
     return f"{_group_path(block // GROUP_BLOCKS)}c.{block % GROUP_BLOCKS}" + 5 * ".0"
 
@@ -373,25 +385,16 @@ def _metadata(layout: KVLayout) -> dict[str, Any]:
     }
 
 
-def _check_layout_file(directory: Path, layout: KVLayout, durable: bool, *, make: bool) -> None:
+def _check_layout_file(directory: Path, layout: KVLayout, *, make: bool) -> None:
     """Checks what a block is against what an earlier run wrote down; writes it down if none did and `make` is set."""
     path = directory / "layout.json"
     wanted = {"format": _RAW_FORMAT, **dataclasses.asdict(layout)}
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        if not make:
-            return
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(wanted, file)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
+    if not path.exists():
+        if make:
+            write_file(path, json.dumps(wanted))
         return
     try:
-        found = json.loads(text)
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} must be JSON, got {error}") from error
     if found != wanted:

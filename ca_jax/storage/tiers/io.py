@@ -1,13 +1,12 @@
 """Moves of blocks from and to a slow device: several operations under one handle, in order, in bounded number, on time.
 
-An operation is anything that starts and gives a future (TensorStore's or `concurrent.futures`'). A queue runs a few at
-a time, so that one large move neither fills memory with half-decoded blocks nor starves the next one. A handle is what
-the mover holds.
+An operation is a call that reads or writes, and blocks. A queue has a few threads for them, so that one large move
+neither fills memory with half-decoded blocks nor starves the next one. A handle is what the mover holds.
 
 **A deadline never frees memory.** A read that is late becomes an error at once, so that the turn goes on without it;
 its bytes may still arrive. Until `IoHandle.settled`, the memory or blocks it was to fill are not to be reused.
 
-Beside the queue: `StepThread`, for what waits for a disk without a future, and `BusyPeriods`, which measures moves that
+Beside the queue: `StepThread`, for what waits for a disk without a handle, and `BusyPeriods`, which measures moves that
 share a disk.
 
 Not here: what an operation does, or when a move is worth making.
@@ -15,34 +14,26 @@ Not here: what an operation does, or when a move is worth making.
 
 from __future__ import annotations
 
-import collections
-import functools
+import concurrent.futures
+import errno
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
 
 from ca_jax.storage.records import BlockIoError, IoFailure
 
 _LOG = logging.getLogger(__name__)
-
-
-class OperationFuture(Protocol):
-    """What an operation gives: `tensorstore.Future` and `concurrent.futures.Future` are such."""
-
-    def add_done_callback(self, callback: Callable[[Any], Any], /) -> Any:
-        """Calls `callback(self)` when done, at once if it is."""
-        ...
-
-    def exception(self) -> BaseException | None:
-        """The error of a future that is done."""
-        ...
-
-
-Operation = Callable[[], OperationFuture]
-"""Starts one read or write; does not block. What it raises is the operation's error."""
+Operation = Callable[[], object]
+"""One read or write; blocks. What it raises is the operation's error."""
+_REASONS = {
+    "NOT_FOUND": IoFailure.MISSING,
+    "DATA_LOSS": IoFailure.CORRUPT,
+    "OUT_OF_RANGE": IoFailure.CORRUPT,
+    "RESOURCE_EXHAUSTED": IoFailure.NO_SPACE,
+}
 
 
 class IoHandle:
@@ -52,60 +43,38 @@ class IoHandle:
         self._queue = queue
         self._num_left = num_operations
         self._num_running = 0
-        self._futures: set[OperationFuture] = set()  # Held: TensorStore gives up what has no reference.
         self._last = last
         self._progress_s: float | None = None  # When an operation last began or ended.
         self._submitted_s = queue.clock()
-        self._done = False
+        self._decided = False
+        self._outcome, self._end = concurrent.futures.Future[None](), concurrent.futures.Future[None]()
         self.error: BlockIoError | None = None
         """Why it failed; None while the outcome is open, and after success."""
-        self.settled = False
+
+    @property
+    def settled(self) -> bool:
         """Whether nothing of it will touch memory or blocks any more. After success always, after an error not yet."""
-        self._done_callbacks: list[Callable[[IoHandle], None]] = []
-        self._settled_callbacks: list[Callable[[IoHandle], None]] = []
+        return self._end.done()
 
     def done(self) -> bool:
         """Whether the outcome is known: success, or an error, which a passed deadline is too. Never blocks."""
         self._queue.poll(self)
-        return self._done
+        return self._outcome.done()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the outcome is known, at most `timeout_s` seconds, and by the deadline at the latest.
-
-        Returns:
-          Whether it is known.
-        """
-        queue = self._queue
-        give_up_s = None if timeout_s is None else queue.clock() + timeout_s
+    def wait(self) -> None:
+        """Blocks until the outcome is known: by the deadline at the latest."""
         while not self.done():
-            now_s = queue.clock()
-            left_s = queue.time_left_s(self, now_s)
-            if give_up_s is not None:
-                if now_s >= give_up_s:
-                    return False
-                left_s = min(left_s, give_up_s - now_s)
-            with queue.changed:
-                queue.changed.wait_for(lambda: self._done, max(left_s, 0.0))
-        return True
+            left_s = self._queue.time_left_s(self, self._queue.clock())
+            concurrent.futures.wait([self._outcome], max(left_s, 0.0))
 
     def wait_settled(self, timeout_s: float | None = None) -> bool:
-        """Blocks until `settled`, which no deadline hastens.
+        """Blocks until `settled`, which no deadline hastens; returns whether it is."""
+        concurrent.futures.wait([self._end], timeout_s)
+        return self.settled
 
-        Returns:
-          Whether it is.
-        """
-        with self._queue.changed:
-            return self._queue.changed.wait_for(lambda: self.settled, timeout_s)
-
-    def result(self, timeout_s: float | None = None) -> None:
-        """Blocks as `wait` does, and raises what went wrong.
-
-        Raises:
-          BlockIoError: the move failed.
-          TimeoutError: after `timeout_s` the outcome is still open.
-        """
-        if not self.wait(timeout_s):
-            raise TimeoutError(f"the move must end within {timeout_s} s, and is still open")
+    def result(self) -> None:
+        """Blocks as `wait` does, and raises what went wrong, a `BlockIoError`."""
+        self.wait()
         if self.error is not None:
             raise self.error
 
@@ -116,31 +85,22 @@ class IoHandle:
     def add_done_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once the outcome is known, at once if it is; on the thread that brings it.
 
-        It must be short and must not wait: it may run on an I/O thread.
+        It must be short and must not wait: it may run on an I/O thread. What it raises is logged.
         """
-        with self._queue.changed:
-            if not self._done:
-                self._done_callbacks.append(callback)
-                return
-        callback(self)
+        self._outcome.add_done_callback(lambda _: callback(self))
 
     def add_settled_callback(self, callback: Callable[[IoHandle], None]) -> None:
         """Calls `callback(self)` once `settled`. Otherwise as `add_done_callback`."""
-        with self._queue.changed:
-            if not self.settled:
-                self._settled_callbacks.append(callback)
-                return
-        callback(self)
+        self._end.add_done_callback(lambda _: callback(self))
 
 
 class IoQueue:
-    """Runs operations, first come first served, a few at a time.
+    """Runs operations, first come first served, a few at a time, each on a thread.
 
     Args:
       max_in_flight: how many operations run at once.
       deadline_s: seconds without progress after which a move fails. Progress is a begin or end of one of its own
         operations or, while it has not begun, an end of any: to stand behind others that move is not to be late.
-      describe: turns an operation's exception into a BlockIoError.
       clock: seconds, never decreasing.
 
     Raises:
@@ -152,7 +112,6 @@ class IoQueue:
         *,
         max_in_flight: int,
         deadline_s: float,
-        describe: Callable[[BaseException], BlockIoError],
         clock: Callable[[], float] = time.monotonic,
     ):
         if max_in_flight <= 0:
@@ -161,136 +120,67 @@ class IoQueue:
             raise ValueError(f"deadline_s must be above 0 s, got {deadline_s} s")
         self.clock = clock
         """Seconds, never decreasing."""
-        self._max_in_flight = max_in_flight
         self._deadline_s = deadline_s
-        self._describe = describe
-        self.changed = threading.Condition(threading.RLock())
-        """Held to change a move, and notified when one has changed."""
-        self._waiting: collections.deque[tuple[IoHandle, Operation]] = collections.deque()
+        self._threads = concurrent.futures.ThreadPoolExecutor(max_in_flight, thread_name_prefix="ca_jax-ssd")
+        self._lock = threading.Lock()
         self._open: dict[IoHandle, None] = {}  # Not settled, oldest first.
-        self._num_in_flight = 0
         self._progress_s = clock()
-        self._starting = False
         self._closed = False
 
     def submit(self, operations: Sequence[Operation], last: Operation | None = None) -> IoHandle:
         """Queues operations as one move. Does not block.
 
         Args:
-          operations: run in this order, several at once. With the first that fails the move fails.
-          last: run when all others have succeeded, such as the one that makes their bytes durable.
+          operations: begun in this order, several at once. With the first that fails the move fails.
+          last: run when all others have succeeded, at once, such as the one that makes their bytes durable.
         """
+        if not operations and last is not None:
+            operations, last = [last], None
         handle = IoHandle(self, len(operations), last)
-        with self.changed:
-            if self._closed:
-                return self.failed(BlockIoError(IoFailure.CANCELLED, "the store is closed"))
-            self._open[handle] = None
-            self._waiting.extend((handle, operation) for operation in operations)
-            callbacks = () if operations else self._advance(handle)
-        _call(handle, callbacks)
-        self._start()
+        with self._lock:
+            if not self._closed and operations:
+                self._open[handle] = None
+                for operation in operations:
+                    self._threads.submit(self._run, handle, operation)
+                return handle
+        self._advance(handle, BlockIoError(IoFailure.CANCELLED, "the store is closed") if self._closed else None)
         return handle
 
     def failed(self, error: BlockIoError) -> IoHandle:
         """A move that failed before it began: done and settled."""
         handle = IoHandle(self, 0, None)
-        handle._done = handle.settled = True
-        handle.error = error
+        self._advance(handle, error)
         return handle
 
     def poll(self, handle: IoHandle | None = None) -> None:
         """Fails what is late, of one move or of all. Never blocks."""
         now_s = self.clock()
-        with self.changed:
-            handles = [each for each in ([handle] if handle else self._open) if not each._done]
+        with self._lock:
+            handles = [each for each in ([handle] if handle else self._open) if not each._decided]
         for each in handles:
             if self.time_left_s(each, now_s) <= 0:
-                self.fail(each, self._late(each))
+                found = f"{each._num_left} operations are left, {each._num_running} of them begun"
+                message = f"the move must progress within {self._deadline_s} s, and has not; {found}"
+                self.fail(each, BlockIoError(IoFailure.DEADLINE, message))
 
     def fail(self, handle: IoHandle, error: BlockIoError) -> None:
-        """Decides a move's outcome, if it is open: `error`."""
-        with self.changed:
-            if handle._done:
-                return
-            handle.error = error
-            callbacks = self._advance(handle)
-        _call(handle, callbacks)
-        self._start()
+        """Decides a move's outcome, if it is open: `error`. What of it has not begun never will."""
+        self._advance(handle, error)
 
     def close(self) -> None:
         """Cancels moves that have not begun and refuses new ones. Does not wait for the others."""
-        with self.changed:
+        with self._lock:
             self._closed = True
-            handles = list(self._open)
+            handles = [each for each in self._open if not each._num_running]
         for handle in handles:
-            if not handle._num_running:
-                handle.cancel()
+            handle.cancel()
+        self._threads.shutdown(wait=False)
 
     def wait_empty(self, timeout_s: float | None) -> bool:
         """Blocks until every move has settled, at most `timeout_s` seconds. Returns whether they have."""
-        with self.changed:
-            return self.changed.wait_for(lambda: not self._open, timeout_s)
-
-    def _start(self) -> None:
-        """Starts operations while there is room. One thread at a time; the others leave their work to it."""
-        with self.changed:
-            if self._starting:
-                return
-            self._starting = True
-        while True:
-            with self.changed:
-                if not self._waiting or self._num_in_flight >= self._max_in_flight:
-                    self._starting = False
-                    return
-                handle, operation = self._waiting.popleft()
-                self._num_in_flight += 1
-                handle._num_running += 1
-                handle._progress_s = self.clock()
-            try:
-                future = operation()
-            except Exception as error:
-                self._end(handle, None, error)
-            else:
-                handle._futures.add(future)
-                future.add_done_callback(functools.partial(self._ended, handle))
-
-    def _ended(self, handle: IoHandle, future: OperationFuture) -> None:
-        self._end(handle, future, future.exception())
-
-    def _end(self, handle: IoHandle, future: OperationFuture | None, exception: BaseException | None) -> None:
-        error = None if exception is None else self._describe(exception)
-        with self.changed:
-            if future is not None:
-                handle._futures.discard(future)
-            self._num_in_flight -= 1
-            handle._num_running -= 1
-            handle._num_left -= 1
-            self._progress_s = handle._progress_s = self.clock()
-            if error is not None and not handle._done:
-                handle.error = error
-            callbacks = self._advance(handle)
-        _call(handle, callbacks)
-        self._start()
-
-    def _advance(self, handle: IoHandle) -> Sequence[Callable[[IoHandle], None]]:
-        """Moves a handle to its next state. Under the lock. Returns whom to call, outside of it."""
-        callbacks: list[Callable[[IoHandle], None]] = []
-        if not handle._done and handle.error is None and not handle._num_left and handle._last is not None:
-            self._waiting.appendleft((handle, handle._last))
-            handle._num_left, handle._last = 1, None
-        if not handle._done and (handle.error is not None or not handle._num_left):
-            handle._done = True
-            if handle.error is not None:  # What has not begun never will.
-                self._waiting = collections.deque(each for each in self._waiting if each[0] is not handle)
-            callbacks += handle._done_callbacks
-            handle._done_callbacks.clear()
-        if handle._done and not handle._num_running and not handle.settled:
-            handle.settled = True
-            self._open.pop(handle, None)
-            callbacks += handle._settled_callbacks
-            handle._settled_callbacks.clear()
-        self.changed.notify_all()
-        return callbacks
+        with self._lock:
+            ends = [each._end for each in self._open]
+        return not concurrent.futures.wait(ends, timeout_s).not_done
 
     def time_left_s(self, handle: IoHandle, now_s: float) -> float:
         """Seconds until a move is late, if nothing progresses."""
@@ -299,36 +189,55 @@ class IoQueue:
             since_s = max(handle._submitted_s, self._progress_s)
         return since_s + self._deadline_s - now_s
 
-    def _late(self, handle: IoHandle) -> BlockIoError:
-        return BlockIoError(
-            IoFailure.DEADLINE,
-            f"the move must progress within {self._deadline_s} s, and has not; {handle._num_left} operations are left, "
-            f"{handle._num_running} of them begun",
-        )
-
-
-def close_all(queues: Sequence[IoQueue], timeout_s: float | None) -> bool:
-    """Closes queues, and waits at most `timeout_s` seconds for what runs in them.
-
-    Returns:
-      Whether all has settled. If not, the memory it moves must stay.
-    """
-    give_up_s = None if timeout_s is None else time.monotonic() + timeout_s
-    for each in queues:
-        each.close()
-    return all(each.wait_empty(None if give_up_s is None else give_up_s - time.monotonic()) for each in queues)
-
-
-def _call(handle: IoHandle, callbacks: Sequence[Callable[[IoHandle], None]]) -> None:
-    """Calls each. One that raises must not stop the queue: no one else would start what waits."""
-    for callback in callbacks:
+    def _run(self, handle: IoHandle, operation: Operation) -> None:
+        """Runs one operation on a thread, and the last one of its move behind it."""
+        with self._lock:
+            if handle._decided:
+                return
+            handle._num_running += 1
+            handle._progress_s = self.clock()
+        error = None
         try:
-            callback(handle)
-        except Exception:
-            _LOG.exception("a callback of a move raised")
+            operation()
+        except Exception as exception:
+            error = _describe(exception)
+        with self._lock:
+            self._progress_s = handle._progress_s = self.clock()
+            handle._num_running -= 1
+            handle._num_left -= 1
+        self._advance(handle, error)
+
+    def _advance(self, handle: IoHandle, error: BlockIoError | None = None) -> None:
+        """Moves a handle to its next state, and tells of it outside of the lock."""
+        last, was_decided = None, True
+        with self._lock:
+            if not handle._decided and not error and not handle._num_left and handle._last:
+                last, handle._last, handle._num_left = handle._last, None, 1
+            elif not handle._decided and (error or not handle._num_left):
+                handle._decided, was_decided, handle.error = True, False, error
+            settles = handle._decided and not handle._num_running and (handle in self._open or not was_decided)
+            if settles:
+                self._open.pop(handle, None)
+        if last is not None:
+            self._run(handle, last)
+            return
+        if settles:
+            handle._end.set_result(None)
+        if not was_decided:
+            handle._outcome.set_result(None)
 
 
-_LOG = logging.getLogger(__name__)
+def _describe(exception: BaseException) -> BlockIoError:
+    """Finds the reason in what an operation raised. TensorStore's is a ValueError that begins with its status."""
+    if isinstance(exception, BlockIoError):
+        return exception
+    message = str(exception)
+    if isinstance(exception, OSError):
+        is_full, message = exception.errno in (errno.ENOSPC, errno.EDQUOT), f"{type(exception).__name__}: {message}"
+    else:
+        is_full = re.search(r"os_error_code='(28|122)'", message) is not None  # ENOSPC, EDQUOT
+    reason = IoFailure.NO_SPACE if is_full else _REASONS.get(message.partition(":")[0], IoFailure.DEVICE)
+    return BlockIoError(reason, message)
 
 
 class StepThread:

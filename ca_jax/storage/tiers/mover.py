@@ -9,32 +9,39 @@ the checksums of its blocks, once they are durable. No block that a published se
 changes goes to other blocks, so that a process that dies at any moment leaves the old state or the new one.
 
 Changes of the catalog that free blocks (`forget`, `cut`) are carried out in the order of their submission, before
-any later write. While one of them cannot be made durable, nothing is written at all.
+any later write. One that cannot be made durable is tried again before the next write, and until it is made nothing is
+written at all.
 
 Tasks belong to the caller; what became of them comes back by `take_ended`. Nothing here raises for what a disk or
 catalog does, but `contents`, which reads the catalog for a thread that must not wait for a disk.
 
-Not here: which sessions move, and into which blocks (ssd), how the catalog is changed (catalog.writer).
+Not here: which sessions move, and into which blocks (ssd).
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ca_jax.storage.catalog.catalog import Catalog, CatalogReader
-from ca_jax.storage.catalog.file import CatalogError, CatalogLateError
+from ca_jax.storage.catalog.file import (
+    CatalogCorruptError,
+    CatalogError,
+    CatalogFullError,
+    CatalogLateError,
+    quarantine,
+)
 from ca_jax.storage.catalog.records import Contents, DamagedRecordError
-from ca_jax.storage.catalog.writer import CatalogWriter
 from ca_jax.storage.layout import layer_sums
-from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure, StoreRuntime
 from ca_jax.storage.tiers.disk import DiskTier
 from ca_jax.storage.tiers.dram import host_array
@@ -43,19 +50,19 @@ from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, Task
 from ca_jax.storage.tokens import Lineage
 from ca_jax.telemetry.timeline import ArgValue, Track
 
+_LOG = logging.getLogger(__name__)
 _POLL_S = 0.25  # How often what is under way is held against its deadline.
 _CLOSE_ASKS_S = 1.0  # A reader that does not answer in that time stays open.
 _SHOWN_KEY_CHARS = 12  # Of a key, on a timeline.
 
 
 class SsdWorker:
-    """The threads. `submit` calls never wait; all public methods belong to the bookkeeping thread.
+    """The threads. `submit` calls never wait; all public methods belong to the bookkeeping thread. See `SsdMover`.
 
     Args:
       tier: the blocks.
-      catalog: written by the worker alone from now on.
+      catalog: the worker's from now on: no other thread or process may change it.
       prepare: run before the first write, on the writing thread, for as long as it takes.
-      deadline_s: seconds without progress after which a read or change of the catalog is late.
       runtime: its `on_progress` is called, from the threads, whenever `take_ended` has something new.
     """
 
@@ -65,13 +72,20 @@ class SsdWorker:
         catalog: Catalog,
         *,
         prepare: Callable[[], object],
-        deadline_s: float,
         runtime: StoreRuntime,
     ) -> None:
         self._tier = tier
         self.layout = tier.layout
         """See `SsdMover`."""
-        self._writer = CatalogWriter(catalog, on_lost=self._lost)
+        self.stored_block_bytes = tier.stored_block_bytes
+        """See `SsdMover`."""
+        self.allocator = tier.allocator
+        """See `SsdMover`."""
+        self.num_changes = 0
+        """See `SsdMover`."""
+        self._catalog = catalog
+        self._unforgotten: set[str] = set()  # What the catalog still names and must not, before anything is written.
+        self._is_beyond_use = False  # Whether the catalog is damaged where it would be written.
         self._reader, self._asked_reader = (CatalogReader(catalog.directory, catalog.namespace) for _ in range(2))
         self._asked: concurrent.futures.Future[Contents | None] | None = None
         self._on_progress = runtime.on_progress
@@ -80,10 +94,8 @@ class SsdWorker:
         self._began_s: dict[FetchTask | FlushTask, float] = {}  # Not on the timeline yet.
         self._ended: collections.deque[TaskEnd | Changed | Lost] = collections.deque()
         self._bounces: list[np.ndarray] = []
-        self._deadline_s = deadline_s
+        self._deadline_s = tier.deadline_s
         self._was_late = False
-        self.num_changes = 0
-        """Changes of the catalog that were asked for and not tried yet."""
         self._fetches: dict[FetchTask, None] = {}  # Not ended, nor told to be late.
         self._lock = threading.Lock()
         self._reads, self._writes, self._asks = (
@@ -92,16 +104,6 @@ class SsdWorker:
         self._writes.put(prepare, timed=False)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="ca_jax-ssd-watch", daemon=True).start()
-
-    @property
-    def stored_block_bytes(self) -> int:
-        """See `SsdMover`."""
-        return self._tier.stored_block_bytes
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """See `SsdMover`."""
-        return self._tier.allocator
 
     @property
     def is_late(self) -> bool:
@@ -119,32 +121,23 @@ class SsdWorker:
 
     def forget(self, keys: Sequence[str]) -> None:
         """See `SsdMover`."""
-        self._change_catalog(functools.partial(self._writer.forget, tuple(keys)))
+        self._put_change(functools.partial(self._forget, tuple(keys)))
 
     def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """See `SsdMover`."""
-
-        def cut() -> None:
-            if self._writer.cut(key, kept, lineage, note):
-                self._ended.append(Changed(key=key, note=note))
-
-        self._change_catalog(cut)
+        self._put_change(functools.partial(self._cut, key, kept, lineage, note))
 
     def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
         """See `SsdMover`."""
-        self._change_catalog(
-            lambda: self._ended.append(Changed(key=key, error=self._writer.change(key, pinned, ttl_s)))
-        )
+        self._put_change(lambda: self._change(key, None, lambda: self._catalog.set_kept(key, pinned, ttl_s)))
 
     def set_note(self, key: str, note: bytes) -> None:
         """See `SsdMover`."""
-        self._change_catalog(
-            lambda: self._ended.append(Changed(key=key, note=note, error=self._writer.set_note(key, note)))
-        )
+        self._put_change(lambda: self._change(key, note, lambda: self._catalog.set_note(key, note)))
 
     def use(self, times_s: Mapping[str, float]) -> None:
-        """Has written down when sessions were last used, seconds since the epoch."""
-        self._change_catalog(functools.partial(self._writer.use, times_s))
+        """See `SsdMover`."""
+        self._put_change(functools.partial(self._use, times_s))
 
     def contents(self, key: str) -> Contents | None:
         """See `SsdMover`. Until its last question is answered no other is asked."""
@@ -162,10 +155,10 @@ class SsdWorker:
         try:
             return future.result(self._deadline_s)
         except TimeoutError:
-            raise CatalogLateError(f"the catalog must answer within {self._deadline_s} s, and did not") from None
+            raise CatalogLateError(str(self._late())) from None
 
     def take_ended(self) -> TaskEnd | Changed | Lost | None:
-        """The next thing that happened, in order; None where there is none."""
+        """See `SsdMover`."""
         return self._ended.popleft() if self._ended else None
 
     def close(self, timeout_s: float) -> bool:
@@ -183,24 +176,13 @@ class SsdWorker:
         self._closed.set()
         if all(ended):
             self._reader.close()
-            self._writer.close()
+            self._catalog.close()
+            if self._is_beyond_use:  # Nothing could ever be written again with it.
+                try:
+                    _LOG.warning("the catalog is damaged, and was moved to %s", quarantine(self._catalog.directory))
+                except CatalogError as error:
+                    _LOG.warning("a damaged catalog stays where it is: %s", error)
         return settled
-
-    def _change_catalog(self, step: Callable[[], None]) -> None:
-        with self._lock:
-            self.num_changes += 1
-
-        def change() -> None:
-            try:
-                step()
-            finally:
-                with self._lock:
-                    self.num_changes -= 1
-                self._on_progress()
-
-        self._writes.put(change)
-
-    # The threads.
 
     def _watch(self) -> None:
         while not self._closed.wait(_POLL_S):
@@ -218,32 +200,36 @@ class SsdWorker:
     def _late(self) -> BlockIoError:
         return BlockIoError(IoFailure.DEADLINE, f"the catalog must answer within {self._deadline_s} s, and did not")
 
+    def _put_change(self, step: Callable[[], None]) -> None:
+        """Has a change of the catalog made on the writing thread, in the order of the calls."""
+        with self._lock:
+            self.num_changes += 1
+
+        def change() -> None:
+            try:
+                step()
+            finally:
+                with self._lock:
+                    self.num_changes -= 1
+                self._on_progress()
+
+        self._writes.put(change)
+
     # Fetching, on the reading thread.
 
     def _begin_fetch(self, task: FetchTask) -> None:
-        error, contents = _cancelled(task), None
-        if error is None:
+        with self._ends(task):
+            _refuse_cancelled(task)
             self._mark_begin(task)
             self._fetching.begin(task)
-            try:
-                contents = self._expected(task)
-            except BlockIoError as failure:
-                error = failure
-        error = error or _cancelled(task)
-        if error is not None or contents is None:
-            self._finish(task, error)
-            return
-        handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
-        self._move(handle, task, self._reads, lambda: self._finish(task, _cancelled(task), contents))
+            contents = self._expected(task)
+            _refuse_cancelled(task)
+            handle = self._tier.read_blocks(task.copy.block_ids.tolist(), task.into, contents.sums)
+            self._move(handle, task, self._reads, lambda: self._end(TaskEnd(task=task, contents=contents)))
 
     def _expected(self, task: FetchTask) -> Contents:
         """What the catalog says is in the blocks."""
-        try:
-            found = self._reader.load(task.key)
-        except DamagedRecordError as error:
-            raise BlockIoError(IoFailure.CORRUPT, str(error)) from error
-        except CatalogError as error:
-            raise BlockIoError(IoFailure.CATALOG, str(error)) from error
+        found = self._reader.load(task.key)
         if found is None:
             raise BlockIoError(IoFailure.MISSING, f"the catalog must have session {task.key!r}, got none")
         # The catalog may not have been cut yet: what stays of an older state is in the same rows of the same blocks.
@@ -258,54 +244,124 @@ class SsdWorker:
         tokens, blocks = indices
         return dataclasses.replace(contents, token_ids=contents.token_ids[tokens], sums=contents.sums[blocks])
 
-    # Flushing, on the writing thread.
+    # Flushing and changes of the catalog, on the writing thread.
 
     def _begin_flush(self, task: FlushTask) -> None:
-        error = _cancelled(task) or self._writer.settle()
-        if error is not None:
-            self._finish(task, error)
-            return
-        self._mark_begin(task)
-        num_shared, sources = task.num_shared_blocks, list(task.sources)
-        sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
-        for index in range(num_shared):
-            sums[index] = layer_sums(sources[index])
-        self._writes.progressed()
-        bounce = None
-        if (
-            len(sources) > num_shared
-        ):  # More tokens may come to the last one meanwhile, and what is written stands still.
-            bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
-            np.copyto(bounce, sources[-1])
-            sources[-1] = bounce
-        block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
-        handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
-        if bounce is not None:
-            handle.add_settled_callback(lambda _: self._bounces.append(bounce))
-        self._move(handle, task, self._writes, lambda: self._publish(task, sums))
+        with self._ends(task, writes=True):
+            _refuse_cancelled(task)
+            self._settle()
+            self._mark_begin(task)
+            num_shared, sources = task.num_shared_blocks, list(task.sources)
+            sums = np.empty((len(sources), self.layout.num_layers), np.uint32)
+            for index in range(num_shared):
+                sums[index] = layer_sums(sources[index])
+            self._writes.progressed()
+            bounce = None
+            if len(sources) > num_shared:  # More tokens may come to the last one; what is written stands still.
+                bounce = self._bounces.pop() if self._bounces else host_array(sources[-1].shape, sources[-1].dtype)
+                np.copyto(bounce, sources[-1])
+                sources[-1] = bounce
+            block_ids = task.record.block_ids[task.num_kept_blocks + num_shared :].tolist()
+            handle = self._tier.write_blocks(block_ids, sources[num_shared:], sums[num_shared:])
+            if bounce is not None:
+                handle.add_settled_callback(lambda _: self._bounces.append(bounce))
+            self._move(handle, task, self._writes, lambda: self._publish(task, sums))
 
-    def _publish(self, task: FlushTask, sums: np.ndarray) -> None:
-        error = _cancelled(task)
-        if error is None:
-            error = self._writer.publish(task.record, task.token_ids, sums, task.num_kept_blocks, task.note)
-        self._finish(task, error)
+    def _publish(self, task: FlushTask, new_sums: np.ndarray) -> None:
+        """Publishes a session, some leading blocks of which are published already."""
+        self._settle()
+        kept = self._catalog.contents(task.record.key)
+        kept_sums = new_sums[:0] if kept is None else kept.sums
+        if len(kept_sums) < task.num_kept_blocks:
+            raise DamagedRecordError(
+                f"session {task.record.key!r} must have {task.num_kept_blocks} blocks to stay, got {len(kept_sums)}"
+            )
+        note = task.note
+        if note is None:
+            note = b"" if kept is None else kept.note
+        sums = np.concatenate([kept_sums[: task.num_kept_blocks], new_sums])
+        self._catalog.publish(task.record, task.token_ids, sums, note)
+        self._end(TaskEnd(task=task))
+
+    def _settle(self) -> None:
+        """Makes outstanding changes durable; raises where that cannot be, or nothing can."""
+        if not self._catalog.is_in_place():
+            raise BlockIoError(IoFailure.CATALOG, "the catalog must be in its directory; it is gone or was replaced")
+        if self._unforgotten:
+            self._catalog.forget(self._unforgotten)
+            self._unforgotten.clear()
+
+    def _forget(self, keys: tuple[str, ...]) -> None:
+        self._unforgotten.update(keys)
+        try:
+            self._settle()
+        except (BlockIoError, CatalogError) as error:
+            self._failure(error, writes=True)
+            _LOG.warning("%d sessions are to be forgotten before anything is written: %s", len(keys), error)
+
+    def _cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
+        """Forgets some of a session's tokens; all of it, where that cannot be written down."""
+        if key in self._unforgotten:
+            return
+        try:
+            found = self._catalog.cut(key, kept, lineage, note)
+            self._ended.append(Lost(key=key) if found is None else Changed(key=key, note=note))
+        except (CatalogError, ValueError) as error:  # ValueError: the catalog has another state than the index.
+            _LOG.warning("a session cannot be cut, and is forgotten: %s", error)
+            self._ended.append(Lost(key=key))
+            self._forget((key,))
+
+    def _change(self, key: str, note: bytes | None, change: Callable[[], bool]) -> None:
+        """Makes a change to a session in the catalog, which says whether it knows the session."""
+        error = None
+        try:
+            if not change():
+                self._ended.append(Lost(key=key))
+                error = BlockIoError(IoFailure.MISSING, f"the catalog must have session {key!r}, got none")
+        except CatalogError as failure:
+            _LOG.warning("a session's pin, note or time to live is not written down yet: %s", failure)
+            error = self._failure(failure, writes=True)
+        self._ended.append(Changed(key=key, note=note, error=error))
+
+    def _use(self, times_s: Mapping[str, float]) -> None:
+        try:
+            self._catalog.touch_used(times_s)
+        except CatalogError as error:
+            _LOG.warning("when sessions were last used was not written down: %s", error)
 
     # Both.
 
-    def _move(
-        self,
-        handle: IoHandle,
-        task: FetchTask | FlushTask,
-        steps: StepThread,
-        then: Callable[[], None],
-    ) -> None:
+    @contextlib.contextmanager
+    def _ends(self, task: FetchTask | FlushTask, *, writes: bool = False) -> Iterator[None]:
+        """Ends a task with what is raised in the `with` block."""
+        try:
+            yield
+        except (BlockIoError, CatalogError) as error:
+            self._end(TaskEnd(task=task, error=self._failure(error, writes=writes)))
+
+    def _failure(self, error: BlockIoError | CatalogError, *, writes: bool) -> BlockIoError:
+        if isinstance(error, BlockIoError):
+            return error
+        self._is_beyond_use |= writes and isinstance(error, CatalogCorruptError)
+        if isinstance(error, DamagedRecordError):
+            return BlockIoError(IoFailure.CORRUPT, str(error))
+        return BlockIoError(
+            IoFailure.NO_SPACE if isinstance(error, CatalogFullError) else IoFailure.CATALOG, str(error)
+        )
+
+    def _move(self, handle: IoHandle, task: FetchTask | FlushTask, steps: StepThread, then: Callable[[], None]) -> None:
         """Goes on with `then` on the same thread once a move has succeeded, and says so if it fails."""
+
+        def go_on() -> None:
+            with self._ends(task, writes=isinstance(task, FlushTask)):
+                _refuse_cancelled(task)
+                then()
 
         def settled(handle: IoHandle) -> None:
             if handle.error is None:
-                steps.put(then)
+                steps.put(go_on)
             else:
-                self._finish(task, handle.error)
+                self._end(TaskEnd(task=task, error=handle.error))
 
         def done(handle: IoHandle) -> None:
             if handle.error is not None and not handle.settled:
@@ -314,43 +370,31 @@ class SsdWorker:
         handle.add_done_callback(done)
         handle.add_settled_callback(settled)
 
-    def _finish(
-        self, task: FetchTask | FlushTask, error: BlockIoError | None, contents: Contents | None = None
-    ) -> None:
-        self._end(TaskEnd(task=task, error=error, contents=contents if error is None else None))
-
-    def _lost(self, key: str) -> None:
-        self._ended.append(Lost(key=key))
-
     def _mark_begin(self, task: FetchTask | FlushTask) -> None:
         if self._timeline.enabled:
             self._began_s[task] = time.perf_counter()
 
     def _end(self, end: TaskEnd) -> None:
-        self._record(end)
-        if isinstance(end.task, FetchTask):
-            with self._lock:
-                self._fetches.pop(end.task, None)
-            num_bytes = end.task.copy.num_blocks * self.layout.block_bytes
-            self._fetching.end(end.task, num_bytes if end.error is None else None)
-        self._ended.append(end)
-        self._on_progress()
-
-    def _record(self, end: TaskEnd) -> None:
-        """Tells the timeline of a task, once. It was no thread's: others were under way with it."""
-        began_s = self._began_s.pop(end.task, None)
-        if began_s is None:
-            return
         track: Track
         if isinstance(end.task, FetchTask):
             track, key, num_blocks = "fetch", end.task.key, end.task.copy.num_blocks
         else:
             track, key, num_blocks = "flush", end.task.record.key, end.task.num_written_blocks
-        args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_blocks * self.layout.block_bytes}
-        if end.error is not None:
-            args["error"] = end.error.reason.value
-        self._timeline.add(track, track, began_s, time.perf_counter(), **args)
+        num_bytes = num_blocks * self.layout.block_bytes
+        began_s = self._began_s.pop(end.task, None)
+        if began_s is not None:  # Told once. It was no thread's: others were under way with it.
+            args: dict[str, ArgValue] = {"key": key[:_SHOWN_KEY_CHARS], "num_bytes": num_bytes}
+            if end.error is not None:
+                args["error"] = end.error.reason.value
+            self._timeline.add(track, track, began_s, time.perf_counter(), **args)
+        if isinstance(end.task, FetchTask):
+            with self._lock:
+                self._fetches.pop(end.task, None)
+            self._fetching.end(end.task, num_bytes if end.error is None else None)
+        self._ended.append(end)
+        self._on_progress()
 
 
-def _cancelled(task: FetchTask | FlushTask) -> BlockIoError | None:
-    return BlockIoError(IoFailure.CANCELLED, "the task was cancelled") if task.cancelled else None
+def _refuse_cancelled(task: FetchTask | FlushTask) -> None:
+    if task.cancelled:
+        raise BlockIoError(IoFailure.CANCELLED, "the task was cancelled")

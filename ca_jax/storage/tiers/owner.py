@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
 import time
 import uuid
@@ -20,7 +19,7 @@ from pathlib import Path
 import tensorstore as ts
 
 from ca_jax.errors import CaJaxError
-from ca_jax.storage.catalog.file import sync_directory
+from ca_jax.storage.catalog.file import write_file
 
 OWNER_NAME = "owner.json"
 """The mark's name beside the blocks."""
@@ -37,14 +36,10 @@ class BlocksOwnedError(CaJaxError):
 class Owner:
     """What a mark says."""
 
-    owner: str
-    """`directory_id` of the directory."""
-    directory: str
-    """Where that was when it made the mark."""
+    owner: str  # `directory_id` of the directory.
+    directory: str  # Where that was when it made the mark.
     host: str
-    """On which machine."""
-    since: str
-    """When, local time."""
+    since: str  # Local time.
 
     def __str__(self) -> str:
         return f"{self.directory} on {self.host} since {self.since}"
@@ -103,13 +98,7 @@ def directory_id(directory: Path) -> str:
     """
     path = directory / ID_NAME
     if not path.exists():
-        temporary = path.with_suffix(".new")
-        with temporary.open("w", encoding="ascii") as file:
-            file.write(uuid.uuid4().hex)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        sync_directory(directory)
+        write_file(path, uuid.uuid4().hex)
     return f"{path.read_text(encoding='ascii')}-{path.stat().st_ino}"  # A copy is another file.
 
 

@@ -96,38 +96,24 @@ class SsdMover(Protocol):
     Nothing here waits but `contents`, and that no longer than the deadline.
     """
 
-    @property
-    def layout(self) -> KVLayout:
-        """The shape of a block."""
-        ...
-
-    @property
-    def stored_block_bytes(self) -> int:
-        """What one block takes on SSD: the unit of the cap."""
-        ...
-
-    @property
-    def allocator(self) -> BlockAllocator:
-        """The free list."""
-        ...
-
-    @property
-    def num_changes(self) -> int:
-        """Changes of the catalog that were asked for and not tried yet."""
-        ...
+    layout: KVLayout
+    """The shape of a block."""
+    stored_block_bytes: int
+    """What one block takes on SSD: the unit of the cap."""
+    allocator: BlockAllocator
+    """The free list."""
+    num_changes: int
+    """Changes of the catalog that were asked for and not tried yet."""
 
     @property
     def is_late(self) -> bool:
         """Whether the catalog has not answered for so long that nothing should wait for the SSD."""
-        ...
 
     def submit(self, task: FetchTask | FlushTask) -> None:
         """Begins a fetch or a flush."""
-        ...
 
     def forget(self, keys: Sequence[str]) -> None:
         """Has sessions forgotten. Their blocks may be given to later flushes at once."""
-        ...
 
     def cut(self, key: str, kept: np.ndarray, lineage: Lineage, note: bytes | None) -> None:
         """Has tokens of a session forgotten. Blocks that have none left may be given to later flushes at once.
@@ -140,19 +126,15 @@ class SsdMover(Protocol):
           lineage: what has been dropped then.
           note: what is kept with it, in the same change; None keeps what is kept.
         """
-        ...
 
     def change(self, key: str, pinned: bool, ttl_s: float | None) -> None:
         """Has a session's pin and time to live written down; `take_ended` says what became of it."""
-        ...
 
     def set_note(self, key: str, note: bytes) -> None:
         """Has written down what is kept with a session; likewise."""
-        ...
 
     def use(self, times_s: Mapping[str, float]) -> None:
         """Has written down when sessions were last used, seconds since the epoch."""
-        ...
 
     def contents(self, key: str) -> Contents | None:
         """What the catalog keeps with a session; None where it knows none.
@@ -161,11 +143,9 @@ class SsdMover(Protocol):
           CatalogLateError: it has not answered in time.
           CatalogError: it cannot be read.
         """
-        ...
 
     def take_ended(self) -> TaskEnd | Changed | Lost | None:
         """The next thing that happened, in order; None where there is none."""
-        ...
 
     def close(self, timeout_s: float) -> bool:
         """Ends after what was submitted, waiting at most so long.
@@ -173,4 +153,3 @@ class SsdMover(Protocol):
         Returns:
           Whether all has settled. If not, the memory of open tasks must stay.
         """
-        ...
