@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.engines import send_turn
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
 from ca_jax.engine import Engine, enable_compile_cache
-from ca_jax.evaluation.statistics import block_estimate
+from benchmarks.evaluate.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.kv.layout import rest_layout

@@ -30,9 +30,9 @@ from benchmarks.flags import CaseFlags
 from ca_jax.config import EngineConfig
 from ca_jax.engine import enable_compile_cache
 from ca_jax.errors import CaJaxError
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.rag_methods import Blends
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.items import Chunking
+from benchmarks.evaluate.rag_methods import Blends
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import (
     ConfigFlags,

@@ -129,7 +129,7 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
             **{name: getattr(workload, name) for name in counts},
         },
         "comparison": None if result.comparison is None else dataclasses.asdict(result.comparison),
-        "agreement": None if result.agreement is None else dataclasses.asdict(result.agreement),
+        "agreement": result.agreement,
         "turn_columns": [field.name for field in dataclasses.fields(ServedTurn)],
         "sample_columns": [field.name for field in dataclasses.fields(Sample)],
         "runs": [_run(run) for run in result.runs],
@@ -182,9 +182,9 @@ def print_report(result: Result, console: rich.console.Console) -> None:
     if (agreed := result.agreement) is not None:
         note(
             console,
-            f"simulated: hit rate {agreed.simulated_hit_rate:.1%} ({agreed.hit_rate_points:+.1f} points), prefilled "
-            f"{agreed.simulated_prefill_tokens:,} tokens ({agreed.prefill_tokens_ratio - 1:+.2%}), "
-            f"{agreed.simulated_elapsed_s:.0f} s",
+            f"simulated: hit rate {agreed['simulated_hit_rate']:.1%} ({agreed['hit_rate_points']:+.1f} points), prefilled "
+            f"{agreed['simulated_prefill_tokens']:,} tokens ({agreed['prefill_tokens_ratio'] - 1:+.2%}), "
+            f"{agreed['simulated_elapsed_s']:.0f} s",
             None,
         )
 

@@ -88,10 +88,6 @@ class GgufFile:
         self._fields = reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 
-    def __contains__(self, key: str) -> bool:
-        """Whether the metadata has `key`."""
-        return key in self._fields
-
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of `key` as plain Python, or `default` where there is none."""
         field = self._fields.get(key)

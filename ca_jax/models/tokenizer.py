@@ -303,21 +303,19 @@ class TokenStream:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters by which byte-level vocabularies spell the 256 bytes (GPT-2).
-
-    Printable bytes stand for themselves; the others, in order, are U+0100, U+0101, ...
-    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_ALPHABET = _byte_alphabet()
+BYTE_ALPHABET = _byte_alphabet()
+"""The characters by which byte-level vocabularies spell the 256 bytes (GPT-2): printable bytes stand for themselves; the
+others, in order, are U+0100, U+0101, ..."""
 
 
 def _byte_level_bytes(token: str) -> bytes:
     """The bytes a byte-level vocabulary's token stands for; one not in its alphabet is an added token, plain text."""
     try:
-        return bytes([_BYTE_ALPHABET[char] for char in token])
+        return bytes([BYTE_ALPHABET[char] for char in token])
     except KeyError:
         return token.encode()

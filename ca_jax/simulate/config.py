@@ -20,9 +20,7 @@ class SimModel:
     """A transformer's sizes."""
 
     name: str
-    """As it is called."""
     num_params: float
-    """Weights."""
     num_layers: int
     """L."""
     num_heads: int
@@ -32,7 +30,6 @@ class SimModel:
     head_dim: int
     """H."""
     window: int
-    """Most tokens of a context."""
     dtype_bytes: int = 2
     """Bytes of a weight, and of a number of KV."""
 
@@ -52,11 +49,9 @@ class Device:
     """An accelerator."""
 
     name: str
-    """As it is called."""
     flops: float
     """Peak operations a second, dense, at the dtype of the weights."""
     hbm_bytes: float
-    """Its memory."""
     hbm_bytes_per_s: float
     """Bandwidth of that."""
     link_bytes_per_s: float
@@ -111,9 +106,7 @@ class RooflineCost:
     """
 
     model: SimModel
-    """What is computed."""
     device: Device
-    """On what."""
     num_devices: int
     """How many share each layer's work."""
     flops_share: float = 0.6
@@ -189,9 +182,7 @@ class ServerConfig:
     """A simulated server."""
 
     model: SimModel
-    """What it serves."""
     cost: CostModel
-    """What computing takes."""
     link_bytes_per_s: float
     """Bandwidth between DRAM and the devices, each way."""
     hbm_tokens: float = math.inf

@@ -25,9 +25,7 @@ class DecodeSample:
     num_jobs: int
     """Jobs that got a token each."""
     context_tokens: int
-    """Tokens of all their contexts."""
     seconds: float
-    """What it took."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,6 @@ class FittedCost:
     """A `CostModel` of measured rates."""
 
     prefill: PrefillRate
-    """Of prefills, their histories on the device."""
     decode_step_s: float
     """Seconds of each decode step."""
     decode_job_s: float

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records, run_longeval
-from ca_jax.evaluation.comparison import Comparison
+from benchmarks.evaluate.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluate.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.statistics import log_softmax
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit

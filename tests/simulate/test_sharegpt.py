@@ -164,7 +164,7 @@ FIRST = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=Fal
         (b'{"id": "a_0"}', "at byte 0: there must be '\\[' .*, got '{\"id\""),
         (b"[1, 2]", "at byte 1: an element must be an object with `id` and `conversations`, got 1"),
         (b'[{"id": "a_0"}]', "at byte 1: an element must be an object with `id` and `conversations`"),
-        (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got another piece"),
+        (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got '{{"),
         (b"[%s, %s]?" % (FIRST, FIRST), "there must be ',' or '\\]', got"),
         (b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]', "a message must have `from` and a text"),
         (b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]', "`from` must be one of .*'cat'"),

@@ -26,11 +26,9 @@ class ServedTurn:
     session: int
     """The conversation's place in the workload."""
     turn: int
-    """Its number in the conversation, from 0."""
     due_s: float
     """When it came."""
     started_s: float
-    """When its prefill began."""
     ttft_s: float
     """From when it came to its first token."""
     latency_s: float
@@ -44,11 +42,8 @@ class ServedTurn:
     history_tokens: int
     """Of the conversation before it, without what left as the window was full."""
     message_tokens: int
-    """Sent."""
     answer_tokens: int
-    """Generated."""
     cached_tokens: int
-    """Tokens whose KV was loaded."""
     tier: str
     """Where that was when the turn was queued, `dram` or `ssd`."""
     dropped_tokens: int
@@ -77,19 +72,14 @@ class Sample:
     """What the engine was doing at one moment."""
 
     time_s: float
-    """Since the replay began."""
     ended: int
-    """Turns that have ended."""
     running: int
-    """Turns in slots."""
     waiting: int
-    """Turns in the queue."""
     returning: int
     """Turns that have begun and had a history."""
     hits: int
     """Of those, the ones whose history was loaded, in part at least."""
     output_tokens: int
-    """Generated in turns that have ended."""
     prompt_tokens: int
     """Histories and messages of these."""
     dram_share: float
@@ -119,13 +109,9 @@ class Spread:
     """How a quantity is distributed over turns."""
 
     mean: float
-    """Mean."""
     p50: float
-    """Median."""
     p90: float
-    """90th percentile."""
     p99: float
-    """99th percentile."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
@@ -140,7 +126,6 @@ class Summary:
     """A run, but for its warm-up."""
 
     turns: int
-    """Turns."""
     returning_turns: int
     """Of those, the ones that had a history."""
     dram_hits: int
@@ -148,35 +133,27 @@ class Summary:
     ssd_hits: int
     """Likewise, and it had been fetched from SSD for this turn, ahead of it or while it waited."""
     misses: int
-    """And the ones of whose history nothing was loaded."""
     hit_rate: float
     """Hits of either tier over returning turns; 0 where there are none."""
     prompt_tokens: int
-    """Tokens of histories and messages."""
     history_tokens: int
-    """Tokens of histories."""
     loaded_tokens: int
     """Of those, the ones whose KV was loaded."""
     recomputed_tokens: int
     """And the ones that were prefilled again. The last token of an answer always is: nothing was computed of it."""
     prefill_tokens: int
-    """All tokens that were prefilled."""
     output_tokens: int
-    """Tokens generated."""
     ttft_s: Spread
     """From when a turn came to its first token."""
     tpot_s: Spread
     """Mean time between a turn's tokens."""
     latency_s: Spread
-    """From when a turn came to its last token."""
     prefill_tokens_per_s: float
     """Prompt tokens, loaded ones included, over the time of prefill passes."""
     decode_tokens_per_s: float
     """Tokens behind first ones over the time of decode steps."""
     turns_per_minute: float
-    """Over the whole time."""
     totals: Totals
-    """Of the engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,13 +163,10 @@ class Comparison:
     prefill_time: float
     """Time of prefill passes, recomputed over stored."""
     total_time: float
-    """From the beginning to the last token."""
     busy_time: float
     """Time of prefill passes and decode steps."""
     mean_ttft: float
-    """From when turns came."""
     p99_ttft: float
-    """Likewise."""
     same_answers: int
     """Turns with the same tokens in both runs, of those of `comparable_answers`."""
     comparable_answers: int

@@ -77,25 +77,19 @@ class _Running:
         return self.job.num_prompt_tokens - self.message_tokens
 
 
+@dataclasses.dataclass
 class _Replay:
-    def __init__(
-        self,
-        engine: Engine,
-        workload: Workload,
-        warmup_turns: int,
-        on_sample: Callable[[Sample], None],
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
-    ) -> None:
-        self._engine = engine
-        self._workload = workload
-        self._warmup_turns = warmup_turns
-        self._on_sample = on_sample
-        self._clock = clock
-        self._sleep = sleep
-        self._begin_s = clock()
+    _engine: Engine
+    _workload: Workload
+    _warmup_turns: int
+    _on_sample: Callable[[Sample], None]
+    _clock: Callable[[], float]
+    _sleep: Callable[[float], None]
+
+    def __post_init__(self) -> None:
+        self._begin_s = self._clock()
         self._sessions: dict[int, Session] = {}
-        self._due = [(each.turns[0].not_before_s, index, 0) for index, each in enumerate(workload.sessions)]
+        self._due = [(each.turns[0].not_before_s, index, 0) for index, each in enumerate(self._workload.sessions)]
         heapq.heapify(self._due)
         self._waiting: list[_Running] = []
         self._running: list[_Running] = []

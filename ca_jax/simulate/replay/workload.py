@@ -60,7 +60,6 @@ class Exchange:
     message: tuple[int, ...]
     """Tokens sent, behind what the conversation has."""
     answer_tokens: int
-    """Tokens to be generated."""
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +155,6 @@ class ReplaySession:
     """One conversation."""
 
     session_id: str
-    """Its name in the trace."""
     turns: tuple[ReplayTurn, ...]
     """In order; never empty."""
 
@@ -171,13 +169,10 @@ class Workload:
     """What is replayed, and what of the trace is not."""
 
     sessions: tuple[ReplaySession, ...]
-    """Conversations."""
     window: int
-    """The context window that they were made for."""
     cut_turns: int
     """Turns whose message was cut to its first tokens to fit the window."""
     cut_tokens: int
-    """Tokens that were cut off."""
     left_out_turns: int
     """Turns left out since the window was full and nothing may leave it (`EngineConfig.overflow` None)."""
     skipped_rows: int
