@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.items import Chunking, RagPrompt, read_prompts
 from benchmarks.evaluate.rag_context import Answer, Answerer, Asked, Behind, ContextModel
 from benchmarks.evaluate.rag_methods import (
@@ -30,6 +29,7 @@ from benchmarks.evaluate.rag_methods import (
     PromptContexts,
     methods_of,
 )
+from benchmarks.evaluate.rows import Evaluation
 from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress

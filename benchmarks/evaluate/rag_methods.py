@@ -16,8 +16,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ca_jax import config
-from ca_jax.device.transfer import to_device, to_host
 from benchmarks.evaluate.items import Chunking, RagPrompt
 from benchmarks.evaluate.rag_context import (
     Answer,
@@ -30,6 +28,8 @@ from benchmarks.evaluate.rag_context import (
     plan_of,
 )
 from benchmarks.evaluate.statistics import kl_divergence
+from ca_jax import config
+from ca_jax.device.transfer import to_device, to_host
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.recompute.plan import Plan
 

@@ -1,6 +1,6 @@
 """How a model's KV lies at rest, by what the engine's config says.
 
-Not here: blocks and tokens in them (storage.layout), packing (models.kv_int8).
+Not here: blocks and tokens in them (storage.layout), packing (models.kv).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 from ca_jax.config import EngineConfig
 from ca_jax.device.transfer import held_heads
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv_int8 import SCALE_BYTES
+from ca_jax.models.kv import SCALE_BYTES
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.layout import KVLayout
 

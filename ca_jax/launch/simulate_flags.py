@@ -14,8 +14,17 @@ from absl import flags
 
 from ca_jax.launch.flags import ConfigFlags
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import DEVICES, MODELS, CostModel, RooflineCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
+from ca_jax.simulate.config import (
+    DEVICES,
+    FITTED_SUITES,
+    MODELS,
+    CostModel,
+    FittedCost,
+    RooflineCost,
+    ServerConfig,
+    SimModel,
+    StoreSizes,
+)
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
 from ca_jax.simulate.server import POLICIES
 from ca_jax.simulate.traces.requests import TRACE_FORMATS, BadRows, load_requests, share_of_seen_blocks

@@ -263,7 +263,7 @@ def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tu
 
 
 class _Origin(NamedTuple):
-    """Where a leaf is read from: the file's tensors, one or as many as are stacked; their shape; and the leaf's rows."""
+    """Where a leaf is read from: the file's tensors, one or as many as are stacked; their shape; the leaf's rows."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

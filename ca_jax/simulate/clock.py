@@ -1,6 +1,6 @@
-"""Simulated time, and what takes it: links that move bytes, an SSD tier without a disk.
+"""Simulated time, and what takes it: links that move bytes, an SSD tier without a disk; a policy that knows the future.
 
-Not here: what moves and when (storage), threads, files, checksums.
+Not here: what moves and when, policies that can be had (storage), threads, files, checksums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from ca_jax.storage.catalog.records import Contents
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import BlockAllocator, TenantQuota
+from ca_jax.storage.placement.policy import StoredEntry, StoreView
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.ssd import SsdIndex
 from ca_jax.storage.tiers.tasks import Changed, FetchTask, FlushTask, Lost, TaskEnd
@@ -160,3 +161,44 @@ class SimulatedSsd:
             end = TaskEnd(task=task)
         self._ended.append(end)
         self._on_progress()
+
+
+class BeladyPolicy:
+    """Evicts what is needed last. For sessions of equal size no policy hits more often.
+
+    Sessions with a waiting job are needed in the queue's order, and before all others, of which it knows more than a
+    server can.
+
+    Args:
+      next_use: when a session without a waiting job is needed next, in any unit; infinity for never.
+
+    Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966.
+    """
+
+    def __init__(self, next_use: Callable[[str], float]):
+        self._next_use = next_use
+
+    def choose_victims(self, view: StoreView, num_blocks: int, *, needed_at: int | None = None) -> tuple[str, ...]:
+        """See `EvictionPolicy`. Sorts all that will return and do not wait: for comparisons, not for service."""
+        victims = []
+        for entry in self._needed_last_first(view, needed_at):
+            if not entry.num_blocks or entry.pinned:
+                continue
+            victims.append(entry.key)
+            num_blocks -= entry.num_blocks
+            if num_blocks <= 0:
+                return tuple(victims)
+        return ()
+
+    def _needed_last_first(self, view: StoreView, needed_at: int | None) -> Iterator[StoredEntry]:
+        returning = []
+        for entry in view.idle:
+            if (next_use := self._next_use(entry.key)) == math.inf:
+                yield entry
+            else:
+                returning.append((next_use, entry))
+        yield from (entry for _, entry in sorted(returning, key=lambda each: each[0], reverse=True))
+        waiting: Iterator[StoredEntry] = reversed(view.by_next_job)
+        if needed_at is not None:
+            waiting = itertools.takewhile(lambda entry: (entry.queue_position or 0) > needed_at, waiting)
+        yield from waiting

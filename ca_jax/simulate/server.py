@@ -24,8 +24,7 @@ import numpy as np
 from ca_jax.kv import costs
 from ca_jax.overflow.config import num_leaving, oldest_first
 from ca_jax.serving.scheduler import Scheduler
-from ca_jax.simulate.belady import BeladyPolicy
-from ca_jax.simulate.clock import Clock, Link, SimulatedSsd
+from ca_jax.simulate.clock import BeladyPolicy, Clock, Link, SimulatedSsd
 from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import PolicyResult, SimCounts, SimPrefill
 from ca_jax.simulate.workload import Client, SimSession, SimTurn, num_turns, stored_tokens

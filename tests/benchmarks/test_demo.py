@@ -219,6 +219,15 @@ def test_a_conversation_that_is_too_short_is_refused(recording):
         demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
 
 
+def test_the_conversation_that_it_serves_has_ten_turns():
+    try:
+        messages = demo._read_messages(demo.DemoConfig(), lambda *_: None)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert len(messages) == 10
+    assert messages[0] == "I'm planning a trip to Europe later this year. Can you help me with planning it?"
+
+
 def draw(path, turns=2, **options):
     values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), 1)
     demo.plot_turns(path, [values] * turns, title="", caption="", **options)

@@ -284,7 +284,7 @@ def test_the_command_writes_what_it_says(command, tiny_model, text, tmp_path):
     page = tmp_path / "page" / "quality.md"
     with flagsaver.flagsaver(out=str(page)):
         quality_page.main(["quality_page", str(out)])
-        with pytest.raises(SystemExit, match="error: .*must be a JSON file"):
+        with pytest.raises(SystemExit, match=r"error: .*must be a JSON file"):
             quality_page.main(["quality_page", str(text)])
     assert report["command"] in page.read_text(encoding="utf-8")
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.device import steps
 from benchmarks.evaluate.items import RagPrompt
 from benchmarks.evaluate.rag_context import (
     Answerer,
@@ -18,6 +17,7 @@ from benchmarks.evaluate.rag_context import (
     plan_of,
 )
 from benchmarks.evaluate.statistics import log_softmax
+from ca_jax.device import steps
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))

@@ -5,8 +5,8 @@ import pytest
 import scipy.stats
 
 from benchmarks.evaluate.rag import RagConfig
-from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_context import ContextModel
+from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_methods import Blends, PromptContexts
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit

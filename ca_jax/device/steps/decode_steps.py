@@ -19,8 +19,7 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend_slots
 from ca_jax.models.attention_received import slot_attention_received
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv import LayerKV
-from ca_jax.models.kv_int8 import quantize
+from ca_jax.models.kv import LayerKV, quantize
 from ca_jax.models.sharding import ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer
 

@@ -17,7 +17,7 @@ from jax import lax
 from ca_jax.device.steps.common import KV_HEADS, SLOT_HEADS, slice_rotation
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv_int8 import unpacked
+from ca_jax.models.kv import unpacked
 from ca_jax.models.sharding import ModelSharding, by_device, constrain
 
 

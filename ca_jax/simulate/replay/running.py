@@ -20,10 +20,8 @@ from ca_jax.kv.rates import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
-from ca_jax.simulate.config import ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fitted import FittedCost
-from ca_jax.simulate.replay.results import Comparison, Sample, Served, Summary, compare, summarize
-from ca_jax.simulate.replay.serving import serve
+from ca_jax.simulate.config import FittedCost, ServerConfig, SimModel, StoreSizes
+from ca_jax.simulate.replay.serving import Sample, Served, Summary, compare, serve, summarize
 from ca_jax.simulate.replay.workload import ReplayError, TraceConfig, Workload, WorkloadConfig, make_workload
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
@@ -75,15 +73,14 @@ class Result:
     """A replay."""
 
     workload: Workload
-    window: int
     workload_bytes: int
     """What the KV of all conversations takes at their ends, within the window, in whole blocks."""
     store_bytes: int
     """What the store holds: of SSD where it has one, which keeps what DRAM has too; else of DRAM."""
     runs: tuple[Run, ...]
     """With the store, and recomputed if that was asked for."""
-    comparison: Comparison | None
-    """Of these two."""
+    comparison: dict[str, float] | None
+    """Of these two; see `compare`."""
     agreement: dict[str, float] | None
     """With the simulation, if that was asked for; see `agreement`."""
 
@@ -134,7 +131,6 @@ def replay(
     blocks = sum(layout.num_blocks(min(session.num_tokens, window)) for session in workload.sessions)
     return Result(
         workload=workload,
-        window=window,
         workload_bytes=blocks * layout.block_bytes,
         store_bytes=store.dram_bytes if store.ssd_dir is None else store.ssd_bytes,
         runs=tuple(runs),
@@ -242,9 +238,7 @@ def sim_sessions(workload: Workload) -> list[SimSession]:
     sessions = []
     for index, session in enumerate(workload.sessions):
         turns = tuple(
-            SimTurn(
-                user_tokens=len(turn.exchange.message), answer_tokens=turn.exchange.answer_tokens, think_s=turn.think_s
-            )
+            SimTurn(user_tokens=len(turn.message), answer_tokens=turn.answer_tokens, think_s=turn.think_s)
             for turn in session.turns
         )
         arrival_s = session.turns[0].not_before_s

