@@ -19,6 +19,7 @@ from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
 from tools import quality_page
 
+flags.FLAGS["out"].value = "unset"  # Of the page, which is required: other commands run in this process, too.
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 4
 SMALL = ("--num_chunks=3", "--chunk_tokens=48", f"--instruction={INSTRUCTION}")
 
