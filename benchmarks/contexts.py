@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.conversations import is_installed
+from benchmarks.evaluate.items import QUESTION_TOKENS, Chunking, RagPrompt, conversation_prompts, prompts_of, read_items
 from benchmarks.harness import BenchError
-from ca_jax.evaluation.items import QUESTION_TOKENS, Chunking, RagPrompt, conversation_prompts, prompts_of, read_items
 from ca_jax.pretrained import LoadedModel
 
 _MOST_CHUNKS = 1 << 20  # Of one item: all of them.

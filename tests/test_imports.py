@@ -63,7 +63,7 @@ WITHOUT_JAX = {
         "config",
         "session",
     ),
-    *("simulate.clock", "simulate.config", "simulate.fitted", "simulate.paper", "simulate.server", "simulate.traces"),
+    *("simulate.clock", "simulate.config", "simulate.paper", "simulate.server", "simulate.traces"),
     *("kv.costs", "kv.rates", "serving.scheduler"),
 }
 JAX_PACKAGES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import send_turn
+from benchmarks.evaluate.statistics import block_estimate
 from ca_jax.config import KV_REST_DTYPES, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.kv.layout import rest_layout

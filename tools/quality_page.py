@@ -6,7 +6,7 @@ Perplexities of one model are a table, a line for each text and window and a col
 with many methods, and the other tasks, have a line for each method, those on the same data below each other. The
 commands that made the files come last.
 
-Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`ca_jax.evaluation`).
+Not here: evaluating (`ca_jax.launch.evaluate`), what the files hold (`benchmarks.evaluate`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
-from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, read_rows, tokenizer_of
 from ca_jax.models.chat_template import ChatTemplate

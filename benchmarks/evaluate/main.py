@@ -17,6 +17,8 @@ from typing import Any
 from absl import flags
 
 from benchmarks.evaluate.agreement import AgreementConfig, run_agreement
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.longeval import LongevalConfig, run_longeval
 from benchmarks.evaluate.mmlu import MmluConfig, run_mmlu
 from benchmarks.evaluate.perplexity import PerplexityConfig, run_perplexity
@@ -24,14 +26,12 @@ from benchmarks.evaluate.plots import draw
 from benchmarks.evaluate.rag import DEVIATION_FIGURES, TIMED_FIGURES, RagConfig, run_rag
 from benchmarks.evaluate.rag_deviation import run_deviation
 from benchmarks.evaluate.rag_gate import GateConfig, run_gate
+from benchmarks.evaluate.rag_methods import Blends
 from benchmarks.evaluate.tables import Report, print_report
 from benchmarks.evaluate.timing import run_timing
 from benchmarks.flags import CaseFlags
 from ca_jax.config import EngineConfig
 from ca_jax.errors import CaJaxError
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.rag_methods import Blends
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch.flags import (
     ConfigFlags,

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.rows import Answers, Evaluation, accuracy_rows, check_positive
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.statistics import log_softmax
+from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.evaluation.stream import ContextStream
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_file, read_ids, tokenizer_of
 from ca_jax.models.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Perplexity over one long stream of text, and loss around each truncation.
 
-Not here: reading texts (`ca_jax.evaluation.texts`), errors of means (`ca_jax.evaluation.statistics`).
+Not here: reading texts (`ca_jax.evaluation.texts`), errors of means (`benchmarks.evaluate.statistics`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.rows import Evaluation, MethodRow
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.statistics import block_estimate
+from benchmarks.evaluate.statistics import block_estimate
 from ca_jax.evaluation.stream import ContextStream, Truncation
 from ca_jax.evaluation.texts import EvaluationError, check_overflows, read_ids
 from ca_jax.pretrained import LoadedModel, Progress

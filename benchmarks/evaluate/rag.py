@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.evaluate.rows import Evaluation
-from ca_jax.evaluation.items import Chunking, RagPrompt, read_prompts
-from ca_jax.evaluation.rag_context import Answer, Answerer, Asked, Behind, ContextModel
-from ca_jax.evaluation.rag_methods import (
+from benchmarks.evaluate.items import Chunking, RagPrompt, read_prompts
+from benchmarks.evaluate.rag_context import Answer, Answerer, Asked, Behind, ContextModel
+from benchmarks.evaluate.rag_methods import (
     BASELINES,
     RECOMPUTE,
     REUSE,
@@ -30,7 +29,8 @@ from ca_jax.evaluation.rag_methods import (
     PromptContexts,
     methods_of,
 )
-from ca_jax.evaluation.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
+from benchmarks.evaluate.rows import Evaluation
+from benchmarks.evaluate.statistics import Interval, f1_score, first_line, mean_interval, rouge_l
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.pretrained import LoadedModel, Progress
 

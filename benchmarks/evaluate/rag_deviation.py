@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
+from benchmarks.evaluate.items import read_prompts
 from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rag_context import ContextModel
+from benchmarks.evaluate.rag_methods import REUSE, Compared, Method, PromptContexts
 from benchmarks.evaluate.rows import Evaluation
+from benchmarks.evaluate.statistics import Interval, mean_interval
 from ca_jax.device.transfer import to_device
-from ca_jax.evaluation.items import read_prompts
-from ca_jax.evaluation.rag_context import ContextModel
-from ca_jax.evaluation.rag_methods import REUSE, Compared, Method, PromptContexts
-from ca_jax.evaluation.statistics import Interval, mean_interval
 from ca_jax.pretrained import LoadedModel, Progress
 
 ORACLE = "oracle"

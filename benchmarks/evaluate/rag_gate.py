@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.rag import RagConfig, run_rag
+from benchmarks.evaluate.rag_methods import REUSE, Blends
 from benchmarks.evaluate.rows import Evaluation
-from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.rag_methods import REUSE, Blends
-from ca_jax.evaluation.statistics import Interval, mean_interval
+from benchmarks.evaluate.statistics import Interval, mean_interval
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.pretrained import LoadedModel, Progress
 

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.statistics import Interval, mcnemar_p, mean_interval, share_interval
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.statistics import Interval, mcnemar_p, mean_interval, share_interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

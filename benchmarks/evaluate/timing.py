@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.evaluate.items import RagPrompt, read_prompts
 from benchmarks.evaluate.rag import RagConfig, RagRow, run_rag
+from benchmarks.evaluate.rag_methods import RECOMPUTE, Method, methods_of
 from benchmarks.evaluate.rows import Evaluation
+from benchmarks.evaluate.statistics import Interval
 from benchmarks.paced import ControlledStore, PacedLink
 from ca_jax.config import BlendConfig, EngineConfig
 from ca_jax.engine import Engine
-from ca_jax.evaluation.items import RagPrompt, read_prompts
-from ca_jax.evaluation.rag_methods import RECOMPUTE, Method, methods_of
-from ca_jax.evaluation.statistics import Interval
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.kv.layout import kv_layout
 from ca_jax.pretrained import LoadedModel, Progress

@@ -27,8 +27,7 @@ from ca_jax.models import rope
 from ca_jax.models.attention import attend, attend_slots
 from ca_jax.models.attention_received import attention_received, slot_attention_received
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv import LayerKV
-from ca_jax.models.kv_int8 import dequantize, quantize, unpacked
+from ca_jax.models.kv import LayerKV, dequantize, quantize, unpacked
 from ca_jax.models.sharding import Axes, ModelSharding, by_device, constrain
 from ca_jax.models.transformer import Layer, Transformer
 

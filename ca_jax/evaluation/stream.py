@@ -4,7 +4,9 @@ What the engine does with tiers, slots and jobs is done here with slices of arra
 methods with each other. KV that two streams share, or that was given out, is not donated: a stream that was copied goes
 on beside the first.
 
-Not here: texts and benchmarks (tasks), serving (engine).
+Drift is measured so: contexts of a text are truncated again and again, and what stays is computed anew each time.
+
+Not here: texts and benchmarks (tasks), serving (engine), what drift is, and its file (`ca_jax.recompute.drift`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ from ca_jax.errors import ContextWindowError
 from ca_jax.models import rope
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.kv import KVCache, LayerKV
-from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving
+from ca_jax.overflow.config import METHODS, OverflowConfig, num_leaving, oldest_first
 from ca_jax.overflow.discarding import DiscardContext, check_discarded
 from ca_jax.pretrained import LoadedModel, check_token_ids
 from ca_jax.recompute.drift import Drift, add_drift
@@ -164,28 +166,32 @@ class ContextStream:
           InvalidRequestError: no tokens, or ids outside the vocabulary.
           ContextWindowError: a step is too long to fit beside the first tokens that stay.
         """
-        check_token_ids(token_ids, self._config.vocab_size)
         losses = []
-        for start in range(0, len(token_ids), self._step_tokens):
-            part = list(token_ids[start : start + self._step_tokens])
-            if self._last is None:
+        last = self._last
+        for part, x in self._steps(token_ids, on_step):
+            if last is None:
                 losses.append(np.array([np.nan], np.float32))
             else:
-                losses.append(to_host(_losses(self._config, self._outer, self._last, to_device(part[:1], np.int32))))
-            x = self._step(part)
+                losses.append(to_host(_losses(self._config, self._outer, last, to_device(part[:1], np.int32))))
             targets = np.zeros(x.shape[1], np.int32)
             targets[: len(part) - 1] = part[1:]
             losses.append(to_host(_losses(self._config, self._outer, x, to_device(targets)))[: len(part) - 1])
-            if on_step is not None:
-                on_step(len(part))
+            last = self._last
         return np.concatenate(losses)
 
     def extend(self, token_ids: Sequence[int], on_step: Callable[[int], None] | None = None) -> None:
         """Puts tokens behind the context as `feed` does, and asks for no likelihoods, which cost a fifth of it."""
+        for _ in self._steps(token_ids, on_step):
+            pass
+
+    def _steps(
+        self, token_ids: Sequence[int], on_step: Callable[[int], None] | None
+    ) -> Iterator[tuple[list[int], jax.Array]]:
+        """Puts tokens behind the context step by step; gives each step's, and their last hidden states."""
         check_token_ids(token_ids, self._config.vocab_size)
         for start in range(0, len(token_ids), self._step_tokens):
             part = list(token_ids[start : start + self._step_tokens])
-            self._step(part)
+            yield part, self._step(part)
             if on_step is not None:
                 on_step(len(part))
 
@@ -370,3 +376,58 @@ def _turn_on(table: rope.Rotation, kv: jax.Array, num_positions: jax.Array) -> j
     """KV `[2, S, K, H]` whose keys, rotated by their places, are so many positions, i32 `[S]`, further on."""
     back = rope.turned_back(table, num_positions)
     return kv.at[0].set(rope.rotate(kv[0], rope.Rotation(back.cos, -back.sin)))
+
+
+_UNSETTLED = 0.1  # Share of the window behind the cut whose KV moves in a way of its own: those tokens lose most.
+
+
+def measure_drift(
+    model: LoadedModel,
+    token_ids: Sequence[int],
+    overflow: OverflowConfig,
+    *,
+    window: int,
+    on_step: Callable[[int], None] | None = None,
+) -> Drift:
+    """Measures the drift of a model.
+
+    Args:
+      model: whose.
+      token_ids: of any text; two windows long at least, and better ten.
+      overflow: how much leaves, and how many first tokens stay.
+      window: most tokens of the context.
+      on_step: called with the number of tokens of each step that is done.
+
+    Raises:
+      ValueError: the text is too short to overflow.
+    """
+    again = dataclasses.replace(overflow, method="tt", drift=None)
+    stream = ContextStream(model, again, window=window)
+    count = num_leaving(again, window=window, num_tokens=window, num_wanted=1)
+    settled = again.keep_first_tokens + round(_UNSETTLED * window)
+    total, num_tokens, start = np.zeros(0), 0, 0
+    while start < len(token_ids):
+        part = token_ids[start : start + window - len(stream.token_ids)]
+        stream.extend(part, on_step)
+        start += len(part)
+        if len(stream.token_ids) < window or window - count <= settled:
+            break
+        discarded = oldest_first(window, count, again.keep_first_tokens)
+        stale = np.stack([to_host(kv)[:, :window][:, ~discarded] for kv in stream.kv])
+        stream.truncate(discarded)
+        fresh = np.stack([to_host(kv)[:, : window - count] for kv in stream.kv])
+        moved = (fresh.astype(np.float64) - stale)[:, :, settled:]  # [L, 2, T, K, H]
+        total = total + moved.sum(2) if num_tokens else moved.sum(2)
+        num_tokens += moved.shape[2]
+    if not num_tokens:
+        raise ValueError(
+            f"the text must have at least {window} tokens, and more than {settled} of them must stay; "
+            f"got {len(token_ids)}, of which {window - count} would"
+        )
+    return Drift(
+        values=(total / num_tokens).astype(np.float32),
+        fingerprint=model.fingerprint,
+        window=window,
+        truncation_ratio=overflow.truncation_ratio,
+        num_tokens=num_tokens,
+    )

@@ -1,6 +1,6 @@
 """How a model's KV lies at rest, by what the engine's config says, and what the engine's buffers take of the device.
 
-Not here: blocks and tokens in them (storage.layout), packing (models.kv_int8), the buffers (load, write_buffer, slots).
+Not here: blocks and tokens in them (storage.layout), packing (models.kv), the buffers (load, write_buffer, slots).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ca_jax.config import EngineConfig
 from ca_jax.device.runner import Runner
 from ca_jax.device.transfer import device_memory_bytes, held_heads
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.kv_int8 import SCALE_BYTES
+from ca_jax.models.kv import SCALE_BYTES
 from ca_jax.pretrained import LoadedModel
 from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout

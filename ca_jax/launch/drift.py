@@ -6,7 +6,7 @@
 Any text will do, best one like those that are to come; it is fed under the window, which it overflows again and again,
 and what stays is computed anew each time. Drift belongs to weights, window and truncation ratio.
 
-Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`ca_jax.evaluation.drift`).
+Not here: what drift is (`ca_jax.recompute.drift`), measuring it (`ca_jax.evaluation.stream`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import rich.console
 from absl import flags
 
 from ca_jax.config import EngineConfig
-from ca_jax.evaluation.drift import measure_drift
+from ca_jax.evaluation.stream import measure_drift
 from ca_jax.evaluation.texts import read_ids
 from ca_jax.launch.flags import ConfigFlags, define_dtype, define_model
 from ca_jax.launch.script import note, run

@@ -25,7 +25,7 @@ and exits with 1 where no ratio of those that are tried will do.
 The pure model is evaluated, without engine and store: what these keep is what it computes. Intervals and standard
 errors are printed and written as JSON, with the machine and the versions. `tools/quality_page.py` makes a page of many.
 
-Not here: running and showing them (`benchmarks.evaluate`, which is in a checkout of the repository alone), the tasks
+Not here: the tasks (`benchmarks.evaluate`, which is in a checkout of the repository alone), endless contexts
 (`ca_jax.evaluation`).
 """
 

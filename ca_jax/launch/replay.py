@@ -33,8 +33,8 @@ from ca_jax.launch.script import run as run_script
 from ca_jax.launch.terminal import progress_bars
 from ca_jax.pretrained import LoadedModel, Progress, load_model
 from ca_jax.serving.core import enable_compile_cache
-from ca_jax.simulate.replay.results import Sample, ServedTurn, Spread, Summary
 from ca_jax.simulate.replay.running import OnSample, ReplayConfig, Result, Run, replay
+from ca_jax.simulate.replay.serving import Sample, ServedTurn, Spread, Summary
 from ca_jax.simulate.replay.workload import TraceConfig, Workload, WorkloadConfig
 from ca_jax.storage.config import GIB
 
@@ -124,10 +124,13 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
         "workload": {
             "sessions": len(workload.sessions),
             "turns": workload.num_turns,
-            **{name: getattr(result, name) for name in ("window", "workload_bytes", "store_bytes")},
+            "window": result.workload.window,
+            "workload_bytes": result.workload_bytes,
+            "store_bytes": result.store_bytes,
             **{name: getattr(workload, name) for name in counts},
         },
-        **{name: None if each is None else dataclasses.asdict(each) for name, each in both.items()},
+        "comparison": result.comparison,
+        "agreement": result.agreement,
         "turn_columns": [field.name for field in dataclasses.fields(ServedTurn)],
         "sample_columns": [field.name for field in dataclasses.fields(Sample)],
         "runs": [_run(run) for run in result.runs],
@@ -155,8 +158,9 @@ def print_report(result: Result, console: rich.console.Console) -> None:
     workload = result.workload
     note(
         console,
-        f"{len(workload.sessions):,} conversations, {workload.num_turns:,} turns, window of {result.window:,} tokens; "
-        f"KV of all at their ends {result.workload_bytes / GIB:.2f} GiB, store {result.store_bytes / GIB:.2f} GiB",
+        f"{len(workload.sessions):,} conversations, {workload.num_turns:,} turns, window of {workload.window:,} "
+        f"tokens; KV of all at their ends {result.workload_bytes / GIB:.2f} GiB, "
+        f"store {result.store_bytes / GIB:.2f} GiB",
         None,
     )
     if workload.cut_turns:
@@ -172,19 +176,17 @@ def print_report(result: Result, console: rich.console.Console) -> None:
     if (against := result.comparison) is not None:
         note(
             console,
-            f"store against recompute: prefill time {against.prefill_time:.2f}x, total time {against.total_time:.2f}x, "
-            f"busy time {against.busy_time:.2f}x, mean TTFT {against.mean_ttft:.2f}x; the same answer in "
-            f"{against.same_answers} of {against.comparable_answers} turns before anything was dropped",
+            f"store against recompute: prefill time {against['prefill_time']:.2f}x, "
+            f"total time {against['total_time']:.2f}x, busy time {against['busy_time']:.2f}x, "
+            f"mean TTFT {against['mean_ttft']:.2f}x; the same answer in {against['same_answers']} "
+            f"of {against['comparable_answers']} turns before anything was dropped",
             None,
         )
     if (agreed := result.agreement) is not None:
-        note(
-            console,
-            f"simulated: hit rate {agreed.simulated_hit_rate:.1%} ({agreed.hit_rate_points:+.1f} points), prefilled "
-            f"{agreed.simulated_prefill_tokens:,} tokens ({agreed.prefill_tokens_ratio - 1:+.2%}), "
-            f"{agreed.simulated_elapsed_s:.0f} s",
-            None,
-        )
+        hits = f"{agreed['simulated_hit_rate']:.1%} ({agreed['hit_rate_points']:+.1f} points)"
+        tokens = f"{agreed['simulated_prefill_tokens']:,} tokens ({agreed['prefill_tokens_ratio'] - 1:+.2%})"
+        elapsed = f"{agreed['simulated_elapsed_s']:.0f} s"
+        note(console, f"simulated: hit rate {hits}, prefilled {tokens}, {elapsed}", None)
 
 
 def _tiers(one: Summary) -> str:

@@ -15,8 +15,17 @@ from absl import flags
 
 from ca_jax.launch.flags import ConfigFlags, define_flag
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import DEVICES, MODELS, CostModel, RooflineCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fitted import FITTED_SUITES, FittedCost
+from ca_jax.simulate.config import (
+    DEVICES,
+    FITTED_SUITES,
+    MODELS,
+    CostModel,
+    FittedCost,
+    RooflineCost,
+    ServerConfig,
+    SimModel,
+    StoreSizes,
+)
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
 from ca_jax.simulate.replay.workload import TraceConfig
 from ca_jax.simulate.server import POLICIES

@@ -164,8 +164,9 @@ def attend(
     q = rope.rotate(q, rotation)
     if implementation == "flash":
         has_mask = num_history or (window is not None and window < q.shape[1])
-        mask = _visible(history_lengths, num_history, q.shape[1], window) if has_mask else None
-        return gpu_attention.attend_flash(q, keys, values, mask)
+        places, queries = jnp.arange(keys.shape[1])[None, None, :], jnp.arange(q.shape[1])[None, :, None]
+        seen = seen_keys(places, queries, history_lengths[:, None, None], num_history, window)
+        return gpu_attention.attend_flash(q, keys, values, seen if has_mask else None)
 
     def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, history_length: jax.Array) -> jax.Array:
         return _attend_row(q, k, v, history_length, num_history, window, is_batched=implementation == "batched")
@@ -221,19 +222,6 @@ def slot_attention(slot_keys: jax.Array | jax.ShapeDtypeStruct) -> SlotAttention
     return "kernel" if is_served else "blocks"
 
 
-def _visible(history_lengths: jax.Array, num_history: int, num_new: int, window: int | None) -> jax.Array:
-    """Which keys each new token sees, bool `[B, T, S + T]`."""
-    keys, queries = jnp.arange(num_history + num_new)[None, None, :], jnp.arange(num_new)[None, :, None]
-    return seen_keys(keys, queries, history_lengths[:, None, None], num_history, window)
-
-
-def _first_seen(start: int, num_history: int, window: int | None) -> int:
-    """The first key that a block of queries which begins at new token `start` may see: nobody sees those before it."""
-    if window is None or start < window - 1:
-        return 0
-    return num_history + start - window + 1
-
-
 def seen_keys(
     key_index: jax.Array, query_index: jax.Array, history_length: jax.Array, num_history: int, window: int | None
 ) -> jax.Array:
@@ -262,7 +250,9 @@ def query_blocks(
     heads = scaled.reshape(num_new, num_kv, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, H]
     for start in range(0, num_new, size):
         stop = min(start + size, num_new)
-        first, extent = _first_seen(start, num_history, window), num_history + stop
+        # The first key that the block may see, and behind the last one.
+        first = 0 if window is None or start < window - 1 else num_history + start - window + 1
+        extent = num_history + stop
         index = jnp.tile(jnp.arange(start, stop), groups)[:, None]
         seen = seen_keys(jnp.arange(first, extent)[None, :], index, history_length, num_history, window)
         yield heads[:, :, start:stop].reshape(num_kv, -1, head_dim), index, slice(first, extent), seen

@@ -29,7 +29,7 @@ from ca_jax.models import reading, weights
 from ca_jax.models.chat_template import ChatTemplate
 from ca_jax.models.config import ModelConfig
 from ca_jax.models.families import BY_GGUF_ARCHITECTURE, FAMILIES, require_served
-from ca_jax.models.families.gguf_entries import GgufDescription
+from ca_jax.models.families.family import GgufDescription
 from ca_jax.models.tokenizer import Tokenizer
 
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
@@ -88,10 +88,6 @@ class GgufFile:
         self._fields = reader.fields
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
 
-    def __contains__(self, key: str) -> bool:
-        """Whether the metadata has `key`."""
-        return key in self._fields
-
     def get(self, key: str, default: Any = None) -> Any:
         """The metadata value of `key` as plain Python, or `default` where there is none."""
         field = self._fields.get(key)
@@ -147,10 +143,11 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     require_served(architecture, where, BY_GGUF_ARCHITECTURE)
     if _EMBEDDING not in file.tensors:
         raise CheckpointError(f"{where}: tensor {_EMBEDDING} is missing")
+    factors = file.tensors.get(_ROPE_FACTORS)
     described = GgufDescription(
         entries=file.entries(architecture),
         shapes={name: _shape(tensor) for name, tensor in file.tensors.items()},
-        rope_factors=_rope_factors(file),
+        rope_factors=None if factors is None else np.asarray(factors.data, np.float32).reshape(-1),
     )
     try:
         configs = [family.config_from_gguf(described) for family in BY_GGUF_ARCHITECTURE[architecture]]
@@ -166,11 +163,6 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
 
 def _shape(tensor: gguf.ReaderTensor) -> tuple[int, ...]:
     return tuple(int(n) for n in reversed(tensor.shape))
-
-
-def _rope_factors(file: GgufFile) -> np.ndarray | None:
-    tensor = file.tensors.get(_ROPE_FACTORS)
-    return None if tensor is None else np.asarray(tensor.data, np.float32).reshape(-1)
 
 
 def _stored_tensors(file: GgufFile, config: ModelConfig) -> dict[str, reading.StoredTensor]:
@@ -292,19 +284,14 @@ def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
             f"{file.path}: there must be {len(tokens)} different tokens, got {backend.get_vocab_size()}"
         )
     bos_id, eos_id = _token_id(file, "bos", len(tokens)), _token_id(file, "eos", len(tokens))
+    bos, eos = ("" if token_id is None else tokens[token_id] for token_id in (bos_id, eos_id))
     template = file.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
         bos_id=bos_id,
         eos_id=eos_id,
         add_bos=bos_id is not None and file.get("tokenizer.ggml.add_bos_token", adds_bos),
-        chat_template=None
-        if template is None
-        else ChatTemplate(
-            template,
-            bos_token="" if bos_id is None else tokens[bos_id],
-            eos_token="" if eos_id is None else tokens[eos_id],
-        ),
+        chat_template=None if template is None else ChatTemplate(template, bos_token=bos, eos_token=eos),
     )
 
 

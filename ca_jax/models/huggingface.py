@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors
 import tokenizers
 
@@ -135,9 +134,8 @@ def _stored_tensors(files: list[Path], config: ModelConfig, family: Family) -> d
                     f"{path}: tensor {name}: type {rows.get_dtype()} is not served; it must be one of "
                     f"{', '.join(_DTYPES)}"
                 )
-            tensors[name] = reading.StoredTensor(
-                shape=tuple(rows.get_shape()), read_rows=functools.partial(_read_rows, rows)
-            )
+            read_rows = functools.partial(lambda rows, start, stop: rows[start:stop], rows)
+            tensors[name] = reading.StoredTensor(shape=tuple(rows.get_shape()), read_rows=read_rows)
     return tensors
 
 
@@ -155,10 +153,6 @@ def _require_names_of(
             raise CheckpointError(
                 f"{directory}: config.json names family {family.name}, and tensors are named as those of {other}"
             )
-
-
-def _read_rows(rows: Any, start: int, stop: int) -> np.ndarray:
-    return rows[start:stop]
 
 
 def _load_tokenizer(directory: Path, described: Mapping[str, Any]) -> Tokenizer | None:

@@ -1,6 +1,16 @@
 """Unrotated KV as an explicit pytree: what models take as history, return for new tokens, and what the store keeps.
 
-Not here: where KV lives (storage), how it moves (transfer), the decode slots' rotated working copy (steps).
+At rest it may be int8, each row of a head with a scale of its own behind it. A token's keys or values of one head are H
+numbers; they are H int8 then and the two bytes of a bfloat16:
+
+    row     q0 q1 q2 … qH-1 | s s        number i is  qi * s,  s = max |number| / 127, rounded up
+
+so that a block stays one array, and heads an axis that can be sharded. The scale is rounded up, so that no number is
+above 127 of it: what comes back is off by at most half of it. A row of zeros is zeros. A row that is not finite comes
+back as NaN, and touches no other.
+
+Not here: where KV lives (storage), how it moves and what is packed when (transfer, runner), the decode slots' rotated
+working copy (steps).
 """
 
 from __future__ import annotations
@@ -9,6 +19,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ca_jax.models.config import ModelConfig
 
@@ -90,3 +101,39 @@ def drop_oldest(cache: KVCache, num_tokens: int) -> KVCache:
         raise ValueError(f"tokens to drop must be 0..{cache.capacity}, got {num_tokens}")
     layers = tuple(LayerKV(layer.k[:, num_tokens:], layer.v[:, num_tokens:]) for layer in cache.layers)
     return KVCache(layers, jnp.maximum(cache.lengths - num_tokens, 0))
+
+
+SCALE_BYTES = 2
+"""Of a row's scale, behind its numbers."""
+_LARGEST = 127
+_LOW_BITS = 0xFFFF  # Of a float32, which a bfloat16 has not.
+
+
+def quantize(kv: jax.Array) -> jax.Array:
+    """Packs unrotated KV: `[*, H]` of floats to int8 `[*, H + 2]`."""
+    numbers = kv.astype(jnp.float32)
+    scale = _rounded_up(jnp.abs(numbers).max(-1, keepdims=True) / _LARGEST)
+    wide = scale.astype(jnp.float32)
+    quotients = jnp.where(wide > 0, numbers / jnp.where(wide > 0, wide, 1), 0)
+    rows = jnp.clip(jnp.round(quotients), -_LARGEST, _LARGEST).astype(jnp.int8)
+    return jnp.concatenate([rows, lax.bitcast_convert_type(scale[..., 0], jnp.int8)], axis=-1)
+
+
+def dequantize(packed: jax.Array, dtype: jnp.dtype | str) -> jax.Array:
+    """Unpacks: int8 `[*, H + 2]` to `[*, H]`."""
+    # Byte by byte: a bitcast of two numbers to one is not fused with what reads them.
+    low, high = (packed[..., place].astype(jnp.uint8).astype(jnp.uint16) for place in (-2, -1))
+    scale = lax.bitcast_convert_type(high << 8 | low, jnp.bfloat16).astype(jnp.float32)
+    return (packed[..., :-SCALE_BYTES].astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def unpacked(kv: jax.Array, dtype: jnp.dtype | str) -> jax.Array:
+    """KV as models compute with it: what is packed is unpacked, all else is as it was."""
+    return dequantize(kv, dtype) if kv.dtype == jnp.int8 else kv
+
+
+def _rounded_up(scale: jax.Array) -> jax.Array:
+    """f32 >= 0 to the next bfloat16 that is not below it; NaN stays NaN."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    up = lax.bitcast_convert_type(((bits + _LOW_BITS) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(scale), up, jnp.bfloat16(jnp.nan))

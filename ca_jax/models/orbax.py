@@ -59,7 +59,10 @@ def save_checkpoint(
     require_empty(directory)
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        _save_params(checkpoint.params, directory / "params", progress)
+        registry = type_handlers.create_type_handler_registry((reading.Leaf, _LeafHandler(progress)))
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save((directory / "params").absolute(), args=ocp.args.PyTreeSave(checkpoint.params))
         if checkpoint.tokenizer is not None:
             (directory / "tokenizer.json").write_text(checkpoint.tokenizer.backend.to_str(), encoding="utf-8")
         manifest = {
@@ -156,13 +159,6 @@ class _LeafHandler(type_handlers.NumpyHandler):
             if self._progress is not None:
                 self._progress("writing weights", done_bytes, total_bytes)
         return []
-
-
-def _save_params(params: weights.Params, directory: Path, progress: weights.ProgressFn | None) -> None:
-    registry = type_handlers.create_type_handler_registry((reading.Leaf, _LeafHandler(progress)))
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(params))
 
 
 def _write_leaf(leaf: reading.Leaf, path: str) -> None:

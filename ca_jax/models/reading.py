@@ -15,7 +15,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import flax.traverse_util
 import numpy as np
@@ -138,16 +138,9 @@ class Leaf:
             yield int(first), tensor.read_rows(int(rows[first]), int(rows[end - 1]) + 1)
 
 
-class Destination(Protocol):
-    """Where leaves go. Called on several threads at once."""
-
-    def __call__(self, leaf: Leaf, /) -> Any:
-        """Reads a leaf and puts it where it belongs; waits until the host's memory for it is no longer needed.
-
-        Returns:
-          What the parameter tree holds for it.
-        """
-
+Destination = Callable[[Leaf], Any]
+"""Reads a leaf, puts it where it belongs and gives what the parameter tree holds for it; waits until the host's memory
+for it is no longer needed. Called on several threads at once."""
 
 Destinations = Callable[[ModelConfig], Destination]
 """Gives the destination of a model's leaves once its architecture is known, before any is read. What it raises ends the
@@ -269,16 +262,12 @@ def stream(leaves: Sequence[Leaf], do: Callable[[Leaf], _Result]) -> Iterator[tu
             raise
 
 
-@dataclasses.dataclass(frozen=True)
-class _Origin:
-    """Where a leaf is read from."""
+class _Origin(NamedTuple):
+    """Where a leaf is read from: the file's tensors, one or as many as are stacked; their shape; the leaf's rows."""
 
     names: tuple[str, ...]
-    """The file's tensors: one, or as many as are stacked."""
     shape: tuple[int, ...]
-    """Of each of them."""
     rows: np.ndarray | None
-    """Which of their rows are the leaf's; None: all."""
 
 
 def _origin(slot: Slot, names: Names) -> _Origin:

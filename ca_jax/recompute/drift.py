@@ -4,7 +4,7 @@ What stays of a truncated context has seen the tokens that left, and stands wher
 that was computed without them has a part that is the same for all texts: a vector for each layer and head. It is
 measured once per model and added to what stays, at no cost to speak of.
 
-Not here: measuring it (evaluation.drift), when it is added (repair, truncator).
+Not here: measuring it (evaluation.stream), when it is added (repair, truncator).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Simulated time, and what takes it: links that move bytes, an SSD tier without a disk.
+"""Simulated time, and what takes it: links that move bytes, an SSD tier without a disk; a policy that knows the future.
 
-Not here: what moves and when (storage), threads, files, checksums.
+Not here: what moves and when, policies that can be had (storage), threads, files, checksums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ca_jax.storage.catalog.records import Contents
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.placement.blocks import BlockAllocator
+from ca_jax.storage.placement.policy import StoredEntry, StoreView, last_needed_first
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.sessions import StoreParts
 from ca_jax.storage.ssd import SsdIndex
@@ -161,3 +162,30 @@ class SimulatedSsd:
             end = TaskEnd(task=task)
         self._ended.append(end)
         self._on_progress()
+
+
+class BeladyPolicy:
+    """Evicts what is needed last. For sessions of equal size no policy hits more often.
+
+    Sessions with a waiting job are needed in the queue's order, and before all others, of which it knows more than a
+    server can.
+
+    Args:
+      next_use: when a session without a waiting job is needed next, in any unit; infinity for never.
+
+    Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal, 1966.
+    """
+
+    def __init__(self, next_use: Callable[[str], float]):
+        self._next_use = next_use
+
+    def order(self, view: StoreView, needed_at: int | None = None) -> Iterator[StoredEntry]:
+        """See `EvictionPolicy`. Sorts all that will return and do not wait: for comparisons, not for service."""
+        returning = []
+        for entry in view.idle:
+            if (next_use := self._next_use(entry.key)) == math.inf:
+                yield entry
+            else:
+                returning.append((next_use, entry))
+        yield from (entry for _, entry in sorted(returning, key=lambda each: each[0], reverse=True))
+        yield from last_needed_first(view, needed_at)

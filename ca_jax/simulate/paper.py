@@ -60,11 +60,8 @@ class Prices:
     """What things cost an hour, dollars. The paper's, of section 4.2."""
 
     device: float = 5.0
-    """One accelerator."""
     dram_gb: float = 0.0088
-    """A gigabyte of memory."""
     ssd_gb: float = 0.000082
-    """A gigabyte of SSD."""
 
     def of(self, hours: float, num_devices: int, store: StoreSizes | None) -> float:
         """Dollars for so many hours."""
@@ -124,7 +121,6 @@ class PaperRow:
     """One number of a figure, the paper's beside ours."""
 
     figure: str
-    """Its number."""
     case: str
     """Model, policy, size, or rate."""
     metric: str
@@ -140,20 +136,6 @@ class PaperRow:
     def ratio(self) -> float | None:
         """Ours over the paper's."""
         return None if not self.paper else self.ours / self.paper
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is simulated once: a set-up of the paper, changed in one thing or another."""
-
-    config: PaperConfig
-    """What it shares with others."""
-    model: str = "llama-13b"
-    """A key of `NUM_DEVICES`."""
-    store: StoreSizes | None = STORE
-    """None to recompute."""
-    method: str = "ca"
-    """What becomes of KV that is stored when a context overflows: `ca` or `of`."""
 
 
 class PaperRuns:
@@ -174,20 +156,33 @@ class PaperRuns:
         self.config = config
         self._lengths = lengths
         self._progress = progress
-        self._counts: dict[Run, SimCounts] = {}
+        self._counts: dict[tuple[PaperConfig, str, StoreSizes | None, str], SimCounts] = {}
         self.num_turns = 0
         """Turns simulated so far."""
 
-    def __call__(self, config: PaperConfig | None = None, **changes: str | StoreSizes | None) -> SimCounts:
-        """Returns what a run counted: `Run(**changes)`, with another config if one is given."""
-        run = Run(config=config or self.config, **changes)  # type: ignore[arg-type]
+    def __call__(
+        self,
+        config: PaperConfig | None = None,
+        *,
+        model: str = "llama-13b",
+        store: StoreSizes | None = STORE,
+        method: str = "ca",
+    ) -> SimCounts:
+        """Returns what a run counted.
+
+        Args:
+          config: None: the shared one.
+          model: a key of `NUM_DEVICES`.
+          store: None to recompute.
+          method: what becomes of stored KV when a context overflows: `ca` or `of`.
+        """
+        run = (config or self.config, model, store, method)
         if run not in self._counts:
-            self._counts[run] = self._simulate(run)
+            self._counts[run] = self._simulate(*run)
         return self._counts[run]
 
-    def _simulate(self, run: Run) -> SimCounts:
-        config, model, num_devices = run.config, MODELS[run.model], NUM_DEVICES[run.model]
-        speed = config.ssd_bytes_per_s
+    def _simulate(self, config: PaperConfig, name: str, store: StoreSizes | None, method: str) -> SimCounts:
+        model, num_devices, speed = MODELS[name], NUM_DEVICES[name], config.ssd_bytes_per_s
         sessions = list(
             poisson_sessions(
                 self._lengths,
@@ -214,16 +209,15 @@ class PaperRuns:
                 link_bytes_per_s=config.device.link_bytes_per_s,
                 hbm_tokens=free_bytes / model.token_bytes,
                 max_batch_size=config.max_batch_size,
-                store=run.store
-                and dataclasses.replace(run.store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed),
-                overflow=OverflowConfig(method=run.method, keep_first_tokens=0),
+                store=store and dataclasses.replace(store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed),
+                overflow=OverflowConfig(method=method, keep_first_tokens=0),
                 warmup_turns=int(config.warmup_share * total),
             )
         )
         self.num_turns += total
-        name = f"run {len(self._counts) + 1}: {run.model} {'recompute' if run.store is None else run.method}"
-        counts = server.serve(sessions, lambda done: self._progress(name, done, total))
-        self._progress(name, total, total)
+        told = f"run {len(self._counts) + 1}: {name} {'recompute' if store is None else method}"
+        counts = server.serve(sessions, lambda done: self._progress(told, done, total))
+        self._progress(told, total, total)
         return counts
 
 

@@ -20,7 +20,6 @@ class SimPrefill:
     """One prefill."""
 
     prompt_tokens: int
-    """History and new tokens."""
     history_tokens: int
     """Of those, the ones of earlier turns."""
     cached_tokens: int
@@ -35,6 +34,10 @@ class SimPrefill:
     """From when the turn came to its first token."""
 
 
+def _sum_of(name: str, doc: str) -> property:
+    return property(lambda self: sum(getattr(each, name) for each in self.prefills), doc=doc)
+
+
 @dataclasses.dataclass(kw_only=True)
 class SimCounts:
     """Counts of the turns after the warm-up. Shares are in [0, 1]."""
@@ -42,7 +45,6 @@ class SimCounts:
     begin_s: float = 0.0
     """When the first of them began."""
     end_s: float = 0.0
-    """When all was done."""
     output_tokens: int = 0
     """Generated behind first tokens."""
     decode_s: float = 0.0
@@ -50,9 +52,7 @@ class SimCounts:
     overflow_s: float = 0.0
     """The device computed contexts anew that had become full in the middle of an answer."""
     saved_bytes: float = 0.0
-    """Handed to the store."""
     prefills: list[SimPrefill] = dataclasses.field(default_factory=list)
-    """Of each turn."""
 
     @property
     def num_turns(self) -> int:
@@ -74,30 +74,11 @@ class SimCounts:
         """Turns that waited for SSD to bring it."""
         return sum(each.cached_tokens > 0 and each.waited for each in self.prefills)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of histories and new ones."""
-        return sum(each.prompt_tokens for each in self.prefills)
-
-    @property
-    def history_tokens(self) -> int:
-        """Tokens of histories."""
-        return sum(each.history_tokens for each in self.prefills)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of histories whose KV was loaded."""
-        return sum(each.cached_tokens for each in self.prefills)
-
-    @property
-    def prefill_s(self) -> float:
-        """The device was busy with prefills, loads that it waited for included."""
-        return sum(each.prefill_s for each in self.prefills)
-
-    @property
-    def stall_s(self) -> float:
-        """Of that, waiting for loads."""
-        return sum(each.stall_s for each in self.prefills)
+    prompt_tokens = _sum_of("prompt_tokens", "Tokens of histories and new ones.")
+    history_tokens = _sum_of("history_tokens", "Tokens of histories.")
+    cached_tokens = _sum_of("cached_tokens", "Tokens of histories whose KV was loaded.")
+    prefill_s = _sum_of("prefill_s", "The device was busy with prefills, loads that it waited for included.")
+    stall_s = _sum_of("stall_s", "Of that, waiting for loads.")
 
     @property
     def hit_rate(self) -> float:
@@ -164,7 +145,6 @@ class PolicyResult:
     policy: str
     """A policy's name, or `RECOMPUTE`."""
     counts: SimCounts
-    """What was counted."""
     prefill_saved: float
     """Share of recomputing's prefill seconds that was saved."""
 

@@ -24,8 +24,7 @@ import numpy as np
 from ca_jax.kv import costs
 from ca_jax.overflow.config import num_leaving, oldest_first
 from ca_jax.serving.scheduler import Scheduler
-from ca_jax.simulate.belady import BeladyPolicy
-from ca_jax.simulate.clock import Clock, Link, SimulatedSsd
+from ca_jax.simulate.clock import BeladyPolicy, Clock, Link, SimulatedSsd
 from ca_jax.simulate.config import BELADY, ServerConfig, StoreSizes
 from ca_jax.simulate.results import PolicyResult, SimCounts, SimPrefill
 from ca_jax.simulate.workload import Client, SimSession, SimTurn, num_turns, stored_tokens
@@ -47,13 +46,15 @@ _PARAMS = SamplingParams()
 _SILENT = TextOutput(None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Asked:
     """A turn that waits or runs."""
 
     client: Client
     turn_index: int
     arrived_s: float
+    is_announced: bool = False
+    waited: bool = False  # For its KV, when it could have run.
 
 
 class Server:
@@ -76,8 +77,6 @@ class Server:
         self._save = Link(self._clock, config.link_bytes_per_s)
         self._held_tokens = 0.0
         self._num_turns = 0
-        self._announced: set[Job] = set()
-        self._waited: set[Job] = set()  # Whose KV was not there when they could have run.
         self._unsaved: dict[Client, None] = {}  # Who waits for room in the store.
         self._looks_ahead = config.store is not None and config.store.looks_ahead
         self._expires = config.store is not None and config.store.ttl_s is not None
@@ -156,11 +155,12 @@ class Server:
 
     def _announce(self, job: Job) -> None:
         """Tells the store that a job waits."""
-        if self._store is not None and job not in self._announced:
-            self._announced.add(job)
+        asked = self._asked[job]
+        if self._store is not None and not asked.is_announced:
+            asked.is_announced = True
             if self._expires:
                 self._store.poll()  # What has expired by now is not waited for.
-            self._store.enqueue(job, self._asked[job].client.key)
+            self._store.enqueue(job, asked.client.key)
             self._store.poll()
 
     def _returns_s(self, key: str) -> float:
@@ -194,7 +194,8 @@ class Server:
         leaving = num_leaving(overflow, window=self._config.model.window, num_tokens=num_tokens, num_wanted=num_wanted)
         if not leaving:
             return
-        self._settle(client)
+        self._unsaved.pop(client, None)
+        self._complete(client, len(client.tickets))  # What was handed in is in the store first.
         mask = oldest_first(num_tokens, leaving, overflow.keep_first_tokens)
         client.keep(~mask)
         client.num_dropped += leaving
@@ -215,11 +216,10 @@ class Server:
             return True
         if is_next:
             self._announce(job)
-        if job not in self._announced:
+        if not asked.is_announced:
             return False
         is_ready = self._store.ready(asked.client.key, is_next)
-        if is_next and not is_ready:
-            self._waited.add(job)
+        asked.waited |= is_next and not is_ready
         return is_ready
 
     def _admits(self, job: Job) -> bool:
@@ -252,13 +252,12 @@ class Server:
                     prompt_tokens=num_tokens,
                     history_tokens=num_history,
                     cached_tokens=num_cached,
-                    waited=job in self._waited,
+                    waited=asked.waited,
                     prefill_s=taken_s,
                     stall_s=taken_s - compute_s,
                     ttft_s=clock.now_s - asked.arrived_s,
                 )
             )
-        self._waited.discard(job)
         self._offer(client)
         self._append(client, 1)
         if not client.answer_left:
@@ -275,7 +274,6 @@ class Server:
                 client.key, client.token_ids[:-1], truncate=True, num_dropped=client.num_dropped
             )
         self._store.dequeue(job)
-        self._announced.discard(job)
         return ticket
 
     def _with_load_s(self, num_cached: int, compute_s: float, arrived_s: float) -> float:
@@ -376,22 +374,16 @@ class Server:
 
     def _saved(self, client: Client, ticket: SaveTicket) -> None:
         if ticket in client.tickets:
-            self._complete(client)
+            self._complete(client, 1)
             self._leave_if_saved(client)
 
-    def _settle(self, client: Client) -> None:
-        """Has what was handed in be in the store."""
-        self._unsaved.pop(client, None)
-        while client.tickets:
-            self._complete(client)
-
-    def _complete(self, client: Client) -> None:
-        """Publishes the first save of a session that is open."""
-        ticket = client.tickets.pop(0)
-        if self._store is None:
-            raise RuntimeError("a save without a store")
-        ticket.mark_written()
-        self._store.complete_save(ticket)
+    def _complete(self, client: Client, num_saves: int) -> None:
+        """Publishes the first saves of a session that are open."""
+        while self._store is not None and client.tickets and num_saves:
+            ticket = client.tickets.pop(0)
+            ticket.mark_written()
+            self._store.complete_save(ticket)
+            num_saves -= 1
 
     def _progressed(self) -> None:
         """Something has moved between the tiers: who waits for room may have it."""
@@ -469,16 +461,12 @@ def compare_policies(
         sizes = dataclasses.replace(store, eviction_policy=policy) if policy != RECOMPUTE else None
         begun = functools.partial(progress, policy)
         server = Server(dataclasses.replace(config, store=sizes))
-        counts = server.serve(sessions, functools.partial(_in_all, begun, total))
+        counts = server.serve(sessions, lambda done, begun=begun: begun(done, total))  # type: ignore[misc]
         begun(total, total)
         baseline_s = (results[0].counts if results else counts).prefill_s
         saved = 1 - counts.prefill_s / baseline_s if baseline_s else 0.0
         results.append(PolicyResult(policy=policy, counts=counts, prefill_saved=saved))
     return results
-
-
-def _in_all(tell: Callable[[int, int], None], total: int, done: int) -> None:
-    tell(done, total)
 
 
 def check_capacity(config: ServerConfig, store: StoreSizes, sessions: Sequence[SimSession]) -> None:

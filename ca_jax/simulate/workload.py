@@ -24,7 +24,6 @@ class SimTurn:
     user_tokens: int
     """New tokens before the answer, > 0."""
     answer_tokens: int
-    """Of the answer, > 0."""
     think_s: float = 0.0
     """Since the answer before it ended, or since the session came."""
     arrival_s: float | None = None
@@ -38,11 +37,8 @@ class SimSession:
     """One conversation."""
 
     session_id: str
-    """Its name."""
     arrival_s: float
-    """When it comes."""
     turns: tuple[SimTurn, ...]
-    """In order."""
 
 
 Lengths = Sequence[Sequence[tuple[int, int]]]
@@ -167,9 +163,7 @@ class Client:
     """A session that is being served."""
 
     session: SimSession
-    """What it asks."""
     num_done: int = 0
-    """Turns that have ended."""
     is_served: bool = False
     """Whether one runs, or is being saved."""
     num_dropped: int = 0

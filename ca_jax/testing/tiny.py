@@ -8,6 +8,7 @@ Not here: how a model runs, and how a checkpoint is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,9 @@ import safetensors.numpy
 import tokenizers
 
 from ca_jax.models.config import ModelConfig, RopeConfig
+from ca_jax.models.families import FAMILIES
+from ca_jax.models.tokenizer import BYTE_ALPHABET
+from ca_jax.models.weights import parameter_slots
 
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
@@ -118,21 +122,13 @@ def tiny_params(config: ModelConfig, seed: int = 0, dtype: npt.DTypeLike = np.fl
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """A tokenizer of 256 ids: a token is a UTF-8 byte, its id that byte; the special tokens take three unused bytes."""
-    symbols = _byte_symbols()
-    vocab = {symbol: byte for byte, symbol in enumerate(symbols) if byte not in _SPECIAL_TOKENS.values()}
-    vocab |= _SPECIAL_TOKENS
+    plain = {symbol: byte for symbol, byte in BYTE_ALPHABET.items() if byte not in _SPECIAL_TOKENS.values()}
+    vocab = plain | _SPECIAL_TOKENS
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
     return tokenizer
-
-
-def _byte_symbols() -> list[str]:
-    """The character for each byte in byte-level BPE (as in GPT-2): itself where printable, else one from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    replacements = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -173,29 +169,12 @@ def _hf_rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 def hf_tensors(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """The same parameters under Hugging Face's names; a linear weight is `[out, in]`, heads of Q and K half-split."""
-    tree = params["params"]
-    embed = config.embed_dim
-    tensors = {
-        "model.embed_tokens.weight": tree["embed"]["embedding"],
-        "model.norm.weight": tree["final_norm"]["scale"],
-    }
-    for index in range(config.num_layers):
-        layer, prefix = tree[f"layer_{index}"], f"model.layers.{index}"
-        attn, mlp = layer["attn"], layer["mlp"]
-        tensors |= {
-            f"{prefix}.input_layernorm.weight": layer["attn_norm"]["scale"],
-            f"{prefix}.self_attn.q_proj.weight": attn["wq"].reshape(embed, -1).T,
-            f"{prefix}.self_attn.k_proj.weight": attn["wk"].reshape(embed, -1).T,
-            f"{prefix}.self_attn.v_proj.weight": attn["wv"].reshape(embed, -1).T,
-            f"{prefix}.self_attn.o_proj.weight": attn["wo"].reshape(-1, embed).T,
-            f"{prefix}.post_attention_layernorm.weight": layer["mlp_norm"]["scale"],
-            f"{prefix}.mlp.gate_proj.weight": mlp["w_gate"].T,
-            f"{prefix}.mlp.up_proj.weight": mlp["w_up"].T,
-            f"{prefix}.mlp.down_proj.weight": mlp["w_down"].T,
-        }
-    if not config.tie_embeddings:
-        tensors["lm_head.weight"] = tree["head"]["kernel"].T
-    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    names, tensors = FAMILIES["llama"].hf_names(config), {}
+    for slot in parameter_slots(config):
+        array = functools.reduce(lambda tree, key: tree[key], slot.path, params["params"])
+        stored = array.reshape(slot.stored_shape[::-1]).T if slot.transposed else array
+        tensors[str(names[slot.key]).format(layer=slot.layer)] = np.ascontiguousarray(stored)
+    return tensors
 
 
 def write_tiny_hf(

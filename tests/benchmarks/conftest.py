@@ -1,18 +1,22 @@
 """What the benchmarks' tests share: a tiny model, a disk whose page cache can be emptied, and a suite that is run."""
 
+import contextlib
 import dataclasses
-import os
+import io
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 
 import benchmarks.suites
 from benchmarks.disk import can_drop
 from benchmarks.harness import SUITES, Run
 from ca_jax.pretrained import LoadedModel, load_model
+from ca_jax.simulate.traces.sharegpt import Turn
 from tests.launch.conftest import tiny_model
 
 __all__ = ["tiny_model"]
@@ -78,14 +82,36 @@ def steps(total: int) -> list[tuple[int, int]]:
     return [(done, total) for done in range(total + 1)]
 
 
-@pytest.fixture(scope="session")
-def command(tmp_path_factory):
-    """Runs the command itself: flags of two launch modules cannot be defined in one process."""
-    cache = tmp_path_factory.mktemp("cache")
+def recorded(*texts: str) -> tuple[Turn, ...]:
+    """A conversation that the user begins."""
+    return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
 
-    def run(*arguments: object, module: str = "bench", **options: Any) -> subprocess.CompletedProcess:
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu"}
-        line = [sys.executable, "-m", f"ca_jax.launch.{module}", *map(str, arguments)]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False, **options)
+
+def scripts_flags() -> list[str]:
+    """The flags that are not absl's own."""
+    modules = flags.FLAGS.flags_by_module_dict()
+    return [flag.name for module, defined in modules.items() if "absl" not in module for flag in defined]
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Runs a command in this process, with its flags alone; they are forgotten behind it."""
+
+    def run(*arguments: object, module: str = "bench") -> subprocess.CompletedProcess[str]:
+        line, out, err = [module, *map(str, arguments)], io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "argv", line)
+        code, others = None, {name: flags.FLAGS[name] for name in scripts_flags()}
+        flags.FLAGS.remove_flag_values(others)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_module(f"ca_jax.launch.{module}", run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+            finally:
+                flags.FLAGS.remove_flag_values(scripts_flags())
+                for flag in others.values():
+                    flags.FLAGS[flag.name] = flag
+        stderr = err.getvalue() + (f"{code}\n" if isinstance(code, str) else "")
+        return subprocess.CompletedProcess(line, 1 if isinstance(code, str) else code or 0, out.getvalue(), stderr)
 
     return run

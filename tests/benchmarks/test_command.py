@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import matplotlib.image
 import pytest
@@ -28,9 +29,14 @@ def run(command, suite, directory, *arguments):
     return json.loads(out.read_text(encoding="utf-8")), done.stdout
 
 
-def test_decode_leaves_json_and_a_table(command, tiny_model, tmp_path):
+def in_process_of_its_own(*arguments):
+    line = [sys.executable, "-m", "ca_jax.launch.bench", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def test_decode_leaves_json_and_a_table(tiny_model, tmp_path):
     sizes = ["--batch_sizes=1,2", "--context_tokens=20", "--decode_steps=2", "--repeats=2", "--dram_gib=0.004"]
-    report, text = run(command, "decode", tmp_path, f"--model={tiny_model}", "--dtype=float32", *sizes)
+    report, text = run(in_process_of_its_own, "decode", tmp_path, f"--model={tiny_model}", "--dtype=float32", *sizes)
     assert report.keys() == {
         *("suite", "model", "dtype", "machine", "versions", "command", "config", "peer", "rows", "startup", "summary")
     }
@@ -120,10 +126,8 @@ def test_tiers_in_memory_are_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench"])
 def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
-    package = Path(ca_jax.__file__).parent
-    shutil.copytree(package, tmp_path / "ca_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    done = command(module=module, cwd=tmp_path)
+    monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
+    done = command(module=module)
     assert done.returncode == 1
     assert done.stderr.startswith("error: the benchmarks are not part of the installed package: clone its repository")
     assert len(done.stderr.splitlines()) == 1

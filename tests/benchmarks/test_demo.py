@@ -51,14 +51,14 @@ def arguments(tiny_model, recording, results_dir):
 
 
 @pytest.fixture(scope="module")
-def ran(arguments, results_dir, tmp_path_factory):
+def ran(arguments, results_dir):
     """The program, run once: its report and what it printed."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")), "PYTHONUTF8": "1"}
+    environment = os.environ | {"PYTHONUTF8": "1", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, "-m", "ca_jax.launch.demo", *arguments, "--conversation_id=trip"],
         capture_output=True,
         encoding="utf-8",
-        env=environment | {"COLUMNS": "100"},
+        env=environment,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -219,6 +219,15 @@ def test_a_conversation_that_is_too_short_is_refused(recording):
         demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
 
 
+def test_the_conversation_that_it_serves_has_ten_turns():
+    try:
+        messages = demo._read_messages(demo.DemoConfig(), lambda *_: None)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert len(messages) == 10
+    assert messages[0] == "I'm planning a trip to Europe later this year. Can you help me with planning it?"
+
+
 def draw(path, turns=2, **options):
     values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), 1)
     demo.plot_turns(path, [values] * turns, title="", caption="", **options)
@@ -240,9 +249,8 @@ def test_unless_told_otherwise_it_writes_where_git_looks_away():
     assert f"{demo.DemoConfig().results_dir}/" in ignored
 
 
-def test_the_program_says_what_it_lacks(recording):
-    command = [sys.executable, "-m", "ca_jax.launch.demo", f"--sharegpt_file={recording}", "--conversation_id=nonesuch"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def test_the_program_says_what_it_lacks(command, recording):
+    done = command(f"--sharegpt_file={recording}", "--conversation_id=nonesuch", module="demo")
     assert done.returncode == 1
     assert "no conversation 'nonesuch'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -3,14 +3,12 @@
 import dataclasses
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import rich.console
 from absl import flags
+from absl.testing import flagsaver
 
 from benchmarks.evaluate import main, plots, tables
 from benchmarks.evaluate.agreement import AgreementRow
@@ -21,6 +19,7 @@ from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
 from tools import quality_page
 
+flags.FLAGS["out"].value = "unset"  # Of the page, which is required: other commands run in this process, too.
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 4
 SMALL = ("--num_chunks=3", "--chunk_tokens=48", f"--instruction={INSTRUCTION}")
 
@@ -45,18 +44,6 @@ def run(task: str, *arguments: object) -> dict:
     config = main.read_config(values)
     report = main.run(task, config, lambda _: kit.tiny_model(), command=f"python -m it --task={task}")
     return json.loads(json.dumps(report, allow_nan=False))
-
-
-def launch(module: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command: flags of two scripts cannot be defined in one process."""
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(cwd / "cache"), "JAX_PLATFORMS": "cpu"}
-    environment = os.environ | settings | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-def evaluate(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return launch("ca_jax.launch.evaluate", *arguments, cwd=cwd)
 
 
 def shown(report: dict) -> str:
@@ -281,10 +268,11 @@ def test_a_gate_says_from_which_ratio_on_its_bound_is_kept(items):
 # The commands themselves.
 
 
-def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
+def test_the_command_writes_what_it_says(command, tiny_model, text, tmp_path):
     out, plot = tmp_path / "new" / "ppl.json", tmp_path / "new" / "ppl.png"
     asked = ("--task=ppl", "--method=tt,ca", f"--data={text}", "--window=128", "--step-tokens=32", "--max_tokens=256")
-    done = evaluate(f"--model={tiny_model}", *asked, f"--json_out={out}", f"--plot_out={plot}", cwd=tmp_path)
+    files = (f"--json_out={out}", f"--plot_out={plot}")
+    done = command(f"--model={tiny_model}", *asked, *files, module="evaluate")
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text(encoding="utf-8"))
     assert [row["tokens"] for row in report["rows"]] == [256, 256]
@@ -295,12 +283,11 @@ def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
     assert report["machine"]["cpu"] in done.stdout
     assert str(plot) in done.stdout.replace("\n", "")
     page = tmp_path / "page" / "quality.md"
-    done = launch("tools.quality_page", f"--out={page}", out, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    with flagsaver.flagsaver(out=str(page)):
+        quality_page.main(["quality_page", str(out)])
+        with pytest.raises(SystemExit, match=r"error: .*must be a JSON file"):
+            quality_page.main(["quality_page", str(text)])
     assert report["command"] in page.read_text(encoding="utf-8")
-    done = launch("tools.quality_page", f"--out={page}", text, cwd=tmp_path)
-    assert (done.returncode, "must be a JSON file" in done.stderr) == (1, True)
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -313,23 +300,23 @@ def test_the_commands_write_what_they_say(tiny_model, text, tmp_path):
         (["--task=rag", "--data=none.json"], "none.json: No such file"),
     ],
 )
-def test_the_command_says_what_was_wrong(tiny_model, text, tmp_path, arguments, message):
+def test_the_command_says_what_was_wrong(command, tiny_model, text, tmp_path, arguments, message):
     out = tmp_path / "out.json"
-    done = evaluate(f"--model={tiny_model}", f"--data={text}", f"--json_out={out}", *arguments, cwd=tmp_path)
+    done = command(f"--model={tiny_model}", f"--data={text}", f"--json_out={out}", *arguments, module="evaluate")
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
 
 
-def test_a_gates_exit_says_whether_a_ratio_will_do(tiny_model, items, tmp_path):
+def test_a_gates_exit_says_whether_a_ratio_will_do(command, tiny_model, items, tmp_path):
     asked = ("--task=blend_gate", f"--model={tiny_model}", f"--data={items}", *SMALL, "--max_kl_share=0.01")
     out = tmp_path / "gate.json"
-    done = evaluate(*asked, "--ratios=0.5", f"--json_out={out}", cwd=tmp_path)
+    done = command(*asked, "--ratios=0.5", f"--json_out={out}", module="evaluate")
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 0)
     assert "no: KL to full recompute" in done.stdout
     assert [row["passes"] for row in json.loads(out.read_text())["rows"]] == [False, False], "written all the same"
-    done = evaluate(*asked, "--ratios=1", cwd=tmp_path)
+    done = command(*asked, "--ratios=1", module="evaluate")
     assert done.returncode == 0, done.stderr
     assert "written to" not in done.stdout
     assert "yes: KL to full recompute" in done.stdout

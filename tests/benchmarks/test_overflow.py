@@ -19,10 +19,10 @@ from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving import batch
 from ca_jax.simulate.replay.workload import Exchange
-from ca_jax.simulate.traces.sharegpt import Conversation, Turn
+from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.storage.config import StoreConfig
 from ca_jax.storage.store import AttentionStore
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import recorded, steps
 
 WINDOW = 128
 SHARE = WINDOW // 2
@@ -142,7 +142,19 @@ def test_rows_and_summary_are_of_all_parts(result):
     )
     assert found.summary["recompiles"] == sum(row.recompiles for row in compiled)
     assert found.summary["recomputed_tokens"]["ca"] == 0
-    assert found.summary["of_over_ca"]["hit_rate_drop_points"] > 0
+    ca, of, *others = found.rows
+    assert found.summary["of_over_ca"] == {
+        "hit_rate_drop_points": 100 * (ca.hit_rate - of.hit_rate),
+        "total_s_of_groups": sorted(of_s / ca_s for of_s, ca_s in zip(of.group_s, ca.group_s, strict=True)),
+        **{name: getattr(of, name) / getattr(ca, name) for name in ("total_s", "prefill_tokens", "prefill_s")},
+        "ttft_mean_s": of.ttft_mean_s / ca.ttft_mean_s,
+    }
+    assert ca.hit_rate > of.hit_rate
+    assert found.summary["paper_hit_rate_drop_points"] == [17.6, 41.5, 18.1, 18.4]
+    assert found.summary["extra_decode_steps"] == {
+        way: max(row.extra_steps for row in others[:4] if row.method == way) for way in ("ca", "tt")
+    }
+    assert not summarize([ca, dataclasses.replace(of, prompt_tokens=of.prompt_tokens + 1)])["same_turns"]
     assert found.summary["first_truncation_compiles"].keys() == {"ca", "of", "tt"}
     for what, total in {"conversations": 4, "decode_gap": 8, "next_turn": 18, "bookkeeping": 4}.items():
         assert found.told(what) == steps(total)
@@ -274,81 +286,7 @@ def test_a_discard_that_keeps_other_tokens_is_no_row(monkeypatch):
         list(measure_bookkeeping(Run(config=CONFIG)))
 
 
-# What the rows come to.
-
-
-def conversations_row(method, **changes):
-    values = {
-        "sessions": 60,
-        "turns": 300,
-        "overflows": 70,
-        "answer_overflows": 3,
-        "history_turns": 240,
-        "hits": 180,
-        "hit_rate": 0.75,
-        "history_tokens": 100_000,
-        "loaded_share": 0.7,
-        "prompt_tokens": 150_000,
-        "prefill_tokens": 60_000,
-        "repaired_tokens": 0,
-        "prefill_s": 30.0,
-        "ttft_mean_s": 0.5,
-        "ttft_p50_s": 0.4,
-        "ttft_p99_s": 2.0,
-        "overflow_ttft_p50_s": None,
-        "total_s": 60.0,
-        "group_s": (20.0, 40.0),
-        "metrics": {"truncations": 70},
-        "recompiles": 1,
-    }
-    return ConversationsRow(method=method, **(values | changes))
-
-
-def gap_row(method, sessions, extra_steps):
-    times = {"tpot_s": 0.04, "gap_s": 0.04 * (1 + extra_steps), "gap_ratio": 1 + extra_steps}
-    return GapRow(
-        method=method,
-        sessions=sessions,
-        context_tokens=1024,
-        dropped_tokens=512,
-        extra_steps=extra_steps,
-        recompiles=0,
-        spread={},
-        **times,
-    )
-
-
-def test_methods_are_held_against_ca():
-    rows = [
-        conversations_row("ca", hit_rate=1.0, prefill_tokens=40_000, prefill_s=20.0, ttft_mean_s=0.25),
-        conversations_row("of", total_s=90.0, group_s=(40.0, 50.0)),
-        *(gap_row("ca", 1, 0.5), gap_row("tt", 1, 9.0), gap_row("ca", 4, 0.25)),
-    ]
-    summary = summarize(rows)
-    assert summary["of_over_ca"] == {
-        "hit_rate_drop_points": 25.0,
-        "total_s": 1.5,
-        "total_s_of_groups": [1.25, 2.0],
-        "prefill_tokens": 1.5,
-        "prefill_s": 1.5,
-        "ttft_mean_s": 2.0,
-    }
-    assert summary["paper_hit_rate_drop_points"] == [17.6, 41.5, 18.1, 18.4]
-    assert summary["extra_decode_steps"] == {"ca": 0.5, "tt": 9.0}
-    assert (summary["same_turns"], summary["recompiles"]) == (True, 2)
-
-
-def test_methods_that_had_other_turns_show():
-    rows = [conversations_row("ca"), conversations_row("tt", prompt_tokens=150_001)]
-    assert summarize(rows)["same_turns"] is False
-
-
 # What is said.
-
-
-def recorded(*texts):
-    """A conversation that the user begins."""
-    return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
 
 
 def test_conversations_are_taken_that_outgrow_the_window_and_cut_before_their_cap(model):

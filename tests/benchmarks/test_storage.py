@@ -13,7 +13,7 @@ from benchmarks.host_turns import TurnRow
 from benchmarks.suites import policy as policies
 from benchmarks.suites import store as stores
 from benchmarks.suites.policy import DecisionRow, LoopRow, PolicyBenchConfig, PrefixRow, StartupRow
-from benchmarks.suites.store import StoreBenchConfig, StoreRow
+from benchmarks.suites.store import StoreBenchConfig
 from ca_jax.errors import CaJaxError
 from ca_jax.storage.config import GIB
 from ca_jax.storage.store import AttentionStore
@@ -77,6 +77,17 @@ def test_store_measures_every_move_of_every_driver_and_leaves_nothing(measure, d
             assert len(row.plain_gb_per_s_of) == 2
         for name, (least, largest) in row.spread.items():
             assert 0 <= least <= getattr(row, name) <= largest
+    dram, *ssd, crc32c = rows
+    zarr3, raw = ({row.measured: row for row in ssd if row.driver == driver} for driver in ("zarr3", "raw"))
+    beside = {"ssd_read_cold": "preadv", "ssd_read_warm": "preadv", "ssd_write": "plain"}
+    assert found.summary == {
+        "dram_vs_memcpy": dram.ratio,
+        "dram_vs_parallel_memcpy": dram.gb_per_s / max(dram.plain_gb_per_s_of.values()),
+        **{f"{name}_vs_{plain}": zarr3[name].ratio for name, plain in beside.items()},
+        **{f"raw_{name}_vs_{plain}": raw[name].ratio for name, plain in beside.items()},
+        **{f"raw_vs_zarr3_{name}": raw[name].gb_per_s / zarr3[name].gb_per_s for name in beside},
+        "crc32c_cpu_s_per_gb": crc32c.cpu_s_per_gb,
+    }
 
 
 def test_a_parallel_copy_is_tried_but_a_load_is_held_against_the_simple_one(measure, disk: Path) -> None:
@@ -85,46 +96,6 @@ def test_a_parallel_copy_is_tried_but_a_load_is_held_against_the_simple_one(meas
     assert list(alone.plain_gb_per_s_of) == ["np.copyto, 1 thread"]
     assert list(beside.plain_gb_per_s_of) == ["np.copyto, 1 thread", "np.copyto, 3 threads"]
     assert beside.plain == alone.plain == "np.copyto, 1 thread"
-
-
-def make_row(measured: str, driver: str | None, gb_per_s: float, **plain_gb_per_s_of: float) -> StoreRow:
-    plain = next(iter(plain_gb_per_s_of), None)
-    return StoreRow(
-        measured=measured,
-        driver=driver,
-        num_bytes=1,
-        gb_per_s=gb_per_s,
-        cpu_s_per_gb=0.125,
-        plain=plain,
-        plain_gb_per_s=plain_gb_per_s_of.get(plain),
-        plain_cpu_s_per_gb=None,
-        plain_gb_per_s_of=plain_gb_per_s_of,
-        ratio=None if plain is None else gb_per_s / plain_gb_per_s_of[plain],
-        spread={},
-    )
-
-
-def test_store_summary_has_ratios_of_the_default_driver_and_of_the_other_one() -> None:
-    rows = [
-        make_row("dram_load", None, 6.0, one=8.0, two=12.0),
-        *(make_row(measured, "zarr3", 1.0, one=2.0) for measured in MEASURED),
-        *(make_row(measured, "raw", 3.0, one=4.0) for measured in MEASURED),
-        make_row("crc32c", None, 9.0),
-    ]
-    assert stores.summarize(rows) == {
-        "dram_vs_memcpy": 0.75,
-        "dram_vs_parallel_memcpy": 0.5,
-        "ssd_read_cold_vs_preadv": 0.5,
-        "ssd_read_warm_vs_preadv": 0.5,
-        "ssd_write_vs_plain": 0.5,
-        "raw_ssd_read_cold_vs_preadv": 0.75,
-        "raw_ssd_read_warm_vs_preadv": 0.75,
-        "raw_ssd_write_vs_plain": 0.75,
-        "raw_vs_zarr3_ssd_read_cold": 3.0,
-        "raw_vs_zarr3_ssd_read_warm": 3.0,
-        "raw_vs_zarr3_ssd_write": 3.0,
-        "crc32c_cpu_s_per_gb": 0.125,
-    }
 
 
 def test_a_tier_that_gives_other_bytes_is_no_row(measure, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from ca_jax.engine import Engine
 from ca_jax.simulate.replay.workload import Exchange
 from ca_jax.simulate.traces.sharegpt import Conversation, Turn
 from ca_jax.turns.requests import SamplingParams, Usage
-from tests.benchmarks.conftest import steps
+from tests.benchmarks.conftest import recorded, steps
 
 CONFIG = ThroughputConfig(
     concurrent_sessions=3,
@@ -187,11 +187,6 @@ def test_what_a_row_says_of_a_round():
 
 
 # What is said.
-
-
-def recorded(*texts):
-    """A conversation that the user begins."""
-    return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
 
 
 def test_a_recorded_conversation_keeps_its_lengths(model):

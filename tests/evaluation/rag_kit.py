@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ca_jax.evaluation.items import Chunking, RagPrompt, prompts_of, read_items
+from benchmarks.evaluate.items import Chunking, RagPrompt, prompts_of, read_items
 from tests import engine_kit as kit
 
 TEXTS = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluate.agreement import AgreementConfig, run_agreement, same_prefix
-from ca_jax.evaluation.comparison import Comparison
+from benchmarks.evaluate.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ca_jax.evaluation.comparison import Comparison, name_of
+from benchmarks.evaluate.comparison import Comparison, name_of
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit

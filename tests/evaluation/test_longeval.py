@@ -4,18 +4,15 @@ import re
 
 import pytest
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.longeval import LongevalConfig, Question, build_records, run_longeval
-from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow, ContextStream
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.longeval_files import HEADER, TOPICS, write_lines, write_rows, write_topics
+from tests.evaluation.rag_kit import ignore
 
 BEGIN = list(b"<user>")
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 def encode(text: str) -> list[int]:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.drift import measure_drift
-from ca_jax.evaluation.stream import ComparedOverflow
+from ca_jax.evaluation.stream import ComparedOverflow, measure_drift
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests.tolerances import LOGITS_ATOL

@@ -5,20 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.mmlu import CHOICES, MmluConfig, Question, choice_tokens, prompt, read_subjects, run_mmlu
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.statistics import log_softmax
+from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.evaluation.texts import EvaluationError
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
+from tests.evaluation.rag_kit import ignore
 
 SUMS = '"Two, or more?",1,2,3,4,B\nHalf of 8?,1,2,3,4,D\n"Line\nbreak",a,b,c,d,A\n'
 ZOO = "question,choice0,choice1,choice2,choice3,answer\nWhich barks?,cat,dog,cow,ox,1\n"
 PREAMBLE = "A long text that nobody asks about stands before all questions. " * 10
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 @pytest.fixture

@@ -7,18 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.evaluate.comparison import Comparison
 from benchmarks.evaluate.perplexity import PerplexityConfig, loss_curve, run_perplexity
-from ca_jax.evaluation.comparison import Comparison
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
+from tests.evaluation.rag_kit import ignore
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on; nobody minds, the fox least of all. " * 3
-
-
-def ignore(*_: object) -> None:
-    pass
 
 
 def overflow(method: str, **changes: object) -> ComparedOverflow:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluate.rag import RagConfig, run_rag
-from ca_jax.evaluation.rag_methods import BASELINES, RECOMPUTE, REUSE, SUMMARIZE, Blends, methods_of
-from ca_jax.evaluation.statistics import f1_score, first_line, kl_divergence, log_softmax, mean_interval, rouge_l
+from benchmarks.evaluate.rag_methods import BASELINES, RECOMPUTE, REUSE, SUMMARIZE, Blends, methods_of
+from benchmarks.evaluate.statistics import f1_score, first_line, kl_divergence, log_softmax, mean_interval, rouge_l
 from ca_jax.models.kv import KVCache, LayerKV
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, chunking, ignore, prompts, write

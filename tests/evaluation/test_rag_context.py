@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.device import steps
-from ca_jax.evaluation.items import RagPrompt
-from ca_jax.evaluation.rag_context import (
+from benchmarks.evaluate.items import RagPrompt
+from benchmarks.evaluate.rag_context import (
     Answerer,
     Behind,
     ContextModel,
@@ -17,7 +16,8 @@ from ca_jax.evaluation.rag_context import (
     kv_deviations,
     plan_of,
 )
-from ca_jax.evaluation.statistics import log_softmax
+from benchmarks.evaluate.statistics import log_softmax
+from ca_jax.device import steps
 from tests import engine_kit as kit
 
 CHUNKS = tuple(tuple(kit.prompt(num_tokens, num_tokens)) for num_tokens in (30, 41, 1, 30))

@@ -5,9 +5,9 @@ import pytest
 import scipy.stats
 
 from benchmarks.evaluate.rag import RagConfig
+from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
-from ca_jax.evaluation.rag_context import ContextModel
-from ca_jax.evaluation.rag_methods import Blends, PromptContexts
+from benchmarks.evaluate.rag_methods import Blends, PromptContexts
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, chunking, ignore, prompts, write

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS, GateConfig, gate_row, run_gate
-from ca_jax.evaluation.rag_methods import Blends
-from ca_jax.evaluation.statistics import mean_interval
+from benchmarks.evaluate.rag_methods import Blends
+from benchmarks.evaluate.statistics import mean_interval
 from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, chunking, ignore, write

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ca_jax.evaluation.statistics import (
+from benchmarks.evaluate.statistics import (
     block_estimate,
     f1_score,
     first_line,

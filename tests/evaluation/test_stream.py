@@ -114,9 +114,11 @@ def nll(logits: np.ndarray, token_ids: Sequence[int]) -> list[float]:
     return [np.log(np.exp(row - row.max()).sum()) + row.max() - row[i] for row, i in zip(full, token_ids, strict=True)]
 
 
-def reference(cut: Cut, token_ids: Sequence[int], keep: int = KEEP, share: int = WINDOW // 2):
+def reference(
+    cut: Cut, token_ids: Sequence[int], keep: int = KEEP, share: int = WINDOW // 2, make: type[PlainCache] = PlainCache
+):
     """Losses of the tokens as a stream should have them, the logits behind all, and the cache that is left."""
-    cache, losses, last = PlainCache(), [np.nan], None
+    cache, losses, last = make(), [np.nan], None
     for start in range(0, len(token_ids), STEP):
         part = list(token_ids[start : start + STEP])
         losses += [] if last is None else nll(last, part[:1])
@@ -173,18 +175,8 @@ def test_kv_that_is_rounded_is_rounded_once_behind_the_step_that_computed_it():
             self.kv[:, :, -len(part) :] = as_kept(self.kv[:, :, -len(part) :])
             return logits
 
-    cache, losses = RoundedCache(), [np.nan]
-    stream = a_stream(rounds_kv=True)
-    found = stream.feed(TOKENS[:200])
-    last = None
-    for start in range(0, 200, STEP):
-        part = TOKENS[start : min(start + STEP, 200)]
-        losses += [] if last is None else nll(last, part[:1])
-        if len(cache.token_ids) + len(part) > WINDOW:
-            cache.slice(np.r_[0:KEEP, KEEP + WINDOW // 2 : len(cache.token_ids)])
-        logits = cache.feed(part)
-        losses += nll(logits[:-1], part[1:])
-        last = logits[-1:]
+    losses, _, _ = reference(slice_it, TOKENS[:200], make=RoundedCache)
+    found = a_stream(rounds_kv=True).feed(TOKENS[:200])
     np.testing.assert_allclose(found, losses, atol=50 * ATOL, rtol=0)  # Some numbers lie between two of int8.
     plain = a_stream().feed(TOKENS[:200])
     assert np.abs(plain - found)[STEP:].max() > 50 * ATOL

@@ -13,18 +13,18 @@ import benchmarks.suites
 from benchmarks import demo
 from benchmarks import flags as bench_flags
 from benchmarks.evaluate import main as evaluate
+from benchmarks.evaluate.comparison import Comparison
+from benchmarks.evaluate.items import Chunking
 from benchmarks.evaluate.mmlu import MmluConfig
 from benchmarks.evaluate.perplexity import PerplexityConfig
 from benchmarks.evaluate.rag import RagConfig
 from benchmarks.evaluate.rag_gate import MAX_TOP1_LOSS, GateConfig
+from benchmarks.evaluate.rag_methods import BASELINES, Blends
 from benchmarks.harness import SUITES
 from benchmarks.overflow_rows import OverflowBenchConfig
 from benchmarks.suites.preload import PreloadConfig
 from benchmarks.suites.ttft import TtftConfig
 from ca_jax.config import BLEND_MODES, SELECTIONS, BlendConfig, EngineConfig
-from ca_jax.evaluation.comparison import Comparison
-from ca_jax.evaluation.items import Chunking
-from ca_jax.evaluation.rag_methods import BASELINES, Blends
 from ca_jax.evaluation.stream import ComparedOverflow
 from ca_jax.launch import replay
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled

@@ -8,8 +8,8 @@ import pytest
 import rich.console
 
 from ca_jax.launch import replay as script
-from ca_jax.simulate.replay.results import Sample
 from ca_jax.simulate.replay.running import ReplayConfig
+from ca_jax.simulate.replay.serving import Sample
 from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 from tests import engine_kit as kit
 from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload

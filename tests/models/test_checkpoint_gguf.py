@@ -4,7 +4,9 @@ import importlib.util
 import json
 import re
 
+import flax.traverse_util
 import gguf
+import jax
 import numpy as np
 import pytest
 
@@ -21,16 +23,12 @@ CONFIG = tiny.tiny_config(num_layers=2)
 PARAMS = tiny.tiny_params(CONFIG)
 
 
-def leaves(tree, path=""):
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{path}/{key}")
-        else:
-            yield f"{path}/{key}", value
+def leaves(tree):
+    return flax.traverse_util.flatten_dict(tree, sep="/")
 
 
 def assert_same_params(found, wanted):
-    found, wanted = dict(leaves(found)), dict(leaves(wanted))
+    found, wanted = leaves(found), leaves(wanted)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         assert found[name].dtype == array.dtype, name
@@ -56,7 +54,7 @@ def test_weights_config_and_tokenizer_come_back(write, tied):
     assert_same_params(loaded.params, tiny.tiny_params(config))
     assert (loaded.name, loaded.stop_token_ids) == ("tiny", (tiny.IM_END_ID,))
     assert loaded.tokenizer.chat_template.source == tiny.CHATML_TEMPLATE
-    arrays = dict(leaves(loaded.params))
+    arrays = leaves(loaded.params)
     for name, array in arrays.items():  # So that they are taken over without a copy.
         assert array.flags.c_contiguous, name
         assert array.ctypes.data % 64 == 0, name
@@ -108,11 +106,8 @@ def test_a_q4_1_block_is_scale_times_nibble_plus_minimum(write):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_come_in_the_dtype_asked_for(write, dtype):
-    loaded = load_checkpoint(str(write()), dtype=dtype).params
-    wanted = {name: array.astype(dtype) for name, array in leaves(PARAMS)}
-    for name, array in leaves(loaded):
-        assert array.dtype == dtype
-        np.testing.assert_array_equal(array, wanted[name], err_msg=name)
+    wanted = jax.tree.map(lambda array: array.astype(dtype), PARAMS)
+    assert_same_params(load_checkpoint(str(write()), dtype=dtype).params, wanted)
 
 
 def test_fingerprint_follows_the_weights_and_not_the_name(write, tmp_path):
@@ -220,8 +215,8 @@ def test_another_kind_of_file_is_refused(tmp_path):
 def test_stories260k_is_the_same_model_as_gguf_and_as_hugging_face_and_writes_its_text(shared_data):
     ours = load_checkpoint(str(shared_data / "models" / "stories260K.gguf"))
     theirs = load_checkpoint(str(shared_data / "models" / "stories260K_hf"))
-    found, wanted = dict(leaves(ours.params)), dict(leaves(theirs.params))
-    np.testing.assert_array_equal(found.pop("/params/head/kernel"), wanted["/params/embed/embedding"].T)
+    found, wanted = leaves(ours.params), leaves(theirs.params)
+    np.testing.assert_array_equal(found.pop("params/head/kernel"), wanted["params/embed/embedding"].T)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -89,10 +89,7 @@ def test_old_spelling_of_rope_scaling_is_read():
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is not served: it embeds absolute positions.*cannot be reused after trunc"),
-        ({"model_type": "opt"}, "'opt'.*absolute positions"),
-        ({"model_type": "gpt_neo"}, "'gpt_neo'.*absolute positions"),
         ({"model_type": "bloom"}, "'bloom'.*ALiBi"),
-        ({"model_type": "mpt"}, "'mpt'.*ALiBi"),
         ({"model_type": "rwkv"}, r"'rwkv' is not served: served are: .*llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"attention_bias": True}, "attention_bias=True"),
@@ -182,26 +179,6 @@ def test_a_truncated_file_is_refused(directory, kept):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept)])
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a whole safetensors file"):
-        load_checkpoint(str(directory))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing; its shape must be \(64,\)"),
-        (
-            lambda t: t.update({"lm_head.weight": np.zeros((256, 63), np.float32)}),
-            r"lm_head\.weight: the shape must be \(256, 64\), got \(256, 63\)",
-        ),
-        (
-            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32)}),
-            r"1 tensors belong to no parameter.*q_proj\.bias",
-        ),
-    ],
-)
-def test_missing_misshaped_and_unexpected_tensors_are_named(directory, change, message):
-    rewrite_tensors(directory, change)
-    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(str(directory))
 
 

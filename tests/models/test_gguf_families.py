@@ -17,6 +17,7 @@ from ca_jax.models.families import FAMILIES
 from ca_jax.telemetry.metrics import CompileCounter
 from tests import families_kit, gguf_kit
 from tests.models import tiny_gguf
+from tests.models.test_checkpoint_gguf import assert_same_params
 from tests.tolerances import GELU_TABLE_ATOL, LOGITS_ATOL
 
 METADATA = {
@@ -65,13 +66,6 @@ def write(directory_of, tmp_path):
 
 def flat(tree):
     return flax.traverse_util.flatten_dict(tree["params"], sep=".")
-
-
-def assert_same_params(found, wanted):
-    found, wanted = flat(found), flat(wanted)
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
 def test_every_family_is_here():

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ca_jax.models.kv_int8 import SCALE_BYTES, dequantize, quantize, unpacked
+from ca_jax.models.kv import SCALE_BYTES, dequantize, quantize, unpacked
 from tests.kv_rest_kit import as_kept, scales_of
 
 SHAPE = (2, 33, 3, 16)

@@ -107,8 +107,13 @@ def test_more_than_there_is_room_for_is_refused(operation, name, num_tokens):
 # Reuse equals recompute.
 
 
-@pytest.mark.parametrize("name", ["llama", "llama3_rope", "mistral", "mixtral", "falcon_40b", "neox"])
-@pytest.mark.parametrize("sizes", [(1, 9), (40, 1, 40), (40, 40, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, (40, 1, 40)) for name in ("llama", "llama3_rope", "mistral", "mixtral", "falcon_40b", "neox")),
+        *(("llama", sizes) for sizes in ((1, 9), (40, 40, 40))),
+    ],
+)
 def test_turns_that_append_their_kv_have_the_logits_of_transformers_over_everything(name, sizes):
     pair = families_kit.pair(name)
     ids = np.array(families_kit.prompt(sum(sizes)))

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -54,14 +55,6 @@ def load(config, chunk_rows=None, hash_content=lambda: "hash", **options):
     return reading.load(source, dtype=np.dtype(np.float32), **options).params["params"]
 
 
-def leaves(tree):
-    for value in tree.values():
-        if isinstance(value, dict):
-            yield from leaves(value)
-        else:
-            yield value
-
-
 def index_of(leaf, axis, part):
     return tuple(part if i == axis else slice(None) for i in range(len(leaf.shape)))
 
@@ -79,7 +72,7 @@ def parts_of(leaf, num_parts):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_part_of_a_leaf_is_that_part_of_the_whole(name, chunk_rows):
     num_parts = 0
-    for leaf in leaves(load(CONFIGS[name], chunk_rows, destinations=reading.unread)):
+    for leaf in jax.tree.leaves(load(CONFIGS[name], chunk_rows, destinations=reading.unread)):
         whole = leaf.read()
         assert whole.shape == leaf.shape
         for axis, index in parts_of(leaf, 2):
@@ -112,7 +105,7 @@ def test_rows_of_the_file_are_read_alone(name):
     """What is divided by rows of the file is read so, and nothing else; wo and w_down are divided otherwise."""
     by_rows = {"embed.embedding": 0, "attn.wq": 1, "attn.wk": 1, "attn.wv": 1, "mlp.w_up": -1, "head.kernel": 1}
     by_columns = {"attn.wo": 0, "mlp.w_down": -2}
-    for leaf in leaves(load(CONFIGS[name], destinations=reading.unread)):
+    for leaf in jax.tree.leaves(load(CONFIGS[name], destinations=reading.unread)):
         for axes, is_rows in ((by_rows, True), (by_columns, False)):
             if leaf.slot.key not in axes:
                 continue
@@ -165,7 +158,9 @@ def test_what_a_destination_raises_ends_the_loading():
 
 def test_a_part_that_is_neither_rows_nor_columns_is_refused():
     (wq,) = (
-        leaf for leaf in leaves(load(CONFIGS["llama-7b"], destinations=reading.unread)) if leaf.slot.key == "attn.wq"
+        leaf
+        for leaf in jax.tree.leaves(load(CONFIGS["llama-7b"], destinations=reading.unread))
+        if leaf.slot.key == "attn.wq"
     )
     with pytest.raises(ValueError, match=r"the part must be of the first of axes \(8, 6\)"):
         wq.read((slice(None), slice(None), slice(0, 3)))

@@ -16,38 +16,22 @@ CONTROL, NORMAL, USER_DEFINED = 3, 1, 4
 DIGITS = (("Ġ", "1"), ("1", "2"), ("12", "3"), ("123", "4"), ("Ġ", "Ġ"), ("Ġ", "x"), ("Ċ", "Ċ"))
 """Merges of what pre-tokenizers split each in their own way."""
 
-_HF_TO_GGUF = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(hf_name: str) -> str:
-    stem = hf_name.removesuffix(".weight")
-    if stem.startswith("model.layers."):
-        _, _, layer, rest = stem.split(".", 3)
-        return f"blk.{layer}.{_HF_TO_GGUF[rest]}.weight"
-    return f"{_HF_TO_GGUF[stem]}.weight"
-
 
 def gguf_tensors(config: ModelConfig, params: tiny.Params) -> dict[str, np.ndarray]:
     """The model's tensors by GGUF name, Q and K permuted from (head, half, pair) to (head, pair, half) rows."""
-    tensors = {gguf_name(name): tensor for name, tensor in tiny.hf_tensors(config, params).items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    found = tiny.hf_tensors(config, params).items()
+    tensors = {str(names.get_name(name, try_suffixes=(".weight",))): tensor for name, tensor in found}
     for name, tensor in tensors.items():
         if name.endswith(("attn_q.weight", "attn_k.weight")):
-            pairs = tensor.reshape(-1, 2, config.head_dim // 2, config.embed_dim)
-            tensors[name] = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(tensor.shape)
+            tensors[name] = interleaved(tensor, tensor.shape[0] // config.head_dim)
     return tensors
+
+
+def interleaved(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from (half, pair) to (pair, half) order."""
+    rows = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(tensor.shape)
 
 
 def byte_vocabulary() -> dict[str, Any]:

@@ -9,8 +9,7 @@ import pytest
 from ca_jax.config import EngineConfig
 from ca_jax.kv.rates import PrefillRate
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.fitted import DecodeSample
-from ca_jax.simulate.replay.results import Spread, compare, summarize
+from ca_jax.simulate.config import DecodeSample
 from ca_jax.simulate.replay.running import (
     ReplayConfig,
     agreement,
@@ -21,12 +20,11 @@ from ca_jax.simulate.replay.running import (
     simulate,
     without_store,
 )
-from ca_jax.simulate.replay.serving import serve
+from ca_jax.simulate.replay.serving import Spread, compare, serve, summarize
 from ca_jax.simulate.replay.workload import (
     Exchange,
     ReplayError,
     ReplaySession,
-    ReplayTurn,
     TraceConfig,
     Workload,
     WorkloadConfig,
@@ -37,7 +35,7 @@ from tests.simulate.traces_kit import lines_file, sharegpt_file, talk, workload
 
 def turn(num_tokens, answer_tokens, *, seed, not_before_s=0.0, think_s=0.0):
     message = tuple(kit.prompt(num_tokens, seed))
-    return ReplayTurn(exchange=Exchange(message, answer_tokens), not_before_s=not_before_s, think_s=think_s)
+    return Exchange(message, answer_tokens, not_before_s, think_s)
 
 
 def made(*sessions, window=kit.WINDOW):
@@ -78,7 +76,7 @@ def stored(request, tmp_path_factory):
 
 
 def history(session, index):
-    return sum(each.exchange.num_tokens for each in CROWD.sessions[session].turns[:index])
+    return sum(each.num_tokens for each in CROWD.sessions[session].turns[:index])
 
 
 def test_store_and_recompute_do_the_same_work(stored, recomputed):
@@ -87,12 +85,12 @@ def test_store_and_recompute_do_the_same_work(stored, recomputed):
     for run in (served, recomputed):
         assert len(run.turns) == CROWD.num_turns
         for each in run.turns:
-            exchange = CROWD.sessions[each.session].turns[each.turn].exchange
+            exchange = CROWD.sessions[each.session].turns[each.turn]
             lengths = (history(each.session, each.turn), len(exchange.message), exchange.answer_tokens)
             assert (each.history_tokens, each.message_tokens, each.answer_tokens) == lengths
             assert len(run.answers[each.session, each.turn]) == exchange.answer_tokens
     found = compare(served, recomputed)
-    assert (found.same_answers, found.comparable_answers) == (CROWD.num_turns, CROWD.num_turns)
+    assert (found["same_answers"], found["comparable_answers"]) == (CROWD.num_turns, CROWD.num_turns)
 
 
 def test_what_is_counted_adds_up(stored, recomputed):
@@ -102,7 +100,7 @@ def test_what_is_counted_adds_up(stored, recomputed):
     assert summary.dram_hits + summary.ssd_hits + summary.misses == summary.returning_turns
     assert summary.loaded_tokens + summary.recomputed_tokens == summary.history_tokens
     assert summary.prefill_tokens == summary.prompt_tokens - summary.loaded_tokens
-    assert summary.output_tokens == sum(each.exchange.answer_tokens for s in CROWD.sessions for each in s.turns)
+    assert summary.output_tokens == sum(each.answer_tokens for s in CROWD.sessions for each in s.turns)
     assert summary.totals["failed_loads"] == summary.totals["failed_saves"] == 0
     if kind == "small dram":
         assert 0 < summary.misses < summary.returning_turns
@@ -226,12 +224,12 @@ def test_a_simulation_does_what_the_engine_does(talks, policy, num_blocks):
     summary = summarize(served)
     found = agreement(summary, counts)
     assert (counts.num_turns, counts.num_returning) == (summary.turns, summary.returning_turns)
-    assert found.simulated_prompt_tokens == found.engine_prompt_tokens
+    assert found["simulated_prompt_tokens"] == found["engine_prompt_tokens"]
     if num_blocks == 2000:
-        assert found.engine_hit_rate == found.simulated_hit_rate == 1.0
-        assert found.engine_prefill_tokens == found.simulated_prefill_tokens
+        assert found["engine_hit_rate"] == found["simulated_hit_rate"] == 1.0
+        assert found["engine_prefill_tokens"] == found["simulated_prefill_tokens"]
     else:
-        assert found.engine_hit_rate < 1.0 > found.simulated_hit_rate
+        assert found["engine_hit_rate"] < 1.0 > found["simulated_hit_rate"]
 
 
 def test_costs_are_fitted_to_what_was_measured(recomputed):
@@ -257,7 +255,7 @@ def test_sessions_are_simulated_with_their_lengths_and_times(trace):
     for ours, simulated in zip(asked.sessions, sim_sessions(asked), strict=True):
         assert simulated.arrival_s == ours.turns[0].not_before_s
         assert [(each.user_tokens, each.answer_tokens, each.think_s) for each in simulated.turns] == [
-            (len(each.exchange.message), each.exchange.answer_tokens, each.think_s) for each in ours.turns
+            (len(each.message), each.answer_tokens, each.think_s) for each in ours.turns
         ]
 
 
@@ -295,8 +293,8 @@ def test_a_replay_is_served_recomputed_and_simulated(trace):
     assert stored.prompt_tokens == recomputed.prompt_tokens
     assert (stored.hit_rate, recomputed.hit_rate) == (1.0, 0.0)
     assert [run.recompiles for run in result.runs] == [0, 0]
-    assert result.comparison.same_answers == result.comparison.comparable_answers == 40
-    assert result.agreement.simulated_prompt_tokens == stored.prompt_tokens
+    assert result.comparison["same_answers"] == result.comparison["comparable_answers"] == 40
+    assert result.agreement["simulated_prompt_tokens"] == stored.prompt_tokens
 
 
 def test_a_replay_that_cannot_be_is_refused_before_it_begins(trace, tmp_path):

@@ -44,7 +44,7 @@ agents = functools.partial(lines_of(("timestamp", "session_id", "input", "output
 
 
 def texts(made):
-    return [[bytes(turn.exchange.message).decode() for turn in session.turns] for session in made.sessions]
+    return [[bytes(turn.message).decode() for turn in session.turns] for session in made.sessions]
 
 
 def test_the_same_asked_again_is_the_same(sharegpt):
@@ -99,7 +99,7 @@ def test_a_hash_stands_for_the_same_tokens_everywhere(tmp_path):
     )
     made = workload(trace, num_sessions=3, seed=5)
     assert lengths(made) == [[(64, 10), (26, 2)], [(38, 2)], [(128, 2)]]
-    first, other, last = (session.turns[0].exchange.message for session in made.sessions)
+    first, other, last = (session.turns[0].message for session in made.sessions)
     assert first[:32] == other[:32] == last[:32]
     assert other[32:] == last[32:38] != first[32:38]
     again = workload(trace, num_sessions=3, seed=6)

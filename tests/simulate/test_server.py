@@ -9,8 +9,16 @@ import pytest
 from ca_jax.kv.rates import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.clock import Clock, Link
-from ca_jax.simulate.config import DEVICES, MODELS, RooflineCost, ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fitted import DecodeSample, FittedCost
+from ca_jax.simulate.config import (
+    DEVICES,
+    MODELS,
+    DecodeSample,
+    FittedCost,
+    RooflineCost,
+    ServerConfig,
+    SimModel,
+    StoreSizes,
+)
 from ca_jax.simulate.server import RECOMPUTE, Server, check_capacity, compare_policies, working_set_bytes
 from ca_jax.simulate.traces.requests import Request
 from ca_jax.simulate.workload import SimSession, SimTurn, num_turns, poisson_sessions, stored_tokens, trace_sessions

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ca_jax.simulate.traces import sharegpt
-from ca_jax.simulate.traces.sharegpt import Turn, find_conversation, load_sharegpt
+from ca_jax.simulate.traces.sharegpt import Turn, load_sharegpt
 
 
 def piece(piece_id, *messages):
@@ -164,7 +164,7 @@ FIRST = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=Fal
         (b'{"id": "a_0"}', "at byte 0: there must be '\\[' .*, got '{\"id\""),
         (b"[1, 2]", "at byte 1: an element must be an object with `id` and `conversations`, got 1"),
         (b'[{"id": "a_0"}]', "at byte 1: an element must be an object with `id` and `conversations`"),
-        (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got another piece"),
+        (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got '{{"),
         (b"[%s, %s]?" % (FIRST, FIRST), "there must be ',' or '\\]', got"),
         (b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]', "a message must have `from` and a text"),
         (b'[{"id": "a_0", "conversations": [{"from": "cat", "value": "m"}]}]', "`from` must be one of .*'cat'"),
@@ -190,16 +190,6 @@ def test_a_missing_file_or_package_says_how_to_get_it(tmp_path, monkeypatch):
         load_sharegpt()
 
 
-def test_find_conversation_reads_no_further_than_it(two_conversations):
-    two_conversations.write_bytes(two_conversations.read_bytes().replace(b'"see you"', b"?" * 40))
-    assert find_conversation("b", two_conversations).user_texts == ("what is “π”?",)
-    with pytest.raises(ValueError, match="text must be JSON"):
-        find_conversation("a", two_conversations)
-    empty = write(two_conversations.parent / "empty.json", [])
-    with pytest.raises(LookupError, match=r"no conversation 'zzz' in .*empty\.json"):
-        find_conversation("zzz", empty)
-
-
 @pytest.fixture
 def installed_file():
     try:
@@ -212,9 +202,3 @@ def test_the_installed_file_reads_whole(installed_file):
     conversations = list(load_sharegpt(installed_file, min_turns=0))
     assert len(conversations) == len({each.id for each in conversations}) == 9457
     assert all(a.role != b.role for each in conversations for a, b in zip(each.turns, each.turns[1:], strict=False))
-
-
-def test_the_demo_conversation_has_ten_user_turns(installed_file):
-    demo = find_conversation(sharegpt.DEMO_CONVERSATION_ID, installed_file)
-    assert [turn.role for turn in demo.turns] == ["user", "assistant"] * 10
-    assert demo.user_texts[0] == "I'm planning a trip to Europe later this year. Can you help me with planning it?"

@@ -46,7 +46,4 @@ def workload(trace: TraceConfig, *, window: int = kit.WINDOW, overflow=OVERFLOW,
 
 def lengths(made: Workload) -> list[list[tuple[int, int]]]:
     """Tokens of messages and answers."""
-    return [
-        [(len(turn.exchange.message), turn.exchange.answer_tokens) for turn in session.turns]
-        for session in made.sessions
-    ]
+    return [[(len(turn.message), turn.answer_tokens) for turn in session.turns] for session in made.sessions]

@@ -1,6 +1,6 @@
 """The model families that are served, and why others are refused.
 
-Each is a `Family`: in `llama`, where it is Llama with small differences, or in a file of its own.
+Each is a `Family`: in `llama`, where it is Llama with small differences, or in `fused`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ca_jax.errors import UnsupportedArchitectureError
-from ca_jax.models.families import falcon, gpt_neox, llama
+from ca_jax.models.families import fused, llama
 from ca_jax.models.families.family import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*llama.FAMILIES, falcon.FAMILY, gpt_neox.FAMILY)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*llama.FAMILIES, *fused.FAMILIES)}
 """By `ModelConfig.architecture`."""
 
 BY_MODEL_TYPE: dict[str, Family] = {

@@ -3,8 +3,9 @@
 Everything that is computed follows from `ModelConfig`; a family says how to get one from a file's description, and
 under which names the file holds the leaves of the parameter tree.
 
-Not here: the families themselves, file formats (`huggingface`, `gguf`), what GGUF files say alike (`gguf_entries`),
-what becomes of a rope scaling (`rope`).
+Not here: the families themselves, opening files of either format (`huggingface`, `gguf`), what becomes of a rope
+scaling (`rope`).
+Source: the GGUF specification; names, layouts and defaults are those of llama.cpp, whose converter wrote such files.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ca_jax.errors import UnsupportedArchitectureError
+from ca_jax.models import rope
 from ca_jax.models.config import Mlp, ModelConfig, RopeConfig
-from ca_jax.models.families.gguf_entries import GgufDescription
 
 _GELUS: dict[str, Mlp] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
@@ -198,3 +199,165 @@ def _yarn_attention_factor(parameters: Mapping[str, Any]) -> float:
 
     mscale, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return scale(float(mscale)) / scale(float(all_dims)) if mscale and all_dims else scale(1.0)
+
+
+# What a GGUF file says.
+
+
+def module_names(weight: str, name: str) -> dict[str, str]:
+    """A file's names of a module's weight and bias, by their keys in the parameter tree.
+
+    Args:
+      weight: the key of the weight: `attn.wq`, `attn_norm.scale`.
+      name: the file's name of the module.
+    """
+    bias = weight.replace(".scale", ".bias").replace(".w", ".b")
+    return {weight: f"{name}.weight", bias: f"{name}.bias"}
+
+
+_LAYER = "blk.{layer}."
+GGUF_NAMES: dict[str, Any] = {
+    "embed.embedding": "token_embd.weight",
+    **module_names("attn_norm.scale", _LAYER + "attn_norm"),
+    **module_names("attn.wq", _LAYER + "attn_q"),
+    **module_names("attn.wk", _LAYER + "attn_k"),
+    **module_names("attn.wv", _LAYER + "attn_v"),
+    **module_names("attn.q_norm.scale", _LAYER + "attn_q_norm"),
+    **module_names("attn.k_norm.scale", _LAYER + "attn_k_norm"),
+    **module_names("attn.wo", _LAYER + "attn_output"),
+    **module_names("mlp_norm.scale", _LAYER + "ffn_norm"),
+    **module_names("mlp.w_gate", _LAYER + "ffn_gate"),
+    **module_names("mlp.w_up", _LAYER + "ffn_up"),
+    **module_names("mlp.w_down", _LAYER + "ffn_down"),
+    **module_names("final_norm.scale", "output_norm"),
+    "head.kernel": "output.weight",
+}
+"""Names of tensors, which all families share as far as they have the parts."""
+
+_LLAMA3_ORIGINAL_POSITIONS = 8192  # Every Llama 3.x release; files rarely say.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufDescription:
+    """What a family is told of a GGUF file."""
+
+    entries: Mapping[str, Any]
+    """Metadata of the architecture, by keys without its name: `block_count`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the tensors, by name, outermost first; `token_embd.weight` is there."""
+    rope_factors: np.ndarray | None = None
+    """What `rope_freqs.weight` holds: the divisor of each rotary frequency, f32 `[R/2]`; None: it is not there."""
+
+
+def sizes_from_gguf(
+    described: GgufDescription, *, eps_key: str = "layer_norm_rms_epsilon", may_rotate_part: bool = False
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` that all families spell alike.
+
+    Args:
+      described: the file.
+      eps_key: what the family calls the number added inside its norms.
+      may_rotate_part: whether the family has models that rotate a part of each head.
+
+    Raises:
+      KeyError: an entry is missing.
+      UnsupportedArchitectureError: something about it is not served, by name.
+    """
+    entries, shapes = described.entries, described.shapes
+    embed_dim, num_heads = entries["embedding_length"], entries["attention.head_count"]
+    num_kv_heads, mlp_dim = entries.get("attention.head_count_kv", num_heads), entries["feed_forward_length"]
+    for key, value in (("head_count", num_heads), ("head_count_kv", num_kv_heads), ("feed_forward_length", mlp_dim)):
+        if isinstance(value, list):
+            raise UnsupportedArchitectureError(f"a {key} of its own for each layer is not served")
+    head_dim = entries.get("attention.key_length", embed_dim // num_heads)
+    require_gguf(described, {"attention.value_length": head_dim}, why="the head dim")
+    if not may_rotate_part:
+        require_gguf(described, {"rope.dimension_count": head_dim}, why="the head dim")
+    return {
+        "vocab_size": int(shapes["token_embd.weight"][0]),
+        "embed_dim": embed_dim,
+        "mlp_dim": mlp_dim,
+        "num_layers": entries["block_count"],
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_positions": entries["context_length"],
+        "norm_eps": _shortest(entries[f"attention.{eps_key}"]),
+        "tie_embeddings": "output.weight" not in shapes,
+        "rope": _rope_from_gguf(described, head_dim),
+    }
+
+
+def require_gguf(described: GgufDescription, wanted: Mapping[str, Any], why: str = "") -> None:
+    """Refuses a file in which an entry is there and is not as wanted.
+
+    Args:
+      described: the file.
+      wanted: values by key.
+      why: what the wanted value is, for the message.
+
+    Raises:
+      UnsupportedArchitectureError: there is one; the message names it.
+    """
+    for key, value in wanted.items():
+        found = described.entries.get(key, value)
+        if found != value:
+            raise UnsupportedArchitectureError(f"{key} {found} is not served; it must be {f'{why} {value}'.strip()}")
+
+
+def _rope_from_gguf(described: GgufDescription, head_dim: int) -> RopeConfig:
+    entries = described.entries
+    rotary_dim = entries.get("rope.dimension_count", head_dim)
+    plain = RopeConfig(
+        theta=_shortest(entries.get("rope.freq_base", 10000.0)),
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+    )
+    scaling, factor = entries.get("rope.scaling.type", "none"), entries.get("rope.scaling.factor", 1.0)
+    if "rope.scale_linear" in entries:
+        scaling, factor = "linear", entries["rope.scale_linear"]
+    factor = _shortest(factor)
+    if described.rope_factors is not None:
+        if scaling != "none":
+            raise UnsupportedArchitectureError(f"rope scaling {scaling!r} with rope_freqs.weight is not served")
+        return _llama3_rope(described, described.rope_factors, plain, head_dim)
+    if scaling == "none":
+        return plain
+    if scaling == "linear":
+        return dataclasses.replace(plain, scaling="linear", factor=factor)
+    if scaling != "yarn":
+        raise UnsupportedArchitectureError(
+            f"rope scaling {scaling!r} is not served; it must be one of none, linear, yarn, or llama3 as "
+            "rope_freqs.weight"
+        )
+    served = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
+    require_gguf(described, {f"rope.scaling.{key}": value for key, value in served.items()})
+    return dataclasses.replace(
+        plain,
+        scaling="yarn",
+        factor=factor,
+        original_max_positions=entries.get("rope.scaling.original_context_length", entries["context_length"]),
+        beta_fast=_shortest(entries.get("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_shortest(entries.get("rope.scaling.yarn_beta_slow", 1.0)),
+        # As Peng et al. (2023) say in section 3.4; files leave it unsaid.
+        attention_factor=0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0,
+    )
+
+
+def _llama3_rope(described: GgufDescription, found: np.ndarray, plain: RopeConfig, head_dim: int) -> RopeConfig:
+    """Llama 3.x files hold the divisor of each frequency, not the rule: finds the rule, checks that it gives them."""
+    original_positions = described.entries.get("rope.scaling.original_context_length", _LLAMA3_ORIGINAL_POSITIONS)
+    frequencies = rope.inverse_frequencies(plain, head_dim)
+    if found.shape == frequencies.shape and np.isfinite(found).all() and found.max() >= 1:
+        candidate = dataclasses.replace(
+            plain, scaling="llama3", factor=float(found.max()), original_max_positions=original_positions
+        )
+        if np.allclose(frequencies / rope.inverse_frequencies(candidate, head_dim), found, rtol=1e-3):
+            return candidate
+    raise UnsupportedArchitectureError(
+        f"rope_freqs.weight does not hold llama3 rope scaling for {original_positions} original positions"
+    )
+
+
+def _shortest(value: float) -> float:
+    """The f32 number that a file holds as the decimal it was written from: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))

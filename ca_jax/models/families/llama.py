@@ -17,9 +17,16 @@ from typing import Any
 
 from ca_jax.errors import UnsupportedArchitectureError
 from ca_jax.models.config import ModelConfig
-from ca_jax.models.families import gguf_entries
-from ca_jax.models.families.family import Family, require, rope_from_hf
-from ca_jax.models.families.gguf_entries import GgufDescription, module_names, sizes_from_gguf
+from ca_jax.models.families.family import (
+    GGUF_NAMES,
+    Family,
+    GgufDescription,
+    module_names,
+    require,
+    require_gguf,
+    rope_from_hf,
+    sizes_from_gguf,
+)
 
 _LAYER = "model.layers.{layer}."
 _HF_NAMES: dict[str, str] = {
@@ -93,7 +100,7 @@ def _family(
     """
     has_experts = name == "mixtral"
     hf_names = _HF_NAMES | (_HF_EXPERTS if has_experts else {})
-    gguf_names = gguf_entries.NAMES | (_GGUF_EXPERTS if has_experts else {})
+    gguf_names = GGUF_NAMES | (_GGUF_EXPERTS if has_experts else {})
 
     def config_from_hf(described: Mapping[str, Any]) -> ModelConfig:
         return ModelConfig(architecture=name, **from_hf(described), **_sizes_from_hf(described, **defaults))
@@ -102,7 +109,7 @@ def _family(
         if gguf_architecture == "llama" and _kind(described.entries) != name:
             return None
         if gguf_architecture != "llama":  # In some layers only, and the file does not say in which.
-            gguf_entries.require(described, {"attention.sliding_window": 0})
+            require_gguf(described, {"attention.sliding_window": 0})
         return ModelConfig(architecture=name, **from_gguf(described.entries), **sizes_from_gguf(described))
 
     return Family(

@@ -20,10 +20,8 @@ from ca_jax.kv.rates import PrefillSample
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel, Progress
 from ca_jax.serving.core import DEFAULT_WINDOW_TOKENS
-from ca_jax.simulate.config import ServerConfig, SimModel, StoreSizes
-from ca_jax.simulate.fitted import FittedCost
-from ca_jax.simulate.replay.results import Comparison, Sample, Served, Summary, compare, summarize
-from ca_jax.simulate.replay.serving import serve
+from ca_jax.simulate.config import FittedCost, ServerConfig, SimModel, StoreSizes
+from ca_jax.simulate.replay.serving import Sample, Served, Summary, compare, serve, summarize
 from ca_jax.simulate.replay.workload import ReplayError, TraceConfig, Workload, WorkloadConfig, make_workload
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
@@ -65,37 +63,9 @@ class Run:
     name: str
     """`STORE` or `RECOMPUTE`."""
     served: Served
-    """What was served."""
     summary: Summary
-    """What it comes to."""
     recompiles: int
     """Functions compiled while serving; 0 unless the warm-up missed one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """A replay beside its simulation. Rates are of returning turns of whose history something was loaded."""
-
-    engine_hit_rate: float
-    """The engine's."""
-    simulated_hit_rate: float
-    """The simulation's."""
-    hit_rate_points: float
-    """The simulation's over the engine's, percentage points."""
-    engine_prefill_tokens: int
-    """Tokens prefilled."""
-    simulated_prefill_tokens: int
-    """Likewise."""
-    prefill_tokens_ratio: float
-    """The simulation's over the engine's."""
-    engine_prompt_tokens: int
-    """Tokens of histories and messages."""
-    simulated_prompt_tokens: int
-    """Likewise."""
-    engine_elapsed_s: float
-    """From the beginning to the last token."""
-    simulated_elapsed_s: float
-    """Likewise."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,19 +73,16 @@ class Result:
     """A replay."""
 
     workload: Workload
-    """What was served."""
-    window: int
-    """Of the engine."""
     workload_bytes: int
     """What the KV of all conversations takes at their ends, within the window, in whole blocks."""
     store_bytes: int
     """What the store holds: of SSD where it has one, which keeps what DRAM has too; else of DRAM."""
     runs: tuple[Run, ...]
     """With the store, and recomputed if that was asked for."""
-    comparison: Comparison | None
-    """Of these two."""
-    agreement: Agreement | None
-    """With the simulation, if that was asked for."""
+    comparison: dict[str, float] | None
+    """Of these two; see `compare`."""
+    agreement: dict[str, float] | None
+    """With the simulation, if that was asked for; see `agreement`."""
 
 
 def replay(
@@ -164,7 +131,6 @@ def replay(
     blocks = sum(layout.num_blocks(min(session.num_tokens, window)) for session in workload.sessions)
     return Result(
         workload=workload,
-        window=window,
         workload_bytes=blocks * layout.block_bytes,
         store_bytes=store.dram_bytes if store.ssd_dir is None else store.ssd_bytes,
         runs=tuple(runs),
@@ -272,9 +238,7 @@ def sim_sessions(workload: Workload) -> list[SimSession]:
     sessions = []
     for index, session in enumerate(workload.sessions):
         turns = tuple(
-            SimTurn(
-                user_tokens=len(turn.exchange.message), answer_tokens=turn.exchange.answer_tokens, think_s=turn.think_s
-            )
+            SimTurn(user_tokens=len(turn.message), answer_tokens=turn.answer_tokens, think_s=turn.think_s)
             for turn in session.turns
         )
         arrival_s = session.turns[0].not_before_s
@@ -282,21 +246,21 @@ def sim_sessions(workload: Workload) -> list[SimSession]:
     return sorted(sessions, key=lambda session: session.arrival_s)
 
 
-def agreement(summary: Summary, counts: SimCounts) -> Agreement:
-    """Puts a run beside its simulation."""
+def agreement(summary: Summary, counts: SimCounts) -> dict[str, float]:
+    """Puts a run beside its simulation. Rates are of returning turns of whose history something was loaded."""
     simulated_prefill = counts.prompt_tokens - counts.cached_tokens
-    return Agreement(
-        engine_hit_rate=summary.hit_rate,
-        simulated_hit_rate=counts.hit_rate,
-        hit_rate_points=100 * (counts.hit_rate - summary.hit_rate),
-        engine_prefill_tokens=summary.prefill_tokens,
-        simulated_prefill_tokens=simulated_prefill,
-        prefill_tokens_ratio=simulated_prefill / summary.prefill_tokens,
-        engine_prompt_tokens=summary.prompt_tokens,
-        simulated_prompt_tokens=counts.prompt_tokens,
-        engine_elapsed_s=summary.totals["elapsed_s"],
-        simulated_elapsed_s=counts.elapsed_s,
-    )
+    return {
+        "engine_hit_rate": summary.hit_rate,
+        "simulated_hit_rate": counts.hit_rate,
+        "hit_rate_points": 100 * (counts.hit_rate - summary.hit_rate),
+        "engine_prefill_tokens": summary.prefill_tokens,
+        "simulated_prefill_tokens": simulated_prefill,
+        "prefill_tokens_ratio": simulated_prefill / summary.prefill_tokens,
+        "engine_prompt_tokens": summary.prompt_tokens,
+        "simulated_prompt_tokens": counts.prompt_tokens,
+        "engine_elapsed_s": summary.totals["elapsed_s"],
+        "simulated_elapsed_s": counts.elapsed_s,
+    }
 
 
 def _store_sizes(engine: Engine) -> StoreSizes | None:

