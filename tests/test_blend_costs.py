@@ -110,14 +110,6 @@ def test_what_is_no_faster_to_load_is_computed():
     assert blend_costs.choose_ratio(make_rates(token_s=0.0, fixed_s=1.0), 1000, 50, 0.15) == 1
 
 
-def test_a_slower_disk_leaves_time_for_more():
-    """A layer takes 1 ms from DRAM, and 20 or 50 from SSD; new tokens compute for half a millisecond."""
-    fast, slow = (make_rates(load_bytes_per_s=1e9, fetch_bytes_per_s=1e6 / load_s) for load_s in (0.0205, 0.0505))
-    assert blend_costs.choose_ratio(fast, 1000, 5, 0.0, tier="ssd") == pytest.approx(0.2)
-    assert blend_costs.choose_ratio(slow, 1000, 5, 0.0, tier="ssd") == pytest.approx(0.5)
-    assert blend_costs.choose_ratio(slow, 1000, 5, 0.0) == pytest.approx(0.005), "all of it is in DRAM"
-
-
 @hypothesis.given(rates=RATES, context=TOKENS, new=TOKENS, min_ratio=RATIOS, tier=TIERS)
 def test_the_ratio_is_at_least_the_least_and_hides_behind_the_load_if_it_can(rates, context, new, min_ratio, tier):
     ratio = blend_costs.choose_ratio(rates, context, new, min_ratio, tier=tier)
