@@ -45,11 +45,3 @@ def test_padding_takes_the_smallest_that_holds(buckets, size):
             pad_to(tuple(buckets), size)
     else:
         assert pad_to(tuple(buckets), size) == min(bucket for bucket in buckets if bucket >= size)
-
-
-def test_the_sizes_of_small_engines():
-    assert new_token_buckets(64) == (8, 16, 32, 48, 64)
-    assert history_buckets(512) == (0, 256, 512)
-    assert history_buckets(5000) == (0, 256, 512, 768, 1024, *range(1536, 4097, 512), 5120)
-    assert batch_buckets(1) == (1,)
-    assert batch_buckets(6) == (1, 2, 4, 6)

@@ -43,7 +43,7 @@ def alone(*chunks: list[int]) -> np.ndarray:
     return np.concatenate([kit.full_pass(chunk)[1] for chunk in chunks], axis=2)
 
 
-@pytest.mark.parametrize("context", [(A, B, C), (B, B, A, B), (ONE, A, ONE), (A,)])
+@pytest.mark.parametrize("context", [(B, B, A, B), (ONE, A, ONE)])
 @pytest.mark.parametrize(
     "blend", [WHOLE, BlendConfig(mode="prefix"), BlendConfig(mode="recompute")], ids=lambda blend: blend.mode
 )
@@ -58,7 +58,7 @@ def test_what_is_exact_answers_as_one_pass_over_all(blend, context):
         np.testing.assert_allclose(stored, kit.full_pass(prompt)[1], atol=1e-4)
 
 
-@pytest.mark.parametrize("context", [(A, B, C), (C, A), (B, B, A, B), (ONE, A, ONE), (A,)])
+@pytest.mark.parametrize("context", [(A, B, C), (B, B, A, B), (ONE, A, ONE), (A,)])
 def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
     """Also behind a history, and of the turn behind it."""
     kv = alone(*context)
@@ -81,7 +81,7 @@ def test_full_reuse_is_chunks_computed_alone_one_behind_the_other(context):
 
 
 @pytest.mark.parametrize("selection", ["hkvd", "spread"])
-@pytest.mark.parametrize("context", [(B, A), (C, B, A), (A, A), (ONE, ONE, B), (ONE,), (C, ONE)])
+@pytest.mark.parametrize("context", [(C, B, A), (A, A), (ONE, ONE, B), (ONE,)])
 def test_any_order_of_what_was_all_seen_before(context, selection):
     """Chunks that were not computed before are computed first, and once; a single one is a prefix."""
     with kit.small_engine(blend=dataclasses.replace(SOME, selection=selection)) as engine:

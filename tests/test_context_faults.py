@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-from benchmarks.paced import Transfer
 from ca_jax import BlendConfig
 from ca_jax.engine import Engine
 from tests import engine_kit as kit
 from tests import overlap_kit, test_sliding_kv
 from tests.test_context import QUESTION, REUSE, SOME, WHOLE, A, B, C, alone, answer_over, joined
 from tests.threads_kit import ThreadProcesses, run_together
-from tests.transfers_kit import DelayedTransfers
-
-
-class Faulty:
-    """Lets transfers through, but for layers of keys, or a transfer of a key counted from 0, that are to fail."""
-
-    def __init__(self) -> None:
-        self.layers: set[tuple[str, int]] = set()
-        self.nth: dict[str, int] = {}
-        self.num_broken = 0
-
-    def submit(self, transfer: Transfer, copy) -> Future:
-        future: Future = Future()
-        left = self.nth.get(transfer.key, -1)
-        if transfer.key in self.nth:
-            self.nth[transfer.key] -= 1
-        if left == 0 or (transfer.key, transfer.layer) in self.layers:
-            self.num_broken += 1
-            future.set_exception(OSError("the bytes are gone"))
-        else:
-            future.set_result(copy())
-        return future
+from tests.transfers_kit import DelayedTransfers, InstantTransfers
 
 
 @contextlib.contextmanager
-def faulty(blend: BlendConfig) -> Iterator[tuple[Engine, Faulty, Faulty]]:
-    """An engine, and its loads and saves, which fail as they are told."""
-    loads, saves = Faulty(), Faulty()
+def faulty(blend: BlendConfig) -> Iterator[tuple[Engine, InstantTransfers, InstantTransfers]]:
+    """An engine, and its loads and saves, which break as they are told."""
+    loads, saves = InstantTransfers(), InstantTransfers()
     with kit.small_engine(blend=blend, store_wrapper=overlap_kit.controlled(loads=loads, saves=saves)) as engine:
         yield engine, loads, saves
 
@@ -52,13 +30,15 @@ def key_of(engine: Engine, chunk: list[int]) -> str:
     return engine._kv.chunks.key(chunk, "")
 
 
-@pytest.mark.parametrize("layer", [0, kit.NUM_LAYERS - 1])
-@pytest.mark.parametrize("blend", [REUSE, SOME, WHOLE], ids=lambda blend: str(blend.recompute_ratio))
+@pytest.mark.parametrize(
+    ("blend", "layer"), [(REUSE, 0), (SOME, kit.NUM_LAYERS - 1), (WHOLE, 1)], ids=["reuse", "some", "whole"]
+)
 def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(blend, layer):
     with faulty(blend) as (engine, loads, _):
         engine.precompute([A, B, C])
         engine.wait_for_saves()
-        loads.layers.add((key_of(engine, B), layer))
+        broken = (key_of(engine, B), layer)
+        loads.breaks = lambda load: (load.key, load.layer) == broken
         session = engine.session()
         answer = kit.say(session, QUESTION, 8, context=[A, B, C])
         assert loads.num_broken
@@ -72,7 +52,7 @@ def test_a_chunk_that_breaks_in_the_middle_of_a_load_is_computed_in_its_place(bl
             assert answer == kit.greedy_answer(joined(A, B, C, QUESTION), 8)
         if blend is REUSE:
             assert answer == answer_over(np.concatenate([computed, alone(C)], axis=2), QUESTION, 8)
-        loads.layers.clear()
+        loads.breaks = lambda load: False
         kit.say(engine.session(), QUESTION, 2, context=[B])  # It was forgotten, and is computed anew.
         assert engine.metrics.computed_chunks == 4
 
@@ -86,7 +66,8 @@ def test_what_breaks_is_computed_with_what_does_not(broken):
         engine.wait_for_saves()
         chunks, own = [key_of(engine, A), key_of(engine, B)], [engine._kv.key(session.session_id)]
         keys = chunks if broken == "all chunks" else own
-        loads.layers.update((key, layer) for layer, key in enumerate(keys, start=1))
+        broken_layers = {(key, layer) for layer, key in enumerate(keys, start=1)}
+        loads.breaks = lambda load: (load.key, load.layer) in broken_layers
         before = session.token_ids
         expected = kit.greedy_answer([*before, *B, *A, *QUESTION], 8)
         assert kit.say(session, QUESTION, 8, context=[B, A]) == expected
@@ -99,7 +80,8 @@ def test_what_breaks_is_computed_with_what_does_not(broken):
 def test_a_chunk_of_which_a_part_was_saved_is_computed_anew(failing):
     """It takes two passes: the first may be in the store when a layer of the second fails."""
     with faulty(WHOLE) as (engine, _, saves):
-        saves.nth[key_of(engine, A)] = failing
+        key, count = key_of(engine, A), itertools.count()
+        saves.breaks = lambda save: save.key == key and next(count) == failing
         engine.precompute([A, B])
         engine.wait_for_saves()
         assert engine.metrics.failed_saves == saves.num_broken == 1

@@ -192,17 +192,6 @@ def test_the_pipeline_is_no_shorter_than_either_no_longer_than_both_and_never_lo
     assert costs.pipeline_s(load_s, compute_s, num_layers, depth, head_start_s + 1) <= found + 1e-9
 
 
-def test_closed_forms_of_the_pipeline():
-    assert costs.blocking_s(2.0, 1.0, 10) == 30
-    assert costs.pipeline_s(2.0, 1.0, 10, 0) == 21  # All loads, and the last compute.
-    assert costs.pipeline_s(1.0, 2.0, 10, 0) == 21  # The first load, and all computes.
-    assert costs.pipeline_s(2.0, 1.0, 10, 10) == 10
-    assert costs.pipeline_s(2.0, 1.0, 10, 99) == 10
-    assert costs.pipeline_s(2.0, 1.0, 10, 10, head_start_s=4) == 17  # Loads from -4 to 16, and the last compute.
-    assert costs.pipeline_s(2.0, 1.0, 10, 10, head_start_s=-4) == 25
-    assert costs.pipeline_s(2.0, 1.0, 4, 1) == 7  # The drawing: L1 to L3 from 0 on, then C3.
-
-
 # The read buffer.
 
 
@@ -280,17 +269,6 @@ def test_what_is_cheap_to_load_is_loaded_and_what_is_not_is_recomputed():
     plan = costs.choose_history(make_rates(load_bytes_per_s=1e3), 1000, 50, block_tokens=128)
     assert plan == costs.HistoryPlan(load_tokens=0, recompute_tokens=1000, predicted_s=pytest.approx(1.05))
     assert plan.kind == "recompute"
-
-
-def test_a_slow_link_and_a_slow_device_share_the_work():
-    """1 ms a token either way: half of 1,050 tokens each, as near as blocks come to it."""
-    rates = make_rates(load_bytes_per_s=1e7)
-    plan = costs.choose_history(rates, 1000, 50, block_tokens=100)
-    assert (plan.load_tokens, plan.recompute_tokens, plan.kind) == (500, 500, "mix")
-    # Computing 550 tokens hides 500 but for the first layer's, 50 ms.
-    assert plan.predicted_s == pytest.approx(0.55 + 0.05)
-    deep = costs.choose_history(rates, 1000, 50, block_tokens=100, depth=1)
-    assert deep.predicted_s == pytest.approx(0.55)
 
 
 @hypothesis.given(

@@ -279,16 +279,6 @@ def test_a_turn_cancelled_before_its_first_token_leaves_no_trace(engine):
     assert kit.check_turn(session, "Hello again.").num_cached_tokens == len(before.token_ids) - 1
 
 
-def test_cancelling_one_job_leaves_those_beside_it_alone(engine):
-    expected = "".join(engine.session().send("Stay.", max_tokens=20))
-    stays, goes = engine.session(), engine.session()
-    staying, going = stays.send("Stay.", max_tokens=20), goes.send("Go.", max_tokens=20)
-    shown = next(staying)
-    next(going)
-    going.close()
-    assert shown + "".join(staying) == expected
-
-
 def test_an_answer_let_go_of_while_a_step_runs_ends_once(engine, monkeypatch):
     """The garbage collector may find it at any moment: here while its last token is being computed."""
     stays, goes = engine.session(), engine.session()

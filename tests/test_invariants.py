@@ -289,7 +289,7 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
     """
     model = kit.model_of(head_dim=head_dim, num_layers=4)
     blend = ca_jax.BlendConfig(recompute_ratio=0.5)
-    with kit.small_engine(model, blend=blend, kv_rest_dtype=rest_dtype) as engine:
+    with kit.small_engine(model, context_window=256, blend=blend, kv_rest_dtype=rest_dtype) as engine:
         with CompileCounter() as during:
             engine.warmup()
         runner = engine._runner
@@ -299,19 +299,19 @@ def test_compiles_are_bounded_by_the_buckets_and_none_comes_after_warmup(rest_dt
         pairs, lengths = num_new * num_history, num_new + num_history
         assert during.count <= pairs + 8 * lengths + 8 * len(runner.batch_buckets)
         with CompileCounter() as of_contexts:
-            engine.warmup(contexts=[(90, 70, 101)])
+            engine.warmup(contexts=[(60, 40, 71)])
         assert of_contexts.count > 0
-        chunks = [kit.prompt(length, length) for length in (90, 70, 101)]
+        chunks = [kit.prompt(length, length) for length in (60, 40, 71)]
         with CompileCounter() as after:
-            for length in (1, 7, 8, 9, 63, 64, 65, 129, 200, 256, 257, 300, 449, 500):
+            for length in (1, 7, 8, 9, 63, 64, 65, 129, 200, 250):
                 engine.generate([kit.prompt(length)], SamplingParams(max_tokens=4, ignore_eos=True))
             kit.drain(*(engine.session().send_ids([65], sampling=SAMPLED) for _ in range(11)))
-            engine.generate([kit.prompt(3), kit.prompt(400)] * 4, [SAMPLED, SamplingParams(max_tokens=9)] * 4)
+            engine.generate([kit.prompt(3), kit.prompt(200)] * 4, [SAMPLED, SamplingParams(max_tokens=9)] * 4)
             engine.generate([kit.prompt(3)] * 4, ASKED)
             for params in ASKED:
                 engine.generate([kit.prompt(3)], params)
             session = engine.session()
-            for length, max_tokens in ((100, 6), (300, 6), (150, 6), (300, 6), (33, 200), (5, 6), (3, 150), (80, 6)):
+            for length, max_tokens in ((50, 6), (150, 6), (75, 6), (150, 6), (33, 120), (5, 6), (3, 150), (80, 6)):
                 kit.say(session, kit.prompt(length), max_tokens)
             session.discard(range(10, 40))
             kit.say(session, kit.prompt(20), 6)
@@ -338,17 +338,18 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
         return costs.HistoryPlan(load_tokens=load_tokens, recompute_tokens=recompute_tokens, predicted_s=1.0)
 
     model = kit.model_of(head_dim=28, num_layers=1)
-    with kit.small_engine(model, max_batch_size=2, max_tpot_ms=1.0, recompute_if_faster=True) as engine:
+    changes = {"context_window": 256, "max_batch_size": 2, "max_tpot_ms": 1.0, "recompute_if_faster": True}
+    with kit.small_engine(model, **changes) as engine:
         engine.warmup()
         assert engine.rates is not None
         monkeypatch.setattr(costs, "largest_pass", any_pass)
         monkeypatch.setattr(costs, "choose_history", any_plan)
         with CompileCounter() as after:
-            decoding = engine.session().send_ids(kit.prompt(12), max_tokens=400)
+            decoding = engine.session().send_ids(kit.prompt(12), max_tokens=240)
             while not decoding.job.output_ids:  # Beside it no prefill is alone.
                 engine.step()
             sessions = [engine.session() for _ in range(3)]
-            for turn, length in enumerate((200, 15, 77, 31)):
+            for turn, length in enumerate((80, 15, 47, 21)):
                 kit.drain(*(s.send_ids(kit.prompt(length + 9 * i, turn), max_tokens=3) for i, s in enumerate(sessions)))
             decoding.close()
         assert after.count == 0
@@ -359,10 +360,10 @@ def test_none_comes_after_warmup_where_passes_are_short_and_histories_are_loaded
 
 
 def test_none_comes_after_warmup_where_decode_is_compiled_for_its_extent_as_on_a_gpu():
-    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1)) as engine:
+    with kit.small_engine(kit.model_of(head_dim=20, num_layers=1), context_window=256, max_batch_size=4) as engine:
         engine._runner._needs_static_extent = True
         engine.warmup(max_new_tokens=8)
         with CompileCounter() as after:
-            for num_jobs in (1, 8):
-                engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=kit.WINDOW, ignore_eos=True))
+            for num_jobs in (1, 4):
+                engine.generate([kit.prompt(8)] * num_jobs, SamplingParams(max_tokens=256, ignore_eos=True))
         assert after.count == 0

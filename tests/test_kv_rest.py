@@ -54,15 +54,6 @@ def stored_rows(engine, session) -> np.ndarray:
     return out
 
 
-def test_a_token_is_a_byte_a_number_and_two_a_row():
-    config = kit.tiny_model().config
-    rows = config.num_layers * 2 * config.num_kv_heads
-    assert LAYOUT.token_bytes == rows * (config.head_dim + 2)
-    assert config.kv_bytes_per_token(itemsize=2) == rows * 2 * config.head_dim
-    for head_dim, share in ((64, 0.516), (128, 0.508)):
-        assert (head_dim + 2) / (2 * head_dim) == pytest.approx(share, abs=5e-4)
-
-
 def test_turns_over_rounded_history_are_those_of_a_rounded_cache(store):
     """Passes over a loaded history and behind one, with unused memory full of NaN."""
     with int8_engine(window=kit.WINDOW, store=store) as engine:

@@ -27,28 +27,6 @@ def leaving(window: int, num_tokens: int, num_wanted: int, **config: object) -> 
     return num_leaving(OverflowConfig(**config), window=window, num_tokens=num_tokens, num_wanted=num_wanted)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_wanted", "config", "expected"),
-    [
-        (90, 10, {}, 0),
-        (90, 11, {}, 50),
-        (100, 1, {}, 50),
-        (100, 50, {}, 50),
-        (100, 51, {}, 96),  # Two shares, but for the first tokens.
-        (100, 51, {"keep_first_tokens": 0}, 100),
-        (100, 1, {"truncation_ratio": 0.25}, 25),
-        (100, 30, {"truncation_ratio": 0.25}, 50),
-        (100, 1, {"truncation_ratio": 1.0, "keep_first_tokens": 0}, 100),
-        (100, 1, {"truncation_ratio": 0.001}, 1),  # A share is a token at least.
-        (100, 3, {"truncation_ratio": 0.001}, 3),
-        (3, 200, {}, 0),  # None but the first, which stay.
-        (0, 200, {}, 0),
-    ],
-)
-def test_whole_shares_leave(num_tokens, num_wanted, config, expected):
-    assert leaving(100, num_tokens, num_wanted, **config) == expected
-
-
 @given(
     window=st.integers(1, 300),
     num_tokens=st.integers(0, 400),
@@ -180,16 +158,6 @@ def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
     recent = max(0, min(round(ratio * num_staying), num_staying - first))
     leaving = HeavyHitters(recent_ratio=ratio, num_sinks=num_sinks).choose(context)
     assert leaving.tolist() == one_by_one(context, first, recent)
-
-
-def test_heavy_hitters_by_hand():
-    attention = [9, 1, 7, 2, 8, 3, 0, 0, 0, 0]
-    # Six stay: the last three, and of the others those of 9, 8 and 7.
-    assert HeavyHitters().choose(make_context(10, 4, attention=attention)).tolist() == [1, 3, 5, 6]
-    # The first two stay too: then only the one of 8.
-    assert HeavyHitters(num_sinks=2).choose(make_context(10, 4, attention=attention)).tolist() == [2, 3, 5, 6]
-    assert HeavyHitters(recent_ratio=0.0).choose(make_context(10, 4, attention=attention)).tolist() == [6, 7, 8, 9]
-    assert HeavyHitters(recent_ratio=1.0).choose(make_context(10, 4, attention=attention)).tolist() == [0, 1, 2, 3]
 
 
 def test_a_discarder_of_ones_own_sees_the_kv():

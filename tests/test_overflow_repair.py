@@ -48,14 +48,10 @@ def fresh_kv(token_ids: list[int]) -> np.ndarray:
 
 REPAIRS = {
     "all": {"repair_ratio": 1.0},
-    "all, of all tokens": {"repair_ratio": 1.0, "keep_first": 0},
     "anchor": {"anchor_tokens": 16, "keep_first": 0},
     "anchor behind first tokens": {"anchor_tokens": 32, "keep_first": 4},
-    "anchor over all": {"anchor_tokens": 1000},
     "drift": {"drift": True},
     "drift and anchor": {"drift": True, "anchor_tokens": 16, "keep_first": 0},
-    "drift, then all": {"drift": True, "repair_ratio": 1.0},
-    "all, spread": {"repair_ratio": 1.0, "repair": "spread"},
     "spread": {"repair_ratio": 0.5, "repair": "spread", "anchor_tokens": 8},
     "drift, then spread": {"drift": True, "repair_ratio": 0.5, "repair": "spread", "keep_first": 0},
     "default": {name: getattr(OverflowConfig(), name) for name in ("repair", "repair_ratio", "anchor_tokens")},

@@ -5,7 +5,6 @@ Here processes are threads, each with an engine and a store of its own; real one
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import shutil
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from benchmarks.paced import ControlledStore, Transfer
+from benchmarks.paced import ControlledStore
 from ca_jax.device import transfer
 from ca_jax.engine import Engine
 from ca_jax.errors import ProcessesError, TenantError
@@ -26,6 +25,7 @@ from ca_jax.storage.records import MissReason, StoreStats
 from ca_jax.telemetry.metrics import EngineMetrics
 from tests import engine_kit as kit
 from tests.threads_kit import ThreadProcesses, run_together
+from tests.transfers_kit import InstantTransfers
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
 Between = Callable[[Engine, int, str], None]
@@ -101,19 +101,9 @@ def test_what_one_has_less_of_is_loaded_as_far_as_it_goes(num_left):
 
 
 def test_a_load_that_breaks_on_one_is_begun_anew_on_all():
-    class Breaking:
-        """Transfers that fail from a layer on."""
-
-        def submit(self, transfer: Transfer, run: Callable[[], None]) -> concurrent.futures.Future[None]:
-            future: concurrent.futures.Future[None] = concurrent.futures.Future()
-            if transfer.layer:
-                future.set_exception(OSError("gone"))
-            else:
-                future.set_result(run())
-            return future
-
     def broken(processes: ThreadProcesses) -> Talk:
-        wrapper = functools.partial(ControlledStore, loads=Breaking()) if processes.index == 1 else None
+        loads = InstantTransfers(lambda load: bool(load.layer))
+        wrapper = functools.partial(ControlledStore, loads=loads) if processes.index == 1 else None
         return talk(processes, store_wrapper=wrapper)
 
     for found in run_together(2, broken):

@@ -89,23 +89,3 @@ def test_a_view_is_the_memory_itself_aligned_as_the_device_wants_it(dtype):
     assert view.ctypes.data == buffer.memory.ctypes.data + piece.start
     view[...] = 1
     assert (buffer.memory[piece.start : piece.start + view.nbytes].view(dtype) == 1).all()
-
-
-@hypothesis.given(st.lists(st.integers(1, SIZE // 4), min_size=1, max_size=30), st.integers(1, 3))
-@hypothesis.settings(max_examples=100, deadline=None)
-def test_what_is_written_to_a_piece_stays_until_it_is_given_back(sizes, num_held):
-    buffer = ReadBuffer(SIZE)
-    held = collections.deque()
-
-    def give_back() -> None:
-        piece, number = held.popleft()
-        assert (buffer.view(piece, (piece.stop - piece.start,), np.dtype(np.uint8)) == number).all()
-        buffer.give_back(piece)
-
-    for number, size in enumerate(sizes):
-        while len(held) >= num_held or (piece := buffer.take(size)) is None:
-            give_back()
-        buffer.memory[piece.start : piece.stop] = number
-        held.append((piece, number))
-    while held:
-        give_back()

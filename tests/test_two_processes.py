@@ -29,6 +29,8 @@ ENVIRONMENT = os.environ | {
     "JAX_PLATFORMS": "cpu",
     "PJRT_NPROC": "16",  # Fewer threads than devices of a collective could wait for each other.
     "NPROC": "16",
+    # Each compiles far more than it runs.
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip(),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # Each of several processes compiles all of it.
 }
 
@@ -135,9 +137,9 @@ def test_a_conversation_over_kills_restarts_and_a_lost_shard(tmp_path):
 
 def test_processes_that_have_all_heads_and_their_own_slots(tmp_path):
     """Rows of the batch are other processes', and each saves those of all."""
-    with Pair(tmp_path / "store", data=2, tensor=2, first=0, stop=3) as pair:
+    with Pair(tmp_path / "store", data=2, tensor=2, first=0, stop=2) as pair:
         pair.read()
-        for number in range(3):
+        for number in range(2):
             assert pair.read()["answer"] == expected()[number]
         assert pair.read()["heads"] == 4
         pair.end()
@@ -145,9 +147,10 @@ def test_processes_that_have_all_heads_and_their_own_slots(tmp_path):
 
 def test_a_chat_of_two_processes_is_that_of_the_first_ones_user(tmp_path):
     """Two KV heads over four devices: each process has one of them, twice."""
-    config = tiny.tiny_config()
+    config = tiny.tiny_config(num_layers=1)
     tiny.write_tiny_hf(tmp_path / "model", config, tiny.tiny_params(config, seed=1))
     flags = [f"--model={tmp_path / 'model'}", "--tensor_parallel_size=4", "--max_tokens=4", "--dram_gib=0.1"]
+    flags += ["--context_window=256", "--prefill_chunk_tokens=64"]
     flags += ["--norecompute_if_faster"]  # As it is for a model as small as this.
     command = [sys.executable, "-m", "ca_jax.launch.chat", *flags, f"--coordinator_address={free_address()}"]
     logs = [tmp_path / f"chat-{index}" for index in range(NUM_PROCESSES)]

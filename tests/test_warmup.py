@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import io
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import rich.console
 
-from benchmarks.paced import ControlledStore, Future, Transfer
+from benchmarks.paced import ControlledStore
 from ca_jax.launch import serve
 from ca_jax.storage.store import AttentionStore
 from ca_jax.storage.tiers import dram
 from tests import engine_kit as kit
 from tests import server_kit as sk
+from tests.transfers_kit import InstantTransfers
 
 MODEL = kit.tiny_model().config
-
-
-class Counted:
-    """Transfers that take place at once, and are counted; the first `num_broken` break."""
-
-    def __init__(self, num_broken: int = 0) -> None:
-        self.counts: collections.Counter[tuple[str, int | None]] = collections.Counter()
-        self._num_broken = num_broken
-
-    def submit(self, transfer: Transfer, copy: Callable[[], object]) -> Future:
-        self.counts[transfer.direction, transfer.layer] += 1
-        future: Future = Future()
-        if self.counts.total() <= self._num_broken:
-            future.set_exception(OSError("broken"))
-        else:
-            future.set_result(copy())
-        return future
 
 
 def warm_up(engine) -> None:
@@ -43,7 +25,7 @@ def warm_up(engine) -> None:
 
 
 def test_warming_up_measures_rates_through_the_wrapped_store_and_leaves_nothing_in_it():
-    transfers = Counted()
+    transfers = InstantTransfers()
 
     def wrapper(store: AttentionStore) -> ControlledStore:
         return ControlledStore(store, loads=transfers, saves=transfers)
@@ -88,7 +70,7 @@ def test_rates_are_measured_where_staging_holds_less_than_a_history():
 @pytest.mark.parametrize("num_broken", [1, 2])
 def test_a_measurement_that_breaks_is_left_out(num_broken):
     """Of a save: there is nothing to load then, and the engine goes on without rates or with those of the rest."""
-    transfers = Counted(num_broken)
+    transfers = InstantTransfers(lambda _: transfers.counts.total() <= num_broken)
     with kit.small_engine(store_wrapper=lambda store: ControlledStore(store, saves=transfers)) as engine:
         warm_up(engine)
         assert engine.store_stats().used_bytes == 0

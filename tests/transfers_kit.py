@@ -1,7 +1,9 @@
-"""Transfers whose time a test decides: after seeded random delays, or when a gate is opened; a time that tests set."""
+"""Transfers whose time a test decides: at once, after seeded random delays, or when a gate is opened; a time that tests
+set."""
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 import sched
@@ -41,6 +43,29 @@ class ManualTimer:
 
     def _pass(self, seconds: float) -> None:
         """`advance` alone moves time."""
+
+
+class InstantTransfers:
+    """Transfers that take place at once, and are counted by direction and layer.
+
+    Args:
+      breaks: which of them break instead.
+    """
+
+    def __init__(self, breaks: Callable[[Transfer], bool] = lambda transfer: False) -> None:
+        self.breaks = breaks
+        self.counts: collections.Counter[tuple[str, int | None]] = collections.Counter()
+        self.num_broken = 0
+
+    def submit(self, transfer: Transfer, copy: Callable[[], Result]) -> Future[Result]:
+        self.counts[transfer.direction, transfer.layer] += 1
+        future: Future[Result] = Future()
+        if self.breaks(transfer):
+            self.num_broken += 1
+            future.set_exception(OSError("the bytes are gone"))
+        else:
+            future.set_result(copy())
+        return future
 
 
 class DelayedTransfers:

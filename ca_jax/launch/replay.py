@@ -116,7 +116,6 @@ def make_report(result: Result, config: ReplayConfig, **told: Any) -> dict[str, 
     """
     workload = result.workload
     counts = ("cut_turns", "cut_tokens", "left_out_turns", "skipped_rows", "first_skipped", "stored_tokens")
-    both = {name: getattr(result, name) for name in ("comparison", "agreement")}
     return {
         "suite": "replay",
         **told,
