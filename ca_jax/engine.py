@@ -247,8 +247,10 @@ class Engine:
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
           SessionClosedError: the engine is closed.
         """
-        shared = params is None or isinstance(params, SamplingParams)
-        each = [params or SamplingParams()] * len(prompts) if shared else list(params)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]

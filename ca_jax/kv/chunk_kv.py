@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -217,7 +218,7 @@ class FusedTicket:
             except Exception as error:  # Raised where the layer is taken: copies into it may be under way.
                 ended(ticket, error)
                 continue
-            future.add_done_callback(lambda done, ticket=ticket: ended(ticket, done.exception()))
+            future.add_done_callback(functools.partial(lambda ticket, done: ended(ticket, done.exception()), ticket))
         return joined
 
 
