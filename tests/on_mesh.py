@@ -313,7 +313,8 @@ REPAIRS = {
 def test_every_way_to_overflow(name, tmp_path):
     if name == "drift":
         values = np.random.default_rng(0).normal(0, 0.2, (2, 2, 8, 8)).astype(np.float32)
-        drift = Drift(values=values, fingerprint="tiny", window=WINDOW, truncation_ratio=0.5, num_tokens=1)
+        of_model = {"fingerprint": model_of().fingerprint, "window": WINDOW}
+        drift = Drift(values=values, **of_model, truncation_ratio=0.5, num_tokens=1)
         drift.save(tmp_path / "drift.npz")
     overflow = REPAIRS.get(name) or OverflowConfig(drift=str(tmp_path / "drift.npz"))
     turns = [(100, 5), (90, 5), (80, 5), (20, 110), (9, 5)]  # One is cut before its turn, one in its answer.
