@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# How long an example takes says what else the machine does.
+hypothesis.settings.register_profile("tests", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 # Files of few tests that take long, each with processes or models of its own.

@@ -230,6 +230,8 @@ def test_what_devices_do_not_divide_each_has_whole(odd, caplog):
 
 
 FAMILIES = {
+    "llama": {"num_kv_heads": 4},
+    "mistral": {"sliding_window": 40},
     "mixtral": {"num_experts": 4, "num_experts_per_token": 2},
     "qwen2": {"qkv_bias": True, "sliding_window": 40, "full_layers": (0,)},
     "qwen3": {"qk_norm": True},

@@ -79,8 +79,7 @@ def test_what_a_killed_engine_had_written_is_what_the_next_one_knows(tmp_path, d
     answer = session.send_ids(PROMPTS[1], max_tokens=12)
     next(answer)
     catalog = workload.ssd_of(engine)._mover._catalog
-    catalog._lock.release()
-    catalog._lock = None
+    catalog._lock.close()
     with kit.small_engine(store=store) as another:
         found = another.session(session_id="one")
         assert found.conversation == durable

@@ -266,7 +266,7 @@ def num_failed(engine):
     return sum(engine.store_stats().ssd.failed_flushes.values())
 
 
-@pytest.mark.parametrize(("failure", "end"), zip(FAILURES, ["let go of", "closed"] * 2, strict=True))
+@pytest.mark.parametrize(("failure", "end"), [*zip(FAILURES, ["let go of", "closed"] * 2, strict=True)])
 def test_a_turn_whose_flush_fails_is_known_though_dram_let_go_of_it(tmp_path, monkeypatch, failure, end):
     gates = open_gated(monkeypatch)
     store = kit.ssd_store(tmp_path, dram_free_fraction=0.995)

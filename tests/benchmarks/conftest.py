@@ -1,16 +1,12 @@
 """What the benchmarks' tests share: a tiny model, a disk whose page cache can be emptied, and a suite that is run."""
 
-import contextlib
 import dataclasses
-import io
-import runpy
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from absl import flags
 
 import benchmarks.suites
 from benchmarks.disk import can_drop
@@ -18,6 +14,7 @@ from benchmarks.harness import SUITES, Run
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.simulate.traces.sharegpt import Turn
 from tests.launch.conftest import tiny_model
+from tests.scripts_kit import run_script
 
 __all__ = ["tiny_model"]
 
@@ -87,31 +84,12 @@ def recorded(*texts: str) -> tuple[Turn, ...]:
     return tuple(Turn(role=("user", "assistant")[i % 2], text=text) for i, text in enumerate(texts))
 
 
-def scripts_flags() -> list[str]:
-    """The flags that are not absl's own."""
-    modules = flags.FLAGS.flags_by_module_dict()
-    return [flag.name for module, defined in modules.items() if "absl" not in module for flag in defined]
-
-
 @pytest.fixture
-def command(monkeypatch):
-    """Runs a command in this process, with its flags alone; they are forgotten behind it."""
+def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a command in this process, with its flags alone."""
 
     def run(*arguments: object, module: str = "bench") -> subprocess.CompletedProcess[str]:
-        line, out, err = [module, *map(str, arguments)], io.StringIO(), io.StringIO()
-        monkeypatch.setattr(sys, "argv", line)
-        code, others = None, {name: flags.FLAGS[name] for name in scripts_flags()}
-        flags.FLAGS.remove_flag_values(others)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                runpy.run_module(f"ca_jax.launch.{module}", run_name="__main__")
-            except SystemExit as end:
-                code = end.code
-            finally:
-                flags.FLAGS.remove_flag_values(scripts_flags())
-                for flag in others.values():
-                    flags.FLAGS[flag.name] = flag
-        stderr = err.getvalue() + (f"{code}\n" if isinstance(code, str) else "")
-        return subprocess.CompletedProcess(line, 1 if isinstance(code, str) else code or 0, out.getvalue(), stderr)
+        ended = run_script(module, *arguments)
+        return subprocess.CompletedProcess([module, *arguments], ended.code, ended.out, ended.err)
 
     return run

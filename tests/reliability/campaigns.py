@@ -249,7 +249,8 @@ def _expect(arena: Arena, wanted: dict[str, int], only: str = "") -> None:
 
 def _expect_among(arena: Arena, allowed: set[str], num_faults: int = 0) -> None:
     counts = arena.count(num_faults)
-    allowed = allowed if arena.ratio is None else {*allowed, "miss absent"}
+    # A turn with chunks may give KV up that its flush is still bringing to SSD.
+    allowed = allowed if arena.ratio is None else {*allowed, "miss absent", "flush cancelled"}
     assert counts.keys() <= allowed, f"there must be counts among {sorted(allowed)}, counted {counts}"
 
 

@@ -35,7 +35,7 @@ def test_a_few_faults(tmp_path, name, driver):
     run(tmp_path, name, driver, 2, seed=1)
 
 
-@pytest.mark.parametrize(("name", "ratio"), zip(campaigns.CAMPAIGNS, itertools.cycle([1.0, 0.15])))
+@pytest.mark.parametrize(("name", "ratio"), [*zip(campaigns.CAMPAIGNS, itertools.cycle([1.0, 0.15]))])
 def test_a_few_faults_with_chunks(tmp_path, name, ratio):
     """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
     run(tmp_path, name, "zarr3" if ratio == 1.0 else "raw", 2, seed=1, ratio=ratio)
