@@ -19,7 +19,6 @@ from tests import engine_kit as kit
 from tests.evaluation.rag_kit import INSTRUCTION, ITEMS, write
 from tools import quality_page
 
-flags.FLAGS["out"].value = "unset"  # Of the page, which is required: other commands run in this process, too.
 TEXT = "A text that goes on and on, until no window holds it any more, and then goes on all the same. " * 4
 SMALL = ("--num_chunks=3", "--chunk_tokens=48", f"--instruction={INSTRUCTION}")
 
@@ -283,7 +282,8 @@ def test_the_command_writes_what_it_says(command, tiny_model, text, tmp_path):
     assert report["machine"]["cpu"] in done.stdout
     assert str(plot) in done.stdout.replace("\n", "")
     page = tmp_path / "page" / "quality.md"
-    with flagsaver.flagsaver(out=str(page)):
+    with flagsaver.flagsaver((quality_page._OUT, str(page))):
+        flags.FLAGS.mark_as_parsed()
         quality_page.main(["quality_page", str(out)])
         with pytest.raises(SystemExit, match=r"error: .*must be a JSON file"):
             quality_page.main(["quality_page", str(text)])
