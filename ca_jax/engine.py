@@ -247,10 +247,8 @@ class Engine:
           ContextWindowError: a prompt that leaves no room for an answer. Nothing has been run then.
           SessionClosedError: the engine is closed.
         """
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
+        params = SamplingParams() if params is None else params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"there must be one params for each of {len(prompts)} prompts, got {len(each)}")
         ids = [prompt_ids(self.model, prompt) for prompt in prompts]

@@ -120,7 +120,12 @@ class Truncation:
 
     def shorten(self, entry: Entry, num_tokens: int, note: bytes | None = None) -> None:
         """Keeps only the first tokens of a session that is not in use; see `truncate`."""
-        if num_tokens:
+        if num_tokens and not entry.num_readable and self._ssd is not None:
+            self._ssd.cancel(entry)  # What is on its way is of a state that was given up, with tokens that must go.
+            self._index.place(entry)
+            if note is not None:
+                self._placement.set_note(entry.key, note)
+        elif num_tokens:
             self._discard(entry, np.arange(max(entry.num_readable, num_tokens)) >= num_tokens, note)
         else:
             self._placement.forget(entry)

@@ -381,3 +381,16 @@ def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
         store.close()
     assert seen[b"before"] > 3
     assert seen[b"cut"] > 0
+
+
+@pytest.mark.parametrize("note", [None, b"cut"])
+def test_a_state_that_was_given_up_comes_to_ssd_no_more_once_it_is_cut(tmp_path, driver, note):
+    store = make_store(6, ssd_dir=tmp_path, ssd_driver=driver)
+    with writer_stopped(store):
+        save(store, "a", ids(11), make_kv(LAYOUT, 11))
+        store.poll()
+        store.leave_dram("a")
+        assert store.truncate("a", 3, note) == 0
+    store.settle()
+    assert info(store, "a") is None
+    assert used_ssd_blocks(store) == 0
