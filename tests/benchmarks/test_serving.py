@@ -22,7 +22,7 @@ def test_every_number_of_clients_is_a_row_of_each_server(measure, tiny_model, sy
         assert row.turns_per_minute > 0
         assert row.output_tokens_per_s == pytest.approx(row.turns_per_minute / 60 * 4), "4 tokens an answer"
         assert 0 < row.ttft_p50_s <= row.ttft_p99_s
-        assert row.later_ttft_p50_s <= row.later_ttft_p99_s <= row.ttft_p99_s
+        assert 0 < row.later_ttft_p50_s <= row.later_ttft_p99_s
         assert 0 < row.cached_tokens < row.prompt_tokens, "a second turn has a history, a first one has none"
         assert row.cached_share == pytest.approx(row.cached_tokens / row.prompt_tokens)
     measured.check_spreads()
