@@ -12,10 +12,9 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import BlendConfig, FinishReason, OverflowConfig, SamplingParams
+from ca_jax import FinishReason, OverflowConfig, SamplingParams
 from ca_jax.errors import ContextWindowError
 from ca_jax.launch.chat import COMMANDS, Chat
-from ca_jax.launch.chat_input import lines_of
 from tests import engine_kit as kit
 
 MAX_TOKENS = 12
@@ -153,14 +152,6 @@ def test_it_is_shown_when_the_context_was_full(engine):
     assert re.search(rf"^dropped tokens +{shown} *$", output, re.MULTILINE)
 
 
-def test_it_is_shown_when_the_context_filled_up_in_an_answer(engine):
-    chat, output = talk(engine, long_message(1), "go on", max_tokens=200)
-    shown = r"^cut short · .*answer 200.* · context full: dropped the oldest (\d+) tokens"
-    (dropped,) = re.findall(shown, output, re.MULTILINE)
-    assert chat.session.usage.dropped_tokens == chat.session.num_dropped == int(dropped) == 256
-    assert roles(chat.session)[-2:] == ["user", "assistant"]
-
-
 def test_tokens_that_are_not_the_oldest_are_not_said_to_be():
     with kit.small_engine(overflow=OverflowConfig(discarder="sinks", keep_first_tokens=0)) as engine:
         _, output = talk(engine, *(long_message(number) for number in range(3)))
@@ -185,20 +176,6 @@ def test_the_oldest_turns_are_forgotten(engine):
     assert chat.session.usage.num_cached_tokens == num_left - 1  # What is left is used as it is stored.
     assert chat.session.usage.dropped_tokens == 0
     assert "context full" not in output
-
-
-def test_only_turns_before_the_last_can_be_forgotten(engine):
-    arguments = ("", "0", "3", "-1", "all")
-    chat, output = talk(engine, "first", "second", "third", *(f"/forget {each}".strip() for each in arguments))
-    for each in arguments:
-        assert f"error: /forget must be given how many of the oldest turns to drop, 1 to 2; got {each!r}" in output
-    assert chat.session.num_dropped == 0
-
-
-def test_what_is_not_stored_cannot_be_pinned_or_dropped(engine):
-    chat, output = talk(engine, "/pin", "/unpin", "/drop", "hello")
-    assert len(re.findall(rf"error: .*'{chat.session.session_id}'", output)) == 3
-    assert chat.session.usage is not None
 
 
 def ssd_engine(directory):
@@ -260,15 +237,6 @@ def test_a_context_stands_in_front_of_the_first_message_that_is_sent(tmp_path):
     assert "context: 2 chunks in front of the next message · 0 computed now" in output
 
 
-def test_a_context_whose_kv_is_not_used_by_chunk_is_not_computed_by_chunk():
-    context = ["The sky is green."]
-    with kit.small_engine(blend=BlendConfig(mode="prefix")) as engine:
-        chat, output = talk(engine, "Which is green?", context=context)
-        assert engine.metrics.computed_chunks == 0
-    assert "context: 1 chunks in front of the next message\n" in output
-    assert chat.session.messages[0] == {"role": "user", "content": "Which is green?", "context": context}
-
-
 def test_a_context_too_long_for_the_window_ends_the_chat_before_it_begins(engine):
     with pytest.raises(ContextWindowError, match="chunk 1 of 1"):
         talk(engine, "hello", context=["long " * 200])
@@ -296,15 +264,6 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_part(engine):
     assert "nothing to stop" in user.terminal.getvalue(), "Ctrl-C at the prompt does not end the chat"
     assert chat.session.usage.num_cached_tokens > 0
     assert signal.getsignal(signal.SIGINT) is handler
-
-
-def test_lines_of_a_stream_are_echoed():
-    output = io.StringIO()
-    read_line = lines_of(io.StringIO("one\n[b]two[/b]"), rich.console.Console(file=output, width=10))
-    assert [read_line().strip(), read_line()] == ["one", "[b]two[/b]"]
-    with pytest.raises(EOFError):
-        read_line()
-    assert output.getvalue() == "> one\n> [b]two[/b]\n"
 
 
 # The program.
@@ -373,13 +332,7 @@ def test_the_program_answers_from_the_chunks_of_a_file(launch, tiny_model, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
-    [
-        ("--model=nonesuch", "unknown model 'nonesuch'"),
-        ("--max_tokens=0", "max_tokens"),
-        ("--ssd_driver=nonesuch", "ssd_driver"),
-        ("--truncation_ratio=0", "truncation_ratio"),
-    ],
+    ("flag", "message"), [("--model=nonesuch", "unknown model 'nonesuch'"), ("--max_tokens=0", "max_tokens")]
 )
 def test_the_program_says_what_is_wrong_with_its_flags(launch, flag, message):
     done = launch("chat", flag)

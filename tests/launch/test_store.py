@@ -67,18 +67,6 @@ def test_list_tells_of_all_sessions(tmp_path, filled):
     assert (third["expired"], third["pinned"], third["tenant"]) == (False, True, "bob")
     assert result.facts["damaged_rows"] == []
     lines = text.splitlines()
-    assert cells(lines[0]) == [
-        "session",
-        "tenant",
-        "tokens",
-        "size",
-        "created",
-        "last used",
-        "expires",
-        "pinned",
-        "state",
-        "weights",
-    ]
     assert [cells(line)[0] for line in lines[1:5]] == ["chat", "notes", "chat", "x"]
     assert cells(lines[1])[1:4] == ["alice", "10", "2.9 kB"]
     assert cells(lines[1])[6:] == ["never", "no", "ready", "aaaa1111weig"]
@@ -186,7 +174,7 @@ def test_stats_sums_up_by_namespace_and_tenant(tmp_path, filled):
     assert [each["num_sessions"] for each in result.facts["namespaces"]] == [1, 0]
 
 
-def test_export_writes_what_was_stored(tmp_path, filled):
+def test_export_writes_what_was_stored_and_leaves_out_what_is_damaged(tmp_path, filled):
     result, text = ask(tmp_path, "export", output_dir=tmp_path / "new" / "out")
     assert result.ok
     assert os.stat(tmp_path / "new" / "out").st_mode & 0o777 == 0o700
@@ -203,14 +191,12 @@ def test_export_writes_what_was_stored(tmp_path, filled):
         wanted = {"session_id": kept.record.session_id, "tenant": kept.record.tenant, "weights": weights}
         assert wanted.items() <= metadata.items()
 
-
-def test_export_leaves_out_what_is_damaged(tmp_path, filled):
     damage(tmp_path)
-    result, text = ask(tmp_path, "export", output_dir=tmp_path / "out")
+    result, text = ask(tmp_path, "export", output_dir=tmp_path / "sound")
     assert not result.ok
     assert [each["session_id"] for each in result.facts["exported"]] == ["chat", "notes", "x"]
     assert [each["key"] for each in result.facts["damaged"]] == [KEYS["third"]]
-    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert len(list((tmp_path / "sound").iterdir())) == 3
     assert "not exported: session 'chat'" in text
     result, _ = ask(tmp_path, "export", "notes", output_dir=tmp_path / "one")
     assert result.ok
@@ -265,11 +251,9 @@ def test_beside_an_engine_all_that_only_looks_works(tmp_path, filled):
     [
         ({"command": "lst"}, "must be one of list, show, .*; got 'lst'"),
         ({"command": "show"}, "show must be told a session's id or the beginning of its key, got none"),
-        ({"command": "drop", "session": ""}, "drop must be told a session's id"),
         ({"command": "stats", "session": "x"}, "stats must be told no session, got 'x'"),
         ({"command": "export"}, "export must be told output_dir, got none"),
         ({"command": "list", "dry_run": True}, "dry_run must come with gc, got list"),
-        ({"command": "verify", "drop_namespaces": ("x",)}, "drop_namespaces must come with gc, got verify"),
         ({"command": "gc", "output_dir": Path("x")}, "output_dir must come with export, got gc"),
     ],
 )

@@ -8,7 +8,6 @@ import rich.console
 
 from ca_jax.launch.script import printable
 from ca_jax.launch.terminal import (
-    decode_rate,
     describe_overflow,
     describe_usage,
     progress_bars,
@@ -37,21 +36,18 @@ def test_pieces_come_out_as_they_are_but_for_what_steers_the_terminal():
     assert printable("\x07\x7f\x9b") == "\ufffd" * 3
 
 
-def test_a_turn_is_described_with_the_tiers_that_gave_something():
-    assert describe_usage(USAGE) == (
-        "TTFT 138 ms · cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · answer 65 · decode 32.0 tokens/s"
-    )
-
-
-def test_what_was_computed_anew_of_chunks_and_which_were_missed_is_described():
-    usage = dataclasses.replace(USAGE, repaired_tokens=1033, missed_chunks=1)
-    assert " · new 19 · recomputed 1,033 · missed chunks 1 · answer 65 · " in describe_usage(usage)
-
-
-def test_an_answer_of_one_token_has_no_rate():
-    one = Usage(**{**vars(USAGE), "completion_tokens": 1, "decode_s": 0.0, "cached_tokens": {"dram": 0}})
-    assert decode_rate(one) is None
-    assert describe_usage(one) == "TTFT 138 ms · cached 0 of 1,192 prompt tokens · new 1,192 · answer 1"
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · answer 65 · decode 32.0 tokens/s"),
+        (
+            {"repaired_tokens": 1033, "missed_chunks": 1, "completion_tokens": 1, "decode_s": 0.0},  # No rate of one.
+            "cached 1,173 of 1,192 prompt tokens (dram 1,173) · new 19 · recomputed 1,033 · missed chunks 1 · answer 1",
+        ),
+    ],
+)
+def test_a_turn_is_described_with_the_tiers_that_gave_something(changes, text):
+    assert describe_usage(dataclasses.replace(USAGE, **changes)) == f"TTFT 138 ms · {text}"
 
 
 @pytest.mark.parametrize(
