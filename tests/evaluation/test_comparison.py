@@ -46,11 +46,6 @@ def test_the_first_tt_is_what_others_are_held_against():
             "methods must differ, got 'ca, keep 4, .*' more than once",
         ),
         ({"window": 64, "step_tokens": 65}, "step_tokens must be in .*, got step_tokens=65 and window=64"),
-        ({"step_tokens": 0}, "step_tokens must be in"),
-        (
-            {"methods": (ComparedOverflow(keep_first_tokens=64),), "window": 64, "step_tokens": 8},
-            "keep_first_tokens",
-        ),
         ({"methods": (ComparedOverflow(keep_first_tokens=60),), "window": 64, "step_tokens": 8}, "got 60 and 8"),
     ],
 )
@@ -59,21 +54,20 @@ def test_what_cannot_be_compared_is_refused(changes, message):
         Comparison(**{"methods": (ComparedOverflow(),), **changes})
 
 
-def test_a_window_above_the_models_is_refused():
-    with pytest.raises(EvaluationError, match="the model's 512 tokens; got step_tokens=128 and window=1024"):
-        Comparison(methods=(ComparedOverflow(),)).streams(kit.tiny_model())
-
-
 def test_a_drift_that_is_none_is_refused(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"none")
-    for name, message in (("no.npz", "No such file"), ("bad.npz", "must be of drift")):
-        comparison = Comparison(methods=(ComparedOverflow(drift=str(tmp_path / name)),), window=64, step_tokens=16)
+    for name, window, message in (
+        ("no.npz", 64, "No such file"),
+        ("bad.npz", 64, "must be of drift"),
+        ("bad.npz", 1024, "the model's 512 tokens; got step_tokens=16 and window=1024"),
+    ):
+        comparison = Comparison(methods=(ComparedOverflow(drift=str(tmp_path / name)),), window=window, step_tokens=16)
         with pytest.raises(EvaluationError, match=message):
             comparison.streams(kit.tiny_model())
 
 
-@pytest.mark.parametrize("num_tokens", [64, 65, 100, 128, 200])
-@pytest.mark.parametrize("ratios", [(0.5,), (0.3,), (1.0,), (0.5, 0.2)])
+@pytest.mark.parametrize("num_tokens", [64, 65, 200])
+@pytest.mark.parametrize("ratios", [(1.0,), (0.5, 0.2)])
 def test_what_survives_is_what_streams_have_left(num_tokens, ratios):
     methods = tuple(ComparedOverflow(truncation_ratio=ratio, keep_first_tokens=3) for ratio in ratios)
     comparison = Comparison(methods=methods, window=64, step_tokens=16)

@@ -77,13 +77,6 @@ def test_lines_follow_each_other_until_the_window_overflows(tmp_path):
         assert len({each.expected for each in record.questions}) == len(record.questions)
 
 
-def test_records_are_drawn_by_the_seed(tmp_path):
-    path = write_lines(tmp_path / "lines.jsonl")
-    assert records(path) == records(path)
-    assert records(path) != records(path, seed=1)
-    assert [len(record.questions) for record in records(path, questions_per_record=1)] == [1, 1, 1]
-
-
 def test_the_number_of_lines_may_be_set_if_they_overflow_the_window(tmp_path):
     path = write_lines(tmp_path / "lines.jsonl")
     for record in records(path, num_lines=12):
@@ -118,11 +111,8 @@ def test_the_last_topic_is_asked_for_and_named_before_the_overflow_alone(tmp_pat
     ("row", "message"),
     [
         ({"prompt": "x"}, r"a\.jsonl:2: a row must have .*; got prompt"),
-        ({"prompt": 3, "topics": []}, r"a\.jsonl:2: a row must have a string `prompt` and"),
-        ({"prompt": "x", "topics": [], "expected_number": 1}, r"a\.jsonl:2: a row must have a string `prompt` and"),
         ({"prompt": "no lines", "expected_number": 1}, r"a\.jsonl:2: a prompt must have lines 'line NAME"),
         ({"prompt": "x", "topics": ["one"]}, r"a\.jsonl:2: `topics` must be as many as .* got 1 and 0"),
-        ({"prompt": "x", "topics": 4}, r"a\.jsonl:2: `topics` must be as many as .* got int and 0"),
     ],
 )
 def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
@@ -130,16 +120,6 @@ def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, row, message):
     (tmp_path / "a.jsonl").write_text(path.read_text() + write_rows(tmp_path / "row", [row]).read_text())
     with pytest.raises(EvaluationError, match=message):
         records(tmp_path / "a.jsonl")
-
-
-def test_files_of_both_kinds_or_none_are_refused(tmp_path):
-    both = write_lines(tmp_path / "a.jsonl", num_rows=1).read_text() + write_topics(tmp_path / "b.jsonl").read_text()
-    (tmp_path / "both.jsonl").write_text(both)
-    with pytest.raises(EvaluationError, match=r"both\.jsonl must have rows of lines or of topics, got both"):
-        records(tmp_path / "both.jsonl")
-    (tmp_path / "none.jsonl").write_text("\n")
-    with pytest.raises(EvaluationError, match="got none"):
-        records(tmp_path / "none.jsonl")
 
 
 def answer_from_context(stream: ContextStream, max_tokens: int, stop_ids: object = ()) -> list[int]:
@@ -186,14 +166,6 @@ def test_both_kinds_run_in_both_forms_up_to_the_last_item(tmp_path, form):
         assert len(evaluation.items) == tt.num_items == most
         assert (of.same_answers, of.difference_to_tt) == (1.0, 0.0)
         assert tt.num_truncations == of.num_truncations == 1
-
-
-def test_no_record_is_begun_behind_the_last_token(tmp_path):
-    path = write_lines(tmp_path / "lines.jsonl")
-    first = len(records(path, methods=("ca",))[0].token_ids)
-    for most, num_records in ((1, 1), (first, 1), (first + 1, 2), (None, 3)):
-        config = ask(path, methods=("ca",), max_tokens=most, answer_tokens=1, questions_per_record=1)
-        assert len(run_longeval(kit.tiny_model(), config, ignore).items) == num_records
 
 
 def test_nothing_to_ask_for_is_refused(tmp_path):

@@ -68,8 +68,6 @@ def test_a_prompt_has_the_examples_with_their_answers_and_ends_before_the_last(d
             r"bad_dev\.csv:2: a row must have a question, four .* got 5 columns, the last 'B'",
         ),
         ("a,1,2,3,4,A\n\nb,1,2,3,4,E\n", r"bad_dev\.csv:3: a row must have .* got 6 columns, the last 'E'"),
-        ("a,1,2,3,4,4\n", r"bad_dev\.csv:1: a row must have .* the last '4'"),
-        ("alone\n", r"bad_dev\.csv:1: a row must have .* got 1 columns"),
         ('"a,1,2,3,4,A\n', r"bad_dev\.csv:1 must be CSV, got unexpected end of data"),
         ("question,a,b,c,d,answer\n", r"bad_dev\.csv must have questions, got none"),
     ],
@@ -78,12 +76,6 @@ def test_a_row_that_is_none_is_refused_with_its_place(tmp_path, content, message
     (tmp_path / "bad_dev.csv").write_text(content)
     with pytest.raises(EvaluationError, match=message):
         read_subjects(tmp_path)
-
-
-def test_a_directory_without_questions_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(EvaluationError, match=r"a directory of \*_test.csv or \*_dev.csv files, got none in"):
-            read_subjects(path)
 
 
 def test_the_test_split_is_asked_with_examples_of_the_dev_split(directory):
@@ -128,15 +120,6 @@ def test_a_choice_is_the_likeliest_behind_the_context_that_is_left(directory):
     }
     assert ca.logprob_difference == pytest.approx(np.abs(given["ca"] - given["tt"]).mean(), abs=1e-3)
     assert ca.logprob_difference > 1e-2
-
-
-def test_items_are_drawn_by_the_seed(directory):
-    drawn = [
-        run_mmlu(kit.tiny_model(), ask(directory, max_items=2, seed=seed), ignore).items for seed in (0, 0, 1, 2, 3)
-    ]
-    assert all(len(items) == 2 for items in drawn)
-    assert drawn[0] == drawn[1]
-    assert any(items != drawn[0] for items in drawn[2:])
 
 
 def test_a_preamble_must_be_there_and_overflow_the_window(directory, tmp_path):

@@ -126,17 +126,3 @@ def test_a_curve_is_the_mean_over_truncations_of_each_bin():
     assert (behind.loss, behind.gap) == (3.0, 2.0)
     assert behind.loss_stderr == behind.gap_stderr == pytest.approx(1.0)  # Of 2 and 4.
     assert [point.loss for point in curve] == [3.5, 5.0, 3.0, 5.0]
-
-
-def test_a_curve_ends_where_the_text_does():
-    losses = np.arange(70.0)
-    losses[0] = np.nan
-    curve = loss_curve(losses, None, [40])
-    assert [point.offset for point in curve] == [-64, -32, 0]
-    assert [point.loss for point in curve] == [
-        np.arange(1.0, 8).mean(),
-        np.arange(8.0, 40).mean(),
-        np.arange(40.0, 70).mean(),
-    ]
-    assert {(point.loss_stderr, point.gap, point.gap_stderr) for point in curve} == {(None, None, None)}
-    assert loss_curve(losses, None, []) == []

@@ -71,14 +71,6 @@ def test_the_first_chunk_is_exact_unless_something_is_before_it():
     assert plan.first_rows.tolist() == [0, 1, 31, 72, 73]
 
 
-def test_random_tokens_are_others_for_another_seed_and_the_same_for_the_same():
-    config = kit.tiny_model().config
-    one, again, other = (plan_of(config, prompt(), ratio=0.3, selection="random", seed=seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one.first_rows, again.first_rows)
-    assert len(one.first_rows) == len(other.first_rows) == 21
-    assert len(np.intersect1d(one.first_rows, other.first_rows)) < 15
-
-
 @pytest.mark.parametrize("head", [(), (5,)])
 @pytest.mark.parametrize("selection", ["hkvd", "random", "first"])
 def test_all_tokens_anew_are_full_recompute(contexts, head, selection):
@@ -154,13 +146,3 @@ def test_an_answers_log_probability_is_that_of_its_tokens(contexts):
     logits, _ = kit.full_pass([*ids, *QUESTION, *answer.token_ids])
     expected = [log_softmax(logits[start - 1 + i])[token] for i, token in enumerate(answer.token_ids)]
     assert answer.mean_logprob == pytest.approx(np.mean(expected), abs=1e-4)
-
-
-def test_what_is_compiled_does_not_grow_with_the_questions(contexts):
-    ids = prompt().context_ids
-    kv = contexts.prefill(ids)
-    contexts.ask(kv, len(ids), QUESTION, 1)
-    before = forward_attention._cache_size()
-    for num_tokens in (1, 5, 32):
-        contexts.ask(kv, len(ids) - num_tokens, kit.prompt(num_tokens), 1)
-    assert forward_attention._cache_size() == before

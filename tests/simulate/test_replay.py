@@ -189,17 +189,6 @@ def test_a_context_that_overflows_goes_on():
     assert summarize(served).hit_rate == 1.0
 
 
-def test_a_spread_is_of_its_values():
-    found = Spread.of(range(101))
-    assert (found.mean, found.p50, found.p90, found.p99) == (50.0, 50.0, 90.0, 99.0)
-
-
-def test_without_a_store_there_is_none_of_its_tiers(tmp_path):
-    config = dataclasses.replace(kit.SMALL, store=dataclasses.replace(kit.SMALL.store, ssd_dir=str(tmp_path)))
-    store = without_store(config).store
-    assert (store.dram_gib, store.ssd_dir, store.block_tokens) == (0.0, None, kit.BLOCK_TOKENS)
-
-
 # Beside its simulation.
 
 
@@ -214,8 +203,9 @@ def talks(trace):
     return workload(trace, num_sessions=20, max_answer_tokens=6)
 
 
-@pytest.mark.parametrize("policy", ["scheduler_aware", "lru", "fifo"])
-@pytest.mark.parametrize("num_blocks", [100, 2000])
+@pytest.mark.parametrize(
+    ("policy", "num_blocks"), [("scheduler_aware", 100), ("lru", 100), ("fifo", 100), ("scheduler_aware", 2000)]
+)
 def test_a_simulation_does_what_the_engine_does(talks, policy, num_blocks):
     store = dataclasses.replace(kit.store_of(num_blocks), eviction_policy=policy)
     with kit.small_engine(store=store, share_prefixes=False) as engine:

@@ -109,25 +109,20 @@ AGENTS = "agents", [called(1, "x"), called(2, "y")]
 CSV = "arrivals", ["time,input_tokens,output_tokens", "1,2,3", "2,2,3"]
 BAD_ROWS = [
     (MOONCAKE, '{"timestamp": 1', "a row must be a JSON object"),
-    (MOONCAKE, "[1, 2]", "a row must be a JSON object, got [1, 2]"),
     (MOONCAKE, {"timestamp": 1, "input_length": 5, "hash_ids": [1]}, "`output_length` must be a number, got nothing"),
     (MOONCAKE, asked(1, -5, 1), "`input_length` must be an integer of at least 1, got -5"),
-    (MOONCAKE, asked(1, 5.5, 1), "`input_length` must be an integer"),
     (MOONCAKE, asked(1, HASH_BLOCK_TOKENS + 1, 1), "`hash_ids` must be one for each of 2 blocks"),
     (MOONCAKE, asked(1, 5, "x"), "`hash_ids` must be a list of integers"),
-    (MOONCAKE, asked(None, 5, 1), "`timestamp` must be a number"),
     (MOONCAKE, asked("noon", 5, 1), "`timestamp` must be a number, got 'noon'"),
     (MOONCAKE, asked(1e999, 5, 1), "`timestamp` must be a number"),
     (MOONCAKE, asked(0.5, 5, 1), "`timestamp` must be at least the 1 ms of the row before"),
     (AGENTS, called(-1, "x"), "`timestamp` must be microseconds"),
     (AGENTS, called(1, None), "`input` must be text"),
-    (AGENTS, called(1, "x", 5), "`output` must be text, got 5"),
     (AGENTS, called(1, "x", session=""), "`session_id` must be a name"),
     (CSV, "1,2", "a row must have 3 fields"),
     (CSV, "noon,2,3", "`arrival` must be seconds, or a date"),
     (CSV, "0,2,3", "`arrival` must be a time that is not before"),
     (CSV, "nan,2,3", "`arrival` must be seconds"),
-    (CSV, "1,-2,3", "`input` must be an integer of at least 1, got '-2'"),
     (CSV, "1,2,0", "`output` must be an integer of at least 1"),
 ]
 

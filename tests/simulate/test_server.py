@@ -52,7 +52,7 @@ def sessions():
     lengths = [
         [(int(rng.integers(1, 300)), int(rng.integers(1, 200))) for _ in range(rng.integers(1, 8))] for _ in range(40)
     ]
-    return list(poisson_sessions(lengths, num_sessions=60, arrival_rate=5.0, think_s=2.0, seed=1))
+    return list(poisson_sessions(lengths, num_sessions=30, arrival_rate=5.0, think_s=2.0, seed=1))
 
 
 def histories_and_prompts(sessions):
@@ -173,9 +173,9 @@ def test_the_same_seed_is_the_same_simulation(sessions):
 
 
 def test_the_warm_up_is_served_and_not_counted(sessions):
-    whole, rest = (server(store(5000), warmup_turns=count).serve(sessions) for count in (0, 50))
-    assert rest.num_turns == whole.num_turns - 50
-    assert rest.prefills == whole.prefills[50:]
+    whole, rest = (server(store(5000), warmup_turns=count).serve(sessions) for count in (0, 25))
+    assert rest.num_turns == whole.num_turns - 25
+    assert rest.prefills == whole.prefills[25:]
     assert rest.begin_s > whole.begin_s
 
 
@@ -187,12 +187,6 @@ def test_a_llama_s_kv_is_as_large_as_the_paper_says():
         assert MODELS[name].token_bytes / 2**20 == pytest.approx(wanted, rel=0.03), name
     cost = RooflineCost(model=MODELS["llama-65b"], device=DEVICES["a100-80"], num_devices=4)
     assert cost.prefill_s(0, 2048) == pytest.approx(0.36, rel=0.05)
-
-
-@pytest.mark.parametrize("change", [{"dram_bytes": 0}, {"ssd_bytes": -1}, {"ssd_read_bytes_per_s": 0}])
-def test_sizes_outside_their_range_are_refused(change):
-    with pytest.raises(ValueError, match=f"{next(iter(change))} must be a number"):
-        StoreSizes(**{"dram_bytes": 1e9, **change})
 
 
 # Traces and policies.

@@ -146,14 +146,6 @@ def test_malformed_before_the_end_is_an_error_with_the_byte_offset(two_conversat
         next(read)
 
 
-def test_an_element_may_have_ids_within(tmp_path):
-    named = piece("a_0", ("human", "q"), ("gpt", "r")) | {"source": {"id": "x", "by": [{"id": "y"}]}}
-    path = write(tmp_path / "ids.json", [named, piece("b_0", ("human", "s"))])
-    assert [each.id for each in load_sharegpt(path)] == ["a", "b"]
-    path.write_text(" [ ] ")
-    assert list(load_sharegpt(path)) == []
-
-
 FIRST = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=False).encode()
 
 
@@ -163,7 +155,6 @@ FIRST = json.dumps(piece("a_0", ("human", "π"), ("gpt", "q")), ensure_ascii=Fal
         (b"", "at byte 0: there must be '\\[' .*, got an empty file"),
         (b'{"id": "a_0"}', "at byte 0: there must be '\\[' .*, got '{\"id\""),
         (b"[1, 2]", "at byte 1: an element must be an object with `id` and `conversations`, got 1"),
-        (b'[{"id": "a_0"}]', "at byte 1: an element must be an object with `id` and `conversations`"),
         (b"[%s %s]" % (FIRST, FIRST), f"at byte {1 + len(FIRST)}: there must be ',' or '\\]', got '{{"),
         (b"[%s, %s]?" % (FIRST, FIRST), "there must be ',' or '\\]', got"),
         (b'[{"id": "a_0", "conversations": [{"from": "gpt", "value": 3}]}]', "a message must have `from` and a text"),
