@@ -18,13 +18,6 @@ from tests.server_kit import DEADLINE_S, chat, ssd_store, user
 BLOCK_TOKENS = engine_kit.BLOCK_TOKENS
 
 
-@contextlib.contextmanager
-def tiered_engine(directory, **changes):
-    store = ssd_store(directory, dram_gib=0.02, ssd_gib=0.1)
-    with engine_kit.small_engine(store=store, **changes) as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     store = ssd_store(tmp_path_factory.mktemp("ssd"), dram_gib=0.02, ssd_gib=0.1)
@@ -53,7 +46,7 @@ def converse(server, key, *messages, **options):
 
 
 def test_a_session_is_told_of_block_by_block_and_its_last_turn_phase_by_phase(tmp_path):
-    with tiered_engine(tmp_path) as engine:
+    with engine_kit.small_engine(store=engine_kit.ssd_store(tmp_path)) as engine:
         session = engine.session(session_id="a")
         engine_kit.converse(session, ["tell me about the sea", "and about the shore"], 20)
         engine.wait_for_saves()
@@ -78,7 +71,7 @@ def test_a_session_is_told_of_block_by_block_and_its_last_turn_phase_by_phase(tm
 
 
 def test_the_end_of_a_save_is_told_when_it_is_there(tmp_path):
-    with tiered_engine(tmp_path) as engine:
+    with engine_kit.small_engine(store=engine_kit.ssd_store(tmp_path)) as engine:
         session = engine.session(session_id="a")
         job = session.submit([user("a word of it")], sampling=SamplingParams(max_tokens=20))
         saver = engine._kv._saver
@@ -97,7 +90,7 @@ def test_the_end_of_a_save_is_told_when_it_is_there(tmp_path):
 
 
 def test_a_queue_is_told_in_order_with_its_windows_and_nothing_of_others(tmp_path):
-    with tiered_engine(tmp_path) as engine:
+    with engine_kit.small_engine(store=engine_kit.ssd_store(tmp_path)) as engine:
         names = [f"ann/{i}" for i in range(3)] + ["ben/0"]
         sessions = [engine.session(session_id=name, tenant=name[:3]) for name in names]
         for session in sessions[1:]:
@@ -170,13 +163,6 @@ def test_a_session_of_another_tenant_is_not_there(server):
     assert snapshot(server, session_id="no such")["session"] is None
 
 
-def test_the_schema_has_what_ends_alone(server):
-    with server.http() as http:
-        paths = http.get("/openapi.json").json()["paths"]
-    assert "/live/snapshot" in paths
-    assert not {"/", "/live", "/page/{name}"} & paths.keys()
-
-
 def events_of(lines):
     return (json.loads(line[6:]) for line in lines if line.startswith("data: "))
 
@@ -232,6 +218,9 @@ def test_the_stream_ends_when_the_server_stops():
 
 def test_the_page_wants_neither_key_nor_engine(server):
     with server.http() as http:
+        paths = http.get("/openapi.json").json()["paths"].keys()
+        assert "/live/snapshot" in paths
+        assert not {"/", "/live", "/page/{name}"} & paths, "a schema has what ends, and what is for programs"
         page = http.get("/")
         assert page.headers["content-security-policy"].startswith("default-src 'self';")
         assert page.headers["content-type"] == "text/html; charset=utf-8"

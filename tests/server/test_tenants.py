@@ -63,7 +63,6 @@ def test_a_key_says_whose_a_request_is(tenants):
     [
         ("keys = 3", "there must be a table for each tenant"),
         ("[a", "it must be TOML"),
-        ("", "at least one tenant with a key"),
         ("[a]\n", "at least one tenant with a key"),
         ('["a/b"]\nkeys = ["12345678"]', "a tenant's name must be"),
         ('[a]\nkey = ["12345678"]', "tenant a: fields must be of best_priority, keys, .*, salt; got key"),
@@ -71,8 +70,6 @@ def test_a_key_says_whose_a_request_is(tenants):
         ('[a]\nkeys = ["12345678", "short"]', "tenant a: keys number 2 must have at least 8 characters$"),
         ('[a]\nkeys_sha256 = ["12345678"]', "keys_sha256 number 1 must match pattern .*64"),
         ('[a]\nkeys = ["12345678"]\nquota_gib = 0', "quota_gib must be greater than 0, got 0"),
-        ('[a]\nkeys = ["12345678"]\nmax_requests = 1.5', "max_requests must be a valid integer, got 1.5"),
-        ('[a]\nkeys = ["12345678"]\nsalt = 1', "salt must be a valid string, got 1"),
         ('[a]\nkeys = ["12345678"]\nbest_priority = true', "best_priority must be a valid integer, got True"),
         ('[a]\nkeys = ["12345678"]\nbest_priority = -1001', "best_priority must be greater than or equal to -1000"),
         ('[a]\nkeys = ["12345678"]\nmax_pinned = -1', "max_pinned must be greater than or equal to 0, got -1"),

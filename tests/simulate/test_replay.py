@@ -18,9 +18,8 @@ from ca_jax.simulate.replay.running import (
     replay,
     sim_sessions,
     simulate,
-    without_store,
 )
-from ca_jax.simulate.replay.serving import Spread, compare, serve, summarize
+from ca_jax.simulate.replay.serving import compare, serve, summarize
 from ca_jax.simulate.replay.workload import (
     Exchange,
     ReplayError,
