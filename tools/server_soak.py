@@ -8,10 +8,13 @@ Not here: what the clients do (`tests.server.soak`), what must hold (`tests.serv
 from __future__ import annotations
 
 import argparse
+import collections
 import json
+import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -33,7 +36,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, sk.running(**soak.limits(directory)) as server:
         found = soak.soak(server, args.clients, args.turns, args.seed)
     row = {
-        **{"clients": args.clients, "seed": args.seed, **found.figures()},
+        **{"clients": args.clients, "seed": args.seed, **figures(found)},
         "command": " ".join(["python -m tools.server_soak", *sys.argv[1:]]),
         "machine": describe_machine(),
         "versions": describe_versions(),
@@ -45,6 +48,30 @@ def main() -> None:
     if args.plot_out is not None:
         _plot(args.plot_out, found, f"{args.clients} clients, {summarize_machine(row['machine'])}")
     sys.exit(bool(found.failures or found.wrong))
+
+
+def figures(report: soak.Report) -> dict[str, Any]:
+    """What came of a run, in numbers alone."""
+    ttft = sorted(report.ttft_s)
+    later = report.rss[len(report.rss) // 3 :]  # What is allocated once has been by then.
+    slope = statistics.linear_regression(*zip(*later, strict=True)).slope if len(later) > 2 else 0.0
+    return {
+        "turns": report.num_turns,
+        "left": report.num_left,
+        "refused": report.num_refused,
+        "busy": sum(report.refusals),
+        "refusals_per_answer": sum(report.refusals) / len(report.refusals),
+        "refusals_by_answers": dict(sorted(collections.Counter(report.refusals).items())),
+        "wrong": len(report.wrong),
+        "ties": report.num_ties,
+        "failures": len(report.failures),
+        "cached_share": report.cached_tokens / max(report.prompt_tokens, 1),
+        "ttft_p50_s": ttft[len(ttft) // 2],
+        "ttft_p99_s": ttft[int(len(ttft) * 0.99)],
+        "rss_mib": report.rss[-1][1] / 2**20,
+        "rss_slope_mib_per_1000_turns": slope * report.seconds / max(report.num_turns, 1) * 1000 / 2**20,
+        "seconds": report.seconds,
+    }
 
 
 def _plot(path: Path, found: soak.Report, title: str) -> None:

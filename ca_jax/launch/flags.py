@@ -99,12 +99,12 @@ class ConfigFlags(Generic[T]):
         Raises:
           absl.flags.DuplicateFlagError: another flag has such a name.
         """
-        for flag in self._flags():
-            define_flag(**flag, flag_values=flag_values)
+        for name, described in self._flags().items():
+            define_flag(name, *described, flag_values=flag_values)
 
     def names(self) -> list[str]:
         """The flags' names."""
-        return [flag["name"] for flag in self._flags()]
+        return list(self._flags())
 
     def read(self, flag_values: flags.FlagValues = flags.FLAGS) -> T:
         """The config that parsed flags stand for.
@@ -113,11 +113,10 @@ class ConfigFlags(Generic[T]):
           FlagError: a value outside its range, or a flag that says how tokens are dropped where none are.
         """
         values: dict[str, Any] = {}
-        for field, name, hint in _fields(self.default, self.only, self.without):
-            inner = self._inner(field, hint)
+        for field, name, hint, inner in self._fields():
             if inner is None:
                 values[field] = parsed(name, hint, flag_values[name].value)
-            elif _is_optional(hint) and inner._is_off(flag_values, getattr(self.default, field)):
+            elif type(None) in _options(hint) and inner._is_off(flag_values, getattr(self.default, field)):
                 values[field] = None
             else:
                 values[field] = inner.read(flag_values)
@@ -135,29 +134,33 @@ class ConfigFlags(Generic[T]):
                 raise FlagError(f"{name} must be left out where {_SWITCH} is {OFF}, got {flag_values[name].value!r}")
         return True
 
-    def _flags(self) -> Iterator[dict[str, Any]]:
-        """What each flag is defined by, see `define_flag`."""
+    def _flags(self) -> dict[str, tuple[Any, Any, str, Sequence[str] | None]]:
+        """By name, what `define_flag` makes a flag of: type, default, help, choices."""
         kind: type = type(self.default)
-        for field, name, hint in _fields(self.default, self.only, self.without):
-            value, inner = getattr(self.default, field), self._inner(field, hint)
+        found: dict[str, tuple[Any, Any, str, Sequence[str] | None]] = {}
+        for field, name, hint, inner in self._fields():
+            value = getattr(self.default, field)
             if inner is None:
-                text, choices = help_of(kind, field), choices_of(kind, field)
-                yield {"name": name, "hint": hint, "value": value, "text": text, "choices": choices}
+                found[name] = (hint, value, help_of(kind, field), choices_of(kind, field))
                 continue
-            for flag in inner._flags():
-                if flag["name"] == _SWITCH and _is_optional(hint):
-                    flag["choices"] = (*flag["choices"], OFF)
-                    flag["text"] += f" {OFF}: nothing is dropped; what does not fit is an error or ends the answer."
-                    flag["value"] = OFF if value is None else flag["value"]
-                yield flag
+            found |= inner._flags()
+            if _SWITCH in found and type(None) in _options(hint):
+                hint, method, text, choices = found[_SWITCH]
+                text += f" {OFF}: nothing is dropped; what does not fit is an error or ends the answer."
+                found[_SWITCH] = (hint, OFF if value is None else method, text, (*(choices or ()), OFF))
+        return found
 
-    def _inner(self, field: str, hint: Any) -> ConfigFlags[Any] | None:
-        """The flags of a field that is a config itself."""
-        kind = next(filter(dataclasses.is_dataclass, _options(hint)), None)
-        if kind is None:
-            return None
-        value = getattr(self.default, field)
-        return ConfigFlags(kind() if value is None else value, without=self.without)  # type: ignore[operator]
+    def _fields(self) -> Iterator[tuple[str, str, Any, ConfigFlags[Any] | None]]:
+        """Each field that gets a flag: its name, its flag's, its type, and where it is a config itself that's flags."""
+        kind = type(self.default)
+        hints = typing.get_type_hints(kind)
+        for field in (each.name for each in dataclasses.fields(self.default)):  # type: ignore[arg-type]
+            name, hint = NAMES.get(kind, {}).get(field, field), hints[field]
+            if (self.only is not None and field not in self.only) or name in self.without or name in _NO_FLAG:
+                continue
+            inner = next(filter(dataclasses.is_dataclass, _options(hint)), None)
+            default = getattr(self.default, field)
+            yield field, name, hint, inner and ConfigFlags(inner() if default is None else default, None, self.without)
 
 
 def made(make: Callable[..., T], *args: Any, **values: Any) -> T:
@@ -179,8 +182,8 @@ def define_flag(
     hint: Any,
     value: Any,
     text: str,
-    *,
     choices: Sequence[str] | None = None,
+    *,
     flag_values: flags.FlagValues = flags.FLAGS,
 ) -> None:
     """Defines one flag.
@@ -296,17 +299,6 @@ def _docs(source: str) -> dict[str, str]:
     return docs
 
 
-def _fields(config: Any, only: Collection[str] | None, without: Collection[str]) -> Iterator[tuple[str, str, Any]]:
-    """Each field that gets a flag: its name, its flag's, and its type."""
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        name = NAMES.get(type(config), {}).get(field.name, field.name)
-        if only is not None and field.name not in only:
-            continue
-        if name not in without and name not in _NO_FLAG:
-            yield field.name, name, hints[field.name]
-
-
 def _options(hint: Any) -> tuple[Any, ...]:
     """The types that a union is of, or the one type."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -315,10 +307,6 @@ def _options(hint: Any) -> tuple[Any, ...]:
 def _kinds(hint: Any) -> set[Any]:
     """The same as classes, without what they are of."""
     return {typing.get_origin(each) or each for each in _options(hint)}
-
-
-def _is_optional(hint: Any) -> bool:
-    return type(None) in _options(hint)
 
 
 def _quota(name: str, text: str) -> tuple[str, int]:

@@ -130,25 +130,6 @@ def test_a_load_brings_its_bytes_at_the_end_of_its_transfer_and_no_sooner(filled
     assert filled.stats().num_hits == 1
 
 
-@pytest.mark.parametrize("end", ["complete_load", "abort_load"])
-def test_a_load_is_not_ended_while_a_read_is_under_way(filled, kv, end):
-    gate = GatedTransfers()
-    controlled = ControlledStore(filled, loads=gate)
-    load = controlled.prepare_load("a", range(NUM_TOKENS))
-    dst = staging()
-    load.read(0, dst)
-    ending = threading.Thread(target=lambda: getattr(controlled, end)(load))
-    ending.start()
-    assert load.state is TicketState.OPEN
-    gate.let_through()
-    ending.join(PATIENCE_S)
-    assert load.state is not TicketState.OPEN
-    np.testing.assert_array_equal(dst[:, :NUM_TOKENS], kv[0])
-    gate.open()
-    with pytest.raises(ValueError, match="open"):
-        load.read(1, dst).result()
-
-
 @pytest.mark.parametrize("is_given_up", [False, True])
 def test_a_save_reads_its_source_at_the_end_of_its_transfer(store, kv, is_given_up):
     gate = GatedTransfers()

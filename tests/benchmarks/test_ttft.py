@@ -82,6 +82,18 @@ def test_one_more_round_is_recorded(measure, model, tmp_path, monkeypatch):
     assert matplotlib.image.imread(plot_out).ndim == 3
 
 
+def test_a_profile_is_of_the_round_and_needs_no_spans(tmp_path):
+    recorder = Recorder(profile_dir=tmp_path / "profile")
+    assert (recorder.is_wanted, recorder.timeline.enabled) == (True, False)
+    with recorder.turn("before"):
+        pass
+    assert not (tmp_path / "profile").exists()
+    with recorder.round(), recorder.turn("one"):
+        pass
+    recorder.write(title="", caption="")
+    assert [path for path in (tmp_path / "profile").rglob("*") if path.is_file()]
+
+
 # A load and a compute, one without the other.
 
 

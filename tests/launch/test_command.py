@@ -1,18 +1,26 @@
-"""The console command: it runs a script, and flags that it would ignore are refused by name."""
+"""The console command: its version, the scripts that it runs, and flags that these would ignore, refused by name."""
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 
+from ca_jax.__main__ import main
 from ca_jax.launch.command import COMMANDS
 from ca_jax.launch.plots import PlotError, new_figure
 
 
-def test_plan_prints_what_each_device_would_hold():
-    command = [sys.executable, "-m", "ca_jax.launch.command", "plan"]
-    flags = ["--model_preset=llama2-70b", "--tensor_parallel_size=4"]
-    ran = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+def test_the_command_has_a_version_and_runs_what_it_is_told_to(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ca_jax", "--version"])
+    main()
+    assert capsys.readouterr().out == f"ca_jax {importlib.metadata.version('ca-jax')}\n"
+    monkeypatch.setattr(sys, "argv", ["ca_jax", "serv"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, "did you mean serve?" in capsys.readouterr().err) == (2, True)
+    command = [sys.executable, "-m", "ca_jax", "plan", "--model_preset=llama2-70b", "--tensor_parallel_size=4"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "llama2-70b in bfloat16: 138.0 GB of weights" in ran.stdout
 

@@ -29,6 +29,7 @@ from ca_jax.launch import replay
 from ca_jax.launch.flags import NAMES, ConfigFlags, field_docs, help_of, out_path, refuse, spelled
 from ca_jax.overflow.config import METHODS, OverflowConfig
 from ca_jax.server.config import ServerConfig
+from ca_jax.simulate.replay.running import ReplayConfig
 from ca_jax.simulate.replay.workload import TraceConfig, WorkloadConfig
 from ca_jax.storage.config import StoreConfig
 from ca_jax.turns.requests import SamplingParams
@@ -242,15 +243,6 @@ def test_every_field_of_every_suite_and_task_is_a_flag_whose_help_is_its_docstri
                     assert values[field.name].default is None, "it may differ from case to case"
 
 
-def test_the_help_says_each_default_once():
-    values = flags.FlagValues()
-    bench_flags.define(flag_values=values)
-    assert re.search(
-        r"Samples that a median is of\. By default 5 \([a-z_, ]*\); 3 \(.*throughput", values["repeats"].help
-    )
-    assert values["history_tokens"].help.endswith(" By default 2000.")
-
-
 @pytest.mark.parametrize("suite", SUITES)
 def test_without_flags_every_suite_has_its_own_defaults(suite):
     assert config_of("bench", f"--suite={suite}") == SUITES[suite].config()
@@ -310,6 +302,16 @@ FIELDS = [
             **{"repeats": 1, "chunk_counts": (2, 4), "chunk_lengths": (8,), "storage_gb_s": (0.5,)},
         ),
     ),
+    (
+        "replay --trace_format=mooncake --trace=x.jsonl --skip_bad_rows --num_sessions=7 --arrival_rate=2 "
+        "--think_time_s=3 --eviction_policy=lru --recompute",
+        ReplayConfig(
+            trace=TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True),
+            workload=WorkloadConfig(num_sessions=7, arrival_rate=2.0, think_time_s=3.0),
+            engine=EngineConfig(share_prefixes=False, store=StoreConfig(eviction_policy="lru")),
+            recompute=True,
+        ),
+    ),
     ("evaluate --task=blend_gate --max_kl=0.2 --max_kl_share=1", GateConfig(max_kl=0.2, max_kl_share=1.0)),
 ]
 
@@ -317,19 +319,6 @@ FIELDS = [
 @pytest.mark.parametrize(("line", "config"), FIELDS, ids=[line[:45] for line, _ in FIELDS])
 def test_flags_of_a_script_are_fields_of_its_config(line, config):
     assert config_of(*line.split()) == config
-
-
-def test_flags_of_a_replay_are_fields_of_its_config():
-    config = config_of("replay")
-    assert (config.trace, config.workload, config.recompute) == (TraceConfig(), WorkloadConfig(), False)
-    config = config_of(
-        *("replay", "--trace_format=mooncake", "--trace=x.jsonl", "--skip_bad_rows", "--num_sessions=7"),
-        *("--arrival_rate=2", "--think_time_s=3", "--eviction_policy=lru", "--context_window=512", "--recompute"),
-    )
-    assert config.trace == TraceConfig(trace_format="mooncake", trace="x.jsonl", skip_bad_rows=True)
-    assert config.workload == WorkloadConfig(num_sessions=7, arrival_rate=2.0, think_time_s=3.0)
-    assert (config.engine.store.eviction_policy, config.engine.context_window) == ("lru", 512)
-    assert config.recompute
 
 
 def test_a_method_may_say_what_it_has_otherwise():

@@ -10,13 +10,11 @@ Not here: what must hold (test_soak), the server (server_kit).
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
 import random
-import statistics
 import threading
 import time
 from typing import Any
@@ -60,29 +58,6 @@ class Report:
     rss: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     """Resident bytes of the server's process by seconds since the start."""
     seconds: float = 0.0
-
-    def figures(self) -> dict[str, Any]:
-        """Numbers alone."""
-        ttft = sorted(self.ttft_s)
-        later = self.rss[len(self.rss) // 3 :]  # What is allocated once has been by then.
-        slope = statistics.linear_regression(*zip(*later, strict=True)).slope if len(later) > 2 else 0.0
-        return {
-            "turns": self.num_turns,
-            "left": self.num_left,
-            "refused": self.num_refused,
-            "busy": sum(self.refusals),
-            "refusals_per_answer": sum(self.refusals) / len(self.refusals),
-            "refusals_by_answers": dict(sorted(collections.Counter(self.refusals).items())),
-            "wrong": len(self.wrong),
-            "ties": self.num_ties,
-            "failures": len(self.failures),
-            "cached_share": self.cached_tokens / max(self.prompt_tokens, 1),
-            "ttft_p50_s": ttft[len(ttft) // 2],
-            "ttft_p99_s": ttft[int(len(ttft) * 0.99)],
-            "rss_mib": self.rss[-1][1] / 2**20,
-            "rss_slope_mib_per_1000_turns": slope * self.seconds / max(self.num_turns, 1) * 1000 / 2**20,
-            "seconds": self.seconds,
-        }
 
 
 @dataclasses.dataclass

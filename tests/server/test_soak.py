@@ -23,5 +23,5 @@ def test_answers_are_those_of_each_client_alone(num_clients, num_turns, max_queu
         assert report.num_left
         assert report.num_refused
         assert 0 < sum(report.refusals) <= 5 * len(report.refusals), "each waits as it was told"
-        assert report.figures()["cached_share"] > 0.3, "conversations were found again"
+        assert report.cached_tokens > 0.3 * report.prompt_tokens, "conversations were found again"
         assert len(server.service.router._states) < 40 * num_clients + num_turns
