@@ -151,16 +151,18 @@ class ConfigFlags(Generic[T]):
         return found
 
     def _fields(self) -> Iterator[tuple[str, str, Any, ConfigFlags[Any] | None]]:
-        """Each field that gets a flag: its name, its flag's, its type, and where it is a config itself that's flags."""
+        """Each field that gets a flag: its name, its flag's, its type, and the flags of one that is a config itself."""
         kind = type(self.default)
         hints = typing.get_type_hints(kind)
         for field in (each.name for each in dataclasses.fields(self.default)):  # type: ignore[arg-type]
             name, hint = NAMES.get(kind, {}).get(field, field), hints[field]
             if (self.only is not None and field not in self.only) or name in self.without or name in _NO_FLAG:
                 continue
-            inner = next(filter(dataclasses.is_dataclass, _options(hint)), None)
-            default = getattr(self.default, field)
-            yield field, name, hint, inner and ConfigFlags(inner() if default is None else default, None, self.without)
+            inner, of_config = None, next(filter(dataclasses.is_dataclass, _options(hint)), None)
+            if of_config is not None:
+                value = getattr(self.default, field)
+                inner = ConfigFlags(of_config() if value is None else value, without=self.without)  # type: ignore[operator]
+            yield field, name, hint, inner
 
 
 def made(make: Callable[..., T], *args: Any, **values: Any) -> T:

@@ -14,16 +14,12 @@ from typing import Any
 from absl import flags
 
 from ca_jax.launch.flags import ConfigFlags, define_flag
-from ca_jax.overflow.config import OverflowConfig
 from ca_jax.simulate.config import (
     DEVICES,
     FITTED_SUITES,
     MODELS,
-    CostModel,
     FittedCost,
-    RooflineCost,
     ServerConfig,
-    SimModel,
     StoreSizes,
 )
 from ca_jax.simulate.paper import FIGURES, GB, PaperConfig
@@ -37,7 +33,6 @@ flags.disclaim_key_flags()  # They are flags of `simulate`: its --help shows the
 
 FLAGS = flags.FLAGS
 _PAPER = PaperConfig()
-_USABLE_HBM = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,19 +146,25 @@ def paper_config() -> PaperConfig:
     Raises:
       ValueError: a flag's value is out of range.
     """
-    names = ["chars_per_token", "arrival_rate", "flops_share", "bytes_share", "max_batch_size", "seed"]
+    names = ["chars_per_token", "arrival_rate", "seed"]
     names += [name for name in ("num_sessions", "warmup_share") if FLAGS[name].value is not None]
     given: dict[str, Any] = {name: FLAGS[name].value for name in names}
     prices: dict[str, Any] = {name: FLAGS[f"price_{name}"].value for name in ("device", "dram_gb", "ssd_gb")}
-    return PaperConfig(
+    return dataclasses.replace(
+        _machine(),
         **given,
         think_s=FLAGS.think_time_s,
         waits_for_answers=FLAGS.wait_for_answers,
-        device=DEVICES[FLAGS.device],
-        step_s=FLAGS.step_ms / 1e3,
         ssd_bytes_per_s=FLAGS.ssd_gb_per_s * GB,
         prices=dataclasses.replace(_PAPER.prices, **prices),
     )
+
+
+def _machine() -> PaperConfig:
+    """What flags say of the machine, with and without figures."""
+    names = ("flops_share", "bytes_share", "max_batch_size")
+    given: dict[str, Any] = {name: FLAGS[name].value for name in names}
+    return PaperConfig(device=DEVICES[FLAGS.device], step_s=FLAGS.step_ms / 1e3, **given)
 
 
 def server_config(num_turns: int, largest_tokens: int) -> ServerConfig:
@@ -176,23 +177,21 @@ def server_config(num_turns: int, largest_tokens: int) -> ServerConfig:
     Raises:
       ValueError: a flag's value is out of range, or no measurements to fit to.
     """
-    model = MODELS[FLAGS.model]
+    model, machine = MODELS[FLAGS.model], _machine()
     if FLAGS.window is not None and FLAGS.window < 2:
         raise ValueError(f"window must be at least 2, got {FLAGS.window}")
     if FLAGS.warmup_share is not None and not 0 <= FLAGS.warmup_share < 1:
         raise ValueError(f"warmup_share must be a share in [0, 1), got {FLAGS.warmup_share}")
-    if FLAGS.max_batch_size < 1:
-        raise ValueError(f"max_batch_size must be at least 1, got {FLAGS.max_batch_size}")
     window = FLAGS.window or (model.window if FLAGS.trace_format == "sharegpt" else max(model.window, largest_tokens))
-    model, device = dataclasses.replace(model, window=window), DEVICES[FLAGS.device]
-    return ServerConfig(
+    model, warmup_turns = dataclasses.replace(model, window=window), int((FLAGS.warmup_share or 0.0) * num_turns)
+    if not FLAGS.cost:
+        return machine.server(model, FLAGS.num_devices, warmup_turns=warmup_turns)
+    return ServerConfig(  # A measured machine is not in the data sheets, nor what it has room for.
         model=model,
-        cost=_cost(model),
-        link_bytes_per_s=device.link_bytes_per_s,
-        hbm_tokens=_hbm_tokens(model),
-        max_batch_size=FLAGS.max_batch_size,
-        overflow=OverflowConfig(keep_first_tokens=0),
-        warmup_turns=int((FLAGS.warmup_share or 0.0) * num_turns),
+        cost=FittedCost.from_bench(FLAGS.cost),
+        link_bytes_per_s=machine.device.link_bytes_per_s,
+        max_batch_size=machine.max_batch_size,
+        warmup_turns=warmup_turns,
     )
 
 
@@ -215,32 +214,6 @@ def store_sizes(working_set_bytes: float) -> StoreSizes:
         ttl_s=FLAGS.ttl_s,
         block_tokens=FLAGS.block_tokens,
     )
-
-
-def _cost(model: SimModel) -> CostModel:
-    if FLAGS.cost:
-        return FittedCost.from_bench(FLAGS.cost)
-    return RooflineCost(
-        model=model,
-        device=DEVICES[FLAGS.device],
-        num_devices=FLAGS.num_devices,
-        flops_share=FLAGS.flops_share,
-        bytes_share=FLAGS.bytes_share,
-        step_s=FLAGS.step_ms / 1e3,
-    )
-
-
-def _hbm_tokens(model: SimModel) -> float:
-    """What the devices have room for beside the weights; a measured machine is not in the data sheets."""
-    if FLAGS.cost:
-        return math.inf
-    free_bytes = FLAGS.num_devices * DEVICES[FLAGS.device].hbm_bytes * _USABLE_HBM - model.weight_bytes
-    if free_bytes <= 0:
-        raise ValueError(
-            f"num_devices must be as many {FLAGS.device} as hold the {model.weight_bytes / GB:.3g} GB of weights of "
-            f"{model.name}, got {FLAGS.num_devices}"
-        )
-    return free_bytes / model.token_bytes
 
 
 def read_trace(source: TraceSource, num_sessions: int | None = None, **arrivals: Any) -> ReadTrace:

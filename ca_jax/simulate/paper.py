@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from ca_jax.overflow.config import OverflowConfig
-from ca_jax.simulate.config import BELADY, DEVICES, MODELS, Device, RooflineCost, ServerConfig, StoreSizes
+from ca_jax.simulate.config import BELADY, DEVICES, MODELS, Device, RooflineCost, ServerConfig, SimModel, StoreSizes
 from ca_jax.simulate.results import SimCounts
 from ca_jax.simulate.server import Server
 from ca_jax.simulate.workload import Lengths, num_turns, poisson_sessions
@@ -27,6 +28,7 @@ NUM_DEVICES = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}
 """How many A100 of 80 GB each model runs on, which also says which models there are."""
 STORE = StoreSizes(dram_bytes=128 * GB, ssd_bytes=10 * TB)
 """Of all set-ups, where nothing else is said."""
+_USABLE_HBM = 0.9
 
 # Figures 13 to 17: of each model, in the order of NUM_DEVICES.
 _MODEL_ROWS: dict[str, tuple[str, str, tuple[float, ...]]] = {
@@ -112,8 +114,38 @@ class PaperConfig:
     def __post_init__(self) -> None:
         if self.num_sessions < 1:
             raise ValueError(f"num_sessions must be at least 1, got {self.num_sessions}")
+        if self.max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, got {self.max_batch_size}")
         if not 0 <= self.warmup_share < 1:
             raise ValueError(f"warmup_share must be a share in [0, 1), got {self.warmup_share}")
+
+    def server(self, model: SimModel, num_devices: int, **others: Any) -> ServerConfig:
+        """A server of so many devices, by their data sheet, and of `others` of its fields.
+
+        Raises:
+          ValueError: the devices do not hold the weights.
+        """
+        free_bytes = num_devices * self.device.hbm_bytes * _USABLE_HBM - model.weight_bytes
+        if free_bytes <= 0:
+            raise ValueError(
+                f"num_devices must be as many {self.device.name} as hold the {model.weight_bytes / GB:.3g} GB of "
+                f"weights of {model.name}, got {num_devices}"
+            )
+        return ServerConfig(
+            model=model,
+            cost=RooflineCost(
+                model=model,
+                device=self.device,
+                num_devices=num_devices,
+                flops_share=self.flops_share,
+                bytes_share=self.bytes_share,
+                step_s=self.step_s,
+            ),
+            link_bytes_per_s=self.device.link_bytes_per_s,
+            hbm_tokens=free_bytes / model.token_bytes,
+            max_batch_size=self.max_batch_size,
+            **others,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +214,7 @@ class PaperRuns:
         return self._counts[run]
 
     def _simulate(self, config: PaperConfig, name: str, store: StoreSizes | None, method: str) -> SimCounts:
-        model, num_devices, speed = MODELS[name], NUM_DEVICES[name], config.ssd_bytes_per_s
+        speed = config.ssd_bytes_per_s
         sessions = list(
             poisson_sessions(
                 self._lengths,
@@ -194,21 +226,10 @@ class PaperRuns:
             )
         )
         total = num_turns(sessions)
-        free_bytes = num_devices * config.device.hbm_bytes * 0.9 - model.weight_bytes
         server = Server(
-            ServerConfig(
-                model=model,
-                cost=RooflineCost(
-                    model=model,
-                    device=config.device,
-                    num_devices=num_devices,
-                    flops_share=config.flops_share,
-                    bytes_share=config.bytes_share,
-                    step_s=config.step_s,
-                ),
-                link_bytes_per_s=config.device.link_bytes_per_s,
-                hbm_tokens=free_bytes / model.token_bytes,
-                max_batch_size=config.max_batch_size,
+            config.server(
+                MODELS[name],
+                NUM_DEVICES[name],
                 store=store and dataclasses.replace(store, ssd_read_bytes_per_s=speed, ssd_write_bytes_per_s=speed),
                 overflow=OverflowConfig(method=method, keep_first_tokens=0),
                 warmup_turns=int(config.warmup_share * total),

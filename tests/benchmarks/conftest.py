@@ -1,7 +1,6 @@
 """What the benchmarks' tests share: a tiny model, a disk whose page cache can be emptied, and a suite that is run."""
 
 import dataclasses
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.harness import SUITES, Run
 from ca_jax.pretrained import LoadedModel, load_model
 from ca_jax.simulate.traces.sharegpt import Turn
 from tests.launch.conftest import tiny_model
-from tests.scripts_kit import run_script
+from tests.scripts_kit import Ended, run_script
 
 __all__ = ["tiny_model"]
 
@@ -85,11 +84,6 @@ def recorded(*texts: str) -> tuple[Turn, ...]:
 
 
 @pytest.fixture
-def command() -> Callable[..., subprocess.CompletedProcess[str]]:
+def command() -> Callable[..., Ended]:
     """Runs a command in this process, with its flags alone."""
-
-    def run(*arguments: object, module: str = "bench") -> subprocess.CompletedProcess[str]:
-        ended = run_script(module, *arguments)
-        return subprocess.CompletedProcess([module, *arguments], ended.code, ended.out, ended.err)
-
-    return run
+    return lambda *arguments, module="bench": run_script(module, *arguments)

@@ -12,6 +12,7 @@ import pytest
 import ca_jax
 from benchmarks.suites.reuse import DecodeConfig, DecodeRow
 from benchmarks.suites.ttft import TtftConfig, TtftRow
+from tests.scripts_kit import Ended
 
 
 def names(kind):
@@ -22,14 +23,15 @@ def run(command, suite, directory, *arguments):
     """The report of a run that succeeds, and what it printed."""
     out = directory / "new" / f"{suite}.json"
     done = command(f"--suite={suite}", f"--json_out={out}", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert f"{out}" in done.stdout.replace("\n", "")
-    return json.loads(out.read_text(encoding="utf-8")), done.stdout
+    assert done.code == 0, done.err
+    assert f"{out}" in done.out.replace("\n", "")
+    return json.loads(out.read_text(encoding="utf-8")), done.out
 
 
 def in_process_of_its_own(*arguments):
     line = [sys.executable, "-m", "ca_jax.launch.bench", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def test_decode_leaves_json_and_a_table(tiny_model, tmp_path):
@@ -97,9 +99,9 @@ def test_a_suite_without_a_model_is_run(command, tmp_path, disk):
 def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, message):
     out = tmp_path / "out.json"
     done = command(f"--json_out={out}", f"--model={tiny_model}", *arguments)
-    assert done.returncode == 1
-    assert f"error: {message}" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 1
+    assert f"error: {message}" in done.err
+    assert "Traceback" not in done.err
     assert not out.exists()
 
 
@@ -107,6 +109,6 @@ def test_command_says_what_was_wrong(command, tiny_model, tmp_path, arguments, m
 def test_a_package_without_its_checkout_says_where_benchmarks_are(command, tmp_path, monkeypatch, module):
     monkeypatch.setattr(ca_jax, "__file__", str(tmp_path / "ca_jax" / "__init__.py"))
     done = command(module=module)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: the benchmarks are not part of the installed package: clone its repository")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.code == 1
+    assert done.err.startswith("error: the benchmarks are not part of the installed package: clone its repository")
+    assert len(done.err.splitlines()) == 1

@@ -185,6 +185,6 @@ def test_a_restart_that_found_less_than_all_on_ssd_ends_the_demo(found, message)
 )
 def test_the_program_says_what_it_lacks(command, recording, name, message):
     done = command(f"--sharegpt_file={recording}", f"--conversation_id={name}", module="demo")
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 1
+    assert message in done.err
+    assert "Traceback" not in done.err

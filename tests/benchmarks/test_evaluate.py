@@ -248,15 +248,15 @@ def test_the_command_writes_what_it_says(command, tiny_model, text, tmp_path):
     asked = ("--task=ppl", "--method=tt,ca", f"--data={text}", "--window=128", "--step-tokens=32", "--max_tokens=256")
     files = (f"--json_out={out}", f"--plot_out={plot}")
     done = command(f"--model={tiny_model}", *asked, *files, module="evaluate")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     report = json.loads(out.read_text(encoding="utf-8"))
     assert [row["tokens"] for row in report["rows"]] == [256, 256]
     assert report["model"] == tiny_model.name
     assert "--window=128" in report["command"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "ca, keep 4" in done.stdout
-    assert report["machine"]["cpu"] in done.stdout
-    assert str(plot) in done.stdout.replace("\n", "")
+    assert "ca, keep 4" in done.out
+    assert report["machine"]["cpu"] in done.out
+    assert str(plot) in done.out.replace("\n", "")
     page = tmp_path / "page" / "quality.md"
     with flagsaver.flagsaver((quality_page._OUT, str(page))):
         flags.FLAGS.mark_as_parsed()
@@ -279,9 +279,9 @@ def test_the_command_writes_what_it_says(command, tiny_model, text, tmp_path):
 def test_the_command_says_what_was_wrong(command, tiny_model, text, tmp_path, arguments, message):
     out = tmp_path / "out.json"
     done = command(f"--model={tiny_model}", f"--data={text}", f"--json_out={out}", *arguments, module="evaluate")
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 1
+    assert message in done.err
+    assert "Traceback" not in done.err
     assert not out.exists()
 
 
@@ -289,10 +289,10 @@ def test_a_gates_exit_says_whether_a_ratio_will_do(command, tiny_model, items, t
     asked = ("--task=blend_gate", f"--model={tiny_model}", f"--data={items}", *SMALL, "--max_kl_share=0.01")
     out = tmp_path / "gate.json"
     done = command(*asked, "--ratios=0.5", f"--json_out={out}", module="evaluate")
-    assert (done.returncode, done.stderr.count("Traceback")) == (1, 0)
-    assert "no: KL to full recompute" in done.stdout
+    assert (done.code, done.err.count("Traceback")) == (1, 0)
+    assert "no: KL to full recompute" in done.out
     assert [row["passes"] for row in json.loads(out.read_text())["rows"]] == [False, False], "written all the same"
     done = command(*asked, "--ratios=1", module="evaluate")
-    assert done.returncode == 0, done.stderr
-    assert "written to" not in done.stdout
-    assert "yes: KL to full recompute" in done.stdout
+    assert done.code == 0, done.err
+    assert "written to" not in done.out
+    assert "yes: KL to full recompute" in done.out

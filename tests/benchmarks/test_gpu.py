@@ -251,7 +251,7 @@ def test_the_command_writes_what_it_has(command, tmp_path):
     made = tmp_path / "made"
     files = (f"--json_out={made / 'it.json'}", f"--markdown_out={made / 'it.md'}", f"--plot_out={made / 'it.png'}")
     done = command(*files, "--small", "--repeats=1", "--sections=ttft", "--budget_s=1", module="gpu_bench")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     report = json.loads((made / "it.json").read_text(encoding="utf-8"))
     assert [(each["name"], each["status"]) for each in report["sections"]] == [("probes", "done"), ("ttft", "skipped")]
     assert report["probes"]["matmul_flops_per_s"] > 0

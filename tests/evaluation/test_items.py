@@ -101,17 +101,13 @@ def test_prompts_beyond_the_window_or_of_too_few_chunks_are_refused(tmp_path):
 SAID = {name: f"{name} says this, again and again. " * 4 for name in "abcde"}
 
 
-@pytest.fixture
-def path(tmp_path):
+def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(tmp_path):
     pieces = [
         {"id": f"{name}_0", "conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "So it is."}]}
         for name, text in SAID.items()
     ]
     pieces.insert(1, {"id": "short_0", "conversations": [{"from": "human", "value": "Hm."}]})
-    return write(tmp_path / "sharegpt.json", pieces)
-
-
-def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(path):
+    path = write(tmp_path / "sharegpt.json", pieces)
     asked = conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30, max_items=2), path)
     assert [prompt.source for prompt in asked] == ["a b", "c d"]
     for prompt in asked:
@@ -119,9 +115,6 @@ def test_each_prompt_has_conversations_of_its_own_and_goes_on_with_the_last(path
         assert [bytes(chunk).decode() for chunk in prompt.chunks] == [SAID[name][:30] for name in names]
         assert bytes(prompt.question_ids).decode() == SAID[names[1]][30 : 30 + QUESTION_TOKENS]
         assert prompt.answers == ()
-
-
-def test_too_few_or_no_conversations_are_refused(path, tmp_path):
     with pytest.raises(EvaluationError, match=r"at least 78 tokens must make 16 prompts of 2 each, got 2 in "):
         conversation_prompts(kit.tiny_model(), Chunking(num_chunks=2, chunk_tokens=30), path)
     with pytest.raises(EvaluationError, match=r"data must be given, or .* no ShareGPT file"):

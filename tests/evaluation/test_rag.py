@@ -155,10 +155,3 @@ def test_items_without_right_answers_have_answers_and_no_score(path, tmp_path):
     assert [row.f1 for row in evaluation.rows] == [evaluation.items[1]["f1"][row.name] for row in evaluation.rows], (
         "the mean of those that have some"
     )
-
-
-def test_a_single_chunk_is_right_as_it_is(path):
-    config = ask(path, chunking=chunking(path, num_chunks=1), baselines=("reuse",))
-    reuse = run_rag(kit.tiny_model(), config, ignore).rows[1]
-    assert (reuse.name, reuse.same_top1) == ("full reuse", 1)
-    assert reuse.mean_kl == pytest.approx(0, abs=1e-7)

@@ -134,15 +134,3 @@ def test_answers_are_greedy_each_behind_its_own_context(contexts):
     stop = expected[0][3]
     stopped = answerer.answer(rows[:1], [stop])[0]
     assert stopped.token_ids == expected[0][: expected[0].index(stop)], "a token that ends an answer is none of it"
-
-
-def test_an_answers_log_probability_is_that_of_its_tokens(contexts):
-    ids = list(CHUNKS[0])
-    kv = contexts.prefill(ids)
-    row = Behind(kv, len(ids), contexts.ask(kv, len(ids), QUESTION, 1), len(QUESTION))
-    answerer = Answerer(contexts, num_rows=1, max_tokens=ANSWER_TOKENS, capacity=contexts.capacity)
-    (answer,) = answerer.answer([row])
-    start = len(ids) + len(QUESTION)
-    logits, _ = kit.full_pass([*ids, *QUESTION, *answer.token_ids])
-    expected = [log_softmax(logits[start - 1 + i])[token] for i, token in enumerate(answer.token_ids)]
-    assert answer.mean_logprob == pytest.approx(np.mean(expected), abs=1e-4)

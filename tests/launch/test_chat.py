@@ -12,7 +12,7 @@ import sys
 import pytest
 import rich.console
 
-from ca_jax import FinishReason, OverflowConfig, SamplingParams
+from ca_jax import FinishReason, SamplingParams
 from ca_jax.errors import ContextWindowError
 from ca_jax.launch.chat import COMMANDS, Chat
 from tests import engine_kit as kit
@@ -150,12 +150,6 @@ def test_it_is_shown_when_the_context_was_full(engine):
     assert metrics.truncations == truncations + 1
     shown = f"{metrics.dropped_tokens:,} in {metrics.truncations} truncations"
     assert re.search(rf"^dropped tokens +{shown} *$", output, re.MULTILINE)
-
-
-def test_tokens_that_are_not_the_oldest_are_not_said_to_be():
-    with kit.small_engine(overflow=OverflowConfig(discarder="sinks", keep_first_tokens=0)) as engine:
-        _, output = talk(engine, *(long_message(number) for number in range(3)))
-    assert re.findall(r" · (context full: .*)$", output, re.MULTILINE) == ["context full: dropped 256 tokens (1 turn)"]
 
 
 def test_the_oldest_turns_are_forgotten(engine):

@@ -16,7 +16,6 @@ from ca_jax.simulate.replay.running import (
     check_simulable,
     measured_cost,
     replay,
-    sim_sessions,
     simulate,
 )
 from ca_jax.simulate.replay.serving import compare, serve, summarize
@@ -237,15 +236,6 @@ def test_costs_are_fitted_to_what_was_measured(recomputed):
     found = measured_cost(dataclasses.replace(recomputed, turns=turns, decode_samples=decodes))
     assert found.prefill_s(0, 100) == pytest.approx(0.3, rel=1e-3)
     assert found.decode_s(3, 400) == pytest.approx(0.02, rel=1e-3)
-
-
-def test_sessions_are_simulated_with_their_lengths_and_times(trace):
-    asked = workload(trace, num_sessions=5, arrival_rate=2.0, think_time_s=4.0)
-    for ours, simulated in zip(asked.sessions, sim_sessions(asked), strict=True):
-        assert simulated.arrival_s == ours.turns[0].not_before_s
-        assert [(each.user_tokens, each.answer_tokens, each.think_s) for each in simulated.turns] == [
-            (len(each.message), each.answer_tokens, each.think_s) for each in ours.turns
-        ]
 
 
 def test_what_cannot_be_simulated_is_refused(tmp_path, talks):
