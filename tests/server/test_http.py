@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import openai
@@ -198,7 +199,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length_and_by_what_came(server)
 # A full queue, deadlines, clients that leave.
 
 
-def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(server):
+def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(server, monkeypatch):
     before, _ = scrape(server)
     with (
         server.client(max_retries=0) as client,
@@ -220,8 +221,11 @@ def test_a_full_queue_and_a_deadline_are_told_as_openais_client_understands(serv
             chat(patient, [user("slow")], **options)
         assert (told.value.status_code, told.value.code) == (408, "timeout")
         assert told.value.request.headers["x-stainless-retry-count"] == "0", "it does not ask again by itself"
-        with pytest.raises(openai.APIError, match="not there in time"):
-            list(chat(client, [user("slow")], stream=True, **options))
+        options["extra_body"]["timeout_s"], step = 1.0, server.engine.step  # It has begun by then, and not ended.
+        with monkeypatch.context() as slowed:
+            slowed.setattr(server.engine, "step", lambda: (time.sleep(0.01), step())[1])
+            with pytest.raises(openai.APIError, match="not there in time"):
+                list(chat(client, [user("slow")], stream=True, **options))
         with pytest.raises(openai.APIStatusError, match="not there in time"):
             client.post("/chunks", body={"chunks": ["never computed " * 20], "timeout_s": 1e-9}, cast_to=object)
     sk.wait_until_idle(server)

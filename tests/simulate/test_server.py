@@ -254,6 +254,9 @@ def test_a_comparison_that_cannot_be_is_refused(sessions):
     assert working_set_bytes(CONFIG, sessions) == sum(map(stored_tokens, sessions)) * MODEL.token_bytes
     with pytest.raises(ValueError, match="dram_bytes must be at least a block of"):
         server(store(0.5))
+    for change in ({"dram_bytes": 0}, {"ssd_bytes": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} must be a number"):
+            StoreSizes(**{"dram_bytes": 1e9, **change})
     with pytest.raises(ValueError, match=r"policy must be one of scheduler_aware, .*, belady; got best"):
         compare_policies(CONFIG, store(60), ["lru", "best"], sessions)
     with pytest.raises(ValueError, match="at least one session"):
