@@ -154,15 +154,10 @@ def test_policy_measures_choices_start_up_and_loop(measure, tmp_path: Path) -> N
         assert 0 < row.p50_ms <= row.p99_ms <= row.max_ms
         assert 0 < row.fetches_per_plan <= 8
         assert row.p50_ms_of.keys() == {"queue", "lookup", "plan", "victims"}
-        assert all(part_ms > 0 for part_ms in row.p50_ms_of.values())
     (startup,) = [row for row in rows if isinstance(row, StartupRow)]
     assert startup.num_sessions == 60
     assert 60 < startup.num_blocks <= 60 * 31
     assert startup.catalog_bytes > startup.num_blocks * 128 * 4, "token ids are in it"
-    for name, (least, largest) in startup.spread.items():
-        assert 0 < least <= getattr(startup, name) <= largest
-    assert "startup_s" in startup.spread
-    assert startup.store_bytes is None or startup.store_bytes >= 0
     (prefix,) = [row for row in rows if isinstance(row, PrefixRow)]
     assert (prefix.num_sessions, prefix.shared_tokens, prefix.prompt_tokens) == (60, 512, 2048)
     assert 0 < prefix.p50_ms <= prefix.p99_ms <= prefix.max_ms
@@ -170,8 +165,6 @@ def test_policy_measures_choices_start_up_and_loop(measure, tmp_path: Path) -> N
     assert [(row.history_tokens, row.new_tokens) for row in turns] == [(1_000, 100), (100_000, 100)]
     for row in turns:
         assert row.ms_of.keys() == {"render", "queue", "load", "save", "adopt", "keep"}
-        assert row.total_ms > 0
-        assert all(part_ms > 0 for part_ms in row.ms_of.values())
     loop = {(row.policy, row.queue_depth): row for row in rows if isinstance(row, LoopRow)}
     assert list(loop) == [
         ("belady", None),
@@ -180,8 +173,7 @@ def test_policy_measures_choices_start_up_and_loop(measure, tmp_path: Path) -> N
         ("fifo", 0.75),
     ]
     for row in loop.values():
-        assert row.num_sessions == 42
-        assert row.over_capacity == pytest.approx(0.05)
+        assert (row.num_sessions, row.over_capacity) == (42, pytest.approx(0.05))
         assert 0 <= row.hit_rate <= loop["belady", None].hit_rate < 1
         assert row.vs_belady == pytest.approx(row.hit_rate / loop["belady", None].hit_rate)
     # What is no measurement is the same everywhere: 40 of 42 fit, and who knows all jobs does as well as can be.

@@ -308,6 +308,8 @@ def test_a_fork_goes_on_by_itself(method):
 
 def test_it_goes_on_greedily_over_the_windows_end_and_up_to_a_stop_token():
     stream = a_stream()
+    with pytest.raises(ValueError, match="the stream must have been fed, got an empty one"):
+        stream.logits()
     stream.feed(TOKENS[:90])
     cache = PlainCache()
     for start in (0, STEP, 2 * STEP):

@@ -32,6 +32,7 @@ def test_ids_are_the_first_of_the_text(tmp_path):
         ("a.txt", " \n", r"a\.txt must have text in it, got none"),
         ("a.txt", b"ab\xff", r"a\.txt must be UTF-8, got another byte at 2"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n', r"a\.jsonl:3: a line must be a JSON object, got Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n[1]\n', r"a\.jsonl:2: a line must be a JSON object, got list"),
         ("a.jsonl", '{"txt": "a", "id": 1}\n', r"a\.jsonl:1: a row must have a string `text`, got txt, id"),
     ],
 )

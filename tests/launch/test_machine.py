@@ -19,6 +19,8 @@ def test_the_description_is_of_this_process_and_fits_json(monkeypatch):
     assert found["os"] == platform.platform()
     assert found["environment"]["OMP_NUM_THREADS"] == "3"
     assert datetime.datetime.fromisoformat(found["date"]).utcoffset() == datetime.timedelta(0)
+    gpu = {"cpu": "Foo", "cores": 2, "memory_gib": None, "platform": "gpu", "device": "Bar 100", "num_devices": 4}
+    assert machine.summarize_machine(gpu) == "Foo, 2 cores, 4 x Bar 100"
 
 
 def test_versions_are_of_what_is_installed():

@@ -55,7 +55,6 @@ def test_a_turn_is_described_with_the_tiers_that_gave_something(changes, text):
     [
         (0, 0, True, ""),
         (1512, 2, True, "context full: dropped the oldest 1,512 tokens (2 turns)"),
-        (512, 1, True, "context full: dropped the oldest 512 tokens (1 turn)"),
         (1, 0, False, "context full: dropped 1 token"),
     ],
 )
