@@ -318,10 +318,10 @@ def _quota(name: str, text: str) -> tuple[str, int]:
     return tenant, int(num_bytes)
 
 
-def define_model(flag_values: flags.FlagValues = flags.FLAGS, default: str | None = DEFAULT_MODEL) -> None:
+def define_model(flag_values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines --model."""
     text = "Preset, .gguf file, Hugging Face directory, hub name (org/name) or checkpoint."
-    flags.DEFINE_string("model", default, text, flag_values=flag_values)
+    flags.DEFINE_string("model", DEFAULT_MODEL, text, flag_values=flag_values)
 
 
 def define_dtype(flag_values: flags.FlagValues = flags.FLAGS) -> None:

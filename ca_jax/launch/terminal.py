@@ -26,9 +26,9 @@ from ca_jax.turns.requests import Usage
 _TITLE_CHARS = 60
 
 
-def write_piece(console: rich.console.Console, piece: str, style: str = "") -> None:
+def write_piece(console: rich.console.Console, piece: str) -> None:
     """Writes a piece of an answer and flushes it. Markup is text in it; what would steer the terminal is replaced."""
-    console.print(rich.text.Text(printable(piece), style=style), end="", soft_wrap=True, highlight=False)
+    console.print(rich.text.Text(printable(piece)), end="", soft_wrap=True, highlight=False)
 
 
 def decode_rate(usage: Usage) -> float | None:

@@ -69,7 +69,7 @@ def error_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: int | None = None) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, job: Job, start: int, stop: int | None) -> dict[str, Any]:
     """Log-probabilities of a chat's tokens `[start, stop)`: of each and of the likeliest, with their bytes."""
 
     def described(token_id: int, logprob: float) -> dict[str, Any]:
@@ -84,9 +84,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: i
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer | None, job: Job, start: int = 0, stop: int | None = None
-) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer | None, job: Job, start: int, stop: int | None) -> dict[str, Any]:
     """The same for a plain completion; offsets are of characters of the answer."""
     each = job.token_logprobs[start:stop]
     ends = list(itertools.accumulate(map(len, job.token_texts), initial=0))

