@@ -178,6 +178,15 @@ def test_the_catalog_is_compacted_where_there_is_room(tmp_path, filled, monkeypa
     assert garbage.compacted_bytes < 1_000_000 < garbage.catalog_bytes
 
 
+def test_a_catalog_of_nothing_is_cleaned_too(tmp_path):
+    with Catalog(tmp_path, NAMESPACE) as catalog:
+        catalog._db.execute("DELETE FROM namespaces")
+    orphan = tmp_path / NAMESPACE.directory_name
+    orphan.mkdir()
+    assert collect(tmp_path).files == (orphan.name,)
+    assert not orphan.exists()
+
+
 def test_one_session_is_dropped_with_its_blocks(tmp_path, filled):
     with StoreInspector(tmp_path) as inspector:
         garbage = drop_session(inspector, inspector.find("b3"))

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from ca_jax.storage import EntryInUseError, MissReason
+from ca_jax.storage import MissReason
 from ca_jax.storage import truncation as cutting
 
 from .store_helpers import LAYOUT, PATIENCE_S, as_bits, ids, info, load, make_kv, make_store, mask_of, save, used_blocks
@@ -36,19 +36,6 @@ def test_a_shortened_load_of_a_cut_session():
             as_bits(staging[:, :num_tokens]), as_bits(np.ascontiguousarray(kv[1][:, kept[:num_tokens]]))
         )
         assert not staging[:, num_tokens:].any()
-
-
-def test_a_mask_may_be_shorter_or_longer_than_what_is_stored():
-    store = make_store()
-    kv = make_kv(LAYOUT, 10)
-    save(store, "a", ids(10), kv)
-    assert store.discard("a", [False, True]) == 9, "what is behind the mask stays"
-    assert store.discard("a", [False] * 9) == 9
-    assert store.discard("a", np.zeros(0, bool)) == 9
-    assert store.discard("a", mask_of(50, [1, 40])) == 8, "what is not stored is dropped nevertheless"
-    assert info(store, "a").num_dropped == 3
-    kept = [0, *range(3, 10)]
-    assert_serves(store, "a", 100 + np.array(kept), kv[:, :, kept], 3)
 
 
 @pytest.mark.parametrize("wrong", [[0, 1], [[True]], True, np.zeros(3), "no", [True, None]])
@@ -92,19 +79,6 @@ def test_repeated_cuts_stay_within_the_blocks_their_tokens_need():
             assert len(store._entries.get("a").places.runs) <= (num_tokens if scattered else 2)
         found = load(store, "a", tokens, info(store, "a").num_dropped)
         np.testing.assert_array_equal(as_bits(found), as_bits(np.stack(rows, axis=2)))
-
-
-def test_oldest_first_cuts_move_nothing(monkeypatch):
-    store = make_store(30)
-    tokens = 100
-    save(store, "a", ids(tokens), make_kv(LAYOUT, tokens))
-    monkeypatch.setattr(store._blocks, "alloc", lambda *_: pytest.fail("blocks were taken"))
-    for first in (0, 1, 3, 4):
-        while tokens > 20:
-            tokens = store.discard("a", mask_of(tokens, range(first, first + 5)))
-        store.settle()
-        assert info(store, "a").num_blocks <= LAYOUT.num_blocks(tokens) + 2
-        tokens = store.discard("a", mask_of(tokens, [first]))
 
 
 def test_without_room_a_session_is_not_copied_together():
@@ -222,21 +196,3 @@ def test_what_is_left_of_a_session_is_not_served_as_the_text_it_spells():
     assert load(store, "a", [7] * 12) is None
     assert store.stats().misses[MissReason.MISMATCH] == 1
     assert_serves(store, "a", [7] * 10, kv[:, :, kept[2:]], 5)
-
-
-def test_a_session_leaves_dram_to_be_saved_anew(store):
-    kv = make_kv(LAYOUT, 8)
-    save(store, "a", ids(8), make_kv(LAYOUT, 8, seed=1))
-    reading = store.prepare_load("a", ids(8))
-    with pytest.raises(EntryInUseError):
-        store.leave_dram("a")
-    store.complete_load(reading)
-    store.leave_dram("a")
-    store.leave_dram("a")
-    assert (store.list(), used_blocks(store)) == ((), 0)
-    ticket = store.prepare_save("a", 0, ids(8), num_dropped=5, num_plain=3)
-    ticket.write_all(kv)
-    store.complete_save(ticket)
-    assert_serves(store, "a", ids(8), kv, 5)
-    assert_serves(store, "a", ids(3), kv[:, :, :3], 0)
-    np.testing.assert_array_equal(as_bits(load(store, "a", ids(8))), as_bits(kv[:, :, :3]))

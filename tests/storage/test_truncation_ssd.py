@@ -197,23 +197,6 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 3)
 
 
-def test_a_flush_whose_rows_will_be_written_again_is_given_up(open_store, gates, driver):
-    store = open_store(8, ssd_driver=driver)
-    kv, more = make_kv(LAYOUT, 10), make_kv(LAYOUT, 3, seed=1)
-    gates[0].writes.close()
-    save(store, "a", ids(10), kv)
-    begin_flush(store, gates[0])
-    assert store.discard("a", mask_of(10, [1, 7, 8, 9])) == 6
-    assert save(store, "a", ids(3, 900), more, start_token=6)
-    gates[0].writes.open()
-    store.settle()
-    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
-    store.close()
-    kept = np.array([0, 2, 3, 4, 5, 6])
-    both = np.concatenate([kv[:, :, kept], more], axis=2)
-    assert_loads(open_store(8, ssd_driver=driver), "a", [*(100 + kept), 900, 901, 902], both, 1)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
     """That state gets to SSD, and stays there until the new one does."""
