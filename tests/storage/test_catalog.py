@@ -6,11 +6,8 @@ import contextlib
 import dataclasses
 import os
 import random
-import signal
 import sqlite3
 import stat
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -32,9 +29,27 @@ from ca_jax.storage.catalog.file import (
 from ca_jax.storage.catalog.records import DamagedRecordError, Namespace, SessionRecord
 from ca_jax.storage.tokens import HASH_BYTES, Lineage, TokenPlaces, prefix_hashes
 
-from .catalog_victim import LAYOUT, NAMESPACE, cut_of, make
+from .store_helpers import LAYOUT
 
+NAMESPACE = Namespace(weights="weights", layout=LAYOUT)
 BLOCK_TOKENS = LAYOUT.block_tokens
+
+
+def make(key: int, version: int) -> tuple[SessionRecord, np.ndarray, np.ndarray, bytes]:
+    """A session, told from every other version of it by each of its parts."""
+    num_tokens = 1 + version % 37
+    num_blocks = LAYOUT.num_blocks(num_tokens)
+    record = SessionRecord(
+        key=f"{key:064x}",
+        tenant=f"tenant {key % 3}",
+        session_id=f"session {key}",
+        block_ids=np.arange(num_blocks) + 1000 * version,
+        places=TokenPlaces.dense(num_tokens),
+        created_s=0.0,
+        last_used_s=float(version),
+    )
+    token_ids = np.arange(num_tokens, dtype=np.int32) + version
+    return record, token_ids, np.full((num_blocks, 3), version, np.uint32), b"note %d" % version
 
 
 def unexpected(key: str, reason: str) -> None:
@@ -519,78 +534,6 @@ def test_on_a_full_disk_a_change_fails_and_changes_nothing(catalog):
     catalog.forget([key_of(1)])
     catalog.publish(*session(3, range(4)))
     assert set(stored(catalog)) == {key_of(3)}
-
-
-# kill -9.
-
-
-@pytest.mark.parametrize("num_rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_it_holds_what_was_acknowledged(tmp_path, num_rounds):
-    rng = random.Random(num_rounds)
-    truth: dict[int, tuple[int, bool]] = {}  # The version of each key, and whether it was cut.
-    script = Path(__file__).with_name("catalog_victim.py")
-    command = [sys.executable, str(script), str(tmp_path)]
-    num_in_flight = num_acknowledged = 0
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        for seed in range(1, num_rounds + 1):
-            print(seed, file=process.stdin)
-            num_changes = rng.randrange(1, 60)
-            victim, in_flight, ended = None, None, False
-            while not ended:
-                word, *numbers = process.stdout.readline().split()
-                if word == "start":
-                    victim = int(numbers[0])
-                elif word == "ok":
-                    apply(truth, in_flight)
-                    in_flight = None
-                    num_acknowledged += 1
-                    num_changes -= 1
-                elif word == "end":
-                    ended = True
-                else:
-                    in_flight = (word, *map(int, numbers))
-                if victim and num_changes == 0:
-                    os.kill(victim, signal.SIGKILL)
-                    num_changes = -1
-            with Catalog(tmp_path, NAMESPACE) as catalog:
-                found = stored(catalog)
-                assert catalog.integrity_check() == ()
-            if found != as_stored(truth) and in_flight:
-                num_in_flight += 1
-                apply(truth, in_flight)
-            assert found == as_stored(truth)
-        process.stdin.close()
-    assert num_acknowledged > num_rounds
-    assert num_rounds < 100 or num_in_flight > 0, "some change is found done though nobody was told"
-
-
-def apply(truth: dict[int, tuple[int, bool]], change: tuple) -> None:
-    if change[0] in ("publish", "cut"):
-        truth[change[1]] = change[2], change[0] == "cut"
-    else:
-        truth.pop(change[1], None)
-
-
-def as_stored(truth: dict[int, tuple[int, bool]]) -> dict[str, tuple]:
-    return {key_of(key): as_cut(*make(key, version), is_cut, version) for key, (version, is_cut) in truth.items()}
-
-
-def as_cut(record, token_ids, sums, note, is_cut: bool, version: int) -> tuple:
-    """What should be stored of a session that was published so, and cut or not."""
-    if not is_cut:
-        return expected(record, token_ids, sums, note)
-    kept, lineage, note = cut_of(version)
-    blocks = sorted({token // BLOCK_TOKENS for token in np.flatnonzero(kept).tolist()})
-    places = [
-        blocks.index(token // BLOCK_TOKENS) * BLOCK_TOKENS + token % BLOCK_TOKENS for token in np.flatnonzero(kept)
-    ]
-    record = dataclasses.replace(
-        record,
-        places=TokenPlaces.of(np.array(places)),
-        lineage=lineage,
-        block_ids=record.block_ids[blocks],
-    )
-    return expected(record, token_ids[kept], sums[blocks], note)
 
 
 # Random operations.

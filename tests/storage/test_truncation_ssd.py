@@ -334,13 +334,18 @@ def test_tools_read_cut_sessions(open_store, directory, driver):
     np.testing.assert_array_equal(as_bits(read.kv), as_bits(kv[:, :, kept]))
 
 
-def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "after", "num_dropped", "stride"),
+    [("cut", [0, *range(7, 12)], 6, 40), ("publish", range(16), 0, 40), ("forget", [], 0, 5)],
+)
+def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path, change, after, num_dropped, stride):
     """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
     seen = collections.Counter()
-    for number, num_steps in enumerate(range(0, 1200, 40)):
+    kv = make_kv(LAYOUT, 16)
+    for number, num_steps in enumerate(range(0, 1200, stride)):
         directory, left = tmp_path / str(number), tmp_path / f"{number} left"
         store = make_store(8, ssd_dir=directory)
-        kv = put(store, "a", 12)
+        save(store, "a", ids(12), kv[:, :, :12])
         store.set_note("a", b"before")
         store.settle()
         steps = itertools.count()
@@ -350,20 +355,28 @@ def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
             ),
             1,
         )
-        store.discard("a", mask_of(12, range(1, 7)), b"cut")
+        if change == "cut":
+            store.discard("a", mask_of(12, range(1, 7)), b"after")
+        elif change == "publish":
+            save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
+            store.set_note("a", b"after")
+        else:
+            store.drop("a")
         store.settle()
         store.close()
         if not left.exists():  # It took fewer steps.
             break
         store = make_store(8, ssd_dir=left)
-        kept = np.delete(np.arange(12), range(1, 7))
-        state, dropped = {b"before": (np.arange(12), 0), b"cut": (kept, 6)}[store.note("a")]
-        seen[store.note("a")] += 1
+        note = store.note("a")
+        seen[note == b"before"] += 1
+        state, dropped = (np.arange(12), 0) if note == b"before" else (np.array(after, int), num_dropped)
+        assert note in (b"before", b"after" if len(after) else b"")
         assert ssd_tokens(store, "a") == len(state)
-        assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
+        if len(state):
+            assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
         store.close()
-    assert seen[b"before"] > 3
-    assert seen[b"cut"] > 0
+    assert seen[True] > 3
+    assert seen[False] > 0
 
 
 @pytest.mark.parametrize("note", [None, b"cut"])
