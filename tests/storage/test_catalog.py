@@ -485,19 +485,6 @@ def test_sessions_whose_rows_are_damaged_can_be_forgotten(tmp_path):
         assert set(stored(catalog)) == {*map(key_of, (0, 2, 3, 4, 5))}
 
 
-def test_of_a_session_that_a_damaged_index_has_twice_the_last_row_counts(tmp_path):
-    flip(filled(tmp_path, num_sessions=3), key_of(1), in_index=True)
-    with Catalog(tmp_path, NAMESPACE) as catalog:
-        catalog.publish(*make(1, 7))
-        assert [record.key for record in catalog.load_all(unexpected)] == [key_of(key) for key in (0, 1, 2, 1)]
-        assert catalog.forget_damaged() == 1
-        assert stored(catalog) == {
-            key_of(key): expected(*make(key, version)) for key, version in ((0, 0), (1, 7), (2, 2))
-        }
-        catalog.compact()
-        assert catalog.integrity_check() == ()
-
-
 def test_a_check_tells_what_is_wrong(tmp_path):
     path = filled(tmp_path, num_sessions=8)
     with contextlib.closing(sqlite3.connect(path)) as db:

@@ -112,22 +112,6 @@ def test_what_a_running_turn_pins_is_neither_flushed_nor_evicted(open_store):
     assert save(store, "b", ids(8), make_kv(LAYOUT, 8))
 
 
-def test_a_save_into_the_tail_block_while_it_is_flushed(open_store, gates, driver):
-    store = open_store(ssd_driver=driver)
-    kv = make_kv(LAYOUT, 11)
-    gates[0].writes.close()
-    save(store, "a", ids(6), kv[:, :, :6])
-    begin_flush(store, gates[0])
-    save(store, "a", ids(11)[6:], kv[:, :, 6:], start_token=6)
-    gates[0].writes.open()
-    wait_until(store, lambda: ssd_tokens(store, "a") == 6)
-    store.settle()
-    assert ssd_tokens(store, "a") == 11
-    assert store.stats().ssd.flushed_bytes == (2 + 2) * LAYOUT.block_bytes
-    store.close()
-    assert_loads(open_store(ssd_driver=driver), "a", ids(11), kv)
-
-
 @pytest.mark.parametrize("is_known", [False, True], ids=["first flush", "later flush"])
 def test_a_truncation_while_a_flush_is_under_way(open_store, gates, driver, is_known):
     store = open_store(ssd_driver=driver)
