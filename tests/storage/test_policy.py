@@ -5,7 +5,7 @@ Room in a tier: all that is needed, of the tenant's own first, or nothing.
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import functools
 import random
 
@@ -262,15 +262,6 @@ def test_belady_is_what_trying_all_choices_finds():
         assert hits_of_one_tier(trace, dict.fromkeys("abcde", 1), 3, None, queue_jobs=0) == best(0, frozenset())
 
 
-@dataclasses.dataclass
-class TwoTierResult:
-    dram_hits: int = 0
-    ssd_hits: int = 0
-    num_fetches: int = 0
-    wasted_fetches: int = 0
-    """Fetched and evicted again before they were used."""
-
-
 def run_two_tiers(
     trace: list[str],
     sizes: dict[str, int],
@@ -280,16 +271,20 @@ def run_two_tiers(
     prefetch: bool,
     queue_jobs: int,
     reserve_blocks: int,
-) -> TwoTierResult:
-    """Runs `trace` over DRAM and SSD, a session in one of them at a time, fetches being instant."""
+) -> collections.Counter[str]:
+    """Runs `trace` over DRAM and SSD, a session in one of them at a time, fetches being instant.
+
+    Returns:
+      How many jobs hit DRAM and SSD, fetches, and those of them that were evicted again before they were used: wasted.
+    """
     look_ahead = LookAhead()
     dram, ssd = Tier(look_ahead, dram_blocks), Tier(look_ahead, ssd_blocks)
-    result = TwoTierResult()
+    result = collections.Counter[str]()
     fetched: set[str] = set()
 
     def to_ssd(victims: list[Stored] | None) -> bool:
         for victim in victims or ():
-            result.wasted_fetches += victim.key in fetched
+            result["wasted"] += victim.key in fetched
             fetched.discard(victim.key)
             if ssd.make_room(policy, victim.num_blocks) is not None:
                 ssd.add(victim)
@@ -311,17 +306,17 @@ def run_two_tiers(
             taken = [ssd.take(key) for key in fetch]
             to_ssd([dram.take(key) for key in evict])
             for item in taken:
-                result.num_fetches += 1
+                result["fetches"] += 1
                 fetched.add(item.key)
                 dram.add(item)
         look_ahead.remove(now)
         fetched.discard(key)
         if key in dram.orders:
-            result.dram_hits += 1
+            result["dram"] += 1
             dram.orders.use(key)
             continue
         if key in ssd.orders:
-            result.ssd_hits += 1
+            result["ssd"] += 1
             item = ssd.take(key)
         else:
             item = Stored(key, sizes[key])
@@ -345,12 +340,12 @@ def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(siz
         "reserve_blocks": largest,
     }
     fetched = run_two_tiers(prefetch=True, **arguments)
-    assert fetched.dram_hits >= 0.97 * (fetched.dram_hits + fetched.ssd_hits)
-    assert fetched.dram_hits + fetched.ssd_hits >= 0.9 * 7 * 60 / 1.05
-    assert fetched.wasted_fetches == 0
-    assert fetched.num_fetches <= fetched.dram_hits
+    assert fetched["dram"] >= 0.97 * (fetched["dram"] + fetched["ssd"])
+    assert fetched["dram"] + fetched["ssd"] >= 0.9 * 7 * 60 / 1.05
+    assert fetched["wasted"] == 0
+    assert fetched["fetches"] <= fetched["dram"]
     on_demand = run_two_tiers(prefetch=False, **arguments)
-    assert on_demand.dram_hits < 0.5 * fetched.dram_hits
+    assert on_demand["dram"] < 0.5 * fetched["dram"]
 
 
 # Stored in this order; tenant x has three blocks, y has five.
