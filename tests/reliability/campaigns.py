@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -81,14 +82,18 @@ def damaged_blocks(
     return waves(wave)
 
 
-def stalled_reads(arena: Arena) -> None:
-    """The disk does not answer reads: all that wait for it are misses once the deadline has passed."""
-    with damage.held(arena, "_read"):
+def stalled_reads(hold: Callable[[Arena], AbstractContextManager[None]]) -> Campaign:
+    """Disk or catalog does not answer reads: all that wait for it are misses once the deadline has passed."""
+
+    def wave(arena: Arena) -> None:
+        with hold(arena):
+            arena.converse()
+        _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
+        _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
         arena.converse()
-    _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
-    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-    arena.converse()
-    arena.check_books()
+        arena.check_books()
+
+    return waves(wave, ssd_deadline_s=0.4)
 
 
 def stalled_writes(arena: Arena) -> None:
@@ -103,16 +108,6 @@ def stalled_writes(arena: Arena) -> None:
     # waits meanwhile for a chunk that is on SSD alone.
     allowed = {"flush deadline", "miss absent"} | ({"miss deadline"} if arena.ratio is not None else set())
     assert counts.keys() <= allowed, f"counted {counts}"
-    arena.check_books()
-
-
-def stalled_catalog_reads(arena: Arena) -> None:
-    """The catalog does not answer: all that wait for it are misses once the deadline has passed."""
-    with damage.catalog_held(arena, reads=True):
-        arena.converse()
-    _expect(arena, {"miss deadline": NUM_CONVERSATIONS}, only="miss")
-    _wait_until(arena, lambda: not workload.ssd_of(arena.engine).is_late)
-    arena.converse()
     arena.check_books()
 
 
@@ -219,9 +214,9 @@ CAMPAIGNS: dict[str, tuple[Campaign, int]] = {
     "block cut short": (damaged_blocks(damage.truncate, "miss corrupt", "miss missing", num_damaged=1), 100),
     "block missing": (damaged_blocks(damage.remove, "miss missing"), 150),
     "blocks swapped": (damaged_blocks(damage.swap, "miss corrupt", num_damaged=4), 150),
-    "reads that stall": (waves(stalled_reads, ssd_deadline_s=0.4), 60),
+    "reads that stall": (stalled_reads(lambda arena: damage.held(arena, "_read")), 60),
     "writes that stall": (waves(stalled_writes, ssd_deadline_s=0.4), 40),
-    "catalog reads that stall": (waves(stalled_catalog_reads, ssd_deadline_s=0.4), 60),
+    "catalog reads that stall": (stalled_reads(lambda arena: damage.catalog_held(arena, reads=True)), 60),
     "catalog commits that stall": (waves(stalled_commits, ssd_deadline_s=0.4), 20),
     "reads that fail": (waves(failing_reads), 60),
     "disk full": (no_space, 80),

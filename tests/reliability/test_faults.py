@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 
-from ca_jax.storage.catalog.file import CATALOG_NAME
-from tests.reliability import campaigns, damage, workload
-from tests.reliability.arena import NUM_CONVERSATIONS, Arena
+from tests.reliability import campaigns, workload
 
 
 def run(directory, name: str, driver: str, num_faults: int, seed: int, ratio: float | None = None) -> None:
@@ -39,23 +36,6 @@ def test_a_few_faults(tmp_path, name, driver):
 def test_a_few_faults_with_chunks(tmp_path, name, ratio):
     """All of the chunks computed anew, answers are those of one pass; some, and a chunk is itself or nothing."""
     run(tmp_path, name, "zarr3" if ratio == 1.0 else "raw", 2, seed=1, ratio=ratio)
-
-
-@pytest.mark.parametrize("offset", [0, 16, 44, 68], ids=["magic", "page size", "schema format", "application"])
-def test_a_catalog_with_a_damaged_header_is_moved_aside(tmp_path, offset):
-    with Arena(tmp_path, "raw", seed=3) as arena:
-        arena.engine.close()
-        damage.checkpoint_catalog(arena)
-        for log in tmp_path.glob(f"{CATALOG_NAME}-*"):
-            log.unlink()
-        with (tmp_path / CATALOG_NAME).open("r+b") as file:
-            os.pwrite(file.fileno(), b"\xee" * 4, offset)
-        arena.open()
-        workload.check_books(arena.engine, tmp_path, fresh=True)
-        arena.converse()
-        assert arena.take_counts() == {"miss absent": NUM_CONVERSATIONS}
-        assert len([*tmp_path.glob(f"{CATALOG_NAME}.corrupt-*")]) == 1
-        assert (arena.tally.wrong_tokens, arena.tally.failed_requests) == (0, 0)
 
 
 @pytest.mark.slow

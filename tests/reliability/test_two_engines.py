@@ -15,9 +15,8 @@ from tests.reliability.arena import Arena
 REFUSED = "must be this engine's alone, got it in use by process {} on .*; stop that one"
 
 
-@pytest.mark.parametrize("driver", workload.DRIVERS)
-def test_a_second_engine_in_the_same_process_is_refused(tmp_path, driver):
-    with Arena(tmp_path / "store", driver, seed=5) as arena:
+def test_a_second_engine_in_the_same_process_is_refused(tmp_path):
+    with Arena(tmp_path / "store", "raw", seed=5) as arena:
         for other_driver in workload.DRIVERS:  # Whose blocks would be others.
             store = workload.ssd_store(arena.directory, other_driver, dram_blocks=10, ssd_blocks=10)
             with pytest.raises(CatalogLockedError, match=REFUSED.format(os.getpid())):
@@ -28,9 +27,8 @@ def test_a_second_engine_in_the_same_process_is_refused(tmp_path, driver):
         arena.check_books()
 
 
-@pytest.mark.parametrize("driver", workload.DRIVERS)
-def test_a_second_process_is_refused_whichever_is_first(tmp_path, compile_cache, driver):
-    directory = tmp_path / "store"
+def test_a_second_process_is_refused_whichever_is_first(tmp_path, compile_cache):
+    directory, driver = tmp_path / "store", "zarr3"
     with killing.Nursery(directory, driver, compile_cache) as nursery:
         with Arena(directory, driver, seed=6) as arena:
             nursery.begin(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,17 +26,6 @@ BLOCK_TOKENS = 4
 SLOT_BYTES = 4096  # What a block takes on SSD.
 PATIENCE_S = 60.0  # How long a test waits for another thread before it fails.
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-@dataclasses.dataclass
-class FakeClock:
-    """A clock that a test sets."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        self.now_s += 1.0
-        return self.now_s
 
 
 def make_layout(dtype: str = "float32", block_tokens: int = BLOCK_TOKENS) -> KVLayout:
@@ -83,7 +73,7 @@ def make_store(
         eviction_policy=eviction_policy,
         tenant_quota_gib=None if quota_bytes is None else quota_bytes / GIB,
     )
-    runtime = StoreRuntime(clock=clock or FakeClock(), on_fetch=on_fetch, timeline=timeline)
+    runtime = StoreRuntime(clock=clock or itertools.count(1.0).__next__, on_fetch=on_fetch, timeline=timeline)
     store = AttentionStore(layout, config, policy, weights=weights, runtime=runtime)
     fill_blocks_with_nan(store)
     return store

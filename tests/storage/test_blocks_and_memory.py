@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 import ml_dtypes
@@ -13,20 +12,8 @@ from hypothesis import strategies as st
 
 from ca_jax.storage import BlockAllocator, DramTier, host_array
 from ca_jax.storage.placement.blocks import ChargedBlocks
-from ca_jax.storage.records import Owner
-from ca_jax.storage.tiers.dram import touch
 
 from .store_helpers import make_layout
-
-
-def test_blocks_are_handed_out_in_runs():
-    free = BlockAllocator(8)
-    assert free.alloc(3) == (0, 1, 2)
-    assert free.alloc(2) == (3, 4)
-    free.free([1, 2])  # Free now: 1 2, 5 6 7.
-    assert free.alloc(3) == (5, 6, 7)  # Whole in the longer run, not begun in the first.
-    assert free.alloc(1) == (1,)
-    assert free.num_free == 1
 
 
 def test_a_double_free_is_refused_and_frees_nothing():
@@ -121,13 +108,6 @@ def test_touch_of_a_tier_keeps_what_it_holds_and_of_a_closed_one_ends_at_once():
     assert tier.touch(lambda: pytest.fail("touched a closed tier")) == 0.0
 
 
-def test_touch_asks_between_chunks_whether_to_stop():
-    array = host_array((200 << 20,), np.uint8)  # Mapped; of its 200 MiB the first 64 become resident.
-    asked = []
-    touch(array, stopped=lambda: bool(asked.append(1)) or len(asked) == 2)
-    assert len(asked) == 2
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int8])
 def test_host_arrays_are_zeroed_aligned_and_of_their_own(dtype):
     a, b = host_array((3, 5, 7), dtype), host_array((3, 5, 7), dtype)
@@ -139,24 +119,15 @@ def test_host_arrays_are_zeroed_aligned_and_of_their_own(dtype):
     assert np.all(b == 0)
 
 
-def test_a_capacity_under_one_block_is_named():
-    layout = make_layout()
-    with pytest.raises(ValueError, match=rf"at least one block of {layout.block_bytes} bytes \(4 tokens\), got 10"):
-        DramTier(layout, 10)
-    with pytest.raises(ValueError, match="must not be negative, got -1"):
-        DramTier(layout, -1)
-
-
-def test_a_capacity_above_the_machine_is_refused():
+def test_a_capacity_that_cannot_be_is_refused():
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with pytest.raises(ValueError, match=f"at most this machine's {machine_bytes} bytes"):
-        DramTier(make_layout(), machine_bytes + 1)
-
-
-@pytest.mark.parametrize("ttl_s", [-1.0, math.nan, math.inf])
-def test_a_time_to_live_that_is_none_is_refused(ttl_s):
-    with pytest.raises(ValueError, match="ttl_s must be a number of seconds >= 0"):
-        Owner(ttl_s=ttl_s)
+    for capacity_bytes, message in (
+        (10, r"at least one block of 960 bytes \(4 tokens\), got 10"),
+        (-1, "must not be negative, got -1"),
+        (machine_bytes + 1, f"at most this machine's {machine_bytes} bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DramTier(make_layout(), capacity_bytes)
 
 
 def test_a_quota_below_nothing_and_blocks_never_taken_are_refused():

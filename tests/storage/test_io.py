@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 
 import pytest
 
 from ca_jax.storage.records import BlockIoError, IoFailure
-from ca_jax.storage.tiers.io import IoHandle, IoQueue
+from ca_jax.storage.tiers.io import BusyPeriods, IoHandle, IoQueue
 
 from .ssd_helpers import StoppedClock
 from .store_helpers import PATIENCE_S
@@ -217,24 +216,6 @@ def test_a_callback_may_submit_the_next_move_and_one_that_raises_stops_nothing(q
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_many_moves_at_once():
-    queue = IoQueue(max_in_flight=8, deadline_s=60.0)
-    counts, lock = [0] * 20, threading.Lock()
-
-    def count(i: int) -> None:
-        with lock:
-            counts[i] += 1
-
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        moves = [
-            threads.submit(queue.submit, [lambda i=i: count(i) for i in range(20)], lambda: count(0)) for _ in range(50)
-        ]
-        for move in moves:
-            move.result().result()
-            assert move.result().settled
-    assert counts == [100] + 19 * [50]
-
-
 def test_a_closed_queue_cancels_what_waits_and_refuses_what_comes(queue, device):
     running, waiting = queue.submit(device.operations("abx")), queue.submit(device.operations("c"))
     device.wait_begun("ab")
@@ -252,9 +233,55 @@ def test_a_closed_queue_cancels_what_waits_and_refuses_what_comes(queue, device)
     device.wait_begun("abx")
 
 
-def test_a_queue_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least 1 operation, got 0"):
-        IoQueue(max_in_flight=0, deadline_s=1.0)
-    for deadline_s in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"above 0 s, got {deadline_s} s"):
-            IoQueue(max_in_flight=1, deadline_s=deadline_s)
+# Moves side by side count once: bytes and seconds of the times in which any was under way.
+
+
+@pytest.fixture
+def told() -> list[tuple[int, float]]:
+    return []
+
+
+@pytest.fixture
+def periods(clock, told) -> BusyPeriods:
+    return BusyPeriods(lambda num_bytes, seconds: told.append((num_bytes, seconds)), clock)
+
+
+def test_moves_that_overlap_are_one_period_and_one_alone_is_another(periods, clock, told):
+    periods.begin("a")
+    clock.now_s = 1.0
+    periods.begin("b")
+    clock.now_s = 3.0
+    periods.end("a", 100)
+    assert told == []
+    clock.now_s = 4.0
+    periods.end("b", 30)
+    assert told == [(130, 4.0)]
+    clock.now_s = 10.0
+    periods.begin("c")
+    clock.now_s = 12.0
+    periods.end("c", 7)
+    assert told == [(130, 4.0), (7, 2.0)]
+
+
+@pytest.mark.parametrize("failing", ["a", "b"])
+def test_a_period_with_a_move_that_failed_says_nothing(periods, clock, told, failing):
+    for move in "ab":
+        periods.begin(move)
+    for move in "ab":
+        periods.end(move, None if move == failing else 100)
+    assert told == []
+    periods.begin("c")
+    clock.now_s = 2.0
+    periods.end("c", 7)
+    assert told == [(7, 2.0)]
+
+
+def test_a_move_ends_once_and_one_that_never_began_does_not(periods, clock, told):
+    periods.end("a", 100)
+    periods.begin("a")
+    periods.begin("b")
+    periods.end("a", None)  # It failed before all it does had settled, and is told of again then.
+    periods.end("a", None)
+    assert told == []
+    periods.end("b", 5)
+    assert told == []

@@ -1,51 +1,18 @@
-"""Sizes and checksums of blocks, the falling of tokens onto blocks, and what configs refuse."""
+"""Checksums of blocks, and what layouts and configs refuse."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import crc32c
-import ml_dtypes
 import numpy as np
 import pytest
 
-from ca_jax.storage import KVLayout, StoreConfig
+from ca_jax.storage import StoreConfig
 from ca_jax.storage.layout import layer_sums
 
 from .store_helpers import as_bits, make_kv, make_layout
-
-
-def smollm2_layout(**changes) -> KVLayout:
-    sizes = {"num_layers": 30, "num_kv_heads": 3, "head_dim": 64, "dtype": "float32", "block_tokens": 128}
-    return KVLayout(**(sizes | changes))
-
-
-def test_sizes_of_a_block_follow_from_its_shape():
-    layout = smollm2_layout()
-    assert layout.block_shape == (30, 2, 128, 3, 64)
-    assert layout.block_bytes == 30 * 2 * 128 * 3 * 64 * 4
-    assert layout.stored_block_bytes == layout.block_bytes  # Whole pages.
-    assert smollm2_layout(block_tokens=1).stored_block_bytes == 12 * 4096 > 30 * 2 * 3 * 64 * 4
-    assert layout.token_bytes == 30 * 2 * 3 * 64 * 4
-    half = smollm2_layout(dtype="bfloat16")
-    assert half.numpy_dtype == np.dtype(ml_dtypes.bfloat16)
-    assert half.block_bytes * 2 == layout.block_bytes
-
-
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (127, 1), (128, 1), (129, 2), (256, 2)])
-def test_the_last_block_may_be_partly_filled(num_tokens, num_blocks):
-    assert smollm2_layout().num_blocks(num_tokens) == num_blocks
-
-
-@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_tokens"])
-def test_a_layout_refuses_sizes_that_are_not_positive(field):
-    with pytest.raises(ValueError, match=f"{field} must be positive, got 0"):
-        smollm2_layout(**{field: 0})
-
-
-def test_a_layout_refuses_an_unknown_dtype():
-    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8; got 'int7'"):
-        smollm2_layout(dtype="int7")
 
 
 @pytest.mark.parametrize(
@@ -79,8 +46,10 @@ def test_a_store_config_refuses_what_it_cannot_serve(changes, message):
         StoreConfig(**changes)
 
 
-def test_dram_gib_is_in_bytes_of_1024_cubed():
-    assert StoreConfig(dram_gib=1.5).dram_bytes == 3 * 2**29
+def test_a_layout_refuses_what_it_cannot_store():
+    for name, value, message in (("head_dim", 0, "head_dim must be positive, got 0"), ("dtype", "int7", "got 'int7'")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(make_layout(), **{name: value})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes, this_boot
+from ca_jax.storage.catalog.notes import LOG_NAME, Noted, NoteLog, log_bytes
 from ca_jax.storage.records import Owner
 
 from .ssd_helpers import StoppedClock
@@ -185,9 +185,3 @@ def test_names_may_be_any_text_and_the_file_is_its_owners(tmp_path):
     assert opened(tmp_path).of_name(owner.session_id)[0].tenant == owner.tenant
     assert stat.S_IMODE((tmp_path / LOG_NAME).stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / f"{LOG_NAME}-wal").stat().st_mode) == 0o600
-
-
-def test_this_system_says_which_boot_it_is():
-    assert this_boot() == this_boot()
-    if os.path.exists("/proc/sys/kernel/random/boot_id"):
-        assert this_boot()

@@ -215,7 +215,7 @@ def test_a_session_that_a_damaged_index_has_twice_is_served_as_it_was_published_
         assert_books_agree(ssd)
 
 
-@pytest.mark.parametrize("damage", ["garbage", "half", "table"])
+@pytest.mark.parametrize("damage", ["garbage", "half", "table", 0, 16, 44, 68])
 def test_a_catalog_that_cannot_be_read_is_moved_aside(opened, directory, caplog, damage):
     with opened() as ssd:
         publish(ssd, "a", [3, 4])
@@ -225,6 +225,8 @@ def test_a_catalog_that_cannot_be_read_is_moved_aside(opened, directory, caplog,
         content[:] = b"?" * len(content)
     elif damage == "half":
         del content[len(content) // 2 :]
+    elif isinstance(damage, int):  # Of the header: its magic, page size, schema format, application.
+        content[damage : damage + 4] = b"\xee" * 4
     else:  # Of one table only: the file opens, and fails when the sessions are read.
         with contextlib.closing(sqlite3.connect(path)) as db:
             (page,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'sessions'").fetchone()

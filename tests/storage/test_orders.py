@@ -10,9 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.loop_workload import Stored, describe
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
-
-from .policy_simulator import Stored, describe
 
 KEYS = st.sampled_from("abcdef")
 TENANTS = ("", "x", "y")
@@ -37,40 +36,6 @@ def test_a_job_waits_once():
         queue.append("job", "b")
     with pytest.raises(ValueError, match="one of the 1 that wait, got 'other'"):
         queue.remove("other")
-
-
-def test_a_watcher_hears_of_next_jobs_and_of_nothing_else():
-    queue = LookAhead()
-    heard = []
-    queue.watch(lambda key, before, after: heard.append((key, before is not None, after is not None)))
-    queue.append(1, "a")
-    queue.append(2, "a")  # a's next job is still the first.
-    queue.remove(1)
-    queue.remove(2)
-    assert heard == [("a", False, True), ("a", True, True), ("a", True, False)]
-
-
-def test_a_key_is_added_once():
-    orders = TierOrders(LookAhead(), describe)
-    orders.add("a", Stored("a", 1))
-    with pytest.raises(ValueError, match="one that the tier does not hold, got 'a'"):
-        orders.add("a", Stored("a", 1))
-
-
-def test_an_unknown_tenant_has_an_empty_view():
-    view = TierOrders(LookAhead(), describe).view("nobody")
-    assert [list(order) for order in (view.by_last_used, view.by_created, view.idle, view.by_next_job)] == [[]] * 4
-    assert not view.idle_groups
-
-
-def test_without_groups_all_idle_sessions_are_of_one():
-    orders = TierOrders(LookAhead(), describe)
-    for key in "abc":
-        orders.add(key, Stored(key, 1))
-    orders.use("a")
-    (group,) = orders.view().idle_groups
-    assert [entry.key for entry in group] == ["b", "c", "a"]
-    assert [entry.key for entry in reversed(group)] == ["a", "c", "b"]
 
 
 @dataclasses.dataclass

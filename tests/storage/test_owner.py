@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ca_jax.storage import AttentionStore
-from ca_jax.storage.catalog.file import CATALOG_NAME
 from ca_jax.storage.collect import collect_garbage, drop_session, take_over_blocks
 from ca_jax.storage.inspector import StoreInspector
 from ca_jax.storage.tiers.formats import Zarr3Tier
@@ -129,14 +128,3 @@ def test_a_mark_that_cannot_be_read_is_another_owners(open_at, tmp_path):
         owner_mark(tmp_path).write_bytes(text)
         with pytest.raises(BlocksOwnedError, match="a mark of no known format"):
             open_at(tmp_path / "first")
-
-
-def test_an_owner_whose_catalog_was_deleted_leaves_what_is_there(open_at, tmp_path, caplog):
-    first = open_at(tmp_path / "first")
-    put(first, "a", 9)
-    first.close()
-    for path in (tmp_path / "first").glob(f"{CATALOG_NAME}*"):
-        path.unlink()
-    open_at(tmp_path / "first").close()
-    assert "3 blocks stay on disk, since the catalog knows no session" in caplog.text
-    assert len([*(tmp_path / "blocks").glob("blocks-*/zarr3/000000/c.*")]) == 3

@@ -292,17 +292,6 @@ def test_a_tenant_at_its_quota_does_not_fill_the_places_of_fetches(open_store):
 # Times to live.
 
 
-def test_nothing_is_kept_of_the_time_to_live_of_what_is_gone(open_store):
-    store = open_store(8, ttl_s=1e6)
-    for number in range(20):
-        put(store, f"s{number}", 4)
-        store.drop(f"s{number}")
-    put(store, "a", 4)
-    ticket = store.prepare_load("a", ids(4))
-    store.complete_load(ticket)
-    assert len(store._entries._by_expiry) == len(store.list()) == 1
-
-
 def test_a_session_is_forgotten_in_both_tiers_when_its_time_is_over(open_store):
     clock = StoppedClock()
     store = open_store(8, clock=clock, ttl_s=10.0)

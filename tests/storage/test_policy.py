@@ -5,6 +5,8 @@ Room in a tier: all that is needed, of the tenant's own first, or nothing.
 
 from __future__ import annotations
 
+import collections
+import functools
 import random
 
 import numpy as np
@@ -12,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.loop_workload import Stored, Tier, describe, hits_of_one_tier
 from ca_jax.storage.placement.blocks import BlockAllocator, ChargedBlocks
 from ca_jax.storage.placement.orders import LookAhead, TierOrders
 from ca_jax.storage.placement.policy import (
+    EvictionPolicy,
     FifoPolicy,
     LruPolicy,
     ReturnAwarePolicy,
@@ -26,8 +30,6 @@ from ca_jax.storage.placement.policy import (
     make_policy,
     plan_fetches,
 )
-
-from .policy_simulator import Stored, describe, hits_of_one_tier, run_two_tiers
 
 NAMES = ["scheduler_aware", "return_aware", "lru", "fifo"]
 
@@ -81,11 +83,6 @@ def choose(policy, stored: StoreView, num_blocks: int, needed_at: int | None = N
 def plan(on_ssd: StoreView, in_dram: StoreView, policy, **options) -> tuple[tuple[str, ...], tuple[str, ...]]:
     room = make_room(policy, in_dram)
     return plan_fetches(on_ssd, lambda num_blocks, at: room.choose(num_blocks, needed_at=at), **options)
-
-
-def test_an_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="one of scheduler_aware, return_aware, lru, fifo; got 'best'"):
-        make_policy("best")
 
 
 # Scheduler-aware eviction.
@@ -208,12 +205,6 @@ def test_the_window_is_as_long_as_there_is_room_for_sessions(available, mean, jo
     assert look_ahead_window(available, mean) == jobs
 
 
-@pytest.mark.parametrize(("available", "mean"), [(-1, 1), (1, -1), (float("nan"), 1), (1, float("inf"))])
-def test_a_window_of_no_size_is_refused(available, mean):
-    with pytest.raises(ValueError, match="must be a number of bytes >= 0"):
-        look_ahead_window(available, mean)
-
-
 # What the choices are worth.
 
 
@@ -238,16 +229,18 @@ def test_on_a_loop_over_capacity_lru_finds_nothing_and_the_queue_nearly_all_ther
     num_blocks = round(sum(size_of.values()) / 1.05)
     trace = loop(num_sessions, rounds=8)
     belady = hits_of_one_tier(trace, size_of, num_blocks, None, queue_jobs=0)
-    for queue_jobs in (num_sessions - 1, num_sessions // 2):
-        found = hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), queue_jobs)
-        assert found >= 0.9 * belady
+    found = [
+        hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), queue_jobs)
+        for queue_jobs in (num_sessions - 1, num_sessions // 2)
+    ]
+    assert min(found) >= 0.9 * belady
     assert hits_of_one_tier(trace, size_of, num_blocks, LruPolicy(), num_sessions - 1) <= 0.02 * belady
     # Not even keeping the smallest sessions for ever, which serves the most jobs, does much better.
     kept = room = 0
     for size in sorted(size_of.values()):
         room += size
         kept += room <= num_blocks
-    assert hits_of_one_tier(trace, size_of, num_blocks, SchedulerAwarePolicy(), num_sessions - 1) >= 0.9 * 7 * kept
+    assert found[0] >= 0.9 * 7 * kept
 
 
 def test_belady_is_what_trying_all_choices_finds():
@@ -269,6 +262,69 @@ def test_belady_is_what_trying_all_choices_finds():
         assert hits_of_one_tier(trace, dict.fromkeys("abcde", 1), 3, None, queue_jobs=0) == best(0, frozenset())
 
 
+def run_two_tiers(
+    trace: list[str],
+    sizes: dict[str, int],
+    dram_blocks: int,
+    ssd_blocks: int,
+    policy: EvictionPolicy,
+    prefetch: bool,
+    queue_jobs: int,
+    reserve_blocks: int,
+) -> collections.Counter[str]:
+    """Runs `trace` over DRAM and SSD, a session in one of them at a time, fetches being instant.
+
+    Returns:
+      How many jobs hit DRAM and SSD, fetches, and those of them that were evicted again before they were used: wasted.
+    """
+    look_ahead = LookAhead()
+    dram, ssd = Tier(look_ahead, dram_blocks), Tier(look_ahead, ssd_blocks)
+    result = collections.Counter[str]()
+    fetched: set[str] = set()
+
+    def to_ssd(victims: list[Stored] | None) -> bool:
+        for victim in victims or ():
+            result["wasted"] += victim.key in fetched
+            fetched.discard(victim.key)
+            if ssd.make_room(policy, victim.num_blocks) is not None:
+                ssd.add(victim)
+        return victims is not None
+
+    mean = sum(sizes.values()) / len(sizes)
+    num_queued = 0
+    for now, key in enumerate(trace):
+        while num_queued < min(len(trace), now + 1 + queue_jobs):
+            look_ahead.append(num_queued, trace[num_queued])
+            num_queued += 1
+        if prefetch:
+            fetch, evict = plan_fetches(
+                ssd.orders.view(),
+                functools.partial(dram.victims, policy),
+                window_jobs=look_ahead_window(dram_blocks - reserve_blocks, mean),
+                lacking=reserve_blocks - dram.num_free,
+            )
+            taken = [ssd.take(key) for key in fetch]
+            to_ssd([dram.take(key) for key in evict])
+            for item in taken:
+                result["fetches"] += 1
+                fetched.add(item.key)
+                dram.add(item)
+        look_ahead.remove(now)
+        fetched.discard(key)
+        if key in dram.orders:
+            result["dram"] += 1
+            dram.orders.use(key)
+            continue
+        if key in ssd.orders:
+            result["ssd"] += 1
+            item = ssd.take(key)
+        else:
+            item = Stored(key, sizes[key])
+        if to_ssd(dram.make_room(policy, item.num_blocks)):
+            dram.add(item)
+    return result
+
+
 @pytest.mark.parametrize("sizes", ["equal", "uniform"])
 def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(sizes):
     size_of = make_sizes(60, sizes, seed=3)
@@ -284,12 +340,12 @@ def test_with_prefetching_jobs_find_their_kv_in_dram_and_no_fetch_is_in_vain(siz
         "reserve_blocks": largest,
     }
     fetched = run_two_tiers(prefetch=True, **arguments)
-    assert fetched.dram_hits >= 0.97 * (fetched.dram_hits + fetched.ssd_hits)
-    assert fetched.dram_hits + fetched.ssd_hits >= 0.9 * 7 * 60 / 1.05
-    assert fetched.wasted_fetches == 0
-    assert fetched.num_fetches <= fetched.dram_hits
+    assert fetched["dram"] >= 0.97 * (fetched["dram"] + fetched["ssd"])
+    assert fetched["dram"] + fetched["ssd"] >= 0.9 * 7 * 60 / 1.05
+    assert fetched["wasted"] == 0
+    assert fetched["fetches"] <= fetched["dram"]
     on_demand = run_two_tiers(prefetch=False, **arguments)
-    assert on_demand.dram_hits < 0.5 * fetched.dram_hits
+    assert on_demand["dram"] < 0.5 * fetched["dram"]
 
 
 # Stored in this order; tenant x has three blocks, y has five.

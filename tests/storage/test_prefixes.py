@@ -61,24 +61,6 @@ def test_it_is_the_longest_that_a_scan_finds_of_the_tenants_own(changes, wanted)
     assert len(index._indexed) == sum(num_units >= MIN_TOKENS for _, _, num_units in known.values())
 
 
-def test_what_changes_between_searches_is_copied_once():
-    looked_up: list[str] = []
-    session = published([1, 2, 3])
-
-    def look_up(key: str) -> Published:
-        looked_up.append(key)
-        return session
-
-    index = PrefixIndex(look_up, 4, MIN_TOKENS)
-    for num_tokens in range(3, 100):
-        session = published(list(range(num_tokens)))
-        index.changed("a")
-    assert looked_up == []
-    assert index.find("x", as_units(np.arange(90))) == (90, "a")
-    assert index.find("x", as_units(np.arange(1, 9))) == (0, "")
-    assert looked_up == ["a"]
-
-
 TOKENS_ON_SSD = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 
 

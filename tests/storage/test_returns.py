@@ -31,15 +31,6 @@ def rates_at(times: ReturnTimes, clock: StoppedClock, group: int, waits_s: list[
     return [times.rate(group, clock.now_s - wait_s) for wait_s in waits_s]
 
 
-def test_before_anything_is_known_the_rate_falls_with_time_for_all_alike():
-    times = ReturnTimes(StoppedClock())
-    waits_s = [1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 30_000.0, 1e9]
-    rates = [rates_at(times, times._clock, group, waits_s) for group in range(NUM_GROUPS)]
-    assert rates[0] == sorted(rates[0], reverse=True)
-    assert len({*rates[0][:-1]}) == len(waits_s) - 1  # The last is behind the last bin.
-    assert all(each == rates[0] for each in rates)
-
-
 def test_people_who_read_first_are_worth_more_when_they_are_about_to_come_back():
     """All come back after 40 to 60 s, if at all; the rate rises until then, and what stayed away is worth little."""
     clock = StoppedClock()
@@ -98,8 +89,7 @@ def test_who_stays_away_for_long_is_forgotten_whether_a_turn_came_or_not():
     np.testing.assert_allclose(times._num_waiting, 0)
 
 
-def test_a_clock_that_goes_back_is_borne():
-    clock = StoppedClock()
+def test_a_clock_that_goes_back_is_borne(clock):
     times = ReturnTimes(clock)
     for now_s in (100.0, 50.0, 120.0, 80.0):
         clock.now_s = now_s

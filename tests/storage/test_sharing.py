@@ -157,22 +157,6 @@ def test_a_branch_waits_for_what_its_source_is_writing(open_store, gates):
     assert store.stats().ssd.flushed_bytes == (3 + 1 + 1) * LAYOUT.block_bytes
 
 
-def test_a_branch_does_not_share_what_its_source_has_otherwise_on_ssd(open_store):
-    """The source was cut within a block and went on, and SSD has that block as it was."""
-    store = open_store(8)
-    kv, more = put(store, "a", 8), make_kv(LAYOUT, 2, seed=1)
-    store.pin("a")
-    store.truncate("a", 6)
-    save(store, "a", ids(2, 700), more, start_token=6)
-    store.copy_prefix("a", "b", ids(6) + ids(2, 700))
-    store.set_note("b", b"a branch")
-    store.settle()
-    assert ssd_block_ids(store, "b")[0] == ssd_block_ids(store, "a")[0]
-    assert ssd_block_ids(store, "b")[1] != ssd_block_ids(store, "a")[1]
-    store.leave_dram("b")
-    assert_loads(store, "b", ids(6) + ids(2, 700), np.concatenate([kv[:, :, :6], more], axis=2))
-
-
 def test_cutting_a_source_whose_flush_is_under_way_mixes_nothing_up(open_store, gates):
     """Both lose their first block while SSD has the source as it was: the same blocks of DRAM stand elsewhere there."""
     store = open_store(12)

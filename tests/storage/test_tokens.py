@@ -118,11 +118,6 @@ def test_runs_that_cannot_be_are_refused(runs):
         TokenPlaces(runs)
 
 
-def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"kept must be bool\[3\], got bool\[4\]"):
-        TokenPlaces.dense(3).keep(np.ones(4, bool), 4)
-
-
 @given(BLOCK_TOKENS, st.integers(0, 30), st.sets(st.integers(0, 9)))
 def test_leading_rows_that_are_left(block_tokens, num_rows, kept):
     rows = [(i, row) for i in sorted(kept) for row in range(block_tokens)]

@@ -52,8 +52,7 @@ def evict(store: AttentionStore, key: str, num_blocks: int = 6) -> None:
     assert store.residency(key) is Residency.SSD
 
 
-@pytest.mark.parametrize("in_dram", [True, False], ids=["in both", "on SSD only"])
-@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize(("first", "in_dram"), [(0, True), (1, False), (4, True)])
 def test_every_cut_point_is_bit_exact_after_a_restart(tmp_path, driver, first, in_dram):
     kv = make_kv(LAYOUT, 17)
     for number, num_dropped in enumerate((1, 3, 4, 10 - first)):
@@ -197,23 +196,6 @@ def test_a_flush_that_fails_leaves_its_older_state_cut(open_store, gates):
     assert_loads(store, "a", 100 + kept, kv[:, :, kept], 3)
 
 
-def test_a_flush_whose_rows_will_be_written_again_is_given_up(open_store, gates, driver):
-    store = open_store(8, ssd_driver=driver)
-    kv, more = make_kv(LAYOUT, 10), make_kv(LAYOUT, 3, seed=1)
-    gates[0].writes.close()
-    save(store, "a", ids(10), kv)
-    begin_flush(store, gates[0])
-    assert store.discard("a", mask_of(10, [1, 7, 8, 9])) == 6
-    assert save(store, "a", ids(3, 900), more, start_token=6)
-    gates[0].writes.open()
-    store.settle()
-    assert store.stats().ssd.failed_flushes[FlushFailure.CANCELLED] == 1
-    store.close()
-    kept = np.array([0, 2, 3, 4, 5, 6])
-    both = np.concatenate([kv[:, :, kept], more], axis=2)
-    assert_loads(open_store(8, ssd_driver=driver), "a", [*(100 + kept), 900, 901, 902], both, 1)
-
-
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_session_that_is_saved_anew_while_its_older_state_is_flushed(open_store, gates, driver, is_cut):
     """That state gets to SSD, and stays there until the new one does."""
@@ -351,13 +333,18 @@ def test_tools_read_cut_sessions(open_store, directory, driver):
     np.testing.assert_array_equal(as_bits(read.kv), as_bits(kv[:, :, kept]))
 
 
-def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "after", "num_dropped", "stride"),
+    [("cut", [0, *range(7, 12)], 6, 40), ("publish", range(16), 0, 40), ("forget", [], 0, 5)],
+)
+def test_at_any_moment_of_a_change_the_disk_has_one_state_or_the_other(tmp_path, change, after, num_dropped, stride):
     """What the disk holds between two steps of the catalog's statements is what a process leaves that dies there."""
     seen = collections.Counter()
-    for number, num_steps in enumerate(range(0, 1200, 40)):
+    kv = make_kv(LAYOUT, 16)
+    for number, num_steps in enumerate(range(0, 1200, stride)):
         directory, left = tmp_path / str(number), tmp_path / f"{number} left"
         store = make_store(8, ssd_dir=directory)
-        kv = put(store, "a", 12)
+        save(store, "a", ids(12), kv[:, :, :12])
         store.set_note("a", b"before")
         store.settle()
         steps = itertools.count()
@@ -367,20 +354,28 @@ def test_at_any_moment_of_a_cut_the_disk_has_one_state_or_the_other(tmp_path):
             ),
             1,
         )
-        store.discard("a", mask_of(12, range(1, 7)), b"cut")
+        if change == "cut":
+            store.discard("a", mask_of(12, range(1, 7)), b"after")
+        elif change == "publish":
+            save(store, "a", ids(16)[12:], kv[:, :, 12:], start_token=12)
+            store.set_note("a", b"after")
+        else:
+            store.drop("a")
         store.settle()
         store.close()
         if not left.exists():  # It took fewer steps.
             break
         store = make_store(8, ssd_dir=left)
-        kept = np.delete(np.arange(12), range(1, 7))
-        state, dropped = {b"before": (np.arange(12), 0), b"cut": (kept, 6)}[store.note("a")]
-        seen[store.note("a")] += 1
+        note = store.note("a")
+        seen[note == b"before"] += 1
+        state, dropped = (np.arange(12), 0) if note == b"before" else (np.array(after, int), num_dropped)
+        assert note in (b"before", b"after" if len(after) else b"")
         assert ssd_tokens(store, "a") == len(state)
-        assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
+        if len(state):
+            assert_loads(store, "a", 100 + state, kv[:, :, state], dropped)
         store.close()
-    assert seen[b"before"] > 3
-    assert seen[b"cut"] > 0
+    assert seen[True] > 3
+    assert seen[False] > 0
 
 
 @pytest.mark.parametrize("note", [None, b"cut"])

@@ -21,6 +21,9 @@ from ca_jax.storage.placement.blocks import BlockAllocator
 from ca_jax.storage.records import BlockIoError, IoFailure
 from ca_jax.storage.tiers.io import IoHandle, IoQueue
 
+_MAX_READS = 4  # Blocks that are read at once, each by a thread of its own;
+_MAX_WRITES = 8  # and written, in a queue of their own, so that no read waits for them.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskOptions:
@@ -32,10 +35,6 @@ class DiskOptions:
     """Seconds without progress after which a move fails; see `IoQueue`."""
     free_floor_bytes: int = 0
     """Free space that stays on a local disk."""
-    max_reads: int = 4
-    """Blocks that are read at once, each by a thread of its own."""
-    max_writes: int = 8
-    """Blocks that are written at once, in a queue of their own, so that no read waits for them."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, never decreasing."""
     only_existing: bool = False
@@ -95,7 +94,7 @@ class DiskTier(abc.ABC):
         self._lock = threading.Lock()
         self._reads, self._writes = (
             IoQueue(max_in_flight=number, deadline_s=options.deadline_s, clock=options.clock)
-            for number in (options.max_reads, options.max_writes)
+            for number in (_MAX_READS, _MAX_WRITES)
         )
 
     @functools.cached_property
