@@ -15,7 +15,7 @@ from ca_jax.kv.layout import kv_layout
 from ca_jax.overflow.config import OverflowConfig
 from tests import engine_kit as kit
 from tests import overflow_kit as ok
-from tests.kv_rest_kit import RoundedConversation, as_kept
+from tests.kv_rest_kit import RoundedConversation
 from tests.overlap_kit import poison
 from tests.test_overflow_repair import random_drift
 
@@ -165,16 +165,3 @@ def test_what_stays_after_a_cut_is_the_rounded_cache_with_it_done(name, store, t
         assert bool(engine.metrics.repaired_tokens) == (name == "repaired")
         assert engine.metrics.failed_saves == 0
         assert np.isfinite(unpacked(stored_rows(engine, pair.session))).all()
-
-
-def test_rates_and_buffers_count_the_bytes_that_are_kept():
-    with int8_engine(window=kit.WINDOW) as engine:
-        assert engine._kv.meter._layer_token_bytes * LAYOUT.num_layers == LAYOUT.token_bytes
-        assert engine._kv.write_buffer._token_bytes == LAYOUT.token_bytes
-        assert engine._kv._loader.buffer.memory.nbytes == engine._runner.history_buckets[-1] * LAYOUT.token_bytes
-
-
-def test_rounding_twice_is_seen():
-    """The reference can tell: a row that is rounded is not rounded to itself."""
-    kv = as_kept(np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32))
-    assert np.any(as_kept(kv) != kv)

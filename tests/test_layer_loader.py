@@ -22,7 +22,6 @@ from ca_jax.storage.config import GIB, StoreConfig
 from ca_jax.storage.layout import KVLayout
 from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.timeline import Timeline
-from tests.overlap_kit import in_thread
 from tests.storage.store_helpers import as_bits, make_kv, save
 from tests.transfers_kit import GatedTransfers, ManualTimer
 
@@ -261,6 +260,9 @@ def test_a_job_takes_what_the_pipeline_is_said_to_take(run_pipeline, load_s, com
     for depth in range(LAYERS + 2):
         took_s = run_pipeline(load_s, compute_s, depth, head_start_s)
         assert took_s == costs.pipeline_s(load_s, compute_s, LAYERS, depth, head_start_s), f"depth {depth}"
+    if not head_start_s:
+        took_s = run_pipeline(load_s, compute_s, LAYERS, head_start_s, all_at_once=True)
+        assert took_s == costs.blocking_s(load_s, compute_s, LAYERS), "without pre-loading"
 
 
 @pytest.mark.parametrize("num_regions", [2, 3, 4])
@@ -270,11 +272,6 @@ def test_a_capped_buffer_is_as_good_as_the_depth_that_it_has_room_for(run_pipeli
     for depth in range(LAYERS + 1):
         took_s = run_pipeline(load_s, compute_s, depth, 1000, num_regions)
         assert took_s <= costs.pipeline_s(load_s, compute_s, LAYERS, min(depth, num_regions - 2)), f"depth {depth}"
-
-
-def test_without_pre_loading_a_job_takes_its_load_and_its_compute(run_pipeline):
-    took_s = run_pipeline(3, 2, LAYERS, head_start_s=0, all_at_once=True)
-    assert took_s == costs.blocking_s(3, 2, LAYERS)
 
 
 # Two loads.
@@ -399,27 +396,6 @@ def test_a_read_that_breaks_is_told_when_its_layer_is_taken(store, how, num_good
         take_good_layers(load, num_good)
     load.release()
     assert rig.is_free
-
-
-def test_letting_go_waits_for_copies_under_way_and_for_nothing_that_is_dispatched_for_the_slot(store):
-    gate = GatedTransfers()
-    rig = Rig(store, gate)
-    load = rig.open("a", 3)
-    load.begin(refuse_to_reclaim)
-    gate.let_through()
-    load.layer(0)
-    computed, inserted = Computation(), Computation()
-    load.computed(0, computed)
-    load.used(0, inserted)
-    with in_thread(load.release):
-        for _ in range(LAYERS - 1):
-            gate.let_through()
-    assert (computed.is_over, inserted.is_over, rig.is_free) == (False, False, False)
-    computed.finish()
-    assert not rig.is_free
-    inserted.finish()
-    assert rig.is_free
-    rig.store.abort_load(load.ticket)
 
 
 @pytest.mark.parametrize("device_ahead", [0, 1])

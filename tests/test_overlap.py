@@ -186,6 +186,7 @@ OVERLAPS = [
     {"read_buffer": "all", "device_ahead": 1, "write_buffer_gib": 65536 / GIB},
     {"read_buffer": 1, "staged_layers": 5, "recompute_if_faster": True},
     {"read_buffer": 0},
+    {"read_buffer": "off", "staged_layers": 3, "async_save": False},
 ]
 
 
@@ -215,7 +216,7 @@ def check_tokens_are_the_same(
         assert stats.ssd.num_fetches > NUM_SESSIONS // 4
         whole_passes = sum(-(-len(turn.prompt) // 64) for each in turns(num_rounds) for turn in each)
         assert metrics.prefill_passes > whole_passes, "passes were not cut short"
-        assert (metrics.preloads > 0) == (changes["read_buffer"] != 0)
+        assert (metrics.preloads > 0) == (changes["read_buffer"] not in (0, "off"))
     return engine
 
 
@@ -232,14 +233,6 @@ def test_64_conversations_with_every_overlap_on_answer_as_with_all_of_it_off(
         assert engine.metrics.mixed_histories > 0
     if changes["read_buffer"] == "auto":
         assert engine.metrics.write_stall_s > 0, "a write buffer of five tokens was never full"
-
-
-def test_with_loads_and_saves_that_are_waited_for_the_tokens_are_the_same(tmp_path, monkeypatch):
-    blocking = {"staged_layers": 3, "read_buffer": "off", "async_save": False}
-    with overlapping_engine(tmp_path, monkeypatch, 9, **blocking) as engine:
-        assert tokens(converse(engine, turns(3))) == expected(3)
-        assert engine.store_stats().num_hits > NUM_SESSIONS
-        assert engine.metrics.preloads == 0
 
 
 @pytest.mark.slow
@@ -270,7 +263,7 @@ def test_answers_closed_anywhere_at_length(tmp_path, monkeypatch, seed):
 
 
 @pytest.mark.parametrize("device_ahead", [0, 1])
-@pytest.mark.parametrize("num_ahead", [0, 1, 3])
+@pytest.mark.parametrize("num_ahead", [0, 3])
 def test_the_read_buffer_bounds_what_of_a_history_is_on_the_device(monkeypatch, num_ahead, device_ahead):
     """Two layers come on top: the one that is computed on, and the one that is filled."""
     config = kit.tiny.tiny_config(num_layers=7)

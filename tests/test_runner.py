@@ -161,17 +161,6 @@ def test_a_slot_is_the_same_whenever_its_past_is_inserted(runner, num_early):
     np.testing.assert_array_equal(slot_of(runner, len(tokens), SLOT + 1), expected)
 
 
-def test_what_is_not_there_cannot_be_inserted_nor_anything_twice(runner):
-    first = runner.start_prefill(SLOT, kit.prompt(20), 0)
-    runner.run_pass(first, 20)
-    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
-        runner.insert_past(first, 1)
-    second, _, _ = run(runner, kit.prompt(70), 40)
-    runner.insert_past(second, 1)
-    with pytest.raises(RuntimeError, match="layer 1 has nothing to insert"):
-        runner.insert_past(second, 1)
-
-
 @with_buckets_of_a_cpu
 @pytest.mark.parametrize(
     ("num_history", "num_new", "padded"),
@@ -207,10 +196,3 @@ def test_first_tokens_anew_are_a_prefill_of_these_and_the_others_stay_bit_for_bi
     np.testing.assert_allclose(after[..., :num_anew, :], expected, atol=ATOL, rtol=0)
     np.testing.assert_array_equal(after[..., num_anew:, :], before[..., num_anew:, :])
     np.testing.assert_array_equal(slot_of(runner, 200, other), beside)
-
-
-@with_buckets_of_a_cpu
-def test_what_prefills_take_is_measured_for_lengths_up_to_those_given(runner):
-    samples = runner.measure_prefill(max_history=300, max_new=64)
-    assert {(history, new) for history, new, _ in samples} == {(h, n) for h in (0, 256, 512) for n in (16, 64)}
-    assert all(seconds > 0 for _, _, seconds in samples)

@@ -141,17 +141,13 @@ def test_an_answer_that_fills_the_context_loses_what_has_slid_first():
 
 @pytest.mark.parametrize("changes", [{}, {"overflow": OverflowConfig(discarder="heavy_hitters")}])
 def test_where_a_layer_looks_further_or_discarding_may_everything_is_stored(changes):
+    """As where the context is no longer than what a layer sees: what is left of a full one is repaired there."""
+    assert [kept_window(model().config, kit.SMALL, window) for window in (SLIDING, SLIDING + 1)] == [None, SLIDING]
     loaded = model() if changes else model(full_layers=(1,))
     with kit.small_engine(loaded, **changes) as served:
         session = served.session()
         kit.converse(session, PROMPTS[:3])
         assert num_stored(served) == [len(session.token_ids) - 1]
-
-
-@pytest.mark.parametrize(("context_window", "kept"), [(SLIDING, None), (SLIDING + 1, SLIDING)])
-def test_nothing_slides_where_the_context_is_no_longer_than_what_a_layer_sees(context_window, kept):
-    """There what is left of a full context has seen what left, and is repaired."""
-    assert kept_window(model().config, kit.SMALL, context_window) == kept
 
 
 def test_processes_that_serve_as_one_keep_the_same():
