@@ -69,7 +69,10 @@ def expect_repaired(pair: ok.Pair, num_tokens: int) -> None:
     pair.expect_stored_kv()
 
 
-@pytest.mark.parametrize("name", REPAIRS)
+BOTH_TIERS = [*((name, "ssd") for name in REPAIRS), ("default", "dram"), ("drift and anchor", "dram")]
+
+
+@pytest.mark.parametrize(("name", "store"), BOTH_TIERS, indirect=["store"])
 def test_repair_before_a_prompt(name, drift, store):
     with repaired_pair(name, drift, store=store) as pair:
         pair.turns(100, 30)

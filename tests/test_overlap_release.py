@@ -102,23 +102,17 @@ def expect_end(answer: Answer) -> None:
 # Given up.
 
 
+@pytest.mark.parametrize("holds_saves", [False, True])
 @pytest.mark.parametrize("num_done", [64, 128, NUM_NEW + 1])
-def test_given_up_between_two_passes_or_before_its_slot(num_done):
-    with scene() as at:
+def test_given_up_between_two_passes_or_before_its_slot(num_done, holds_saves):
+    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
+    with scene() as at, overlap_kit.shut(*[at.saves] * holds_saves):
         answer = at.begin_to(num_done)
         answer.close()
         assert len(answer.job.output_ids) == (num_done > NUM_NEW)
-
-
-@pytest.mark.parametrize("num_done", [64, NUM_NEW + 1])
-def test_given_up_while_its_saves_are_held(num_done):
-    """The slot is free at once; what was submitted is saved all the same, or given up where its pass was."""
-    with scene() as at, overlap_kit.shut(at.saves):
-        answer = at.begin_to(num_done)
-        answer.close()
         assert at.engine._scheduler.prefilling is None
         assert answer.job.slot is None
-        assert at.engine._kv.write_buffer.num_bytes > 0
+        assert not holds_saves or at.engine._kv.write_buffer.num_bytes > 0
         overlap_kit.take(at.going_on, 3)
 
 

@@ -224,16 +224,18 @@ def test_layers_leave_as_they_come(rig):
     rig.expect_stored(10)
 
 
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
 @pytest.mark.parametrize("ends", ["saved", "given up"])
-def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends):
+def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, ends, num_layers):
+    """That may be in the middle of a pass."""
     turn = rig.begin()
     run_pass(turn, 0, 10)
     rig.is_room_coming = True
     run_pass(turn, 10, 14)
-    decode(turn, 14, 20)
-    turn.end()
-    assert turn.is_held
-    assert turn.held_bytes == (3 * PADDING[0].nbytes + 4 * LAYOUT.token_bytes) + 6 * LAYOUT.token_bytes
+    turn.begin_pass(TOKENS[14:20], 14)
+    run_layers(turn, 14, 20, range(num_layers))
+    num_padded = 3 + num_layers
+    assert turn.held_bytes == num_padded * PADDING[0].nbytes + (3 * 4 + num_layers * 6) * LAYOUT.token_bytes // 3
     assert rig.publish() == []
     rig.expect_stored(10)
     turn.submit_held()
@@ -242,8 +244,13 @@ def test_what_waits_for_room_is_held_in_order_and_goes_when_there_is_some(rig, e
         turn.give_up()
     rig.is_room_coming = False
     turn.submit_held()
-    assert (turn.is_held, turn.held_bytes, rig.publish()) == (False, 0, [])
-    rig.expect_stored(20 if ends == "saved" else 10)
+    assert (turn.is_held, turn.held_bytes) == (False, 0)
+    run_layers(turn, 14, 20, range(num_layers, 3))
+    turn.end_pass()
+    decode(turn, 20, 22)
+    turn.end()
+    assert (rig.publish(), rig.saver.pending_bytes) == ([], 0)
+    rig.expect_stored(22 if ends == "saved" else 10)
 
 
 @pytest.mark.parametrize("num_free", [3, 0])

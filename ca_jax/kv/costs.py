@@ -275,9 +275,7 @@ def choose_ratio(
     return ratio if first_token_s < rates.num_layers * all_s else 1.0
 
 
-def choose_tier(
-    rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float, *, history_tokens: int = 0
-) -> Tier:
+def choose_tier(rates: Rates, context_tokens: int, new_tokens: int, min_ratio: float) -> Tier:
     """The cheapest tier from which a context loads without delay, if the least share of it is computed anew.
 
     Args:
@@ -291,7 +289,7 @@ def choose_tier(
 
     Source: CacheBlend (Yao et al., EuroSys 2025), section 5.1, figure 10(b).
     """
-    compute_s = blend_layer_s(rates, context_tokens, new_tokens, min_ratio, history_tokens=history_tokens)
-    if rates.fetch is None or layer_load_s(rates, history_tokens + context_tokens, "ssd") > compute_s:
+    compute_s = blend_layer_s(rates, context_tokens, new_tokens, min_ratio)
+    if rates.fetch is None or layer_load_s(rates, context_tokens, "ssd") > compute_s:
         return "dram"
     return "ssd"
