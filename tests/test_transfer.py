@@ -1,6 +1,6 @@
 """Crossing between host and device on a CPU: bit for bit, and nothing left registered for DMA that is not used.
 
-What is sharded is tested on several devices (on_four_devices), in the process that `test_mesh.py` starts.
+What is sharded is tested on several devices (on_mesh), in the process that `test_mesh.py` starts.
 """
 
 from __future__ import annotations
