@@ -18,8 +18,8 @@ import ca_jax
 from ca_jax.device import steps, transfer
 from ca_jax.device.transfer import params_to_device
 from ca_jax.kv import layout as device_memory
-from ca_jax.kv.load import LayerLoad, LayerLoader
-from ca_jax.kv.save import AsyncSaver, DecodedPart, LayerPart, TurnSaver
+from ca_jax.kv.load import LayerLoad
+from ca_jax.kv.save import TurnSaver
 from ca_jax.models.config import ModelConfig, RopeConfig
 from ca_jax.models.random_weights import random_params
 from ca_jax.models.sharding import model_sharding
@@ -28,14 +28,13 @@ from ca_jax.models.weights import parameter_slots
 from ca_jax.overflow.config import OverflowConfig
 from ca_jax.pretrained import LoadedModel
 from ca_jax.recompute.drift import Drift
-from ca_jax.storage.config import GIB, StoreConfig
+from ca_jax.storage.config import GIB
 from ca_jax.storage.layout import KVLayout
-from ca_jax.storage.store import AttentionStore
 from ca_jax.telemetry.metrics import CompileCounter
 from ca_jax.testing import tiny
 from ca_jax.turns.requests import SamplingParams
 from tests import engine_kit as kit
-from tests.storage.store_helpers import as_bits, load, make_kv
+from tests.storage.store_helpers import as_bits, make_kv
 
 WINDOW = 256
 BLEND = ca_jax.BlendConfig(recompute_ratio=0.4)
@@ -98,15 +97,13 @@ def eight_devices() -> None:
 
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_tokens=4)
-NUM_TOKENS, PADDED = 11, 16
-KV = make_kv(LAYOUT, PADDED)
+KV = make_kv(LAYOUT, 16)
 SPECS = {
     "by heads": PartitionSpec(None, None, "model", None),
     "by both": PartitionSpec(None, "data", "model", None),
     "by all devices": PartitionSpec(None, None, ("data", "model"), None),
     "replicated": PartitionSpec(),
 }
-specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +111,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
 
-@pytest.fixture
-def store():
-    store = AttentionStore(LAYOUT, StoreConfig(dram_gib=16 * LAYOUT.block_bytes / GIB, block_tokens=4))
-    yield store
-    store.close()
-
-
-@specs
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_each_device_gets_its_part_of_staging_and_no_other(mesh, spec, monkeypatch):
     sharding = NamedSharding(mesh, spec)
     put: dict[jax.Device, np.ndarray] = {}
@@ -158,53 +148,6 @@ def test_replicas_are_read_once(mesh, monkeypatch):
     monkeypatch.setattr(transfer, "np", types.SimpleNamespace(asarray=asarray, empty=np.empty))
     np.testing.assert_array_equal(as_bits(transfer.host_view(array)), as_bits(KV[0]))
     assert sum(num_read) == KV[0].nbytes
-
-
-@specs
-def test_sharded_kv_is_saved_as_if_it_were_whole(mesh, spec, store):
-    saver = AsyncSaver()
-    prefilled, decoded = store.prepare_save("a", 0, range(7)), store.prepare_save("a", 7, range(7, NUM_TOKENS))
-    sharding = NamedSharding(mesh, spec)
-    saver.submit(
-        prefilled,
-        [LayerPart(i, transfer.staging_to_device(KV[i].copy(), sharding), 7, 0) for i in range(LAYOUT.num_layers)],
-    )
-    of_steps = NamedSharding(mesh, PartitionSpec(None, None, None, "model", None))
-    steps = tuple(
-        transfer.staging_to_device(np.stack([KV[:, :, token]] * 2, axis=2), of_steps) for token in range(7, NUM_TOKENS)
-    )
-    saver.submit(decoded, [DecodedPart(steps, (0, 1, 1, 0))])
-    for result in saver.poll(wait=True):
-        assert result.error is None
-        assert store.complete_save(result.ticket)
-    saver.close()
-    np.testing.assert_array_equal(as_bits(load(store, "a", range(NUM_TOKENS))), as_bits(KV[:, :, :NUM_TOKENS]))
-
-
-@pytest.mark.parametrize("device_ahead", [0, 1])
-@specs
-def test_layers_are_loaded_to_all_devices(mesh, spec, device_ahead, store):
-    """With room for two layers of three, so that staging is used again while shards are computed from."""
-    ticket = store.prepare_save("a", 0, range(NUM_TOKENS))
-    ticket.write_all(KV[:, :, :NUM_TOKENS])
-    store.complete_save(ticket)
-    sharding = NamedSharding(mesh, spec)
-    region_bytes = PADDED * LAYOUT.token_bytes // LAYOUT.num_layers
-    loader = LayerLoader(LAYOUT, 2 * region_bytes, sharding=sharding)
-    loader.device_ahead = device_ahead
-    read = loader.open(store.prepare_load("a", range(NUM_TOKENS)), PADDED, depth=0)
-    doubled = {}
-    read.begin(lambda layer: doubled[layer])
-    for layer in range(LAYOUT.num_layers):
-        array = read.layer(layer)
-        assert array.sharding == sharding
-        np.testing.assert_array_equal(
-            as_bits(transfer.host_view(array)[:, :NUM_TOKENS]), as_bits(KV[layer, :, :NUM_TOKENS])
-        )
-        doubled[layer] = array * 2
-        read.computed(layer, doubled[layer])
-    read.release()
-    store.complete_load(read.ticket)
 
 
 # Tokens.

@@ -15,7 +15,6 @@ from ca_jax.overflow.discarding import (
     HeavyHitters,
     OldestFirst,
     SinksAndRecent,
-    TokenDiscarder,
     check_discarded,
     make_discarder,
 )
@@ -142,24 +141,6 @@ def test_heavy_hitters_leave_by_attention_one_by_one(context, ratio, num_sinks):
     recent = max(0, min(round(ratio * num_staying), num_staying - first))
     leaving = HeavyHitters(recent_ratio=ratio, num_sinks=num_sinks).choose(context)
     assert leaving.tolist() == one_by_one(context, first, recent)
-
-
-def test_a_discarder_of_ones_own_sees_the_kv():
-    class Shortest:
-        """Keys of the smallest norm in the first layer leave."""
-
-        name, needs_attention, needs_kv = "shortest", False, True
-
-        def choose(self, context: DiscardContext) -> np.ndarray:
-            norms = (np.asarray(context.kv.layers[0].k[0, : context.num_tokens]) ** 2).sum((1, 2))
-            return np.sort(np.argsort(norms)[: context.num_leaving])
-
-    discarder: TokenDiscarder = Shortest()
-    cache = kv.empty(tiny_config(), 1, 8)
-    keys = cache.layers[0].k + np.array([5, 1, 4, 2, 3, 0, 0, 0], np.float32)[None, :, None, None]
-    cache = kv.KVCache((kv.LayerKV(keys, keys), *cache.layers[1:]), cache.lengths + 5)
-    leaving = discarder.choose(DiscardContext(num_tokens=5, num_leaving=2, kv=cache))
-    assert check_discarded(leaving, 5).tolist() == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize(
