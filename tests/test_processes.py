@@ -28,12 +28,6 @@ from tests.threads_kit import ThreadProcesses, run_together
 from tests.transfers_kit import InstantTransfers
 
 PROMPTS = [kit.prompt(40), kit.prompt(30), kit.prompt(25)]
-Between = Callable[[Engine, int, str], None]
-"""Done to one process's engine before a session's turn of that number."""
-
-
-def nothing(engine: Engine, process: int, session_id: str) -> None:
-    """Leaves the engine as it is."""
 
 
 class Talk(NamedTuple):
@@ -46,8 +40,10 @@ class Talk(NamedTuple):
     num_stored: list[int]
 
 
-def talk(processes: ThreadProcesses, before_last: Between = nothing, **changes) -> Talk:
-    """Three turns of one conversation."""
+def talk(
+    processes: ThreadProcesses, before_last: Callable[[Engine, int, str], None] = lambda *_: None, **changes
+) -> Talk:
+    """Three turns of one conversation; something is done to each process's engine before the last."""
     with kit.small_engine(processes=processes, **changes) as engine:
         session = engine.session(session_id="one")
         answers, cached = [], []

@@ -59,10 +59,8 @@ def cut(slots: steps.Slots, slot: int, kept: np.ndarray, *drift: np.ndarray) -> 
 KEPT = {
     "all": np.arange(NUM_TOKENS),
     "the first and the last half": np.r_[0:4, 52:NUM_TOKENS],
-    "one hole": np.r_[0:30, 31:NUM_TOKENS],
     "every third": np.arange(1, NUM_TOKENS, 3),
     "the last": np.array([NUM_TOKENS - 1]),
-    "the first": np.array([0]),
 }
 
 
